@@ -1,0 +1,76 @@
+"""Shardfold trains models too big for the hardware at hand.
+
+The whole idea, in twenty lines. Data-parallel training keeps a few kinds of state for every parameter: what forward
+reads (``params``), what accumulates (``grads``), what the optimizer updates (``master``) and its own ``moments``.
+Everything that ZeRO and its descendants do is a choice, for each kind, of *over which mesh axes it is split, in which
+dtype, in which tier it rests*, and of *how the bytes travel* between two such rests. So there is
+
+    one table      ``Layout``: a cell per state. ``ddp zero1 zero2 zero3 fsdp2 hsdp hpz`` are values of it.
+    one program    the table lowered to a list of operations that prints as text: gather, free, reduce, update.
+    one engine     hooks turn a model's forward and backward into events; events run the program.
+
+    import shardfold as sf
+
+    engine = sf.Engine(model, optimizer=partial(torch.optim.AdamW, lr=3e-4), layout="zero3", precision="bf16")
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+    print(engine.explain())    # the table and the program
+    print(engine.memory())     # bytes held, beside what the table says
+    print(engine.traffic())    # bytes sent, beside what the program says
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardfold.errors import ShardfoldError
+from shardfold.layout import Cell, Layout, Precision, Tier, Wire
+from shardfold.passes import Schedule
+from shardfold.presets import PRESETS
+
+if TYPE_CHECKING:
+    from shardfold import optim
+    from shardfold.engine import Engine
+    from shardfold.materialize import meta_init
+    from shardfold.report import MemoryReport, StepReport, TrafficReport
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "PRESETS",
+    "Cell",
+    "Engine",
+    "Layout",
+    "MemoryReport",
+    "Precision",
+    "Schedule",
+    "ShardfoldError",
+    "StepReport",
+    "Tier",
+    "TrafficReport",
+    "Wire",
+    "meta_init",
+    "optim",
+]
+
+_LAZY = {
+    "Engine": "shardfold.engine",
+    "meta_init": "shardfold.materialize",
+    "StepReport": "shardfold.report",
+    "MemoryReport": "shardfold.report",
+    "TrafficReport": "shardfold.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is first asked for, so that a command's help does not wait for it."""
+    import importlib
+
+    if name == "optim":
+        return importlib.import_module("shardfold.optim")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'shardfold' has no attribute {name!r}")

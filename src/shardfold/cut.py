@@ -1,0 +1,192 @@
+"""Cuts a model into units: which parameters move together.
+
+Units are found in this order; the first that applies wins.
+
+1. ``units=`` names modules, by path patterns (``"encoder.layers.*"``) or classes.
+2. Classes in a ``_no_split_modules`` of the model or of a part of it (transformers models have one).
+3. Repeated blocks: children of one ``ModuleList``, ``Sequential`` or ``ModuleDict`` that share their class with a
+   sibling. The outermost win, so a block's own lists stay inside it.
+
+Then every ``Embedding`` and ``Linear`` outside of these that holds at least as much as 1/16 of all parameters is a
+unit of its own (an embedding, a head), and the rest is the root, which is held through a whole pass. A parameter
+that several units share belongs to the root too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from shardfold.errors import ModelError, did_you_mean
+from shardfold.layout import ITEMSIZE, Layout, Mesh, Precision
+from shardfold.shards import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
+from shardfold.unit import dtype_name, rest_itemsize
+
+__all__ = ["ROOT", "Cut", "cut"]
+
+ROOT = "(root)"
+
+
+@dataclass
+class Cut:
+    """One unit to be: its modules, and its parameters by segment in the order of their slots."""
+
+    name: str
+    modules: list[nn.Module]
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    spec: UnitSpec | None = None
+    by_segment: list[list[nn.Parameter]] = field(default_factory=list)
+
+
+def cut(
+    model: nn.Module,
+    units: Sequence[str | type[nn.Module]] | None,
+    groups: dict[int, int],
+    layout: Layout,
+    precision: Precision,
+    mesh: Mesh,
+) -> list[Cut]:
+    """The units of a model in definition order, with their places laid out.
+
+    Args:
+        model: the whole model.
+        units: paths or classes of the modules that are units; None: found as the module's docstring says.
+        groups: hyper-parameter group of each trainable parameter, by ``id``; others are frozen.
+        layout: bound.
+        precision: floating-point parameters take its compute dtype.
+        mesh: axis sizes.
+
+    Raises:
+        ModelError: a pattern matches nothing, units nest, or a parameter has a dtype that can not be split.
+    """
+    chosen = _named(model, units) if units is not None else _found(model)
+    cuts = [Cut(name, [module]) for name, module in chosen]
+    root = Cut(ROOT, [model])
+    _assign(model, cuts, root)
+    found = [c for c in (root, *cuts) if c.parameters]
+    for c in found:
+        _lay_out(c, groups, layout, precision, mesh)
+    return found
+
+
+def _named(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> list[tuple[str, nn.Module]]:
+    modules = dict(model.named_modules())
+    chosen: dict[str, nn.Module] = {}
+    for wanted in units:
+        if isinstance(wanted, str):
+            hits = {name: m for name, m in modules.items() if name and fnmatchcase(name, wanted)}
+        else:
+            hits = {name: m for name, m in modules.items() if isinstance(m, wanted)}
+        if not hits:
+            text = wanted if isinstance(wanted, str) else wanted.__name__
+            raise ModelError(f"units= names {text!r}, which matches no module.{did_you_mean(text, list(modules)[1:12])}")
+        depth = min(name.count(".") for name in hits) if isinstance(wanted, str) else None
+        chosen.update({name: m for name, m in hits.items() if depth is None or name.count(".") == depth})
+    ordered = [(name, module) for name, module in modules.items() if name in chosen]
+    for outer, _ in ordered:
+        for inner, _ in ordered:
+            if inner.startswith(outer + "."):
+                raise ModelError(f"units= names {inner!r} inside {outer!r}: units can not nest; name only one of them.")
+    return ordered
+
+
+def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    whole = {
+        name
+        for module in model.modules()
+        for name in _as_names(getattr(module, "_no_split_modules", None))
+    }
+    chosen: list[tuple[str, nn.Module]] = []
+    taken: set[int] = set()
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        repeated: Counter[type] = Counter()
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            repeated.update(type(child) for child in module.children())
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            if id(child) in taken:
+                continue
+            has_parameters = next(child.parameters(), None) is not None
+            container = isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+            block = type(child).__name__ in whole if whole else repeated[type(child)] > 1 and not _is_plain_list(child)
+            if has_parameters and block:
+                chosen.append((path, child))
+                taken.add(id(child))
+            elif has_parameters or container:
+                visit(path, child)
+
+    visit("", model)
+    chosen.extend(_large_leaves(model, chosen))
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return sorted(chosen, key=lambda pair: order[pair[0]])
+
+
+def _as_names(value: Any) -> Iterable[str]:
+    return [value] if isinstance(value, str) else [v for v in (value or ()) if isinstance(v, str)]
+
+
+def _is_plain_list(module: nn.Module) -> bool:
+    """A list has no forward of its own, so no event says when it runs."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _large_leaves(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    inside = {id(m) for _, unit in chosen for m in unit.modules()}
+    total = sum(p.numel() for p in model.parameters())
+    leaves = []
+    for name, module in model.named_modules():
+        if name and id(module) not in inside and type(module) in (nn.Embedding, nn.Linear):
+            if sum(p.numel() for p in module.parameters(recurse=False)) * 16 >= total:
+                leaves.append((name, module))
+    return leaves
+
+
+def _assign(model: nn.Module, cuts: list[Cut], root: Cut) -> None:
+    """Gives each parameter object to the one unit whose modules use it, or to the root if several do."""
+    owner: dict[int, Cut] = {}
+    for c in cuts:
+        for module in c.modules:
+            owner.update({id(m): c for m in module.modules()})
+    users: dict[int, list[Cut]] = defaultdict(list)
+    names: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            names.setdefault(id(parameter), (f"{prefix}.{name}" if prefix else name, parameter))
+            c = owner.get(id(module), root)
+            if c not in users[id(parameter)]:
+                users[id(parameter)].append(c)
+    for key, (name, parameter) in names.items():
+        home = users[key][0] if len(users[key]) == 1 else root
+        home.parameters[name] = parameter
+
+
+def _lay_out(c: Cut, groups: dict[int, int], layout: Layout, precision: Precision, mesh: Mesh) -> None:
+    """Sorts the parameters into segments by (dtype, trainable, group) and gives each its slot."""
+    parts = 1
+    for size in mesh.values():
+        parts *= size
+    segments: dict[tuple[str, bool, int], dict[str, nn.Parameter]] = defaultdict(dict)
+    for name, parameter in c.parameters.items():
+        own = dtype_name(parameter.dtype)
+        if own is None or parameter.is_complex():
+            raise ModelError(
+                f"parameter {name!r} has dtype {parameter.dtype}, which can not be split; known: {', '.join(ITEMSIZE)}."
+            )
+        dtype = precision.compute if parameter.is_floating_point() else own
+        trainable = parameter.requires_grad and id(parameter) in groups
+        segments[(dtype, trainable, groups.get(id(parameter), 0))][name] = parameter
+    specs: list[SegmentSpec] = []
+    for (dtype, trainable, group), members in segments.items():
+        align = max(1, ALIGN_BYTES // min(ITEMSIZE[dtype], rest_itemsize(layout)))
+        slots, length = pack({name: p.shape for name, p in members.items()}, parts, align)
+        specs.append(SegmentSpec(slots, length, dtype, trainable, group))
+        c.by_segment.append(list(members.values()))
+    c.spec = UnitSpec(c.name, tuple(specs), root=c.name == ROOT)

@@ -1,0 +1,67 @@
+"""Every exception that Shardfold raises on purpose, and the words that help people mend what caused it.
+
+    ShardfoldError                     the base: its message is one sentence (what, where, how to mend it)
+    |-- ConfigError (ValueError)       an option or key that is unknown, of the wrong type, or contradicts another
+    |   `-- LayoutError                a table that contradicts itself or the mesh it is bound to
+    |-- ModelError                     a model that can not be cut into units or materialized
+    |-- UsageError (RuntimeError)      a call that is not legal now: wrong order, wrong rank, wrong state
+    |   `-- FreedParameterError        a parameter was touched while only its shard is on this rank
+    |-- OrderError (RuntimeError)      ranks asked for operations in orders that can not be reconciled
+    `-- CollectiveError (RuntimeError) a collective failed or did not finish: rank, unit and operation are named
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = [
+    "CollectiveError",
+    "ConfigError",
+    "FreedParameterError",
+    "LayoutError",
+    "ModelError",
+    "OrderError",
+    "ShardfoldError",
+    "UsageError",
+    "did_you_mean",
+]
+
+
+class ShardfoldError(Exception):
+    """Base of all exceptions that Shardfold raises on purpose."""
+
+
+class ConfigError(ShardfoldError, ValueError):
+    """An option or key that is unknown, of the wrong type, or contradicts another."""
+
+
+class LayoutError(ConfigError):
+    """A layout table that contradicts itself or the mesh it is bound to."""
+
+
+class ModelError(ShardfoldError, ValueError):
+    """A model that can not be cut into units or materialized as asked."""
+
+
+class UsageError(ShardfoldError, RuntimeError):
+    """A call that is not legal in the present state."""
+
+
+class FreedParameterError(UsageError):
+    """A parameter was read or written while only this rank's shard of it is in memory."""
+
+
+class OrderError(ShardfoldError, RuntimeError):
+    """Ranks asked for operations in orders that can not be reconciled."""
+
+
+class CollectiveError(ShardfoldError, RuntimeError):
+    """A collective failed or did not finish in time."""
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """``" Did you mean 'x'?"`` for the nearest of ``choices``, else the list of them."""
+    known = sorted(choices)
+    near = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."

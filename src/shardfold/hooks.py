@@ -1,0 +1,169 @@
+"""Events out of PyTorch: the only file that touches the internals of ``nn.Module`` and autograd.
+
+Hooks do nothing but deliver: which unit is about to run forward, which is about to run backward, which parameter has
+its gradient, when a pass begins and ends. What follows from an event is the engine's business.
+
+    forward  of the model            begin_forward                          end_forward
+    forward  of a unit's module        enter_forward(unit)    leave_forward(unit)
+    backward of the model            begin_backward  (gradient of an output of the model, or of any unit, arrives)
+    backward of a unit's module        enter_backward(unit)  (gradient of one of its outputs arrives)
+    gradient of a parameter            gradient(unit, segment, slot, parameter)
+    end of the outermost backward    end_backward
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardfold.unit import Unit
+
+__all__ = ["Hooks", "Listener", "in_backward", "tensors_in"]
+
+
+class Listener(Protocol):
+    """Who the events are delivered to."""
+
+    def begin_forward(self) -> None: ...
+    def end_forward(self) -> None: ...
+    def enter_forward(self, unit: Unit) -> None: ...
+    def leave_forward(self, unit: Unit) -> None: ...
+    def begin_backward(self) -> None: ...
+    def enter_backward(self, unit: Unit) -> None: ...
+    def gradient(self, unit: Unit, segment: int, slot: int, parameter: nn.Parameter) -> None: ...
+    def end_backward(self) -> None: ...
+
+
+def in_backward() -> bool:
+    """Whether autograd runs on this thread (activation checkpointing runs forwards inside backward)."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+class Hooks:
+    """The hooks of one engine on one model.
+
+    Args:
+        model: its forward is a pass.
+        units: with ``modules`` set; units whose values never leave memory need no module hooks.
+        listener: receives the events.
+    """
+
+    def __init__(self, model: nn.Module, units: Iterable[Unit], listener: Listener) -> None:
+        self._listener = listener
+        self._handles: list[RemovableHandle] = []
+        self._queued = False
+        units = list(units)
+        self._add(model.register_forward_pre_hook(self._before_model, prepend=True))
+        self._add(model.register_forward_hook(self._after_model))
+        for unit in units:
+            if unit.split and not unit.spec.root:
+                for module in unit.modules:
+                    self._add(module.register_forward_pre_hook(self._before_unit(unit), prepend=True))
+                    self._add(module.register_forward_hook(self._after_unit(unit), always_call=True))
+            for i, segment in enumerate(unit.trainable):
+                for j, parameter in enumerate(segment.parameters):
+                    self._add(parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, i, j)))
+
+    def remove(self) -> None:
+        """Takes every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def forget_backward(self) -> None:
+        """After an exception in backward its final callback will not come."""
+        self._queued = False
+
+    def _add(self, handle: RemovableHandle) -> None:
+        self._handles.append(handle)
+
+    # -- forward
+
+    def _before_model(self, module: nn.Module, args: Any) -> None:
+        if not in_backward():
+            self._listener.begin_forward()
+
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward():
+            return
+        self._watch(output, self._model_backward)
+        self._listener.end_forward()
+
+    def _before_unit(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
+        listener = self._listener
+
+        def hook(module: nn.Module, args: Any) -> None:
+            if in_backward():
+                self._ensure_backward()
+                listener.enter_backward(unit)
+            else:
+                listener.enter_forward(unit)
+
+        return hook
+
+    def _after_unit(self, unit: Unit) -> Callable[[nn.Module, Any, Any], None]:
+        listener = self._listener
+
+        def backward(grad: Tensor) -> None:
+            self._ensure_backward()
+            listener.enter_backward(unit)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._watch(output, backward)
+            if not in_backward():
+                listener.leave_forward(unit)
+
+        return hook
+
+    # -- backward
+
+    @staticmethod
+    def _watch(output: Any, hook: Callable[[Tensor], None]) -> None:
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(hook)
+
+    def _model_backward(self, grad: Tensor) -> None:
+        self._ensure_backward()
+
+    def _ensure_backward(self) -> None:
+        """The first event of a backward announces it and asks autograd to call back when all of it is done."""
+        if not self._queued:
+            self._queued = True
+            engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
+            engine.queue_callback(self._done)
+            self._listener.begin_backward()
+
+    def _done(self) -> None:
+        self._queued = False
+        self._listener.end_backward()
+
+    def _on_gradient(self, unit: Unit, segment: int, slot: int) -> Callable[[Tensor], None]:
+        listener = self._listener
+
+        def hook(parameter: Tensor) -> None:
+            self._ensure_backward()
+            listener.gradient(unit, segment, slot, parameter)  # pyright: ignore[reportArgumentType]
+
+        return hook

@@ -1,0 +1,259 @@
+"""WHAT rests where: the table of states that every member of the ZeRO family is a value of.
+
+Data-parallel training keeps a few kinds of state for every parameter. A :class:`Layout` says for each kind over which
+mesh axes it is split, in which dtype, and in which tier it rests; and for the two journeys between rests (gather,
+reduce) what is on the wire. A :class:`Precision` says which dtypes the words ``compute``, ``grads``, ``reduce``,
+``master`` and ``moments`` mean. Nothing here knows a device, a process group or a stage.
+
+    state     what it is                                                 absent when
+    params    what forward and backward read                             None: master is cast while it is gathered
+    held      what stays between forward and backward                    None: as params
+    grads     accumulated gradients; split = reduced at once             the parameter is frozen
+    master    what the optimizer updates                                 the parameter is frozen
+    moments   the optimizer's own state, one cell per moment             the parameter is frozen
+
+Sources: ZeRO (arXiv 1910.02054, section 5), ZeRO++ (arXiv 2306.10209, section 3), MiCS/HSDP (arXiv 2205.00119).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from math import prod
+from typing import Any
+
+from shardfold.errors import LayoutError, did_you_mean
+
+__all__ = ["DATA_AXES", "ITEMSIZE", "PRECISIONS", "Axes", "Cell", "Layout", "Mesh", "Precision", "Tier", "Wire"]
+
+Axes = tuple[str, ...]
+Mesh = Mapping[str, int]
+
+DATA_AXES: Axes = ("inter", "intra")
+"""The data-parallel axes, slow link first: ``inter`` between nodes, ``intra`` within one."""
+
+ITEMSIZE: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+"""Bytes per element of every dtype name that a table, a program or a segment may use."""
+
+ROLES = ("compute", "grads", "reduce", "master", "moments")
+
+
+class Tier(str, Enum):
+    """Where a state rests."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What the dtype words of a table mean. Values are dtype names of :data:`ITEMSIZE`.
+
+    ``reduce`` is the dtype on the wire of a gradient's journey and of the gradient buffer that feeds it; ``grads`` is
+    the dtype in which gradients accumulate.
+    """
+
+    compute: str = "fp32"
+    grads: str = "fp32"
+    reduce: str = "fp32"
+    master: str = "fp32"
+    moments: str = "fp32"
+
+    def __post_init__(self) -> None:
+        floats = ("bf16", "fp16", "fp32", "fp64")
+        for role in ROLES:
+            if (name := getattr(self, role)) not in floats:
+                raise LayoutError(f"Precision.{role} is {name!r}, which is no dtype.{did_you_mean(str(name), floats)}")
+        if ITEMSIZE[self.master] < ITEMSIZE[self.compute]:
+            raise LayoutError(
+                f"Precision.master is {self.master} but compute is {self.compute}: "
+                "the optimizer can not update a copy that is coarser than what forward reads; widen master."
+            )
+
+    @staticmethod
+    def named(name: str | Precision) -> Precision:
+        """The policy of that name (``fp32``, ``bf16``, ``bf16-pure``), or the value itself.
+
+        Raises:
+            LayoutError: the name is unknown.
+        """
+        if isinstance(name, Precision):
+            return name
+        if name == "fp16":
+            raise LayoutError("precision 'fp16' needs a loss scale, which this version does not have; use 'bf16'.")
+        if name not in PRECISIONS:
+            raise LayoutError(f"precision {name!r} is unknown.{did_you_mean(name, PRECISIONS)}")
+        return PRECISIONS[name]
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(),
+    "bf16": Precision(compute="bf16"),
+    "bf16-pure": Precision(compute="bf16", grads="bf16", reduce="bf16", master="bf16", moments="bf16"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """How one state rests on each rank: ``over=()`` means that every rank holds all of it."""
+
+    over: Axes = ()
+    dtype: str
+    tier: Tier = Tier.DEVICE
+
+    def parts(self, mesh: Mesh) -> int:
+        """Into how many equal shards the state is cut on that mesh."""
+        return prod(mesh[axis] for axis in self.over)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """What a collective puts on the link: ``dtype`` of its elements."""
+
+    name: str = "plain"
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One row of the ZeRO family. Values derive from each other with :meth:`replace` and :meth:`edit`.
+
+    Raises:
+        LayoutError: the table contradicts itself; the message says which two cells and how to mend them.
+    """
+
+    params: Cell | None = Cell(dtype="compute")
+    held: Cell | None = None
+    grads: Cell = Cell(dtype="grads")
+    master: Cell = Cell(dtype="master")
+    moments: Cell = Cell(dtype="moments")
+    gather: Wire = field(default=Wire(dtype="compute"))
+    reduce: Wire = field(default=Wire(dtype="reduce"))
+
+    @property
+    def rest(self) -> Cell:
+        """Where forward's parameters come from: ``params``, or ``master`` when there is no such copy."""
+        return self.params or self.master
+
+    @property
+    def kept(self) -> Cell:
+        """What is kept between forward and backward."""
+        return self.held or self.rest
+
+    def cells(self) -> dict[str, Cell]:
+        """The states that this table has, by name, in table order."""
+        named = {name: getattr(self, name) for name in ("params", "held", "grads", "master", "moments")}
+        return {name: cell for name, cell in named.items() if cell is not None}
+
+    def replace(self, **changes: Any) -> Layout:
+        """A copy with other cells or wires."""
+        return replace(self, **changes)
+
+    def edit(self, *states: str, **changes: Any) -> Layout:
+        """A copy in which the named cells have other fields, e.g. ``edit("grads", over=("intra",))``."""
+        return replace(self, **{state: replace(getattr(self, state), **changes) for state in states})
+
+    def __post_init__(self) -> None:
+        for name, cell in self.cells().items():
+            if len(set(cell.over)) != len(cell.over):
+                raise LayoutError(f"{name} is split over {_axes(cell.over)}, which names an axis twice: name each once.")
+            if cell.dtype not in ITEMSIZE and cell.dtype not in ROLES:
+                raise LayoutError(
+                    f"{name} has dtype {cell.dtype!r}, which is no dtype.{did_you_mean(cell.dtype, [*ITEMSIZE, *ROLES])}"
+                )
+        if self.master.over != self.moments.over:
+            raise LayoutError(
+                f"master is split over {_axes(self.master.over)} but moments over {_axes(self.moments.over)}: "
+                "the update reads both element by element, so split them alike."
+            )
+        if self.grads.over and self.grads.over != self.master.over:
+            raise LayoutError(
+                f"grads are split over {_axes(self.grads.over)} but master over {_axes(self.master.over)}: "
+                "the update needs a gradient for each element it owns, so split them alike or do not split grads."
+            )
+        rest = self.rest.over
+        if rest != self.master.over[: len(rest)]:
+            raise LayoutError(
+                f"params are split over {_axes(rest)} but master over {_axes(self.master.over)}: "
+                "the axes of params must be the first axes of master, so that an updated shard lies inside its rest."
+            )
+        if not set(self.kept.over) <= set(rest):
+            raise LayoutError(
+                f"held is split over {_axes(self.kept.over)} but params only over {_axes(rest)}: "
+                "backward can not hold less than rests; drop the extra axes from held, or split params over them."
+            )
+
+    def bind(self, precision: Precision, mesh: Mesh) -> Layout:
+        """The table with its dtype words resolved and its axes of size 1 dropped.
+
+        Raises:
+            LayoutError: a cell is split over an axis that the mesh lacks, or gradients would have to change dtype in
+                place to travel.
+        """
+        missing = {axis for cell in self.cells().values() for axis in cell.over} - set(mesh)
+        if missing:
+            raise LayoutError(
+                f"the layout splits over {_axes(tuple(sorted(missing)))}, but the mesh only has "
+                f"{_axes(tuple(mesh))}: add the axis to mesh= or drop it from the layout."
+            )
+
+        def resolve(name: str) -> str:
+            return getattr(precision, name) if name in ROLES else name
+
+        def on_mesh(cell: Cell | None) -> Cell | None:
+            if cell is None:
+                return None
+            over = tuple(axis for axis in cell.over if mesh[axis] > 1)
+            return replace(cell, over=over, dtype=resolve(cell.dtype))
+
+        changes: dict[str, Any] = {f.name: on_mesh(getattr(self, f.name)) for f in fields(self)[:5]}
+        bound = replace(
+            self,
+            **changes,
+            gather=replace(self.gather, dtype=resolve(self.gather.dtype)),
+            reduce=replace(self.reduce, dtype=resolve(self.reduce.dtype)),
+        )
+        if not bound.grads.over and bound.grads.dtype != bound.reduce.dtype and prod(mesh.values()) > 1:
+            raise LayoutError(
+                f"grads accumulate unreduced in {bound.grads.dtype} but travel as {bound.reduce.dtype}: they are "
+                "reduced where they lie, so give Precision.grads and Precision.reduce the same dtype or split grads."
+            )
+        if bound.params is None and not bound.master.over:  # nothing is gathered, so the cast copy stays
+            bound = replace(bound, params=Cell(dtype=bound.gather.dtype))
+        if bound.held is not None and bound.held.over == bound.rest.over:
+            bound = replace(bound, held=None)
+        return bound
+
+    def aliases(self) -> dict[str, str]:
+        """States of a bound table that need no bytes of their own, and the state whose bytes they are.
+
+        In equal dtype ``master`` is the owner's range of ``params`` (fp32: ``zero1`` is 8 + 8/N bytes per parameter).
+        A held copy that is not split is the gathered buffer itself.
+        """
+        alias: dict[str, str] = {}
+        if self.params is not None and self.params.dtype == self.master.dtype and self.params.tier == self.master.tier:
+            alias["master"] = "params"
+        if self.held is not None and not self.held.over:
+            alias["held"] = "gathered"
+        return alias
+
+    def __str__(self) -> str:
+        lines = [f"{'state':<9}{'split over':<16}{'dtype':<10}tier"]
+        for name in ("params", "held", "grads", "master", "moments"):
+            cell = getattr(self, name)
+            if cell is None:
+                note = "as master, cast while gathering" if name == "params" else "as params"
+                lines.append(f"{name:<9}({note if name == 'params' or self.params else 'as master'})")
+            else:
+                lines.append(f"{name:<9}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}")
+        lines.append(f"journeys: gather {self.gather.name}/{self.gather.dtype}, reduce {self.reduce.name}/{self.reduce.dtype}")
+        return "\n".join(lines)
+
+
+def _axes(axes: Axes) -> str:
+    return "+".join(axes) if axes else "nothing"

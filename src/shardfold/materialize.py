@@ -1,0 +1,156 @@
+"""Models too big to build: construct without memory, then make real unit by unit, keeping only this rank's shard.
+
+Under :func:`meta_init` parameters are created on the meta device (shape and dtype, no memory); buffers are real, so
+tables that a constructor computes are right. The engine then gives one unit at a time its memory, fills it, keeps its
+own shard and gives the rest back: a rank never holds more than its shards, the root and one unit.
+
+Values come from, in this order: ``weights=`` (a state dict, or safetensors files); the model's own
+``_init_weights(module)`` (transformers); each module's ``reset_parameters()``. Random numbers are drawn from a
+generator seeded by ``(seed, path of the module)``, so they do not depend on the layout or the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.errors import ModelError, did_you_mean
+from shardfold.unit import Unit
+
+__all__ = ["Weights", "bind_parameters", "initialize", "meta_init", "open_weights"]
+
+Weights = Callable[[str], Tensor | None]
+"""Gives a parameter's values by name, or None if it has none."""
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Inside, parameters of new modules take no memory; an engine makes them real shard by shard."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def bind_parameters(unit: Unit, model: nn.Module) -> set[str]:
+    """Makes every parameter of the unit a view of its flat; returns the names of those that had no values yet.
+
+    The parameter objects stay the same: optimizers, ties and users' references hold.
+    """
+    empty: set[str] = set()
+    for segment in unit.segments:
+        for slot, parameter, view in zip(
+            segment.spec.slots, segment.parameters, segment.views_of(segment.flat), strict=True
+        ):
+            if parameter.is_meta:
+                empty.add(slot.name)
+                fresh = nn.Parameter(view, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, fresh)
+            else:
+                view.copy_(parameter.detach())
+                parameter.data = view
+        for start, stop in segment.gaps:
+            segment.flat[start:stop].zero_()
+    return empty
+
+
+def initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights | None, seed: int) -> None:
+    """Gives values to the parameters of a (gathered) unit that have none.
+
+    Raises:
+        ModelError: some get none; all are named.
+    """
+    values = dict(unit.parameters())
+    with torch.no_grad():
+        for name in empty:
+            if values[name].is_floating_point():
+                values[name].fill_(float("nan"))  # so that what nobody initializes is found
+        if weights is not None:
+            for name, parameter in values.items():
+                value = weights(name)
+                if value is not None:
+                    _check_shape(name, parameter, value)
+                    parameter.copy_(value)
+                    empty.discard(name)
+        if empty:
+            _reset(unit, model, {id(values[name]) for name in empty}, seed)
+        left = [name for name in sorted(empty) if values[name].is_floating_point() and values[name].isnan().any()]
+    if left:
+        raise ModelError(
+            f"nothing initializes {', '.join(left)}: give the module that owns it a reset_parameters() method that sets "
+            "every parameter, or pass weights=."
+        )
+
+
+def _check_shape(name: str, parameter: Tensor, value: Tensor) -> None:
+    if value.shape != parameter.shape:
+        raise ModelError(
+            f"weights give {name!r} the shape {tuple(value.shape)}, but the model's is {tuple(parameter.shape)}."
+        )
+
+
+def _reset(unit: Unit, model: nn.Module, wanted: set[int], seed: int) -> None:
+    of_model = getattr(model, "_init_weights", None)
+    for path, module in model.named_modules():
+        if not any(id(p) in wanted for p in module._parameters.values() if p is not None):
+            continue
+        own = getattr(module, "reset_parameters", None)
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(zlib.crc32(f"{seed}/{path}".encode()))
+            if callable(of_model):
+                of_model(module)
+            elif callable(own):
+                own()
+
+
+def open_weights(source: Any) -> Weights | None:
+    """A reader of ``weights=``: a mapping of tensors, a safetensors file, or a folder of them (with or without index).
+
+    Tensors of files are read one at a time, so a rank holds one besides its shards.
+
+    Raises:
+        ModelError: the path has no weights.
+    """
+    if source is None:
+        return None
+    if isinstance(source, Mapping):
+        return lambda name: source.get(name)
+    from safetensors import safe_open
+
+    path = Path(source)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.safetensors")]) if path.parent.is_dir() else ""
+        raise ModelError(f"weights={str(path)!r} holds no safetensors file.{near}")
+    where: dict[str, Path] = {}
+    index = path / "model.safetensors.index.json"
+    if path.is_dir() and index.is_file():
+        where = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    else:
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                where.update(dict.fromkeys(opened.keys(), file))
+
+    def read(name: str) -> Tensor | None:
+        if name not in where:
+            return None
+        with safe_open(where[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    return read

@@ -1,0 +1,150 @@
+"""The ranks: axis names and sizes, this rank's place, and every process group. No other file makes one.
+
+``torchrun``'s environment is honoured, an already initialized ``torch.distributed`` is adopted, and one process
+without either just works: then there are no groups at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardfold.errors import LayoutError, UsageError, did_you_mean
+from shardfold.layout import DATA_AXES, Axes
+from shardfold.shards import shard_index
+
+__all__ = ["DataMesh", "pick_device", "resolve_sizes"]
+
+
+def resolve_sizes(world: int, mesh: Mapping[str, int] | None, local: int | None = None) -> dict[str, int]:
+    """Sizes of ``inter`` and ``intra`` whose product is ``world``.
+
+    Args:
+        world: number of ranks.
+        mesh: sizes by axis name; an axis left out takes what remains. None: ``intra`` is the ranks of one node.
+        local: ranks per node, if known.
+
+    Raises:
+        LayoutError: an axis is unknown or the sizes do not multiply up.
+    """
+    if mesh is None:
+        intra = local if local and world % local == 0 else world
+        return {"inter": world // intra, "intra": intra}
+    for axis in mesh:
+        if axis not in DATA_AXES:
+            raise LayoutError(f"mesh names the axis {axis!r}, which is unknown.{did_you_mean(axis, DATA_AXES)}")
+    sizes = {axis: int(mesh.get(axis, 0)) for axis in DATA_AXES}
+    given = prod(size for size in sizes.values() if size)
+    if any(size < 0 for size in sizes.values()) or world % given or (all(sizes.values()) and given != world):
+        raise LayoutError(
+            f"mesh {' x '.join(f'{axis}={size}' for axis, size in mesh.items())} does not multiply up to the "
+            f"{world} rank{'s' if world > 1 else ''} there are: change the sizes or the number of ranks."
+        )
+    if not sizes["inter"] and not sizes["intra"]:
+        return {"inter": 1, "intra": world}
+    return {axis: size or world // given for axis, size in sizes.items()}
+
+
+def pick_device(device: str | torch.device | None = None) -> torch.device:
+    """The device asked for, else this local rank's GPU, else the CPU. Ranks beyond the number of GPUs share them."""
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+class DataMesh:
+    """This rank's place among the data-parallel ranks, and the groups of each combination of axes.
+
+    Attributes:
+        sizes: ``{"inter": n, "intra": m}``, ``inter`` is the slow link.
+        coords: this rank's coordinate on each axis; rank = inter * m + intra.
+        store: a key-value store shared by all ranks, private to this mesh; None for one rank.
+    """
+
+    def __init__(self, sizes: Mapping[str, int] | None, device: torch.device, timeout: timedelta) -> None:
+        self.owns_default_group = _start(device, timeout)
+        self.distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.distributed else 0
+        self.world = dist.get_world_size() if self.distributed else 1
+        local = os.environ.get("LOCAL_WORLD_SIZE")
+        self.sizes = resolve_sizes(self.world, sizes, int(local) if local else None)
+        self.coords = {"inter": self.rank // self.sizes["intra"], "intra": self.rank % self.sizes["intra"]}
+        self.store: dist.Store | None = None
+        self._groups: dict[Axes, Any] = {}
+        self.control: Any = None
+        if self.world > 1:
+            # The default store is the only key-value store that every rank is known to share.
+            default = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+            # Counted in the store, not in the process: a process may have been in other groups before.
+            number = default.add(f"shardfold/engines/{self.rank}", 1)
+            self.store = dist.PrefixStore(f"shardfold/{number}", default)
+            self._make_groups(timeout)
+
+    def _make_groups(self, timeout: timedelta) -> None:
+        inter, intra = self.sizes["inter"], self.sizes["intra"]
+        world: Any = dist.group.WORLD
+        whole = tuple(axis for axis in DATA_AXES if self.sizes[axis] > 1)
+        self._groups[whole] = world
+        if len(whole) == 2:
+            rows = [[i * intra + j for j in range(intra)] for i in range(inter)]
+            columns = [[i * intra + j for i in range(inter)] for j in range(intra)]
+            for axis, lists in (("intra", rows), ("inter", columns)):
+                for ranks in lists:  # every rank makes every group, in the same order
+                    group = dist.new_group(ranks, timeout=timeout)
+                    if self.rank in ranks:
+                        self._groups[(axis,)] = group
+        # Small facts that the host needs (which parameters were used) travel on the CPU: no device synchronization.
+        self.control = world if self.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+
+    @property
+    def backend(self) -> str:
+        """``gloo`` or ``nccl``; composite names (``cpu:gloo,cuda:nccl``) are read by the part that moves tensors."""
+        if not self.distributed:
+            return "none"
+        return "nccl" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "gloo"
+
+    def group(self, axes: Axes) -> Any:
+        """The process group of the ranks that differ from this one on ``axes`` only, in row-major order."""
+        return self._groups[tuple(axis for axis in axes if self.sizes[axis] > 1)]
+
+    def index(self, axes: Iterable[str]) -> int:
+        """This rank's number within :meth:`group`."""
+        return shard_index(tuple(axes), self.sizes, self.coords)
+
+    def parts(self, axes: Iterable[str]) -> int:
+        return prod(self.sizes[axis] for axis in axes)
+
+    def close(self) -> None:
+        """Leaves ``torch.distributed`` as it was found."""
+        if self.owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+            self.owns_default_group = False
+
+
+def _start(device: torch.device, timeout: timedelta) -> bool:
+    """Initializes ``torch.distributed`` from the environment if there are several ranks; True if it was done here."""
+    if not dist.is_available() or dist.is_initialized():
+        return False
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return False
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"WORLD_SIZE is {world} but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: "
+            "start the script with torchrun or `shardfold train`, or unset WORLD_SIZE."
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > max(torch.cuda.device_count(), 1)
+    backend = "nccl" if device.type == "cuda" and not shared else "gloo"  # NCCL refuses two ranks on one GPU
+    dist.init_process_group(backend, timeout=timeout)
+    return True

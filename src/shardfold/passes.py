@@ -1,0 +1,78 @@
+"""Passes over programs: each takes a list of operations and gives a list that does the same at better moments.
+
+How much and when is a :class:`Schedule`, a value of its own: the table says what is held and sent, the schedule only
+moves it in time. No pass adds, drops or changes a collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardfold.errors import ConfigError
+from shardfold.program import MARKERS, Op, Program
+
+__all__ = ["Schedule", "apply", "defer_reduce", "prefetch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How far ahead things are done.
+
+    Attributes:
+        prefetch: how many units ahead of its use a unit is gathered; ``prefetch + 1`` units are full at a time.
+        block: elements that one call of a fused update handles; 0 chooses by device (256K on CPU, so that a block
+            stays in cache, and 64M on CUDA).
+
+    Raises:
+        ConfigError: a value is negative.
+    """
+
+    prefetch: int = 1
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch", "block"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"Schedule.{name} is {getattr(self, name)}: it can not be negative.")
+
+
+def prefetch(ops: tuple[Op, ...], depth: int) -> tuple[Op, ...]:
+    """Moves the fetching of each unit ``depth`` markers earlier, but never before the pass begins."""
+    if depth == 0:
+        return ops
+    groups = _between_markers(ops)
+    fetches = [[op for op in group if op.verb in ("CAST", "ALL_GATHER")] for group in groups]
+    # The last group follows END: nothing is fetched there.
+    out: list[Op] = []
+    for i, group in enumerate(groups):
+        out.extend(op for op in group if op.verb not in ("CAST", "ALL_GATHER", *MARKERS))
+        wanted = range(depth + 1) if i == 0 else range(i + depth, i + depth + 1)
+        out.extend(op for j in wanted if j < len(fetches) for op in fetches[j])
+        out.extend(op for op in group if op.verb in MARKERS)
+    return tuple(out)
+
+
+def defer_reduce(ops: tuple[Op, ...], units: frozenset[str]) -> tuple[Op, ...]:
+    """Moves the reductions of ``units`` behind END, for units whose gradients are complete only then."""
+    late = tuple(op for op in ops if op.verb in ("REDUCE_SCATTER", "ALL_REDUCE") and op.unit in units)
+    return tuple(op for op in ops if op not in late) + late
+
+
+def apply(program: Program, schedule: Schedule, late: frozenset[str] = frozenset()) -> Program:
+    """The program that will run: ``program`` with the schedule's passes and ``late`` units reduced at the end."""
+    return Program(
+        forward=prefetch(program.forward, schedule.prefetch),
+        backward=defer_reduce(prefetch(program.backward, schedule.prefetch), late),
+        last=defer_reduce(prefetch(program.last, schedule.prefetch), late),
+        step=program.step,
+    )
+
+
+def _between_markers(ops: tuple[Op, ...]) -> list[list[Op]]:
+    """Groups that end with their marker; the last one has none."""
+    groups: list[list[Op]] = [[]]
+    for op in ops:
+        groups[-1].append(op)
+        if op.verb in MARKERS:
+            groups.append([])
+    return groups

@@ -1,0 +1,216 @@
+"""WHEN things happen: a layout lowered to lists of operations that print as text and parse back.
+
+A program has four sections. ``forward`` and ``backward`` run once per micro-batch, ``last`` replaces ``backward`` in
+the last micro-batch of a step, ``step`` is the optimizer step. Within a pass, ``F u``, ``B u`` and ``END`` are
+markers: the model's own work happens there, and everything up to a marker is done before it.
+
+    verb            what the engine does
+    CAST            write this rank's master shard into its place of the gathered buffer, in the wire's dtype
+    ALL_GATHER      fill the gathered buffer of a unit from its shards
+    F, B            the forward, backward of the unit (markers)
+    END             the pass of the whole model is over (marker)
+    HOLD            copy this rank's part of the gathered buffer into the held shard
+    FREE            give the gathered buffer back
+    REDUCE_SCATTER  sum gradients over the axes, keep this rank's shard
+    ALL_REDUCE      sum gradients over the axes, keep the sum
+    NORM            the norm of all gradients
+    UPDATE          the optimizer's step on this rank's shard; writes the compute-dtype copy
+
+No collective is chosen by hand: :func:`redistribute` derives it from how a tensor lies and how its reader needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardfold.errors import ConfigError, LayoutError
+from shardfold.layout import Axes, Layout, Mesh
+from shardfold.shards import UnitSpec
+
+__all__ = ["COLLECTIVES", "MARKERS", "PARTIAL", "REDUCTIONS", "SECTIONS", "Op", "Program", "lower", "parse", "redistribute"]
+
+REDUCTIONS = ("REDUCE_SCATTER", "ALL_REDUCE")
+COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
+MARKERS = ("F", "B", "END")
+VERBS = (*COLLECTIVES, *MARKERS, "CAST", "HOLD", "FREE", "NORM", "UPDATE")
+SECTIONS = ("forward", "backward", "last", "step")
+
+PARTIAL = None
+"""How a tensor lies whose sum over all ranks is still to be taken."""
+
+
+class Op(NamedTuple):
+    """One operation on one unit. ``axes`` and ``dtype`` are set for collectives only."""
+
+    verb: str
+    unit: str = ""
+    axes: Axes = ()
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        words = [self.verb, self.unit, f"[{'+'.join(self.axes)}]" if self.axes else "", self.dtype]
+        return " ".join(word for word in words if word)
+
+    @property
+    def journey(self) -> str:
+        """Which of the table's journeys a collective belongs to: ``gather`` or ``reduce``."""
+        return "gather" if self.verb == "ALL_GATHER" else "reduce"
+
+
+@dataclass(frozen=True)
+class Program:
+    """The operations of one optimizer step, by section; see the module's docstring."""
+
+    forward: tuple[Op, ...] = ()
+    backward: tuple[Op, ...] = ()
+    last: tuple[Op, ...] = ()
+    step: tuple[Op, ...] = ()
+
+    def section(self, name: str) -> tuple[Op, ...]:
+        return getattr(self, name)
+
+    @property
+    def quiet(self) -> tuple[Op, ...]:
+        """A backward that reduces nothing (``no_sync``)."""
+        return tuple(op for op in self.backward if op.verb not in REDUCTIONS)
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def render(self, mark: tuple[str, int] | None = None) -> str:
+        """The text form; ``mark = (section, index)`` points at the operation that failed."""
+        lines: list[str] = []
+        for name in SECTIONS:
+            lines.append(f"{name}:")
+            for i, op in enumerate(self.section(name)):
+                lines.append(f"  {op}{'   <-- here' if mark == (name, i) else ''}")
+        return "\n".join(lines)
+
+
+def redistribute(unit: str, have: Axes | None, need: Axes, *, data: Axes, gather: str, reduce: str) -> Iterator[Op]:
+    """The collectives that turn how a unit lies into how its reader needs it.
+
+    Args:
+        unit: its name.
+        have: the axes it is split over, or :data:`PARTIAL`.
+        need: the axes it shall be split over.
+        data: all axes that a partial sum is waiting on.
+        gather: dtype on the wire of a gather.
+        reduce: dtype on the wire of a reduction.
+
+    Raises:
+        LayoutError: the two can not be joined by a gather or a reduction.
+    """
+    if have is PARTIAL:
+        if need:
+            yield Op("REDUCE_SCATTER", unit, need, reduce)
+        if rest := tuple(axis for axis in data if axis not in need):
+            yield Op("ALL_REDUCE", unit, rest, reduce)
+    elif have != need:
+        if have[: len(need)] != need:
+            raise LayoutError(f"{unit} lies split over {have} but is needed split over {need}, which no gather gives.")
+        yield Op("ALL_GATHER", unit, have[len(need) :], gather)
+
+
+def lower(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, *, clip: bool = False) -> Program:
+    """The program of one optimizer step of a bound layout (see :meth:`Layout.bind`).
+
+    Args:
+        layout: a table whose dtype words are resolved and whose axes of size 1 are dropped.
+        units: in the order of their forward; the root unit, if any, is held through the pass.
+        mesh: axis sizes.
+        clip: whether the step takes the norm of the gradients.
+    """
+    data = tuple(axis for axis in mesh if mesh[axis] > 1)
+    roots = [unit for unit in units if unit.root]
+    inner = [unit for unit in units if not unit.root]
+    wires = {"data": data, "gather": layout.gather.dtype, "reduce": layout.reduce.dtype}
+
+    def fill(unit: str, over: Axes, source_is_master: bool) -> Iterator[Op]:
+        if over and source_is_master:
+            yield Op("CAST", unit)
+        yield from redistribute(unit, over, (), **wires)
+
+    def enter(unit: UnitSpec, *, forward: bool) -> Iterator[Op]:
+        cell = layout.rest if forward or layout.held is None else layout.held
+        yield from fill(unit.name, cell.over, layout.params is None and cell is layout.master)
+        yield Op("F" if forward else "B", unit.name)
+
+    def leave(unit: UnitSpec, *, forward: bool, reduce: Iterator[Op] | tuple[Op, ...] = ()) -> Iterator[Op]:
+        after = layout.kept if forward else layout.rest
+        if forward and layout.held is not None and layout.held.over:
+            yield Op("HOLD", unit.name, layout.held.over)
+        if after.over:
+            yield Op("FREE", unit.name)
+        yield from reduce
+
+    def reduces(unit: UnitSpec, last: bool) -> Iterator[Op]:
+        """Gradients that rest split are scattered in every micro-batch; what remains of the sum waits for the last."""
+        if not unit.trainable:
+            return
+        for op in redistribute(unit.name, PARTIAL, layout.grads.over or layout.master.over, **wires):
+            if layout.grads.over and op.verb == "ALL_REDUCE":
+                op = op._replace(dtype=layout.grads.dtype)  # what is summed is the accumulated shard itself
+            if last or (layout.grads.over and op.verb == "REDUCE_SCATTER"):
+                yield op
+
+    def one_pass(forward: bool, last: bool) -> Iterator[Op]:
+        for unit in roots:
+            yield from enter(unit, forward=forward)
+        for unit in inner if forward else reversed(inner):
+            yield from enter(unit, forward=forward)
+            yield from leave(unit, forward=forward, reduce=() if forward else reduces(unit, last))
+        yield Op("END")
+        for unit in roots:
+            yield from leave(unit, forward=forward, reduce=() if forward else reduces(unit, last))
+
+    def step() -> Iterator[Op]:
+        if clip:
+            yield Op("NORM")
+        for unit in units:
+            if unit.trainable:
+                yield Op("UPDATE", unit.name)
+                if layout.params is not None:
+                    yield from redistribute(unit.name, layout.master.over, layout.params.over, **wires)
+
+    return Program(
+        forward=tuple(one_pass(True, False)),
+        backward=tuple(one_pass(False, False)),
+        last=tuple(one_pass(False, True)),
+        step=tuple(step()),
+    )
+
+
+def parse(text: str) -> Program:
+    """The program that prints as ``text``: ``parse(str(program)) == program``.
+
+    Raises:
+        ConfigError: a line is no operation; the message names the line.
+    """
+    sections: dict[str, list[Op]] = {}
+    current: list[Op] | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words:
+            continue
+        if len(words) == 1 and words[0].endswith(":") and words[0][:-1] in SECTIONS:
+            current = sections.setdefault(words[0][:-1], [])
+        elif current is not None and words[0] in VERBS:
+            current.append(_parse_op(words))
+        else:
+            raise ConfigError(f"line {number} of the program, {line.strip()!r}, is neither a section nor an operation.")
+    return Program(**{name: tuple(ops) for name, ops in sections.items()})
+
+
+def _parse_op(words: list[str]) -> Op:
+    verb, *rest = words
+    unit, axes, dtype = "", (), ""
+    if rest and not rest[0].startswith("["):
+        unit = rest.pop(0)
+    if rest and rest[0].startswith("["):
+        axes = tuple(rest.pop(0)[1:-1].split("+"))
+    if rest:
+        dtype = rest.pop(0)
+    return Op(verb, unit, axes, dtype)

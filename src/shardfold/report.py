@@ -1,0 +1,122 @@
+"""What an engine says about itself: bytes held beside the table, bytes sent beside the program."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardfold.layout import Axes
+
+__all__ = ["MemoryReport", "MemoryRow", "StepReport", "TrafficReport", "TrafficRow", "human"]
+
+
+def human(num_bytes: float) -> str:
+    """``num_bytes`` in binary units, three digits."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(num_bytes) < 1024 or unit == "TiB":
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    raise AssertionError
+
+
+class MemoryRow(NamedTuple):
+    """One state in one tier on this rank, in bytes: ``held`` are live storages, each counted once."""
+
+    state: str
+    tier: str
+    table: float
+    padding: float
+    held: int
+
+
+class MemoryReport(NamedTuple):
+    """States at rest, and ``transient``: gathered flats and gradients on their way at this moment."""
+
+    rows: tuple[MemoryRow, ...]
+    transient: int
+
+    @property
+    def held(self) -> int:
+        """Bytes of all states at rest."""
+        return sum(row.held for row in self.rows)
+
+    @property
+    def table(self) -> float:
+        """What the table says, without padding."""
+        return sum(row.table for row in self.rows)
+
+    @property
+    def padding(self) -> float:
+        return sum(row.padding for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{'state':<10}{'tier':<8}{'table':>12}{'padding':>12}{'held':>12}"]
+        for row in self.rows:
+            lines.append(
+                f"{row.state:<10}{row.tier:<8}{human(row.table):>12}{human(row.padding):>12}{human(row.held):>12}"
+            )
+        lines.append(f"{'all':<18}{human(self.table):>12}{human(self.padding):>12}{human(self.held):>12}")
+        lines.append(f"in use now besides: {human(self.transient)}")
+        return "\n".join(lines)
+
+
+class TrafficRow(NamedTuple):
+    """One kind of collective in the last step: calls and bytes this rank sent, beside what the program says."""
+
+    journey: str
+    op: str
+    axes: Axes
+    calls: int
+    program: float
+    sent: int
+
+
+class TrafficReport(NamedTuple):
+    """Collectives of the last completed step. ``control`` bytes (norms, used parameters) and ``asked`` bytes
+    (``gathered()``, ``state_dict()`` since the step began) are apart."""
+
+    rows: tuple[TrafficRow, ...]
+    control: int
+    asked: int
+
+    @property
+    def sent(self) -> int:
+        return sum(row.sent for row in self.rows)
+
+    @property
+    def program(self) -> float:
+        return sum(row.program for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{'journey':<9}{'operation':<16}{'axes':<14}{'calls':>6}{'program':>13}{'sent':>13}"]
+        for row in self.rows:
+            axes = "+".join(row.axes)
+            lines.append(
+                f"{row.journey:<9}{row.op:<16}{axes:<14}{row.calls:>6}{human(row.program):>13}{human(row.sent):>13}"
+            )
+        lines.append(f"control {human(self.control)}, asked for besides {human(self.asked)}")
+        return "\n".join(lines)
+
+
+class StepReport(NamedTuple):
+    """What ``engine.step()`` did.
+
+    Attributes:
+        step: optimizer steps so far.
+        updated: whether this call was the accumulation boundary; if not, nothing but counting happened.
+        skipped: whether an update was due but left out (always False without a loss scale).
+        lr: learning rate of the first group in this update.
+        loss_scale: 1.0 without a loss scale.
+        norm: 0-d tensor, the norm of all gradients before clipping; None if the engine does not clip.
+    """
+
+    step: int
+    updated: bool
+    skipped: bool = False
+    lr: float | None = None
+    loss_scale: float = 1.0
+    norm: object = None
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm as a number; on CUDA asking for it waits for the device."""
+        return None if self.norm is None else float(self.norm)  # pyright: ignore[reportArgumentType]

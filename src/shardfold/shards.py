@@ -1,0 +1,122 @@
+"""WHERE each element lies: offsets, padding, owners and ranges. Index arithmetic only.
+
+Parameters that move together form a unit; within it, those of equal dtype, trainability and hyper-parameters form a
+segment. A segment is a flat vector in which every parameter has a fixed, aligned slot, padded at its end so that
+every shard is one contiguous range of equal length:
+
+    |<------------------------------ length ----------------------------->|
+    | slot 0 |pad| slot 1 ........ |pad| slot 2 |          tail            |
+    |<-- shard 0 -->|<-- shard 1 -->|<-- shard 2 -->|<---- shard 3 ------->|
+
+All states of a segment share these offsets, so a shard of ``master`` and a shard of ``grads`` match element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from shardfold.layout import Axes, Mesh
+
+__all__ = ["ALIGN_BYTES", "Piece", "SegmentSpec", "Slot", "UnitSpec", "pack", "shard_index", "shard_range"]
+
+ALIGN_BYTES = 256
+"""Every parameter and every shard starts at a multiple of this many bytes of the smallest state."""
+
+
+class Slot(NamedTuple):
+    """A parameter's place in its segment: ``[offset, offset + numel)``."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class Piece(NamedTuple):
+    """The part of one slot that lies in one range: elements ``[start, stop)`` of the segment."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class SegmentSpec:
+    """Parameters of one unit with equal dtype, trainability and hyper-parameter group, laid out flat.
+
+    ``length`` is in elements and includes all padding; it divides evenly by the number of data-parallel ranks.
+    """
+
+    slots: tuple[Slot, ...]
+    length: int
+    dtype: str
+    trainable: bool = True
+    group: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of parameters, without padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def padding(self) -> int:
+        return self.length - self.numel
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The parts of slots inside ``[start, stop)``, in order; empty slots have none."""
+        for i, slot in enumerate(self.slots):
+            a, b = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            if a < b:
+                yield Piece(i, a, b)
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """Parameters that move together. ``root``: held from the start to the end of a pass."""
+
+    name: str
+    segments: tuple[SegmentSpec, ...]
+    root: bool = False
+
+    @property
+    def trainable(self) -> bool:
+        return any(segment.trainable for segment in self.segments)
+
+
+def pack(shapes: Mapping[str, Sequence[int]], parts: int, align: int) -> tuple[tuple[Slot, ...], int]:
+    """Slots for parameters in the given order, and the padded length, both in elements.
+
+    Each slot starts at a multiple of ``align``; the length is a multiple of ``parts * align``. Padding is therefore
+    below ``align`` per parameter plus ``parts * align``.
+    """
+    slots: list[Slot] = []
+    end = 0
+    for name, shape in shapes.items():
+        slots.append(Slot(name, tuple(shape), end))
+        end = _round_up(end + prod(shape), align)
+    return tuple(slots), max(_round_up(end, parts * align), parts * align)
+
+
+def shard_index(over: Axes, mesh: Mesh, coords: Mapping[str, int]) -> int:
+    """Which shard belongs to the rank at ``coords``: row-major over the axes of ``over``."""
+    index = 0
+    for axis in over:
+        index = index * mesh[axis] + coords[axis]
+    return index
+
+
+def shard_range(length: int, over: Axes, mesh: Mesh, coords: Mapping[str, int]) -> tuple[int, int]:
+    """The half-open range of a flat of ``length`` elements that rests on the rank at ``coords``."""
+    size = length // prod(mesh[axis] for axis in over)
+    start = size * shard_index(over, mesh, coords)
+    return start, start + size
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to

@@ -1,0 +1,65 @@
+"""The device store: gives a flat its memory, takes it back, and keeps the streams of a GPU in order.
+
+A flat is one tensor for its whole life: parameters are views of it, so its memory comes and goes by resizing its
+storage, and saved activations find the refilled values (FSDP2 does the same with its all-gather outputs).
+
+On CUDA all gathered memory is allocated on one side stream, so that the caching allocator reuses a block only in that
+stream's order. ``take_back`` makes the side stream wait for the computation that last read the flat; ``give`` and the
+collective that fills it run on the side stream; ``use`` makes the computation wait for them. The host never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+__all__ = ["DeviceStore"]
+
+
+class DeviceStore:
+    """Memory of one device. ``debug`` fills a flat with NaN instead of freeing it, so that stale reads show."""
+
+    def __init__(self, device: torch.device, *, debug: bool = False) -> None:
+        self.device = device
+        self.debug = debug
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def side(self) -> Iterator[None]:
+        """What runs inside is queued beside the computation (CUDA); on the CPU it runs as it is."""
+        if self._side is None:
+            yield
+        else:
+            with torch.cuda.stream(self._side):
+                yield
+
+    def after_compute(self) -> None:
+        """The side stream waits for everything computed so far."""
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+
+    def use(self) -> None:
+        """The computation waits for everything queued on the side stream so far."""
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+
+    def give(self, flat: Tensor) -> None:
+        """Gives ``flat`` its memory; its values are undefined."""
+        storage = flat.untyped_storage()
+        size = flat.numel() * flat.itemsize
+        if storage.size() != size:
+            with self.side():
+                storage.resize_(size)
+
+    def take_back(self, flat: Tensor) -> None:
+        """Frees the memory of ``flat`` once the computation so far has read it."""
+        if self.debug:
+            if flat.is_floating_point():
+                flat.fill_(float("nan"))
+            return
+        self.after_compute()
+        with self.side():
+            flat.untyped_storage().resize_(0)

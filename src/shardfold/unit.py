@@ -1,0 +1,397 @@
+"""A unit: parameters that move together, and the flat tensors they are views of.
+
+[Note: the tensors of a segment] (no other word is used for any of them)
+
+    flat      (length,)            compute dtype; every parameter is a view of it. Its memory is there only while the
+                                   unit is gathered, if params rest split.
+    rest      (length / parts,)    this rank's range of params (a view of flat where params are not split)
+    held      (length / parts,)    this rank's range of the copy that backward gathers (hpZ)
+    grads     (length / parts,)    accumulated gradients, in the grads dtype (whole where they are not split)
+    master    (length / parts,)    what the optimizer updates (a view of rest where both have one dtype)
+    moments   by the optimizer     laid out as master
+
+    incoming  (length,)            gradients of one pass that are still to be reduced (see GradientBuffer)
+
+A unit's life is one enum; the transitions are three lines each and an illegal one raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardfold.errors import FreedParameterError, UsageError
+from shardfold.layout import ITEMSIZE, Layout, Mesh
+from shardfold.shards import SegmentSpec, UnitSpec, shard_range
+from shardfold.stores.device import DeviceStore
+from shardfold.wires.plain import Pending, Waiter
+
+__all__ = ["TORCH_DTYPES", "FreedParameter", "GradientBuffer", "Life", "Segment", "Unit", "dtype_name"]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """The table's name of a dtype, or None if it has none."""
+    return next((name for name, value in TORCH_DTYPES.items() if value == dtype), None)
+
+
+class Life(Enum):
+    """Where the values of a unit's parameters are."""
+
+    RESTING = "only this rank's shard is in memory"
+    GATHERING = "the flat has its memory and is being filled"
+    GATHERED = "all values are in the flat"
+
+
+# -- a freed parameter that answers ---------------------------------------------------------------------------
+
+_freed_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (name, class to give back)
+
+_METADATA: frozenset[Any] = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu",
+                 "is_meta", "is_sparse", "is_nested", "is_quantized", "itemsize", "nbytes", "grad_fn", "names",
+                 "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype")
+    if hasattr(Tensor, name)
+) | frozenset(
+    getattr(Tensor, name)
+    for name in ("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
+                 "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "ndimension",
+                 "is_contiguous", "get_device", "has_names")
+    if hasattr(Tensor, name)
+) | {Tensor.grad.__set__, Tensor.requires_grad.__set__}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class FreedParameter(nn.Parameter):
+    """The class of a parameter while its memory is given back: metadata answers, anything else raises a sentence.
+
+    Reading such memory would be a segmentation fault. Swapping the class keeps the very object, so optimizers, tied
+    modules and users' references stay valid.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        _refuse(getattr(func, "__qualname__", None) or str(func), args, kwargs)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        _refuse("pickling", (self,), None)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        _refuse("copy.deepcopy", (self,), None)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Parameter {_freed_names[self][0]!r} of shape {tuple(self.shape)} (only this rank's shard is in memory)"
+
+
+def _refuse(what: str, args: Any, kwargs: Any) -> None:
+    def walk(values: Any) -> Iterator[Any]:
+        for value in values:
+            if isinstance(value, FreedParameter):
+                yield value
+            elif isinstance(value, (list, tuple)):
+                yield from walk(value)
+
+    freed = next(walk([*args, *(kwargs or {}).values()]), None)
+    name = _freed_names[freed][0] if freed is not None and freed in _freed_names else "a parameter"
+    raise FreedParameterError(
+        f"{what} touched {name!r} while only this rank's shard of it is in memory: "
+        f"wrap the access in `with engine.gathered({name!r}):`, or let the module that owns it run its forward."
+    )
+
+
+def seal(parameter: nn.Parameter, name: str) -> None:
+    """From now on the parameter only answers what needs no memory."""
+    _freed_names[parameter] = (name, type(parameter))
+    parameter.__class__ = FreedParameter
+
+
+def unseal(parameter: nn.Parameter) -> None:
+    """Back to the class it had."""
+    if isinstance(parameter, FreedParameter):
+        parameter.__class__ = _freed_names[parameter][1]
+
+
+# -- gradients on their way ---------------------------------------------------------------------------------
+
+
+class GradientBuffer:
+    """One flat per trainable segment into which gradients of one or more passes are written, slot by slot.
+
+    ``touched`` says which slots hold anything; the memory of the others, and of the padding, is undefined until
+    :meth:`complete` zeroes it.
+    """
+
+    def __init__(self, segments: Sequence[Segment], flats: Sequence[Tensor]) -> None:
+        self.flats = list(flats)
+        self.views = [segment.views_of(flat) for segment, flat in zip(segments, flats, strict=True)]
+        self.touched = [[False] * len(views) for views in self.views]
+        self._segments = segments
+
+    def add(self, segment: int, slot: int, grad: Tensor, scale: float) -> None:
+        """Adds ``scale * grad``; the first gradient of a slot overwrites what was there."""
+        view = self.views[segment][slot]
+        if self.touched[segment][slot]:
+            view.add_(grad, alpha=scale)
+        else:
+            self.touched[segment][slot] = True
+            torch.mul(grad, scale, out=view)
+
+    def complete(self) -> None:
+        """Zeroes what no gradient reached: on this rank those parameters contribute nothing to the sum."""
+        for segment, flat, touched in zip(self._segments, self.flats, self.touched, strict=True):
+            for start, stop in segment.gaps:
+                flat[start:stop].zero_()
+            if not all(touched):
+                for slot, was in zip(segment.spec.slots, touched, strict=True):
+                    if not was:
+                        flat[slot.offset : slot.offset + slot.numel].zero_()
+
+    def clear(self) -> None:
+        """Forgets all gradients; the memory stays."""
+        for touched in self.touched:
+            touched[:] = [False] * len(touched)
+
+
+# -- segments and units ---------------------------------------------------------------------------------------
+
+
+class Segment:
+    """Parameters of equal dtype, trainability and hyper-parameters, as views of one flat."""
+
+    def __init__(
+        self, spec: SegmentSpec, parameters: list[nn.Parameter], layout: Layout, mesh: Mesh, coords: Mesh, device: torch.device
+    ) -> None:
+        self.spec = spec
+        self.parameters = parameters
+        self.dtype = TORCH_DTYPES[spec.dtype]
+        rest_over = layout.rest.over
+        self.rest_range = shard_range(spec.length, rest_over, mesh, coords)
+        self.master_range = shard_range(spec.length, layout.master.over, mesh, coords)
+        self.flat = torch.empty(spec.length, dtype=self.dtype, device=device)
+        self.gaps = _gaps(spec)
+        self.rest: Tensor | None = None
+        self.held: Tensor | None = None
+        self.held_range: tuple[int, int] | None = None
+        self.grads: Tensor | None = None
+        self.master: Tensor | None = None
+
+    @property
+    def split(self) -> bool:
+        """Whether the flat's memory comes and goes."""
+        return self.rest_range != (0, self.spec.length)
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Views of a flat of this segment's length, one per parameter, with its shape."""
+        return [flat[s.offset : s.offset + s.numel].view(s.shape) for s in self.spec.slots]
+
+    def bind(self, layout: Layout, mesh: Mesh, coords: Mesh) -> None:
+        """Makes the states that rest, from the values in the flat. The flat must be full."""
+        spec, flat = self.spec, self.flat
+        start, stop = self.rest_range
+        keeps_copy = layout.params is not None or not spec.trainable
+        if not self.split:
+            self.rest = flat
+        elif keeps_copy:
+            self.rest = flat[start:stop].clone()
+        if layout.held is not None and layout.held.over:
+            self.held_range = shard_range(spec.length, layout.held.over, mesh, coords)
+            self.held = flat[self.held_range[0] : self.held_range[1]].clone()
+        if not spec.trainable:
+            return
+        a, b = self.master_range
+        if self.rest is not None and self.dtype == TORCH_DTYPES[layout.master.dtype] and layout.params is not None:
+            self.master = self.rest[a - start : b - start]
+        else:
+            self.master = flat[a:b].to(TORCH_DTYPES[layout.master.dtype], copy=True)
+        size = spec.length if not layout.grads.over else spec.length // layout.grads.parts(mesh)
+        self.grads = torch.zeros(size, dtype=TORCH_DTYPES[layout.grads.dtype], device=flat.device)
+
+    @property
+    def master_grads(self) -> Tensor:
+        """The gradients of this rank's master range, ``(length / parts,)``."""
+        assert self.grads is not None
+        if self.grads.numel() == self.spec.length:
+            return self.grads[self.master_range[0] : self.master_range[1]]
+        return self.grads
+
+    @property
+    def compute_range(self) -> Tensor | None:
+        """The compute-dtype copy of the master range, where there is one; ``(length / parts,)``."""
+        if self.rest is None:
+            return None
+        offset = self.rest_range[0]
+        return self.rest[self.master_range[0] - offset : self.master_range[1] - offset]
+
+    def add_to_grads(self, flat: Tensor) -> None:
+        assert self.grads is not None
+        self.grads.add_(flat)
+
+    def fill_own_range(self) -> None:
+        """Writes this rank's shard into its range of the flat, ready for a gather; casts if only master rests."""
+        source = self.rest if self.rest is not None else self.master
+        assert source is not None
+        if source is not self.flat:
+            self.flat[self.rest_range[0] : self.rest_range[1]].copy_(source)
+
+    def write_back(self) -> None:
+        """Takes the values in the (full) flat as the parameters' new values, in every state that mirrors them."""
+        start, stop = self.rest_range
+        if self.rest is not None and self.rest is not self.flat:
+            self.rest.copy_(self.flat[start:stop])
+        if self.held is not None and self.held_range is not None:
+            self.held.copy_(self.flat[self.held_range[0] : self.held_range[1]])
+        if self.master is not None and not self.master_is_rest:
+            self.master.copy_(self.flat[self.master_range[0] : self.master_range[1]])
+
+    @property
+    def master_is_rest(self) -> bool:
+        """Whether master and rest are the same bytes."""
+        return (
+            self.rest is not None
+            and self.master is not None
+            and self.rest.untyped_storage()._cdata == self.master.untyped_storage()._cdata
+        )
+
+
+class Unit:
+    """Parameters that move together: their segments, their life, and what is on its way for them."""
+
+    def __init__(self, spec: UnitSpec, segments: list[Segment], store: DeviceStore, modules: list[nn.Module]) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.segments = segments
+        self.trainable = [segment for segment in segments if segment.spec.trainable]
+        self.modules = modules
+        self.split = any(segment.split for segment in segments)
+        self.life = Life.GATHERED
+        self.pins = 0  # engine.gathered() holds the unit this many times over
+        self.running = 0  # forwards of its modules that are under way
+        self.filling: list[Pending] = []
+        # gradients
+        self.resting_buffer: GradientBuffer | None = None  # over grads itself, where they are not split
+        self.incoming: GradientBuffer | None = None
+        self.reducing: list[Pending] = []
+        self.reduced = False  # grads already hold what an earlier reduction of this step gave
+        self.extra: list[Tensor] | None = None  # scattered after grads were summed over all axes; joins them when it is
+        self.summed = False  # grads already hold a sum over all axes, in a layout that needs two reductions for it
+        self.seen: set[tuple[int, int]] = set()  # parameters whose gradient came in this backward
+        self.used = [[False] * len(s.parameters) for s in self.trainable]
+        self.num_trainable = sum(len(s.parameters) for s in self.trainable)
+        self._store = store
+
+    # -- life
+
+    def begin_gather(self) -> None:
+        """RESTING -> GATHERING: the flat gets its memory and this rank's shard."""
+        self._expect(Life.RESTING)
+        for segment in self.segments:
+            if segment.split:
+                self._store.give(segment.flat)
+        self.life = Life.GATHERING
+
+    def end_gather(self, waiter: Waiter) -> None:
+        """GATHERING -> GATHERED: the values are there and the parameters may be touched."""
+        self._expect(Life.GATHERING)
+        self._drain(self.filling, waiter)
+        self.open()
+        self.life = Life.GATHERED
+
+    def release(self) -> None:
+        """GATHERED -> RESTING: the parameters are sealed and the flat's memory is given back."""
+        self._expect(Life.GATHERED)
+        for segment in self.segments:
+            if segment.split:
+                for slot, parameter in zip(segment.spec.slots, segment.parameters, strict=True):
+                    seal(parameter, slot.name)
+                self._store.take_back(segment.flat)
+        self.life = Life.RESTING
+
+    def _expect(self, life: Life) -> None:
+        if self.life is not life:
+            raise UsageError(
+                f"unit {self.name!r} is {self.life.name} ({self.life.value}) where it must be {life.name}: "
+                "call engine.reset() if an earlier pass ended in an exception."
+            )
+
+    def open(self) -> None:
+        for segment in self.segments:
+            if segment.split:
+                for parameter in segment.parameters:
+                    unseal(parameter)
+
+    # -- gradients
+
+    def accept(self, segment: int, slot: int, grad: Tensor, scale: float, dtype: torch.dtype) -> None:
+        """Takes one gradient into the buffer that the next reduction sends, making it if need be."""
+        self.used[segment][slot] = True
+        if self.resting_buffer is not None and not self.reduced:
+            self.resting_buffer.add(segment, slot, grad, scale)
+            return
+        if self.incoming is None:
+            self.incoming = self.new_buffer(dtype)
+        self.incoming.add(segment, slot, grad, scale)
+
+    def new_buffer(self, dtype: torch.dtype) -> GradientBuffer:
+        flats = [torch.empty(s.spec.length, dtype=dtype, device=s.flat.device) for s in self.trainable]
+        return GradientBuffer(self.trainable, flats)
+
+    def end_reduce(self, waiter: Waiter) -> None:
+        """The sums are in ``grads``; the buffers they came from are given back."""
+        self._drain(self.reducing, waiter)
+
+    def forget_gradients(self) -> None:
+        """As before the first backward of a step."""
+        self.incoming = self.extra = None
+        self.reduced = self.summed = False
+        self.seen.clear()
+        for used in self.used:
+            used[:] = [False] * len(used)
+        if self.resting_buffer is not None:
+            self.resting_buffer.clear()
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for segment in self.segments:
+            for slot, parameter in zip(segment.spec.slots, segment.parameters, strict=True):
+                yield slot.name, parameter
+
+    @staticmethod
+    def _drain(pending: list[Pending], waiter: Waiter) -> None:
+        while pending:
+            pending[0].wait(waiter)
+            del pending[0]
+
+
+def _gaps(spec: SegmentSpec) -> list[tuple[int, int]]:
+    """The ranges of padding, in elements."""
+    gaps: list[tuple[int, int]] = []
+    end = 0
+    for slot in spec.slots:
+        if slot.offset > end:
+            gaps.append((end, slot.offset))
+        end = slot.offset + slot.numel
+    if spec.length > end:
+        gaps.append((end, spec.length))
+    return gaps
+
+
+def rest_itemsize(layout: Layout) -> int:
+    """Bytes of the narrowest element that a bound layout keeps: what alignment is counted in."""
+    return min(ITEMSIZE[cell.dtype] for cell in layout.cells().values())

@@ -1,0 +1,148 @@
+"""The plain wire: elements travel as they are. The only file that calls data collectives.
+
+Which algorithm carries a collective depends on the backend and is nobody else's business:
+
+    backend        gather                              reduce-scatter                       all-reduce
+    NCCL           all-gather in place                 reduce-scatter                       all-reduce
+    Gloo           a broadcast from each owner,        all-to-all, summed here in rank      all-reduce
+                   in place                            order (needs one temporary)
+    Gloo on CUDA   as Gloo                             all-reduce of a copy (Gloo has no    all-reduce
+                                                       all-to-all for CUDA tensors)
+
+Gloo's own all-gather flattens through a temporary, and its reduce-scatter is an all-reduce of a copy: both cost two to
+three times what stands here. Summing in rank order also makes a run reproducible bit for bit, and 16-bit gradients
+are summed in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["GlooWire", "NcclWire", "Pending", "Waiter", "plain_wire"]
+
+Waiter = Callable[[Any], None]
+"""Waits for one ``torch.distributed`` work; it may raise when another rank gave up."""
+
+# torch 2.13 renamed these two; 2.11 has the old names only.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective on its way. ``wait`` returns when its result may be read; the buffers it uses live until then."""
+
+    def __init__(self, works: list[Any], finish: Callable[[], object] | None = None) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self, waiter: Waiter) -> None:
+        for work in self._works:
+            waiter(work)
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish = [], None
+
+
+class PlainWire(Protocol):
+    """What the engine asks of a wire. All tensors are 1-D and contiguous."""
+
+    def all_gather(self, full: Tensor, group: Any) -> Pending:
+        """Completes ``full``, in which this rank's chunk (its group rank's) is already in place."""
+        ...
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, group: Any, *, add: bool) -> Pending:
+        """Sums ``full`` over the group; this rank's chunk goes to (``add``: is added to) ``out``, which may lie in
+        ``full`` and may be wider than it."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
+        """Sums ``tensor`` over the group, in place."""
+        ...
+
+    def temporary(self, num_bytes: int, ranks: int) -> int:
+        """Bytes that :meth:`reduce_scatter` of ``num_bytes`` holds besides its arguments."""
+        ...
+
+
+class GlooWire:
+    """Gloo, on tensors of the CPU or, for two processes that share a GPU, of CUDA."""
+
+    def all_gather(self, full: Tensor, group: Any) -> Pending:
+        chunks = full.chunk(dist.get_world_size(group))
+        works = [dist.broadcast(c, group=group, group_src=i, async_op=True) for i, c in enumerate(chunks)]
+        return Pending(works)
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, group: Any, *, add: bool) -> Pending:
+        ranks, me = dist.get_world_size(group), dist.get_rank(group)
+        if full.is_cuda:
+            copy = full.clone()
+            work = dist.all_reduce(copy, group=group, async_op=True)
+            return Pending([work], lambda: _put(out, copy.chunk(ranks)[me], add))
+        received = torch.empty_like(full)
+        work = dist.all_to_all_single(received, full, group=group, async_op=True)
+        return Pending([work], lambda: _sum_into(out, received.chunk(ranks), add))
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
+        return Pending([dist.all_reduce(tensor, group=group, async_op=True)])
+
+    def temporary(self, num_bytes: int, ranks: int) -> int:
+        return num_bytes
+
+
+class NcclWire:
+    """NCCL: each collective as it is. ``wait`` orders streams and does not stop the host."""
+
+    def all_gather(self, full: Tensor, group: Any) -> Pending:
+        mine = full.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+        return Pending([_all_gather_single(full, mine, group=group, async_op=True)])
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, group: Any, *, add: bool) -> Pending:
+        if not add and out.dtype == full.dtype:
+            return Pending([_reduce_scatter_single(out, full, group=group, async_op=True)])
+        mine = torch.empty(full.numel() // dist.get_world_size(group), dtype=full.dtype, device=full.device)
+        work = _reduce_scatter_single(mine, full, group=group, async_op=True)
+        return Pending([work], lambda: _put(out, mine, add))
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
+        return Pending([dist.all_reduce(tensor, group=group, async_op=True)])
+
+    def temporary(self, num_bytes: int, ranks: int) -> int:
+        return num_bytes // ranks
+
+
+def plain_wire(backend: str) -> PlainWire:
+    """The plain wire of a backend (``gloo``, ``nccl``; ``none`` for one rank, where it is never asked)."""
+    return NcclWire() if backend == "nccl" else GlooWire()
+
+
+def _put(out: Tensor, value: Tensor, add: bool) -> None:
+    if add:
+        out.add_(value)
+    else:
+        out.copy_(value)
+
+
+def _sum_into(out: Tensor, rows: tuple[Tensor, ...], add: bool) -> None:
+    """Sums ``rows`` in order into ``out``; narrow rows go through fp32, as each partial sum would be rounded."""
+    if out.itemsize < 4:
+        wide = rows[0].float()
+        for row in rows[1:]:
+            wide.add_(row)
+        _put(out, wide, add)
+        return
+    if add:
+        out.add_(rows[0])
+        rest = rows[1:]
+    elif out.dtype == rows[0].dtype and len(rows) > 1:
+        torch.add(rows[0], rows[1], out=out)
+        rest = rows[2:]
+    else:
+        out.copy_(rows[0])
+        rest = rows[1:]
+    for row in rest:
+        out.add_(row)
