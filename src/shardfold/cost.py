@@ -38,7 +38,9 @@ class Sent(NamedTuple):
     axes: Axes
 
 
-def segment_bytes(layout: Layout, segment: SegmentSpec, mesh: Mesh, num_moments: int, elements: float) -> dict[str, float]:
+def segment_bytes(
+    layout: Layout, segment: SegmentSpec, mesh: Mesh, num_moments: int, elements: float
+) -> dict[str, float]:
     """Bytes that ``elements`` of a segment need on one rank, by state, under a bound layout."""
     frozen = not segment.trainable
     alias = layout.aliases()
@@ -129,8 +131,9 @@ def peak_bytes(
 ) -> float:
     """Upper bound of a step's bytes on one rank, activations and the model's buffers apart.
 
-    States at rest, plus the root's gathered buffers, plus ``prefetch + 1`` gathered units, plus the gradients of the
-    root and of two units on their way, plus ``temporary(bytes, ranks)`` of the wire.
+    States at rest, plus the root's gathered buffers, plus ``prefetch + 1`` gathered units (all, where ``held`` is not
+    split), plus the gradients of the root and of two units on their way, plus ``temporary(bytes, ranks)`` of the wire.
+    Gradients that wait whole (late units, ``no_sync``) come on top.
     """
     total = sum(state_bytes(layout, units, mesh, num_moments=num_moments, padded=True).values())
     ranks = prod(mesh.values())
@@ -138,8 +141,9 @@ def peak_bytes(
     grad = {u.name: sum(s.length * ITEMSIZE[layout.reduce.dtype] for s in u.segments if s.trainable) for u in units}
     inner = [u.name for u in units if not u.root]
     if layout.rest.over:
+        stay = layout.held is not None and not layout.held.over  # gathered from forward to backward
         total += sum(full[u.name] for u in units if u.root)
-        total += sum(sorted((full[name] for name in inner), reverse=True)[: prefetch + 1])
+        total += sum(sorted((full[name] for name in inner), reverse=True)[: None if stay else prefetch + 1])
     if layout.grads.over:
         total += sum(grad[u.name] for u in units if u.root)
         total += sum(sorted((grad[name] for name in inner), reverse=True)[:2])
@@ -148,7 +152,9 @@ def peak_bytes(
     return total
 
 
-def closed_form(name: str, mesh: Mesh, *, compute: int = 2, grads: int = 2, moments: int = 8) -> tuple[float, Callable[[int], float]]:
+def closed_form(
+    name: str, mesh: Mesh, *, compute: int = 2, grads: int = 2, moments: int = 8
+) -> tuple[float, Callable[[int], float]]:
     """The papers' expressions for a preset with fp32 master: bytes per parameter at rest, and elements sent.
 
     Args:
@@ -178,7 +184,6 @@ def closed_form(name: str, mesh: Mesh, *, compute: int = 2, grads: int = 2, mome
         "hpz": everything / n + held,
     }
     within, between = (intra - 1) / intra, 2 * (inter - 1) / inter / intra
-    backward = within if inter > 1 else one
     sent: Mapping[str, Callable[[int], float]] = {
         "ddp": lambda k: 2 * one,
         "zero1": lambda k: 2 * one,
@@ -186,7 +191,7 @@ def closed_form(name: str, mesh: Mesh, *, compute: int = 2, grads: int = 2, mome
         "zero3": lambda k: 3 * k * one,
         "fsdp2": lambda k: 3 * k * one,
         "hsdp": lambda k: 3 * k * within + between,
-        "hpz": lambda k: k * (2 * one + backward),
+        "hpz": lambda k: k * (2 * one + within),
     }
     return rest[name], sent[name]
 
@@ -213,7 +218,8 @@ def explain(
         lines.append(f"{unit.name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}")
     lines += ["", "bytes at rest on each rank:"]
     lines += [f"  {state:<9}{num_bytes:>18,.0f}" for state, num_bytes in held.items()]
-    lines += ["", f"bytes sent by each rank in a step of {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}:"]
+    batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+    lines += ["", f"bytes sent by each rank in a step of {batches}:"]
     for kind, (calls, sent) in traffic(program, bound, units, mesh, micro_batches=micro_batches).items():
         lines.append(f"  {kind.journey:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
     return "\n".join([*lines, "", str(program)])

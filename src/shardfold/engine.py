@@ -133,6 +133,7 @@ class Engine:
         self._synchronize = True
         self._scale = 1.0 / (self.world_size * accumulate)
         self._track: Track | None = None  # the pass under way
+        self._backward_follows = True
         self._reducing: Unit | None = None  # whose gradients are on their way
         self._detours: set[str] = set()  # units gathered out of order in this pass
         for unit in self.units:  # the root was kept until all ties were made
@@ -336,6 +337,8 @@ class Engine:
         if self._track is not None:
             self.reset()
         self.meter.begin_forward()
+        # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
+        self._backward_follows = torch.is_grad_enabled()
         self.store.after_compute()
         self._track = self._tracks["forward"]
         self._track.restart()
@@ -485,7 +488,7 @@ class Engine:
             unit._drain(unit.filling, self.agreement.wait)
 
     def _do_hold(self, unit: Unit) -> None:
-        if not torch.is_grad_enabled():
+        if not self._backward_follows:
             return
         if unit.life is Life.GATHERING:
             self._finish_gather(unit)

@@ -1,13 +1,13 @@
 """Every exception that Shardfold raises on purpose, and the words that help people mend what caused it.
 
-    ShardfoldError                     the base: its message is one sentence (what, where, how to mend it)
-    |-- ConfigError (ValueError)       an option or key that is unknown, of the wrong type, or contradicts another
-    |   `-- LayoutError                a table that contradicts itself or the mesh it is bound to
-    |-- ModelError                     a model that can not be cut into units or materialized
-    |-- UsageError (RuntimeError)      a call that is not legal now: wrong order, wrong rank, wrong state
-    |   `-- FreedParameterError        a parameter was touched while only its shard is on this rank
-    |-- OrderError (RuntimeError)      ranks asked for operations in orders that can not be reconciled
-    `-- CollectiveError (RuntimeError) a collective failed or did not finish: rank, unit and operation are named
+ShardfoldError                     the base: its message is one sentence (what, where, how to mend it)
+|-- ConfigError (ValueError)       an option or key that is unknown, of the wrong type, or contradicts another
+|   `-- LayoutError                a table that contradicts itself or the mesh it is bound to
+|-- ModelError                     a model that can not be cut into units or materialized
+|-- UsageError (RuntimeError)      a call that is not legal now: wrong order, wrong rank, wrong state
+|   `-- FreedParameterError        a parameter was touched while only its shard is on this rank
+|-- OrderError (RuntimeError)      ranks asked for operations in orders that can not be reconciled
+`-- CollectiveError (RuntimeError) a collective failed or did not finish: rank, unit and operation are named
 """
 
 from __future__ import annotations

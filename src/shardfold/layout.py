@@ -33,10 +33,21 @@ Mesh = Mapping[str, int]
 DATA_AXES: Axes = ("inter", "intra")
 """The data-parallel axes, slow link first: ``inter`` between nodes, ``intra`` within one."""
 
-ITEMSIZE: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+ITEMSIZE: Mapping[str, int] = {
+    "fp64": 8,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+}
 """Bytes per element of every dtype name that a table, a program or a segment may use."""
 
 ROLES = ("compute", "grads", "reduce", "master", "moments")
+STATES = ("params", "held", "grads", "master", "moments")
+WIRES = ("plain",)
 
 
 class Tier(str, Enum):
@@ -87,7 +98,7 @@ class Precision:
         if name == "fp16":
             raise LayoutError("precision 'fp16' needs a loss scale, which this version does not have; use 'bf16'.")
         if name not in PRECISIONS:
-            raise LayoutError(f"precision {name!r} is unknown.{did_you_mean(name, PRECISIONS)}")
+            raise LayoutError(f"precision {name!r} is unknown.{did_you_mean(str(name), PRECISIONS)}")
         return PRECISIONS[name]
 
 
@@ -118,6 +129,9 @@ class Wire:
     name: str = "plain"
     dtype: str
 
+    def __str__(self) -> str:
+        return f"{self.name}/{self.dtype}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -147,7 +161,7 @@ class Layout:
 
     def cells(self) -> dict[str, Cell]:
         """The states that this table has, by name, in table order."""
-        named = {name: getattr(self, name) for name in ("params", "held", "grads", "master", "moments")}
+        named = {name: getattr(self, name) for name in STATES}
         return {name: cell for name, cell in named.items() if cell is not None}
 
     def replace(self, **changes: Any) -> Layout:
@@ -156,15 +170,31 @@ class Layout:
 
     def edit(self, *states: str, **changes: Any) -> Layout:
         """A copy in which the named cells have other fields, e.g. ``edit("grads", over=("intra",))``."""
-        return replace(self, **{state: replace(getattr(self, state), **changes) for state in states})
+        cells = self.cells()
+        for state in states:
+            if state not in STATES:
+                raise LayoutError(f"the table has no state {state!r}.{did_you_mean(state, STATES)}")
+            if state not in cells:
+                raise LayoutError(f"this table has no {state} to edit: give it a cell with replace({state}=Cell(...)).")
+        return replace(self, **{state: replace(cells[state], **changes) for state in states})
 
     def __post_init__(self) -> None:
         for name, cell in self.cells().items():
+            if not isinstance(cell.over, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise LayoutError(f"{name} is split over {cell.over!r}: over= takes a tuple of axes, as in ('intra',).")
             if len(set(cell.over)) != len(cell.over):
-                raise LayoutError(f"{name} is split over {_axes(cell.over)}, which names an axis twice: name each once.")
-            if cell.dtype not in ITEMSIZE and cell.dtype not in ROLES:
                 raise LayoutError(
-                    f"{name} has dtype {cell.dtype!r}, which is no dtype.{did_you_mean(cell.dtype, [*ITEMSIZE, *ROLES])}"
+                    f"{name} is split over {_axes(cell.over)}, which names an axis twice: name each once."
+                )
+            _check_dtype(name, cell.dtype)
+            if cell.tier not in list(Tier):
+                near = did_you_mean(str(cell.tier), map(str, Tier))
+                raise LayoutError(f"{name} rests in tier {cell.tier!r}, which is unknown.{near}")
+        for name, wire in (("gather", self.gather), ("reduce", self.reduce)):
+            _check_dtype(name, wire.dtype)
+            if wire.name not in WIRES:
+                raise LayoutError(
+                    f"{name} goes by wire {wire.name!r}, which is unknown.{did_you_mean(wire.name, WIRES)}"
                 )
         if self.master.over != self.moments.over:
             raise LayoutError(
@@ -192,15 +222,16 @@ class Layout:
         """The table with its dtype words resolved and its axes of size 1 dropped.
 
         Raises:
-            LayoutError: a cell is split over an axis that the mesh lacks, or gradients would have to change dtype in
-                place to travel.
+            LayoutError: a cell is split over an axis that the mesh lacks, parameters rest or travel in another dtype
+                than compute, master is coarser than that, or gradients would have to change dtype in place to travel.
         """
-        missing = {axis for cell in self.cells().values() for axis in cell.over} - set(mesh)
-        if missing:
-            raise LayoutError(
-                f"the layout splits over {_axes(tuple(sorted(missing)))}, but the mesh only has "
-                f"{_axes(tuple(mesh))}: add the axis to mesh= or drop it from the layout."
-            )
+        for name, cell in self.cells().items():
+            for axis in cell.over:
+                if axis not in mesh:
+                    raise LayoutError(
+                        f"{name} is split over {axis!r}, which the mesh does not have: "
+                        f"add it to mesh= or drop it from the layout.{did_you_mean(axis, mesh)}"
+                    )
 
         def resolve(name: str) -> str:
             return getattr(precision, name) if name in ROLES else name
@@ -218,6 +249,18 @@ class Layout:
             gather=replace(self.gather, dtype=resolve(self.gather.dtype)),
             reduce=replace(self.reduce, dtype=resolve(self.reduce.dtype)),
         )
+        for name in ("params", "held", "gather"):
+            part: Cell | Wire | None = getattr(bound, name)
+            if part is not None and part.dtype != precision.compute:
+                raise LayoutError(
+                    f"{name} is {part.dtype} but Precision.compute is {precision.compute}: forward reads what rests as "
+                    f"it travels; give {name} the dtype 'compute' and choose Precision.compute."
+                )
+        if ITEMSIZE[bound.master.dtype] < ITEMSIZE[precision.compute]:
+            raise LayoutError(
+                f"master is {bound.master.dtype} but Precision.compute is {precision.compute}: "
+                "the optimizer can not update a copy that is coarser than what forward reads; widen master."
+            )
         if not bound.grads.over and bound.grads.dtype != bound.reduce.dtype and prod(mesh.values()) > 1:
             raise LayoutError(
                 f"grads accumulate unreduced in {bound.grads.dtype} but travel as {bound.reduce.dtype}: they are "
@@ -244,15 +287,21 @@ class Layout:
 
     def __str__(self) -> str:
         lines = [f"{'state':<9}{'split over':<16}{'dtype':<10}tier"]
-        for name in ("params", "held", "grads", "master", "moments"):
+        for name in STATES:
             cell = getattr(self, name)
             if cell is None:
                 note = "as master, cast while gathering" if name == "params" else "as params"
                 lines.append(f"{name:<9}({note if name == 'params' or self.params else 'as master'})")
             else:
                 lines.append(f"{name:<9}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}")
-        lines.append(f"journeys: gather {self.gather.name}/{self.gather.dtype}, reduce {self.reduce.name}/{self.reduce.dtype}")
+        lines.append(f"journeys: gather {self.gather}, reduce {self.reduce}")
         return "\n".join(lines)
+
+
+def _check_dtype(name: str, dtype: str) -> None:
+    known = (*ROLES, *ITEMSIZE)
+    if dtype not in known:
+        raise LayoutError(f"{name} has dtype {dtype!r}, which is no dtype.{did_you_mean(dtype, known)}")
 
 
 def _axes(axes: Axes) -> str:

@@ -59,11 +59,12 @@ def bind_parameters(unit: Unit, model: nn.Module) -> set[str]:
         ):
             if parameter.is_meta:
                 empty.add(slot.name)
-                fresh = nn.Parameter(view, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, fresh)
+                fresh = nn.Parameter(view.new_empty(0), requires_grad=False)
+                torch.utils.swap_tensors(parameter, fresh.requires_grad_(parameter.requires_grad))
             else:
                 view.copy_(parameter.detach())
-                parameter.data = view
+            # Through .data the parameter keeps a version counter of its own: filling the flat again is no change.
+            parameter.data = view
         for start, stop in segment.gaps:
             segment.flat[start:stop].zero_()
     return empty

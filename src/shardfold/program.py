@@ -21,20 +21,38 @@ No collective is chosen by hand: :func:`redistribute` derives it from how a tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.layout import Axes, Layout, Mesh
 from shardfold.shards import UnitSpec
 
-__all__ = ["COLLECTIVES", "MARKERS", "PARTIAL", "REDUCTIONS", "SECTIONS", "Op", "Program", "lower", "parse", "redistribute"]
+__all__ = [
+    "COLLECTIVES",
+    "MARKERS",
+    "PARTIAL",
+    "REDUCTIONS",
+    "SECTIONS",
+    "Op",
+    "Program",
+    "lower",
+    "parse",
+    "redistribute",
+]
 
 REDUCTIONS = ("REDUCE_SCATTER", "ALL_REDUCE")
 COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
 MARKERS = ("F", "B", "END")
-VERBS = (*COLLECTIVES, *MARKERS, "CAST", "HOLD", "FREE", "NORM", "UPDATE")
+OPERANDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("F", "B", "CAST", "FREE", "UPDATE"), ("unit",)),
+    **dict.fromkeys(COLLECTIVES, ("unit", "axes", "dtype")),
+    **dict.fromkeys(("END", "NORM"), ()),
+    "HOLD": ("unit", "axes"),
+}
+MARK = "   <-- here"
 SECTIONS = ("forward", "backward", "last", "step")
 
 PARTIAL = None
@@ -42,7 +60,7 @@ PARTIAL = None
 
 
 class Op(NamedTuple):
-    """One operation on one unit. ``axes`` and ``dtype`` are set for collectives only."""
+    """One operation on one unit. Collectives have ``axes`` and ``dtype``, ``HOLD`` has ``axes``."""
 
     verb: str
     unit: str = ""
@@ -85,7 +103,7 @@ class Program:
         for name in SECTIONS:
             lines.append(f"{name}:")
             for i, op in enumerate(self.section(name)):
-                lines.append(f"  {op}{'   <-- here' if mark == (name, i) else ''}")
+                lines.append(f"  {op}{MARK if mark == (name, i) else ''}")
         return "\n".join(lines)
 
 
@@ -103,7 +121,7 @@ def redistribute(unit: str, have: Axes | None, need: Axes, *, data: Axes, gather
     Raises:
         LayoutError: the two can not be joined by a gather or a reduction.
     """
-    if have is PARTIAL:
+    if have is None:  # PARTIAL
         if need:
             yield Op("REDUCE_SCATTER", unit, need, reduce)
         if rest := tuple(axis for axis in data if axis not in need):
@@ -126,12 +144,12 @@ def lower(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, *, clip: bool =
     data = tuple(axis for axis in mesh if mesh[axis] > 1)
     roots = [unit for unit in units if unit.root]
     inner = [unit for unit in units if not unit.root]
-    wires = {"data": data, "gather": layout.gather.dtype, "reduce": layout.reduce.dtype}
+    turn = partial(redistribute, data=data, gather=layout.gather.dtype, reduce=layout.reduce.dtype)
 
     def fill(unit: str, over: Axes, source_is_master: bool) -> Iterator[Op]:
         if over and source_is_master:
             yield Op("CAST", unit)
-        yield from redistribute(unit, over, (), **wires)
+        yield from turn(unit, over, ())
 
     def enter(unit: UnitSpec, *, forward: bool) -> Iterator[Op]:
         cell = layout.rest if forward or layout.held is None else layout.held
@@ -150,7 +168,7 @@ def lower(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, *, clip: bool =
         """Gradients that rest split are scattered in every micro-batch; what remains of the sum waits for the last."""
         if not unit.trainable:
             return
-        for op in redistribute(unit.name, PARTIAL, layout.grads.over or layout.master.over, **wires):
+        for op in turn(unit.name, PARTIAL, layout.grads.over or layout.master.over):
             if layout.grads.over and op.verb == "ALL_REDUCE":
                 op = op._replace(dtype=layout.grads.dtype)  # what is summed is the accumulated shard itself
             if last or (layout.grads.over and op.verb == "REDUCE_SCATTER"):
@@ -173,7 +191,7 @@ def lower(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, *, clip: bool =
             if unit.trainable:
                 yield Op("UPDATE", unit.name)
                 if layout.params is not None:
-                    yield from redistribute(unit.name, layout.master.over, layout.params.over, **wires)
+                    yield from turn(unit.name, layout.master.over, layout.params.over)
 
     return Program(
         forward=tuple(one_pass(True, False)),
@@ -184,7 +202,7 @@ def lower(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, *, clip: bool =
 
 
 def parse(text: str) -> Program:
-    """The program that prints as ``text``: ``parse(str(program)) == program``.
+    """The program that prints as ``text``: ``parse(str(program)) == program``, marked or not.
 
     Raises:
         ConfigError: a line is no operation; the message names the line.
@@ -192,25 +210,29 @@ def parse(text: str) -> Program:
     sections: dict[str, list[Op]] = {}
     current: list[Op] | None = None
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
+        words = line.removesuffix(MARK).split()
         if not words:
             continue
         if len(words) == 1 and words[0].endswith(":") and words[0][:-1] in SECTIONS:
             current = sections.setdefault(words[0][:-1], [])
-        elif current is not None and words[0] in VERBS:
-            current.append(_parse_op(words))
+        elif current is not None and (op := _parse_op(words)) is not None:
+            current.append(op)
         else:
-            raise ConfigError(f"line {number} of the program, {line.strip()!r}, is neither a section nor an operation.")
+            raise ConfigError(
+                f"line {number} of the program, {line.strip()!r}, is neither a section nor an operation in one."
+            )
     return Program(**{name: tuple(ops) for name, ops in sections.items()})
 
 
-def _parse_op(words: list[str]) -> Op:
-    verb, *rest = words
-    unit, axes, dtype = "", (), ""
-    if rest and not rest[0].startswith("["):
-        unit = rest.pop(0)
-    if rest and rest[0].startswith("["):
-        axes = tuple(rest.pop(0)[1:-1].split("+"))
-    if rest:
-        dtype = rest.pop(0)
-    return Op(verb, unit, axes, dtype)
+def _parse_op(words: Sequence[str]) -> Op | None:
+    """The operation in these words, if it has exactly the operands of its verb."""
+    verb, *operands = words
+    takes = OPERANDS.get(verb)
+    if takes is None or len(operands) != len(takes):
+        return None
+    fields: dict[str, Any] = dict(zip(takes, operands, strict=True))
+    if (axes := fields.get("axes")) is not None:
+        if not (axes.startswith("[") and axes.endswith("]") and all(names := axes[1:-1].split("+"))):
+            return None
+        fields["axes"] = tuple(names)
+    return Op(verb, **fields)

@@ -92,8 +92,8 @@ class UnitSpec:
 def pack(shapes: Mapping[str, Sequence[int]], parts: int, align: int) -> tuple[tuple[Slot, ...], int]:
     """Slots for parameters in the given order, and the padded length, both in elements.
 
-    Each slot starts at a multiple of ``align``; the length is a multiple of ``parts * align``. Padding is therefore
-    below ``align`` per parameter plus ``parts * align``.
+    Each slot starts at a multiple of ``align``; the length is a multiple of ``parts * align`` and never 0. Padding is
+    therefore below ``align`` per parameter plus ``parts * align`` (just that for a segment of nothing).
     """
     slots: list[Slot] = []
     end = 0

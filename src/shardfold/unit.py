@@ -66,7 +66,7 @@ _METADATA: frozenset[Any] = frozenset(
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu",
                  "is_meta", "is_sparse", "is_nested", "is_quantized", "itemsize", "nbytes", "grad_fn", "names",
-                 "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype")
+                 "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype")
     if hasattr(Tensor, name)
 ) | frozenset(
     getattr(Tensor, name)

@@ -1,0 +1,46 @@
+# Each target sets itself up: the first one makes .venv and installs the pinned versions, later ones find it ready.
+#   make demo    train a small language model on this machine, on two local processes
+#   make test    the tests          make lint    style, types, import directions
+#   make soak    the long tests     make clean   remove everything that make and the tools made
+# Options: PYTHON=python3.12 (which interpreter), PIP_ARGS="..." (passed to pip install).
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+LOG := $(VENV)/setup.log
+
+.PHONY: demo test lint soak clean
+.DEFAULT_GOAL := test
+
+demo: $(READY)
+	@$(BIN)/shardfold train
+
+test: $(READY)
+	@$(BIN)/python -m pytest
+
+soak: $(READY)
+	@$(BIN)/python -m pytest -m soak
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/lint-imports --no-logo
+
+# The editable install follows the sources by itself: only the two files that name dependencies make it stale.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo "'$(PYTHON)' is missing or older than Python 3.10: name another, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@mkdir -p $(VENV)
+	@echo "Setting up $(VENV): PyTorch and the pinned tools, a few minutes once (log: $(LOG))"
+	@$(PYTHON) -m venv $(VENV) >$(LOG) 2>&1 || { cat $(LOG) >&2; \
+		echo "'$(PYTHON) -m venv' failed: install the venv module (Debian, Ubuntu: apt install python3-venv) and run make again" >&2; exit 1; }
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]' >>$(LOG) 2>&1 || { \
+		cat $(LOG) >&2; echo "pip could not install the dependencies: the log above ($(LOG)) says which" >&2; exit 1; }
+	@touch $@
+
+clean:
+	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,155 @@
+"""The command `shardfold`.
+
+Bad input ends in one sentence on standard error and status 2; a traceback comes with --debug only. Nothing here imports
+torch before a command truly needs it, so that help and refusals are immediate.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from shardfold import launch, presets
+from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
+from shardfold.recipes.config import TrainConfig, check_run_folder, read_settings
+
+__all__ = ["app", "main"]
+
+FAILED = 1
+RECIPES = ("lm",)
+METAVARS = {"int": "INTEGER", "float": "NUMBER", "Path": "PATH", "str": "TEXT", "Literal": "TEXT"}
+
+app = typer.Typer(
+    name="shardfold",
+    help="ZeRO-style sharded training for PyTorch.",
+    epilog="For example: shardfold train --layout zero3 --procs 2",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
+) -> None:
+    """ZeRO-style sharded training for PyTorch."""
+
+
+def train(
+    invocation: typer.Context,
+    recipe: Annotated[str, typer.Argument(help=f"What to train: {', '.join(RECIPES)}.")] = "lm",
+    procs: Annotated[int, typer.Option(min=1, help="Processes on this machine; torchrun's own count wins.")] = 2,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML or JSON file with any of these settings; options given here win.")
+    ] = None,
+    **options: Any,
+) -> None:
+    """Train a built-in recipe and report what it held, sent and learned.
+
+    With no arguments: a byte-level GPT on the Python standard library's sources, on 2 local processes.
+    """
+    if recipe not in RECIPES:
+        raise ConfigError(f"there is no recipe {recipe!r}.{did_you_mean(recipe, RECIPES)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    if config is not None:
+        given = TrainConfig.load(read_settings(config), where=str(config)).model_dump(exclude_unset=True) | given
+    given.setdefault("out", Path("runs", datetime.now().strftime("%Y%m%d-%H%M%S")))
+    settings = TrainConfig.load(given, where="the command line")
+    if settings.data is not None and not settings.data.expanduser().exists():
+        raise ConfigError(f"there is no file or folder {str(settings.data)!r}: give --data the path of some text.")
+    if procs > 1 and not launch.is_rank():
+        check_run_folder(settings.out or Path())
+        # Resolved once, here: every rank then reads the same settings, whatever file or clock they came from.
+        arguments = [f"{option_name(name)}={value}" for name, value in given.items()]
+        debug = ["--debug"] if invocation.obj else []
+        raise typer.Exit(launch.launch_local(["train", recipe, *arguments, *debug], procs))
+    from shardfold.recipes import lm
+
+    raise typer.Exit(lm.train(settings).exit_status)
+
+
+def option_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def with_settings(command: Any) -> Any:
+    """Give the command one option per field of TrainConfig, so that each is written down once, beside its meaning."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    for name, field in TrainConfig.model_fields.items():
+        default = "" if field.default is None else f" (default {field.default})"
+        words = [word for kind, word in METAVARS.items() if kind in str(field.annotation)]
+        # Values stay text: TrainConfig judges them, in the same words as those of a config file.
+        option = typer.Option(option_name(name), help=f"{field.description}{default}", metavar=words[0])
+        annotation = Annotated[str | None, option]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    command.__signature__ = signature.replace(parameters=parameters)
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+app.command(epilog="For example: shardfold train lm --layout zero2 --steps 200 --data my-texts/")(with_settings(train))
+
+
+@app.command(epilog="For example: shardfold explain zero3 --ranks 64 --nodes 8 --precision bf16 --params 7e9")
+def explain(
+    layout: Annotated[str, typer.Argument(help=f"A layout's name: {', '.join(presets.PRESETS)}.")] = "zero3",
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that the ranks are spread over evenly.")] = 1,
+    precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",
+    params: Annotated[float, typer.Option(min=1, help="Number of parameters.")] = 1e9,
+) -> None:
+    """Show a layout's table and program, and what they cost."""
+    presets.named(layout)
+    if ranks % nodes:
+        raise ConfigError(f"{ranks} ranks do not spread evenly over {nodes} nodes: choose --ranks as a multiple.")
+    from shardfold import cost
+
+    mesh = {"inter": nodes, "intra": ranks // nodes}
+    print(cost.explain_text(layout, mesh=mesh, precision=precision, params=int(params)))
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the command line and end the process with its status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    try:
+        status = typer.main.get_command(app).main(
+            [each for each in arguments if each != "--debug"],
+            prog_name="shardfold",
+            standalone_mode=False,
+            obj=debug,  # for the command that starts others
+        )
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            traceback.print_exc()
+        status = refuse(error)
+    sys.exit(status or 0)
+
+
+def refuse(error: BaseException) -> int:
+    """Say in one sentence what is wrong and return the exit status."""
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return launch.INTERRUPTED
+    # The parser's own errors: typer has moved their classes between its versions, but never renamed this method.
+    parser_message = getattr(error, "format_message", None)
+    if parser_message is not None:
+        message = parser_message().strip()
+        # With no arguments at all the parser has shown the help, and its message is empty.
+        if message:
+            print(f"Error: {message}{'' if message.endswith(('.', ')', '?')) else '.'}", file=sys.stderr)
+        return launch.SAID
+    if isinstance(error, ShardfoldError):
+        print(f"Error: {error}", file=sys.stderr)
+        return launch.SAID
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    print(f"Error: {type(error).__name__}: {first} (--debug shows the traceback)", file=sys.stderr)
+    return FAILED

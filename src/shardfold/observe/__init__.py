@@ -1,0 +1,1 @@
+"""What a run shows and leaves behind: metrics as data, progress on the terminal, pictures."""

@@ -1,0 +1,74 @@
+"""Metrics: one JSON object per optimizer step, one per line, readable while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+__all__ = ["MetricsWriter", "StepMetrics", "read_metrics"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What is known after one optimizer step."""
+
+    step: int
+    loss: float
+    """Mean cross-entropy over the global batch, in nats."""
+    bits_per_byte: float
+    lr: float
+    grad_norm: float | None
+    tokens_per_s: float
+    """Over all ranks."""
+    seconds: float
+    """Since training began."""
+    memory_bytes: int
+    """Held by this rank for the model's state."""
+    held_out_bits_per_byte: float | None = None
+    """Where the held-out text was evaluated after this step."""
+
+
+OPTIONAL = ("grad_norm", "held_out_bits_per_byte")
+
+
+class MetricsWriter:
+    """Appends a line per step to a file."""
+
+    def __init__(self, path: Path) -> None:
+        # Line-buffered: who follows the file, or reads it after a crash, sees every finished step.
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        # JSON has no nan or inf: a value that is not finite is written as null.
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(metrics).items()}
+        self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """Return the steps that a run wrote; values that were not finite come back as nan.
+
+    A last line that a crash cut short is left out.
+    """
+    steps = []
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        row: dict[str, Any] = json.loads(line)
+        for name, value in row.items():
+            if value is None and name not in OPTIONAL:
+                row[name] = math.nan
+        steps.append(StepMetrics(**row))
+    return steps

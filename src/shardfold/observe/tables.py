@@ -1,0 +1,126 @@
+"""The tables that a run ends with: what it learned, what it held, what it sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from shardfold.observe.progress import format_bytes
+
+__all__ = ["MemoryRow", "TrafficRow", "memory_table", "printable", "quality_table", "traffic_table"]
+
+BAR_WIDTH = 24
+
+
+class MemoryRow(Protocol):
+    """Bytes of one state on this rank: by the formula, the padding on top of it, and what is really held."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def table(self) -> float: ...
+    @property
+    def padding(self) -> float: ...
+    @property
+    def held(self) -> int: ...
+
+
+class TrafficRow(Protocol):
+    """Bytes that one kind of collective sent from this rank in a step, by the program and counted."""
+
+    @property
+    def journey(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def program(self) -> float: ...
+    @property
+    def sent(self) -> int: ...
+
+
+def new_table() -> Table:
+    return Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+
+
+def headed(title: str, table: Table) -> Group:
+    # A table's own title is wrapped to the table's width, which may be narrow.
+    return Group("", Text(title, style="bold"), table)
+
+
+def quality_table(bits: Mapping[str, float]) -> Group:
+    """Show bits per byte of the model, which comes first, beside the baselines; less is better."""
+    table = new_table()
+    table.add_column("", no_wrap=True)
+    table.add_column("bits", justify="right")
+    table.add_column("", no_wrap=True)
+    most = max(bits.values())
+    for place, (name, value) in enumerate(bits.items()):
+        style = "bold cyan" if place == 0 else "dim"
+        bar = "█" * max(1, round(value / most * BAR_WIDTH))
+        table.add_row(Text(name, style=style), Text(f"{value:.3f}", style=style), Text(bar, style=style))
+    return headed("Bits per byte on held-out text (less is better)", table)
+
+
+def exact(predicted: float, found: float) -> Text:
+    """Mark whether what was found is what was predicted."""
+    return Text("=", style="green") if round(predicted) == round(found) else Text("differs", style="bold red")
+
+
+def memory_table(rows: Sequence[MemoryRow]) -> Group:
+    """Show bytes per rank by state: predicted (the table's formula, plus named padding) beside held."""
+    table = new_table()
+    table.add_column("state")
+    table.add_column("tier")
+    for name in ("formula", "padding", "predicted"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    table.add_column("held", justify="right")
+    for row in rows:
+        predicted = row.table + row.padding
+        cells = [format_bytes(value) for value in (row.table, row.padding, predicted)]
+        table.add_row(row.state, str(row.tier), *cells, exact(predicted, row.held), format_bytes(row.held))
+    sums = [sum(row.table for row in rows), sum(row.padding for row in rows)]
+    held = sum(row.held for row in rows)
+    cells = [format_bytes(value) for value in (*sums, sum(sums))]
+    table.add_row("total", "", *cells, exact(sum(sums), held), format_bytes(held), style="bold")
+    return headed("Bytes per rank by state", table)
+
+
+def traffic_table(rows: Sequence[TrafficRow], control: float) -> Group:
+    """Show bytes sent per step and rank by journey: predicted by the program beside counted at the collectives."""
+    table = new_table()
+    for name in ("journey", "op", "axes"):
+        table.add_column(name)
+    for name in ("calls", "predicted", "", "sent"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.journey,
+            row.op,
+            " x ".join(row.axes),
+            str(row.calls),
+            format_bytes(row.program),
+            exact(row.program, row.sent),
+            format_bytes(row.sent),
+        )
+    program, sent = sum(row.program for row in rows), sum(row.sent for row in rows)
+    calls = str(sum(row.calls for row in rows))
+    table.add_row("total", "", "", calls, format_bytes(program), exact(program, sent), format_bytes(sent), style="bold")
+    table.add_row("control", "", "", "", "", "", format_bytes(control), style="dim")
+    return headed("Bytes sent per rank and step", table)
+
+
+def printable(text: bytes) -> str:
+    """Return text that is safe to print: a model of bytes may well emit a terminal's escape codes."""
+    decoded = text.decode("utf-8", errors="replace").expandtabs(4)
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in decoded)

@@ -1,0 +1,312 @@
+"""Trains a byte-level GPT on text: read it top to bottom to see how an engine is used.
+
+Each rank runs `train`. It builds the model without memory, lets the engine shard it, and steps through batches that are
+the same at every world size. Now and then, and at the end, it measures bits per byte on held-out text. Rank 0 alone
+prints and writes: config.json, metrics.jsonl, loss.png, sample.txt and summary.json in the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+import shardfold as sf
+from shardfold.errors import ConfigError, ShardfoldError
+from shardfold.launch import INTERRUPTED
+from shardfold.observe import tables
+from shardfold.observe.metrics import MetricsWriter, StepMetrics
+from shardfold.observe.progress import Progress, format_bytes, format_count, format_duration
+from shardfold.recipes.config import TrainConfig, check_run_folder
+from shardfold.recipes.gpt import GPT, generate
+from shardfold.recipes.text import Batches, Corpus, baselines, held_out_windows, load_corpus
+
+__all__ = ["Result", "TrainConfig", "train"]
+
+LN2 = math.log(2)
+EVAL_BATCH = 16  # windows that go through the model at once
+HASTY_WINDOWS = 32  # windows read by the evaluation after an interruption
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run came to; the same on every rank, but for `sample`, which rank 0 writes."""
+
+    steps: int
+    bits_per_byte: float
+    """On held-out text."""
+    baselines: dict[str, float]
+    """Bits per byte of counting, on the same bytes."""
+    seconds: float
+    interrupted: bool
+    out: Path
+    sample: bytes
+
+    @property
+    def exit_status(self) -> int:
+        return INTERRUPTED if self.interrupted else 0
+
+
+class StopSignal:
+    """Notes the first SIGINT or SIGTERM, so that the run can end at a step; the second ends the process at once."""
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __enter__(self) -> StopSignal:
+        self._before = {number: signal.signal(number, self._note) for number in self.NUMBERS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        for each in self.NUMBERS:
+            signal.signal(each, signal.SIG_DFL)
+
+
+class Run:
+    """One training: the engine, the text and the run folder."""
+
+    def __init__(self, config: TrainConfig, out: Path, corpus: Corpus, console: Console) -> None:
+        self.config = config
+        self.out = out
+        self.corpus = corpus
+        self.console = console
+        self.shape = config.model_shape()
+        with sf.meta_init():
+            self.model = GPT(self.shape)
+        self.engine = sf.Engine(
+            self.model,
+            optimizer=partial(torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay),
+            layout=config.layout,
+            precision=config.precision,
+            accumulate=config.accumulate,
+            clip_norm=config.clip_norm or None,
+            schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
+            seed=config.seed,
+        )
+        self.batches = Batches(
+            corpus,
+            context=self.shape.context,
+            micro_batch=config.micro_batch,
+            world=self.engine.world_size,
+            seed=config.seed,
+            accumulate=config.accumulate,
+        )
+        self.windows = held_out_windows(corpus, context=self.shape.context, number=config.eval_windows)
+        self.tokens_per_step = self.engine.world_size * config.accumulate * config.micro_batch * self.shape.context
+        self.history: list[StepMetrics] = []
+        self.interrupted = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.engine.rank == 0
+
+    def check_corpus(self) -> None:
+        """Refuse to train on different text on different machines, where batches would not be what they claim."""
+        digest = self.corpus.digest
+        parts = [float(digest >> 16), float(digest & 0xFFFF)]  # 16 bits each are exact in any float that is reduced
+        if self.engine.agree([*parts, *(-part for part in parts)]) != [*parts, *(-part for part in parts)]:
+            raise ConfigError(
+                f"the ranks read different text from {self.corpus.source}: give --data one folder that all of them see."
+            )
+
+    def step(self, number: int) -> StepMetrics:
+        """Do one optimizer step over all micro-batches; `number` counts from 0."""
+        began = time.perf_counter()
+        loss = torch.zeros((), device=self.engine.device)
+        done = None
+        for tokens, targets in self.batches.micro_batches(number, self.engine.rank):
+            value = self.engine(tokens.to(self.engine.device), targets.to(self.engine.device))
+            self.engine.backward(value)
+            done = self.engine.step()
+            loss += value.detach()
+        assert done is not None and done.updated and done.lr is not None
+        mean = self.engine.mean(loss.item() / self.config.accumulate)
+        if not math.isfinite(mean):
+            raise ShardfoldError(
+                f"the loss is {mean} at step {number + 1}: lower the learning rate (--lr, now {self.config.lr:g}) "
+                f"or clip gradients harder (--clip-norm, now {self.config.clip_norm:g})."
+            )
+        now = time.perf_counter()
+        return StepMetrics(
+            step=number + 1,
+            loss=mean,
+            bits_per_byte=mean / LN2,
+            lr=done.lr,
+            grad_norm=done.grad_norm,
+            tokens_per_s=self.tokens_per_step / (now - began),
+            seconds=now - self.began,
+            # Walking live storages every step would cost time, and at rest between steps nothing changes.
+            memory_bytes=self.history[-1].memory_bytes if self.history else self.engine.memory().held,
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Return bits per byte on the held-out windows, which the ranks share out."""
+        mine = self.windows[self.engine.rank :: self.engine.world_size]
+        nats = 0.0
+        with self.engine.gathered():
+            for part in mine.split(EVAL_BATCH):
+                part = part.to(self.engine.device)
+                nats += self.model(part[:, :-1], part[:, 1:]).item() * len(part) * self.shape.context
+        everyone = self.engine.mean(nats) * self.engine.world_size
+        return everyone / (len(self.windows) * self.shape.context) / LN2
+
+    def train(self, progress: Progress, writer: MetricsWriter | None) -> None:
+        """Step until the end, or until some rank was asked to stop."""
+        self.began = time.perf_counter()
+        with StopSignal() as stop:
+            for number in range(self.config.steps):
+                metrics = self.step(number)
+                every = self.config.eval_every
+                if every and (number + 1) % every == 0 and number + 1 < self.config.steps:
+                    bits = self.evaluate()
+                    metrics = StepMetrics(**{**vars(metrics), "held_out_bits_per_byte": bits})
+                self.history.append(metrics)
+                progress.update(metrics)
+                if writer:
+                    writer.write(metrics)
+                # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
+                if self.engine.agree([float(stop.received)])[0] > 0:
+                    self.interrupted = True
+                    self.windows = self.windows[:: -(-len(self.windows) // HASTY_WINDOWS)]
+                    progress.note(f"Stopping after step {number + 1}; a second Ctrl-C ends at once.")
+                    break
+
+    def sample(self) -> bytes:
+        """Return generated text, on rank 0."""
+        prompt = b"def " if self.config.data is None else b"\n"
+        with self.engine.gathered():
+            if not (self.leads and self.config.sample):
+                return b""
+            return prompt + generate(
+                self.model, prompt, self.config.sample, temperature=self.config.temperature, seed=self.config.seed
+            )
+
+    def introduce(self) -> str:
+        """Return who trains on what, in two lines."""
+        config, shape, corpus = self.config, self.shape, self.corpus
+        files = f"{corpus.num_files} file{'s' if corpus.num_files > 1 else ''}"
+        skipped = f", {len(corpus.skipped)} skipped: {'; '.join(corpus.skipped[:3])}" if corpus.skipped else ""
+        skipped += " ..." if len(corpus.skipped) > 3 else ""
+        return (
+            f"GPT {config.size}, {format_count(shape.num_parameters)} parameters ({shape.layers} blocks of "
+            f"{shape.d_model}, context {shape.context}); {config.layout} over {ranks(self)} on "
+            f"{self.engine.device.type}, {config.precision}\n"
+            f"{format_bytes(len(corpus.train))} of {corpus.source} ({files}{skipped}); "
+            f"{format_bytes(len(corpus.held_out))} held out"
+        )
+
+
+def train(config: TrainConfig) -> Result:
+    """Train on this rank, together with the others if a launcher started several."""
+    out = config.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+    if int(os.environ.get("RANK", "0")) == 0:
+        check_run_folder(out)
+    console = Console()
+    run = Run(config, out, load_corpus(config.data), console)
+    run.check_corpus()
+    writer = None
+    if run.leads:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
+        writer = MetricsWriter(out / "metrics.jsonl")
+    with Progress(config.steps, console=console, enabled=run.leads) as progress:
+        progress.note(run.introduce())
+        run.train(progress, writer)
+    if writer:
+        writer.close()
+    result = Result(
+        steps=len(run.history),
+        bits_per_byte=run.evaluate(),
+        baselines=baselines(run.corpus.train, run.windows),
+        seconds=time.perf_counter() - run.began,
+        interrupted=run.interrupted,
+        out=out,
+        sample=run.sample(),
+    )
+    if run.leads:
+        write_and_show(run, result)
+    run.engine.close()
+    return result
+
+
+def ranks(run: Run) -> str:
+    return f"{run.engine.world_size} rank{'s' if run.engine.world_size > 1 else ''}"
+
+
+def resolved(run: Run) -> dict[str, Any]:
+    """Return the settings with nothing left to derive."""
+    settings = run.config.model_dump(mode="json")
+    settings.update(
+        {name: getattr(run.shape, name) for name in ("d_model", "layers", "heads", "context", "d_ff")},
+        out=str(run.out),
+        world_size=run.engine.world_size,
+        device=str(run.engine.device),
+        warmup=run.config.warmup_steps(),
+    )
+    return settings
+
+
+def write_and_show(run: Run, result: Result) -> None:
+    """Write the run folder's outputs and print the final report."""
+    from shardfold.observe.pictures import loss_picture  # matplotlib takes a second to import: rank 0 alone pays it
+
+    memory, traffic = run.engine.memory(), run.engine.traffic()
+    bits = {f"GPT {run.config.size}": result.bits_per_byte, **result.baselines}
+    (result.out / "sample.txt").write_bytes(result.sample)
+    summary = {
+        "steps": result.steps,
+        "interrupted": result.interrupted,
+        "seconds": round(result.seconds, 3),
+        "tokens": result.steps * run.tokens_per_step,
+        "num_parameters": run.shape.num_parameters,
+        "world_size": run.engine.world_size,
+        "bits_per_byte": {"model": result.bits_per_byte, **result.baselines},
+        "memory": [row._asdict() for row in memory.rows],
+        "traffic": [row._asdict() for row in traffic.rows],
+        "control_bytes": traffic.control,
+        "skipped_files": list(run.corpus.skipped),
+    }
+    (result.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    held_out = [(m.step, m.held_out_bits_per_byte) for m in run.history if m.held_out_bits_per_byte is not None]
+    size = f"GPT {run.config.size}, {format_count(run.shape.num_parameters)} parameters"
+    loss_picture(
+        result.out / "loss.png",
+        train=[(metrics.step, metrics.bits_per_byte) for metrics in run.history],
+        held_out=[*held_out, (result.steps, result.bits_per_byte)],
+        baselines=result.baselines,
+        memory=memory.rows,
+        title=f"{size}, {run.config.layout} on {ranks(run)}",
+    )
+    console = run.console
+    pace = format_count(result.steps * run.tokens_per_step / result.seconds)
+    console.print(f"\n{result.steps} steps in {format_duration(result.seconds)}, {pace} tokens/s", highlight=False)
+    console.print(tables.quality_table(bits))
+    console.print(tables.memory_table(memory.rows))
+    console.print(tables.traffic_table(traffic.rows, traffic.control))
+    if result.sample:
+        console.print("\n[bold]A sample[/bold]")
+        console.print(Text(tables.printable(result.sample)), soft_wrap=True)
+    names = ("config.json", "metrics.jsonl", "loss.png", "sample.txt", "summary.json")
+    console.print(f"\nWritten to {result.out}: {', '.join(names)}", highlight=False, soft_wrap=True)

@@ -1,0 +1,190 @@
+"""The corpus: bytes of text files, split by file into training and held-out text, and the batches drawn from it.
+
+By default the text is the Python standard library's own source, which is on every machine that runs this. Everything
+is a deterministic function of the files and a seed: the order of files, the split, every step's batch at any world
+size, and the windows that a model and the counting baselines are both evaluated on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardfold.errors import ConfigError
+
+HELD_OUT_SHARE = 0.05
+SEPARATOR = b"\0"  # stands between documents; a file that contains it is no text
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+COUNT_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Training and held-out text."""
+
+    source: str
+    """What was read, for people."""
+    train: Tensor  # (bytes,) uint8
+    held_out: Tensor  # (bytes,) uint8
+    num_files: int
+    skipped: tuple[str, ...] = ()
+    """Files left out because they are binary or unreadable, each with the reason."""
+
+    @property
+    def digest(self) -> int:
+        """A 32-bit checksum of both splits, by which ranks can tell that they read the same text."""
+        return zlib.crc32(self.held_out.numpy().data, zlib.crc32(self.train.numpy().data))
+
+
+def load_corpus(data: str | Path | None = None) -> Corpus:
+    """Read the text under `data`, a file or a folder; without it, the Python standard library's sources."""
+    if data is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths = [path for path in walk(root) if path.suffix == ".py"]
+        source = "the Python standard library's sources"
+    else:
+        root = Path(data).expanduser()
+        if not root.exists():
+            raise ConfigError(f"there is no file or folder {str(root)!r}: give --data the path of some text.")
+        paths = [root] if root.is_file() else list(walk(root))
+        root, source = (root.parent if root.is_file() else root), str(root)
+    documents, skipped = read_documents(root, paths)
+    if not documents:
+        why = (
+            f" ({skipped[0]})" if len(skipped) == 1 else f" (all {len(skipped)} files were skipped)" if skipped else ""
+        )
+        raise ConfigError(f"no text was found in {source}{why}: give --data a file or folder with text.")
+    train, held_out = split(documents)
+    return Corpus(source=source, train=train, held_out=held_out, num_files=len(documents), skipped=tuple(skipped))
+
+
+def walk(root: Path) -> Iterator[Path]:
+    """Yield the files under `root` in sorted order, leaving out hidden ones, installed packages and test suites."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+
+
+def read_documents(root: Path, paths: list[Path]) -> tuple[dict[str, bytes], list[str]]:
+    """Return the texts that are not blank, by path relative to `root`, and the files skipped with the reason."""
+    documents, skipped = {}, []
+    for path in paths:
+        name = path.relative_to(root).as_posix()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            skipped.append(f"{name}: {error.strerror}")
+            continue
+        if SEPARATOR in content:
+            skipped.append(f"{name}: binary")
+        elif content.strip():
+            documents[name] = content
+    return documents, skipped
+
+
+def split(documents: dict[str, bytes]) -> tuple[Tensor, Tensor]:
+    """Return (training, held-out) text. Whole files are held out, chosen by their name; of a single file, its tail."""
+    if len(documents) == 1:
+        (content,) = documents.values()
+        cut = len(content) - round(len(content) * HELD_OUT_SHARE)
+        return to_tensor([content[:cut]]), to_tensor([content[cut:]])
+    rank = {name: int.from_bytes(hashlib.blake2b(name.encode()).digest()[:8], "big") / 2**64 for name in documents}
+    held_out = {name for name in documents if rank[name] < HELD_OUT_SHARE}
+    if not held_out or len(held_out) == len(documents):  # few files: chance may have chosen none, or all
+        held_out = {min(rank, key=rank.__getitem__)}
+    return (
+        to_tensor([content for name, content in documents.items() if name not in held_out]),
+        to_tensor([content for name, content in documents.items() if name in held_out]),
+    )
+
+
+def to_tensor(documents: list[bytes]) -> Tensor:
+    joined = bytearray(SEPARATOR.join(documents))
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+
+
+def windows_at(text: Tensor, starts: Tensor, length: int) -> Tensor:
+    """Return (len(starts), length) bytes as int64."""
+    return text[starts[:, None] + torch.arange(length)].long()
+
+
+class Batches:
+    """Random windows of the training text: the same global batch at every world size.
+
+    A step's windows are drawn for all ranks and all micro-batches at once, from a generator seeded by (seed, step), and
+    then sliced. So the same step of the same run sees the same text however many ranks share it, and a run resumed in
+    the middle goes on with the batches that it would have seen.
+    """
+
+    def __init__(
+        self, corpus: Corpus, *, context: int, micro_batch: int, world: int, seed: int, accumulate: int = 1
+    ) -> None:
+        for name, text in (("training", corpus.train), ("held-out", corpus.held_out)):
+            if len(text) <= context:
+                raise ConfigError(
+                    f"the {name} text of {corpus.source} has {len(text)} bytes, which is no more than one context of "
+                    f"{context}: give more text with --data or a shorter --context."
+                )
+        self.text = corpus.train
+        self.context = context
+        self.micro_batch = micro_batch
+        self.world = world
+        self.accumulate = accumulate
+        self.seed = seed
+
+    def starts(self, step: int) -> Tensor:
+        """Return where each window of the step's global batch starts."""
+        digest = hashlib.blake2b(f"{self.seed}/{step}".encode()).digest()
+        draw = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        number = self.world * self.accumulate * self.micro_batch
+        return torch.randint(len(self.text) - self.context, (number,), generator=draw)
+
+    def micro_batches(self, step: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (tokens, targets), each (micro_batch, context), for one rank's micro-batches of a step."""
+        parts = self.starts(step).view(self.accumulate, self.world, self.micro_batch)
+        for part in parts[:, rank]:
+            windows = windows_at(self.text, part, self.context + 1)
+            yield windows[:, :-1], windows[:, 1:]
+
+
+def held_out_windows(corpus: Corpus, *, context: int, number: int) -> Tensor:
+    """Return up to `number` evenly spread windows of the held-out text, (number, context + 1); always the same ones."""
+    last = len(corpus.held_out) - (context + 1)
+    number = max(1, min(number, len(corpus.held_out) // (context + 1)))
+    starts = torch.linspace(0, last, number, dtype=torch.float64).long()
+    return windows_at(corpus.held_out, starts, context + 1)
+
+
+def pair_counts(text: Tensor) -> Tensor:
+    """Return how often each byte (row) is followed by each other (column), (256, 256) in fp64."""
+    counts = torch.zeros(256 * 256, dtype=torch.int64)
+    for start in range(0, len(text) - 1, COUNT_CHUNK):
+        chunk = text[start : start + COUNT_CHUNK + 1].long()
+        counts += torch.bincount(chunk[:-1] * 256 + chunk[1:], minlength=256 * 256)
+    return counts.view(256, 256).double()
+
+
+def baselines(train: Tensor, windows: Tensor) -> dict[str, float]:
+    """Return the bits per byte that counting reaches on the windows a model is evaluated on.
+
+    `unigram` counts bytes of the training text with add-one smoothing; `bigram` counts pairs, each row smoothed by one
+    unit of count spread as the unigram is, which is kinder to the baseline than add-one over 256 bytes.
+    """
+    pairs = pair_counts(train)
+    unigram = torch.bincount(train.long(), minlength=256).double() + 1
+    unigram /= unigram.sum()
+    bigram = (pairs + unigram) / (pairs.sum(1, keepdim=True) + 1)
+    before, after = windows[:, :-1], windows[:, 1:]
+    return {
+        "uniform": 8.0,
+        "unigram": -unigram.log2()[after].mean().item(),
+        "bigram": -bigram.log2()[before, after].mean().item(),
+    }

@@ -1,0 +1,20 @@
+"""Tools for testing distributed code on one machine, ours and yours.
+
+    from shardfold.testing import run_ranks, same_training
+
+    def total():                                   # module level, so that it can be pickled
+        t = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(t)
+        return t.item()
+
+    assert run_ranks(total, 4) == [6.0] * 4        # four fresh processes, one Gloo group
+
+`run_ranks` starts fresh processes; `Ranks` keeps them warm between calls; `same_training` asserts that a layout trains
+exactly as plain PyTorch does. When a rank fails, `RanksFailed` shows the traceback of every rank that failed, and
+when ranks hang it shows where each one stood.
+"""
+
+from shardfold.testing.ranks import RankFailure, Ranks, RanksFailed, run_ranks
+from shardfold.testing.training import TrainingMatch, same_training
+
+__all__ = ["RankFailure", "Ranks", "RanksFailed", "TrainingMatch", "run_ranks", "same_training"]

@@ -1,0 +1,112 @@
+"""What every test can rely on: a warm pool of ranks, and that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+
+import psutil
+import pytest
+
+from shardfold.testing import Ranks
+
+NUM_RANKS = 4
+SETTLE = 5.0  # seconds for what a test ended to be gone
+
+# Set by torch when it is first imported in full, whichever test happens to be the one that does.
+IMPORT_ENVIRONMENT = {"TORCHINDUCTOR_CACHE_DIR"}
+
+
+@pytest.fixture(scope="session")
+def _pool() -> Iterator[Ranks]:
+    with Ranks(NUM_RANKS) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks(_pool: Ranks) -> Ranks:
+    """A pool of four warm workers that the whole session shares; started when a test first runs something in it."""
+    return _pool
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(_pool: Ranks) -> Iterator[None]:
+    """Fail a test that leaks processes, threads, environment variables or a process group.
+
+    It is set up before the test's own fixtures, so it looks after they have cleaned up.
+    """
+    environment, threads, processes = dict(os.environ), set(threading.enumerate()), _children(_pool)
+    yield
+    leaks = _leaked_processes(_pool, processes) + _leaked_threads(threads)
+    leaks += _leaked_environment(environment) + _leaked_process_group()
+    if leaks:
+        pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+def _children(pool: Ranks) -> set[psutil.Process]:
+    """This process's descendants, but for the pool and the two helpers that multiprocessing keeps."""
+    helpers = {
+        forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]
+        resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
+        *pool.pids,
+    }
+    return {
+        child for child in psutil.Process().children(recursive=True) if child.pid not in helpers and _running(child)
+    }
+
+
+def _running(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE  # a zombie waits for its parent, not for us
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _leaked_processes(pool: Ranks, before: set[psutil.Process]) -> list[str]:
+    multiprocessing.active_children()  # reaps those that have ended
+    new = _children(pool) - before
+    if not new:
+        return []
+    _, alive = psutil.wait_procs(list(new), timeout=SETTLE)
+    leaks = [f"process {process.pid}" for process in alive if _running(process)]
+    for process in alive:
+        process.kill()
+    return leaks
+
+
+def _leaked_threads(before: set[threading.Thread]) -> list[str]:
+    new = set(threading.enumerate()) - before
+    for thread in new:
+        thread.join(SETTLE)
+    return [f"thread {thread.name!r}" for thread in new if thread.is_alive()]
+
+
+def _leaked_environment(before: dict[str, str]) -> list[str]:
+    changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+    leaks = sorted(changed - IMPORT_ENVIRONMENT - {"PYTEST_CURRENT_TEST"})
+    for name in leaks:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"environment variable {name}" for name in leaks]
+
+
+def _leaked_process_group() -> list[str]:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return []
+    dist.destroy_process_group()
+    return ["a default process group"]

@@ -1,0 +1,242 @@
+"""The command line: help with examples, one sentence for bad input, no torch before it is needed, and a whole run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardfold import cli, launch
+from shardfold.observe.metrics import read_metrics
+from shardfold.recipes.config import TrainConfig
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(arguments))
+    return int(end.value.code or 0)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """The command lines that ranks would have been started with; nothing is started."""
+    calls: list[list[str]] = []
+
+    def note(argv: list[str], num_procs: int) -> int:
+        calls.append([str(num_procs), *argv])
+        return 0
+
+    monkeypatch.setattr(launch, "launch_local", note)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    return calls
+
+
+def settings_of(argv: list[str]) -> TrainConfig:
+    """Read a rank's command line as the settings it stands for."""
+    pairs = (each.removeprefix("--").split("=", 1) for each in argv[3:] if "=" in each)
+    return TrainConfig.load({name.replace("-", "_"): value for name, value in pairs})
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["explain"]])
+def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]):
+    assert call(*command, "--help") == 0
+    assert "For example: shardfold" in capsys.readouterr().out
+
+
+def test_every_setting_has_an_option_with_its_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "300")
+    call("train", "--help")
+    help_text = capsys.readouterr().out
+    for name, field in TrainConfig.model_fields.items():
+        (line,) = [line for line in help_text.splitlines() if re.match(rf"\W+{name.replace('_', '-')}\s", line)]
+        assert field.default is None or f"(default {field.default})" in line
+
+
+BAD = [
+    (["trian"], "Did you mean 'train'?"),
+    (["train", "lmm"], "Did you mean 'lm'?"),
+    (["train", "--stepz", "3"], "--steps"),
+    (["train", "--steps", "many"], "steps is 'many'"),
+    (["train", "--steps", "0"], "greater than or equal to 1"),
+    (["train", "--lr"], "--lr"),
+    (["train", "--lr", "nan"], "lr is 'nan'"),
+    (["train", "--size", "dmeo"], "Did you mean 'demo'?"),
+    (["train", "--layout", "zero4"], "Did you mean 'zero3'?"),
+    (["train", "--precision", "fp61"], "'fp32' or 'bf16'"),
+    (["train", "--heads", "5"], "5 heads"),
+    (["train", "--procs", "0"], "--procs"),
+    (["train", "--data", "no/such/text"], "no/such/text"),
+    (["train", "--config", "no-such.toml"], "no-such.toml"),
+    (["train", "--warmup", "9", "--steps", "5"], "warm up for fewer"),
+    (["explain", "zero9"], "Did you mean"),
+    (["explain", "--ranks", "3", "--nodes", "2"], "choose --ranks"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(each) for each, _ in BAD])
+def test_bad_input_is_one_sentence(
+    arguments: list[str], says: str, launched: list[list[str]], capsys: pytest.CaptureFixture[str]
+):
+    """One line on standard error says what, where and how to mend it; nothing is started; the status is 2."""
+    assert call(*arguments) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and not launched
+    assert error.startswith("Error: ") and error.count("\n") == 1
+    assert says in error
+
+
+def test_debug_shows_the_traceback(launched: list[list[str]], capsys: pytest.CaptureFixture[str]):
+    assert call("train", "--size", "dmeo", "--debug") == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+    call("train", "--debug")
+    assert launched[0][-1] == "--debug"
+
+
+def test_a_folder_with_something_in_it_is_refused(
+    launched: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "old").mkdir()
+    assert call("train", "--out", "old") == 0
+    (tmp_path / "old" / "summary.json").touch()
+    assert call("train", "--out", "old") == 2
+    assert "'old' is not empty" in capsys.readouterr().err
+    assert len(launched) == 1
+
+
+def test_without_arguments_the_demo_is_trained_on_two_processes(launched: list[list[str]]):
+    assert call("train") == 0
+    (argv,) = launched
+    assert argv[:3] == ["2", "train", "lm"]
+    settings = settings_of(argv)
+    assert re.fullmatch(r"runs/\d{8}-\d{6}", str(settings.out))
+    assert settings.model_copy(update={"out": None}) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("c.toml", 'lr = 0.5\nsteps = 7\ndata = "."\n'), ("c.json", '{"lr": 0.5, "steps": 7, "data": "."}')],
+)
+def test_options_win_over_a_config_file(launched: list[list[str]], tmp_path: Path, name: str, text: str):
+    (tmp_path / name).write_text(text)
+    assert call("train", "--config", name, "--steps", "9", "--out", "here") == 0
+    settings = settings_of(launched[0])
+    assert (settings.lr, settings.steps, settings.data, settings.out) == (0.5, 9, Path("."), Path("here"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("stepz = 3", "c.toml: there is no setting 'stepz'. Did you mean 'steps'?"),
+        ("steps = -3", "c.toml: steps is -3"),
+        ("steps = ", "not valid TOML"),
+    ],
+)
+def test_a_bad_config_file_is_named(
+    launched: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+):
+    (tmp_path / "c.toml").write_text(text)
+    assert call("train", "--config", "c.toml") == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["train", "--size", "x"], ["train", "--data", "x"]]
+)
+def test_help_and_refusals_do_not_import_torch(arguments: list[str]):
+    code = (
+        "import sys; from shardfold.cli import main\n"
+        f"try: main({arguments!r})\n"
+        "finally: print([each for each in ('torch', 'numpy', 'matplotlib') if each in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    """Return the command for a small training on text of the test's own."""
+    source = folder / "text"
+    source.mkdir()
+    for number in range(5):
+        (source / f"{number}.txt").write_text(f"{number} and {number} make {number + number}. " * 200)
+    settings = ["--size", "tiny", "--context", "32", "--micro-batch", "2", "--sample", "20", "--eval-windows", "8"]
+    return [
+        *(sys.executable, "-m", "shardfold", "train", "--data", str(source), "--out", str(folder / "run")),
+        *(*settings, *arguments),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["zero3", "ddp"])
+def test_a_run_leaves_a_complete_folder(tmp_path: Path, layout: str):
+    """Two ranks train; the folder and the last tables hold what they should, and predicted equals measured."""
+    result = subprocess.run(
+        command(tmp_path, "--steps", "6", "--accumulate", "2", "--eval-every", "3", "--layout", layout),
+        check=False, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "run"
+    names = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "summary.json"}
+    assert {path.name for path in run.iterdir()} == names
+    assert json.loads((run / "config.json").read_text())["world_size"] == 2
+    steps = read_metrics(run / "metrics.jsonl")
+    assert [each.step for each in steps] == [1, 2, 3, 4, 5, 6]
+    assert [each.step for each in steps if each.held_out_bits_per_byte is not None] == [3]
+    assert len((run / "sample.txt").read_bytes()) == 21
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((run / "summary.json").read_text())
+    assert set(summary["bits_per_byte"]) == {"model", "uniform", "unigram", "bigram"}
+    assert 0 < summary["bits_per_byte"]["model"] < 8.5
+    for row in summary["memory"]:
+        assert row["held"] == round(row["table"] + row["padding"]), row
+    for row in summary["traffic"]:
+        assert row["sent"] == round(row["program"]), row
+    for heading in ("Bits per byte", "Bytes per rank by state", "Bytes sent per rank", "A sample", str(run)):
+        assert heading in result.stdout
+
+
+def test_training_is_the_same_on_one_and_two_ranks(tmp_path: Path):
+    """With an equal global batch the losses agree, as the ranks only share the work."""
+    losses = []
+    for procs, accumulate in ((1, 2), (2, 1)):
+        folder = tmp_path / str(procs)
+        folder.mkdir()
+        arguments = ["--steps", "4", "--procs", str(procs), "--accumulate", str(accumulate)]
+        result = subprocess.run(command(folder, *arguments), check=False, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+        losses.append([each.loss for each in read_metrics(folder / "run" / "metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_stops_with_a_sentence(tmp_path: Path):
+    arguments = ["--steps", "50", "--warmup", "0", "--lr", "1e30", "--clip-norm", "0"]
+    result = subprocess.run(command(tmp_path, *arguments), check=False, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert "the loss is nan at step" in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("procs", ["1", "2"])
+def test_ctrl_c_ends_at_a_step_with_all_outputs(tmp_path: Path, procs: str):
+    """All ranks stop at the same step, evaluate, write the folder, and the status is 130."""
+    arguments = command(tmp_path, "--steps", "1000000", "--procs", procs)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 1/"):
+                break
+        process.send_signal(signal.SIGINT)
+        out = process.stdout.read()
+        assert process.wait(60) == launch.INTERRUPTED
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["interrupted"] and 1 <= summary["steps"] < 1000000
+    assert summary["steps"] == len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert "Stopping after step" in out and "Bits per byte" in out

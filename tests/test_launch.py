@@ -1,0 +1,167 @@
+"""The local launcher: what ranks are given, whose output is shown, and that all of them end, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardfold import launch
+
+FOREVER = "import signal\nwhile True: signal.pause()\n"
+
+
+def run(script: str, num_procs: int = 2) -> int:
+    """Run a script as ranks; `rank` is theirs to read."""
+    prelude = "import os, sys, signal; rank = int(os.environ['RANK'])\n"
+    return launch.launch([sys.executable, "-c", prelude + script], num_procs)
+
+
+def test_ranks_are_told_who_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every rank has torchrun's variables, one address for all, and its share of the cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script = f"import json; open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(json.dumps(dict(os.environ)))"
+    assert run(script, 3) == 0
+    environments = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    for rank, environment in enumerate(environments):
+        assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
+        assert environment["OMP_NUM_THREADS"] == str(max(1, launch.num_cores() // 3))
+    assert {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in environments} == {
+        ("127.0.0.1", environments[0]["MASTER_PORT"])
+    }
+
+
+def test_a_chosen_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert run(f"open({str(tmp_path / 'threads')!r}, 'w').write(os.environ['OMP_NUM_THREADS'])", 1) == 0
+    assert (tmp_path / "threads").read_text() == "7"
+
+
+def test_only_rank_0_is_heard(capfd: pytest.CaptureFixture[str]):
+    """Rank 0 writes to the terminal; the others' output and warnings are not shown when all goes well."""
+    assert run("print('out', rank); print('err', rank, file=sys.stderr)", 3) == 0
+    assert capfd.readouterr() == ("out 0\n", "err 0\n")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_names_its_rank_and_ends_the_others(capfd: pytest.CaptureFixture[str], failing: int):
+    """The message says which rank, how, and its last lines, once; the rank that waited for it does not wait on."""
+    began = time.monotonic()
+    script = f"if rank == {failing}: print('it broke', file=sys.stderr); sys.exit(3)\n{FOREVER}"
+    assert run(script) == 3
+    error = capfd.readouterr().err
+    assert f"Error: rank {failing} of 2 exited with status 3; the other rank was ended." in error
+    assert error.count("it broke") == 1
+    assert time.monotonic() - began < 10
+
+
+def test_only_the_last_lines_are_shown(capfd: pytest.CaptureFixture[str]):
+    run("if rank == 1:\n for i in range(1000): print(f'line {i}.', file=sys.stderr)\n sys.exit(1)\n" + FOREVER)
+    error = capfd.readouterr().err
+    assert "line 999." in error and "line 980." in error and "line 979." not in error
+
+
+def test_a_killed_rank_is_named_with_its_signal(capfd: pytest.CaptureFixture[str]):
+    script = f"if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n{FOREVER}"
+    assert run(script, 3) == 128 + signal.SIGKILL
+    assert "Error: rank 1 of 3 was killed by SIGKILL; the other 2 ranks were ended." in capfd.readouterr().err
+
+
+def test_a_rank_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "GRACE", 0.1)
+    fifo = tmp_path / "ready"
+    os.mkfifo(fifo)  # rank 1 fails only after rank 0 ignores SIGTERM
+    script = (
+        f"if rank == 1: open({str(fifo)!r}).read(); sys.exit(4)\n"
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(fifo)!r}, 'w').close()\n{FOREVER}"
+    )
+    assert run(script) == 4
+
+
+def test_one_sentence_about_bad_input_is_said_once(capfd: pytest.CaptureFixture[str]):
+    """All ranks find the same fault in the same input."""
+    assert run("print('Error: no such thing.', file=sys.stderr); sys.exit(2)", 3) == 2
+    assert capfd.readouterr().err == "Error: no such thing.\n"
+
+
+def test_it_knows_when_a_launcher_is_already_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not launch.is_rank()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launch.is_rank()
+
+
+class Launcher:
+    """A launcher of two ranks in a process of its own, whose ranks have all said that they are ready."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        fifo = folder / "ready"
+        os.mkfifo(fifo)
+        ready = f"\nwith open({str(fifo)!r}, 'w') as f: f.write(f'{{os.getpid()}}\\n')\n"
+        code = "import os, signal, sys\n" + script + ready + FOREVER
+        main = f"from shardfold.launch import launch; raise SystemExit(launch([{sys.executable!r}, '-c', {code!r}], 2))"
+        self.process = subprocess.Popen([sys.executable, "-c", main], stderr=subprocess.PIPE, text=True)
+        pids: list[str] = []
+        while len(pids) < 2:  # each reading lasts until the writers of that moment have closed
+            pids += fifo.read_text().split()
+        self.ranks = [psutil.Process(int(pid)) for pid in pids]
+
+    def finish(self) -> tuple[int, str]:
+        """Return the launcher's status and errors, after checking that no rank is left."""
+        _, error = self.process.communicate(timeout=30)
+        _, alive = psutil.wait_procs(self.ranks, timeout=10)
+        for rank in alive:
+            rank.kill()
+        assert not alive
+        return self.process.returncode, error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interruption_is_forwarded_and_awaited(tmp_path: Path, number: signal.Signals):
+    """Ranks get the signal once, end in their own time, and the status is 130."""
+    noted = tmp_path / "noted"
+    script = (
+        f"def stop(number, frame):\n"
+        f"    with open({str(noted)!r}, 'a') as f: f.write(f'{{number}}\\n')\n"
+        f"    sys.exit({launch.INTERRUPTED})\n"
+        f"signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop)"
+    )
+    launcher = Launcher(tmp_path, script)
+    launcher.process.send_signal(number)
+    assert launcher.finish() == (launch.INTERRUPTED, "")
+    expected = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+    assert noted.read_text().split() == [str(int(expected))] * 2
+
+
+def test_a_second_interruption_kills(tmp_path: Path):
+    fifo = tmp_path / "got-first"
+    os.mkfifo(fifo)
+    script = (
+        f"def note(number, frame):\n    with open({str(fifo)!r}, 'w') as f: f.write('x')\n"
+        "signal.signal(signal.SIGINT, note)"
+    )
+    launcher = Launcher(tmp_path, script)
+    launcher.process.send_signal(signal.SIGINT)
+    received = ""
+    while len(received) < 2:
+        received += fifo.read_text()
+    assert launcher.process.poll() is None
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish() == (launch.INTERRUPTED, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path):
+    launcher = Launcher(tmp_path, "")
+    launcher.process.kill()
+    assert launcher.finish()[0] == -signal.SIGKILL

@@ -1,0 +1,92 @@
+"""Models without memory become real shard by shard, alike under every layout and number of ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import shardfold as sf
+from shardfold.errors import ModelError
+from shardfold.testing import Ranks
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def _state(layout: str, build: str, weights: object = None) -> dict[str, torch.Tensor]:
+    with sf.meta_init():
+        model = getattr(models, build)()
+    assert all(p.is_meta for p in model.parameters())
+    before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, weights=weights, seed=3)
+    assert before == {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    for batch in models.batches(2):
+        engine.backward(engine(*(t.chunk(engine.world_size)[engine.rank] for t in batch)))
+        engine.step()
+    state = engine.state_dict()
+    engine.close()
+    return state
+
+
+@pytest.mark.parametrize("build", ["small", "tied"])
+def test_initial_values_do_not_depend_on_layout_or_ranks(ranks: Ranks, build: str) -> None:
+    reference = ranks.run(_state, "ddp", build, world_size=1)[0]
+    assert all(value.isfinite().all() for value in reference.values())
+    for layout in ("zero2", "zero3", "fsdp2"):
+        for state in ranks.run(_state, layout, build, world_size=3):
+            worst = max((state[k] - reference[k]).abs().max().item() for k in reference)
+            assert worst < 1e-5, layout
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "dict"])
+def test_weights_are_read_into_the_shards(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(1)
+    plain = models.small()
+    values = {name: value.clone() for name, value in plain.state_dict().items()}
+    save_file(values, tmp_path / "model.safetensors")
+    source = {"file": tmp_path / "model.safetensors", "folder": tmp_path, "dict": values}[kind]
+    for batch in models.batches(2):
+        plain(*batch).backward()
+    optimizer = ADAMW(plain.parameters())
+    plain.zero_grad()
+    for batch in models.batches(2):
+        plain(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in ranks.run(_state, "zero3", "small", source, world_size=2):
+        assert max((state[k] - v).abs().max().item() for k, v in plain.state_dict().items()) < 1e-5
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_a_parameter_that_nothing_initializes_is_named() -> None:
+    with sf.meta_init():
+        model = nn.Sequential(Bare(), nn.Linear(3, 3))
+    with pytest.raises(ModelError, match=r"nothing initializes 0\.scale"):
+        sf.Engine(model)
+
+
+def test_weights_that_do_not_exist_or_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="holds no safetensors file"):
+        sf.Engine(models.small(), weights=tmp_path / "nothing.safetensors")
+    with pytest.raises(ModelError, match=r"'head.bias' the shape \(3,\)"):
+        sf.Engine(models.small(), weights={"head.bias": torch.zeros(3)})
+
+
+def test_buffers_stay_real_and_the_context_ends() -> None:
+    with sf.meta_init():
+        norm = nn.BatchNorm1d(4)
+    assert norm.weight.is_meta and not norm.running_var.is_meta  # type: ignore[union-attr]
+    assert not nn.Linear(2, 2).weight.is_meta
