@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold import presets
-from shardfold.cost import Sent, closed_form, explain, peak_bytes, ring_bytes, section_traffic, state_bytes, traffic
-from shardfold.layout import ITEMSIZE, PRECISIONS, Layout, Precision
+from shardfold.cost import Sent, closed_form, peak_bytes, ring_bytes, section_traffic, state_bytes, traffic
+from shardfold.explain import explain
+from shardfold.layout import ITEMSIZE, PRECISIONS, Cell, Layout, Precision
 from shardfold.passes import Schedule, apply
-from shardfold.presets import PRESETS, hpz, zero1, zero2, zero3
+from shardfold.presets import PRESETS, ddp, fsdp2, hpz, zero1, zero2, zero3
 from shardfold.program import REDUCTIONS, SECTIONS, Op, lower
 from shardfold.shards import SegmentSpec, Slot, UnitSpec, pack
 
@@ -200,6 +201,48 @@ def test_a_ring_sends_all_but_its_own_share_once_and_twice_for_a_sum_that_all_ke
     assert ring_bytes(verb, 100.0, 1) == 0.0
 
 
+UNNAMED = {
+    # On 2 nodes of 4 ranks, elements per parameter gathered, and reduced, in a step of 3 micro-batches.
+    "zero1 within a node": (
+        ddp.edit("master", "moments", over=("intra",)),
+        Fraction(3, 4),  # updated shards, within the node
+        Fraction(3, 4) + 2 * Fraction(1, 2) / 4,  # scattered within the node, a quarter summed between nodes
+    ),
+    "params between nodes only": (
+        zero2.edit("params", over=("inter",)),
+        3 * 2 * Fraction(1, 2) + Fraction(3, 4) / 2,  # twice a micro-batch between nodes; updated halves within
+        3 * Fraction(7, 8),
+    ),
+    "params within a node, the rest over all": (
+        zero2.edit("grads", "master", "moments", over=("intra", "inter")).edit("params", over=("intra",)),
+        3 * 2 * Fraction(3, 4) + Fraction(1, 2) / 4,  # twice a micro-batch within a node; updated quarters between
+        3 * Fraction(7, 8),
+    ),
+    "params split, grads whole": (
+        zero1.edit("params", over=("inter", "intra")),
+        3 * 2 * Fraction(7, 8),
+        Fraction(7, 8),
+    ),
+    "fsdp2 with a held copy": (
+        fsdp2.replace(held=Cell(dtype="compute", over=("intra",))),
+        3 * (Fraction(7, 8) + Fraction(3, 4)),
+        3 * Fraction(7, 8),
+    ),
+    "fsdp2 that keeps units full for backward": (
+        fsdp2.replace(held=Cell(dtype="compute")),
+        3 * Fraction(7, 8),
+        3 * Fraction(7, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize(("table", "gathered", "reduced"), UNNAMED.values(), ids=UNNAMED.keys())
+def test_tables_without_a_name_send_what_their_cells_imply(table: Layout, gathered: Fraction, reduced: Fraction):
+    layout, units = table.bind(PRECISION["bf16, 16-bit gradients"], MESH), model("bf16")
+    sent = sent_by_journey(traffic(lower(layout, units, MESH), layout, units, MESH, micro_batches=3))
+    assert sent == {"gather": gathered * NUMEL * 2, "reduce": reduced * NUMEL * 2}
+
+
 # -- what the formulas leave out: frozen parts, padding, control over sections
 
 
@@ -361,9 +404,9 @@ def test_peak_counts_the_wires_temporary_memory_once_and_not_on_one_rank():
     assert with_wire - peak_bytes(layout, units, MESH) == largest / 8
     alone = {"inter": 1, "intra": 1}
     layout = zero3.bind(PRECISIONS["bf16"], alone)
-    assert peak_bytes(layout, units, alone, temporary=lambda *_: 10**9) == sum(
-        state_bytes(layout, units, alone).values()
-    )
+    gradient = 9 * 1024 * 2  # gradients rest whole here: on top comes one parameter's, as autograd makes it
+    rest = sum(state_bytes(layout, units, alone).values())
+    assert peak_bytes(layout, units, alone, temporary=lambda *_: 10**9) == rest + gradient
 
 
 def test_a_held_copy_that_is_whole_keeps_every_unit_full_at_the_peak():

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import models
 import shardfold as sf
 from shardfold.errors import ConfigError, FreedParameterError, LayoutError, ModelError, UsageError
 from shardfold.testing import Ranks, RanksFailed
@@ -42,7 +42,7 @@ def mesh_for(layout: str, world: int) -> dict[str, int] | None:
     return {"inter": 2, "intra": world // 2} if layout in ("hsdp", "hpz") and world % 2 == 0 else None
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------
+# -- gradients ----------------------------------------------------------------------------------------------------
 
 
 def _no_sync_equals_sync(layout: str) -> float:
@@ -112,7 +112,7 @@ def test_a_plain_loss_backward_is_as_good_and_two_engines_live_together(ranks: R
     assert all(ranks.run(_plain_backward, "zero3", world_size=2))
 
 
-# -- determinism, precision -----------------------------------------------------------------------------------------
+# -- determinism, precision ------------------------------------------------------------------------------------------
 
 
 def _losses(layout: str, precision: str, steps: int) -> list[float]:
@@ -198,7 +198,7 @@ def test_wrong_names_and_shapes_are_named(ranks: Ranks) -> None:
         assert "'head.weight' the shape (1,)" in shape
 
 
-# -- freed parameters -------------------------------------------------------------------------------------------------
+# -- freed parameters ------------------------------------------------------------------------------------------------
 
 
 def _touch() -> list[str]:
@@ -240,7 +240,7 @@ def test_touching_a_freed_parameter_raises_one_sentence_that_names_it(ranks: Ran
         assert sum("'blocks.1.up.weight'" in line for line in said) == len(said) - 1  # state_dict meets another first
 
 
-# -- clean states -----------------------------------------------------------------------------------------------------
+# -- clean states ----------------------------------------------------------------------------------------------------
 
 
 class Fragile(models.Small):
@@ -330,7 +330,7 @@ def test_changing_weights_between_forward_and_backward_raises_as_in_plain_pytorc
         engine.backward(loss)
 
 
-# -- reports ------------------------------------------------------------------------------------------------------------
+# -- reports ----------------------------------------------------------------------------------------------------
 
 
 def _reports(layout: str, precision: str, accumulate: int, world: int) -> dict[str, Any]:
@@ -352,7 +352,9 @@ def _reports(layout: str, precision: str, accumulate: int, world: int) -> dict[s
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_memory_and_traffic_are_what_table_and_program_say(ranks: Ranks, layout: str, precision: str, world: int) -> None:
+def test_memory_and_traffic_are_what_table_and_program_say(
+    ranks: Ranks, layout: str, precision: str, world: int
+) -> None:
     for accumulate in (1, 4):
         for said in ranks.run(_reports, layout, precision, accumulate, world, world_size=world):
             memory, traffic = said["memory"], said["traffic"]
@@ -371,7 +373,7 @@ def test_reports_read_well(ranks: Ranks) -> None:
     assert "ALL_GATHER blocks.0 [intra] bf16" in said["text"]
 
 
-# -- failures reach the test ----------------------------------------------------------------------------------------------
+# -- failures reach the test -----------------------------------------------------------------------------------------
 
 
 def _dies() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import models
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import models
 import shardfold as sf
 from shardfold.errors import ModelError
 from shardfold.testing import Ranks

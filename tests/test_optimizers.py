@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import models
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import models
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks, same_training

@@ -6,10 +6,10 @@ import itertools
 from functools import partial
 from typing import Any
 
-import models
 import pytest
 import torch
 
+import models
 import shardfold as sf
 from shardfold.testing import Ranks, same_training
 

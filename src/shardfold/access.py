@@ -64,8 +64,8 @@ def _pin(engine: Engine, unit: Unit) -> None:
             for segment in unit.segments:
                 segment.fill_own_range()
                 engine.agreement.issue(f"{op} for gathered() on rank {engine.rank}")
-                unit.filling.append(engine.wire.all_gather(segment.flat, engine.mesh.group(op.axes)))
-                engine.meter.count(op, segment.flat, asked=True)
+                unit.filling.append(engine.actions.wire.all_gather(segment.flat, engine.mesh.group(op.axes)))
+                engine.actions.meter.count(op, segment.flat, asked=True)
         unit.end_gather(engine.agreement.wait)
     unit.pins += 1
 
@@ -115,8 +115,8 @@ def _whole_master(engine: Engine, unit: Unit, segment: Segment) -> Tensor:
     whole[start:stop].copy_(source)
     op = Op("ALL_GATHER", unit.name, over)
     engine.agreement.issue(f"{op} for state_dict() on rank {engine.rank}")
-    pending: Pending = engine.wire.all_gather(whole, engine.mesh.group(over))
-    engine.meter.count(op, whole, asked=True)
+    pending: Pending = engine.actions.wire.all_gather(whole, engine.mesh.group(over))
+    engine.actions.meter.count(op, whole, asked=True)
     pending.wait(engine.agreement.wait)
     return whole
 
@@ -192,6 +192,7 @@ def memory_report(engine: Engine, update: ShardedOptimizer | None) -> MemoryRepo
                 transient.append(segment.flat)
         if unit.incoming is not None:
             transient.extend(unit.incoming.flats)
+        transient.extend(grad for _, _, grad in unit.waiting)
     if update is not None:
         tensors["moments"] += update.state_tensors()
     seen: set[int] = set()

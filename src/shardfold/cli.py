@@ -111,10 +111,10 @@ def explain(
     presets.named(layout)
     if ranks % nodes:
         raise ConfigError(f"{ranks} ranks do not spread evenly over {nodes} nodes: choose --ranks as a multiple.")
-    from shardfold import cost
+    from shardfold.explain import explain_preset
 
     mesh = {"inter": nodes, "intra": ranks // nodes}
-    print(cost.explain_text(layout, mesh=mesh, precision=precision, params=int(params)))
+    print(explain_preset(layout, mesh=mesh, precision=precision, params=int(params)))
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

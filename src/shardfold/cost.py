@@ -18,7 +18,6 @@ from shardfold.shards import SegmentSpec, UnitSpec
 __all__ = [
     "Sent",
     "closed_form",
-    "explain",
     "op_bytes",
     "peak_bytes",
     "ring_bytes",
@@ -132,7 +131,8 @@ def peak_bytes(
     """Upper bound of a step's bytes on one rank, activations and the model's buffers apart.
 
     States at rest, plus the root's gathered buffers, plus ``prefetch + 1`` gathered units (all, where ``held`` is not
-    split), plus the gradients of the root and of two units on their way, plus ``temporary(bytes, ranks)`` of the wire.
+    split), plus the gradients of the root and of two units on their way (where they rest whole: of one parameter, as
+    autograd makes it), plus ``temporary(bytes, ranks)`` of the wire.
     Gradients that wait whole (late units, ``no_sync``) come on top.
     """
     total = sum(state_bytes(layout, units, mesh, num_moments=num_moments, padded=True).values())
@@ -147,6 +147,8 @@ def peak_bytes(
     if layout.grads.over:
         total += sum(grad[u.name] for u in units if u.root)
         total += sum(sorted((grad[name] for name in inner), reverse=True)[:2])
+    else:  # gradients rest whole; autograd makes each before it is added
+        total += max((x.numel * ITEMSIZE[s.dtype] for u in units for s in u.segments for x in s.slots), default=0)
     if temporary is not None and ranks > 1:
         total += temporary(max(grad.values(), default=0), ranks)
     return total
@@ -194,32 +196,3 @@ def closed_form(
         "hpz": lambda k: k * (2 * one + within),
     }
     return rest[name], sent[name]
-
-
-def explain(
-    table: Layout,
-    bound: Layout,
-    program: Program,
-    units: Sequence[UnitSpec],
-    mesh: Mesh,
-    held: Mapping[str, float],
-    micro_batches: int = 1,
-) -> str:
-    """The table, the units, what they cost and the program, as text."""
-    lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
-    alias = bound.aliases()
-    if alias:
-        lines.append("same bytes on this mesh: " + ", ".join(f"{a} is {b}" for a, b in alias.items()))
-    lines += ["", f"{'unit':<28}{'parameters':>14}{'padding':>10}  segments"]
-    for unit in units:
-        numel, padding = sum(s.numel for s in unit.segments), sum(s.padding for s in unit.segments)
-        kinds = ", ".join(f"{s.dtype}{'' if s.trainable else ' frozen'}" for s in unit.segments)
-        held_long = "  (held through each pass)" if unit.root and bound.rest.over else ""
-        lines.append(f"{unit.name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}")
-    lines += ["", "bytes at rest on each rank:"]
-    lines += [f"  {state:<9}{num_bytes:>18,.0f}" for state, num_bytes in held.items()]
-    batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
-    lines += ["", f"bytes sent by each rank in a step of {batches}:"]
-    for kind, (calls, sent) in traffic(program, bound, units, mesh, micro_batches=micro_batches).items():
-        lines.append(f"  {kind.journey:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
-    return "\n".join([*lines, "", str(program)])

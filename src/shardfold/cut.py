@@ -84,7 +84,9 @@ def _named(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> list[tup
             hits = {name: m for name, m in modules.items() if isinstance(m, wanted)}
         if not hits:
             text = wanted if isinstance(wanted, str) else wanted.__name__
-            raise ModelError(f"units= names {text!r}, which matches no module.{did_you_mean(text, list(modules)[1:12])}")
+            raise ModelError(
+                f"units= names {text!r}, which matches no module.{did_you_mean(text, list(modules)[1:12])}"
+            )
         depth = min(name.count(".") for name in hits) if isinstance(wanted, str) else None
         chosen.update({name: m for name, m in hits.items() if depth is None or name.count(".") == depth})
     ordered = [(name, module) for name, module in modules.items() if name in chosen]
@@ -96,11 +98,7 @@ def _named(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> list[tup
 
 
 def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    whole = {
-        name
-        for module in model.modules()
-        for name in _as_names(getattr(module, "_no_split_modules", None))
-    }
+    whole = {name for module in model.modules() for name in _as_names(getattr(module, "_no_split_modules", None))}
     chosen: list[tuple[str, nn.Module]] = []
     taken: set[int] = set()
 
@@ -141,9 +139,10 @@ def _large_leaves(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> list
     total = sum(p.numel() for p in model.parameters())
     leaves = []
     for name, module in model.named_modules():
-        if name and id(module) not in inside and type(module) in (nn.Embedding, nn.Linear):
-            if sum(p.numel() for p in module.parameters(recurse=False)) * 16 >= total:
-                leaves.append((name, module))
+        plain = type(module) in (nn.Embedding, nn.Linear)  # a subclass may be used in another way than by its forward
+        size = sum(p.numel() for p in module.parameters(recurse=False))
+        if name and plain and id(module) not in inside and size * 16 >= total:
+            leaves.append((name, module))
     return leaves
 
 

@@ -30,22 +30,21 @@ from torch import Tensor, nn
 
 from shardfold import cost, passes, presets, program
 from shardfold.access import gathered_units, load_state, memory_report, state_dict
+from shardfold.actions import Actions, check_supported
 from shardfold.cut import cut
 from shardfold.errors import ConfigError, UsageError
+from shardfold.explain import explain
 from shardfold.hooks import Hooks
-from shardfold.layout import Layout, Precision, Tier
-from shardfold.materialize import bind_parameters, initialize, open_weights
+from shardfold.layout import Layout, Precision
+from shardfold.materialize import make_units, move_buffers, open_weights
 from shardfold.mesh import DataMesh, pick_device
-from shardfold.meter import Meter
-from shardfold.numerics import clip_coefficient, square_sum
 from shardfold.optim.sharded import ShardedOptimizer, build, group_numbers
 from shardfold.order import Agreement, Track, merge_orders
 from shardfold.passes import Schedule
-from shardfold.program import REDUCTIONS, Op
+from shardfold.program import REDUCTIONS
 from shardfold.report import MemoryReport, StepReport, TrafficReport
 from shardfold.stores.device import DeviceStore
-from shardfold.unit import TORCH_DTYPES, GradientBuffer, Life, Segment, Unit
-from shardfold.wires.plain import Pending, plain_wire
+from shardfold.unit import TORCH_DTYPES, Life, Unit
 
 __all__ = ["Engine"]
 
@@ -107,20 +106,24 @@ class Engine:
         self.accumulate, self.clip_norm = accumulate, clip_norm
         self.timing = timing or Schedule()
         self.layout = self.table.bind(self.precision, self.mesh.sizes)
-        _check_supported(self.layout)
+        check_supported(self.layout, self.precision)
         self.agreement = Agreement(self.mesh, patience, limit)
-        self.wire = plain_wire(self.mesh.backend)
         self.store = DeviceStore(self.device, debug=debug)
-        self.meter = Meter(self.mesh)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = build(optimizer, parameters) if optimizer is not None else None
         groups = group_numbers(self.optimizer) if self.optimizer is not None else {}
-        self.units = self._make_units(units, groups, open_weights(weights), seed)
+        cuts = cut(model, units, groups, self.layout, self.precision, self.mesh.sizes)
+        move_buffers(model, self.device, self.world_size)
+        self.units = make_units(model, cuts, self.layout, self.mesh, self.store, open_weights(weights), seed)
         self._by_name = {unit.name: unit for unit in self.units}
         self._update: ShardedOptimizer | None = None
         if self.optimizer is not None:
             moments = TORCH_DTYPES[self.layout.moments.dtype]
             self._update = ShardedOptimizer(self.optimizer, self.units, moments, self.timing.block)
+        self.actions = Actions(
+            self.layout, self.mesh, self.units, self.store, self.agreement, self._update, clip_norm,
+            scale=1.0 / (self.world_size * accumulate),
+        )  # fmt: skip
         self.schedule = schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         self._order = [unit.name for unit in self.units]
         self._late: set[str] = set()
@@ -131,53 +134,10 @@ class Engine:
         self._micro = 0
         self._boundary = False
         self._synchronize = True
-        self._scale = 1.0 / (self.world_size * accumulate)
         self._track: Track | None = None  # the pass under way
-        self._backward_follows = True
-        self._reducing: Unit | None = None  # whose gradients are on their way
-        self._detours: set[str] = set()  # units gathered out of order in this pass
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
                 unit.release()
-
-    # -- building
-
-    def _make_units(self, names: Any, groups: dict[int, int], weights: Any, seed: int) -> list[Unit]:
-        cuts = cut(self.module, names, groups, self.layout, self.precision, self.mesh.sizes)
-        units: list[Unit] = []
-        self._move_buffers()
-        for c in cuts:
-            assert c.spec is not None
-            segments = [
-                Segment(spec, members, self.layout, self.mesh.sizes, self.mesh.coords, self.device)
-                for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
-            ]
-            unit = Unit(c.spec, segments, self.store, c.modules)
-            empty = bind_parameters(unit, self.module)
-            if empty or weights is not None:
-                initialize(unit, self.module, set(empty), weights, seed)
-            if self.world_size > 1:
-                for segment in segments:  # as DDP does: rank 0's values are everyone's
-                    dist.broadcast(segment.flat, src=0)
-            for segment in segments:
-                segment.bind(self.layout, self.mesh.sizes, self.mesh.coords)
-            if unit.trainable and not self.layout.grads.over:
-                flats = [segment.grads for segment in unit.trainable if segment.grads is not None]
-                unit.resting_buffer = GradientBuffer(unit.trainable, flats)
-            if unit.split and not c.spec.root:
-                unit.release()
-            units.append(unit)
-        return units
-
-    def _move_buffers(self) -> None:
-        for module in self.module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self.device:
-                    module._buffers[name] = buffer.to(self.device)
-        if self.world_size > 1:
-            for buffer in self.module.buffers():
-                if buffer.numel():
-                    dist.broadcast(buffer.detach(), src=0)
 
     def _compile(self) -> None:
         """Lowers the layout for the present order of units and binds every operation to its handler."""
@@ -185,28 +145,7 @@ class Engine:
         lowered = program.lower(self.layout, specs, self.mesh.sizes, clip=self.clip_norm is not None)
         self.program = passes.apply(lowered, self.timing, frozenset(self._late))
         sections = {name: self.program.section(name) for name in (*program.SECTIONS, "quiet")}
-        self._tracks = {name: Track(name, ops, partial(self._bind, name)) for name, ops in sections.items()}
-
-    def _bind(self, section: str, op: Op) -> Callable[[], None] | None:
-        if op.verb in program.MARKERS:
-            return None
-        if op.verb == "NORM":
-            return self._do_norm
-        unit = self._by_name[op.unit]
-        if op.verb == "ALL_GATHER":
-            if section == "step":
-                return partial(self._do_gather_updated, unit, op)
-            held = self.layout.held is not None and section != "forward"
-            return partial(self._do_gather, unit, op, held)
-        handlers: dict[str, Callable[..., None]] = {
-            "CAST": self._do_cast,
-            "FREE": self._do_free,
-            "HOLD": self._do_hold,
-            "UPDATE": self._do_update,
-        }
-        if op.verb in handlers:
-            return partial(handlers[op.verb], unit)
-        return partial(self._do_reduce, unit, op)
+        self._tracks = {name: Track(name, ops, partial(self.actions.bind, name)) for name, ops in sections.items()}
 
     # -- the user's side
 
@@ -227,7 +166,9 @@ class Engine:
         if self.optimizer is None or self._update is None:
             raise UsageError("engine.step() needs an optimizer: pass optimizer= to the Engine.")
         if self._micro == 0:
-            raise UsageError("engine.step() was called with no backward since the last step: call engine.backward(loss).")
+            raise UsageError(
+                "engine.step() was called with no backward since the last step: call engine.backward(loss)."
+            )
         if not self._boundary:
             return StepReport(self.steps, updated=False)
         lr = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else None
@@ -237,7 +178,7 @@ class Engine:
             self.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
             self.schedule.step()
         self._adopt_recorded_order()
-        return StepReport(self.steps, updated=True, lr=lr, norm=self._norm)
+        return StepReport(self.steps, updated=True, lr=lr, norm=self.actions.grad_norm)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -265,7 +206,7 @@ class Engine:
         """
         self._track = None
         self._hooks.forget_backward()
-        self._detours.clear()
+        self.actions.detours.clear()
         for unit in self.units:
             unit.running = 0
             if unit.life is Life.GATHERING:
@@ -307,16 +248,16 @@ class Engine:
     def traffic(self) -> TrafficReport:
         """Bytes this rank sent in the last step, by journey and axes, beside what the program says."""
         specs = [unit.spec for unit in self.units]
-        ran = self.meter.last_sections
+        ran = self.actions.meter.last_sections
         predicted = cost.section_traffic(self.program, self.layout, specs, self.mesh.sizes, ran)
-        return self.meter.report(predicted)
+        return self.actions.meter.report(predicted)
 
     def explain(self) -> str:
         """The table, the units and the program, as text."""
         moments = self._update.num_moments() if self._update is not None else 0
         specs = [unit.spec for unit in self.units]
         held = cost.state_bytes(self.layout, specs, self.mesh.sizes, num_moments=moments, padded=True)
-        return cost.explain(self.table, self.layout, self.program, specs, self.mesh.sizes, held, self.accumulate)
+        return explain(self.table, self.layout, self.program, specs, self.mesh.sizes, held, self.accumulate)
 
     def mean(self, value: float | Tensor) -> float:
         """The mean of a number over all ranks; a control message."""
@@ -336,9 +277,9 @@ class Engine:
     def begin_forward(self) -> None:
         if self._track is not None:
             self.reset()
-        self.meter.begin_forward()
+        self.actions.meter.begin_forward()
         # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
-        self._backward_follows = torch.is_grad_enabled()
+        self.actions.backward_follows = torch.is_grad_enabled()
         self.store.after_compute()
         self._track = self._tracks["forward"]
         self._track.restart()
@@ -352,6 +293,9 @@ class Engine:
             self._track.finish()
             self._release_detours()
         self._track = None
+        if not self.actions.backward_follows:  # nothing will need what a layout keeps for backward
+            for unit in self.units:
+                self.actions.free(unit)
 
     def enter_forward(self, unit: Unit) -> None:
         unit.running += 1
@@ -367,9 +311,9 @@ class Engine:
         track = self._track
         if track is not None and track.at("F", unit.name):
             track.follow()
-        elif unit.name in self._detours and not unit.running:
-            self._detours.discard(unit.name)
-            self._do_free(unit)
+        elif unit.name in self.actions.detours and not unit.running:
+            self.actions.detours.discard(unit.name)
+            self.actions.free(unit)
 
     # -- backward events
 
@@ -379,7 +323,7 @@ class Engine:
             self._release_detours()
         self._boundary = self._synchronize and self._micro + 1 >= self.accumulate
         section = "quiet" if not self._synchronize else "last" if self._boundary else "backward"
-        self.meter.begin_backward(section)
+        self.actions.meter.begin_backward(section)
         self.store.after_compute()
         self._track = self._tracks[section]
         self._track.restart()
@@ -401,7 +345,7 @@ class Engine:
         parameter.grad = None
         with torch.no_grad():
             dense = grad.to_dense() if grad.is_sparse else grad
-            unit.accept(segment, slot, dense, self._scale, TORCH_DTYPES[self.layout.reduce.dtype])
+            self.actions.accept(unit, segment, slot, dense)
         unit.seen.add((segment, slot))
         track = self._track
         if len(unit.seen) == unit.num_trainable and track is not None and not unit.spec.root:
@@ -440,7 +384,7 @@ class Engine:
         if track is not None and not track.reach(verb, unit.name) and unit.life is Life.RESTING:
             self._detour(verb, unit)
         if unit.life is Life.GATHERING:
-            self._finish_gather(unit)
+            self.actions.finish_gather(unit)
 
     def _detour(self, verb: str, unit: Unit) -> None:
         """A unit is needed that the program has already given back in this pass."""
@@ -450,136 +394,12 @@ class Engine:
         for op, call in zip(track.ops, track.calls, strict=True):
             if op.unit == unit.name and op.verb in ("CAST", "ALL_GATHER") and call is not None:
                 call()
-        self._detours.add(unit.name)
+        self.actions.detours.add(unit.name)
 
     def _release_detours(self) -> None:
-        for name in sorted(self._detours):
-            self._do_free(self._by_name[name])
-        self._detours.clear()
-
-    # -- handlers
-
-    def _finish_gather(self, unit: Unit) -> None:
-        unit.end_gather(self.agreement.wait)
-
-    def _do_cast(self, unit: Unit) -> None:
-        if unit.pins or unit.life is not Life.RESTING:
-            return
-        unit.begin_gather()
-        with self.store.side(), torch.no_grad():
-            for segment in unit.segments:
-                segment.fill_own_range()
-
-    def _do_gather(self, unit: Unit, op: Op, held: bool) -> None:
-        if unit.pins:
-            return
-        again = unit.life is Life.GATHERED
-        if unit.life is Life.RESTING:
-            unit.begin_gather()
-            with self.store.side(), torch.no_grad():
-                for segment in unit.segments:
-                    if held and segment.held is not None and segment.held_range is not None:
-                        segment.flat[segment.held_range[0] : segment.held_range[1]].copy_(segment.held)
-                    else:
-                        segment.fill_own_range()
-        for segment in unit.segments:
-            self._collective(op, segment.flat, unit.filling)
-        if again:
-            unit._drain(unit.filling, self.agreement.wait)
-
-    def _do_hold(self, unit: Unit) -> None:
-        if not self._backward_follows:
-            return
-        if unit.life is Life.GATHERING:
-            self._finish_gather(unit)
-        with torch.no_grad():
-            for segment in unit.segments:
-                if segment.held is not None and segment.held_range is not None:
-                    segment.held.copy_(segment.flat[segment.held_range[0] : segment.held_range[1]])
-
-    def _do_free(self, unit: Unit) -> None:
-        if unit.life is Life.GATHERING:
-            self._finish_gather(unit)
-        if unit.running:  # its forward goes on (called from inside another unit): leave_forward frees it
-            self._detours.add(unit.name)
-        elif not unit.pins and unit.life is Life.GATHERED and unit.split:
-            unit.release()
-
-    def _do_reduce(self, unit: Unit, op: Op) -> None:
-        """Sends a unit's gradients; an all-reduce behind a reduce-scatter goes on with what that gave."""
-        if self._reducing is not unit and self._reducing is not None:  # one unit's gradients on their way at a time
-            self._reducing.end_reduce(self.agreement.wait)
-        self._reducing = unit
-        if op.verb == "ALL_REDUCE" and self.layout.master.over:
-            self._sum_scattered(unit, op)
-            return
-        buffer = unit.resting_buffer
-        if buffer is None or unit.reduced:
-            buffer = unit.incoming or unit.new_buffer(TORCH_DTYPES[self.layout.reduce.dtype])
-            unit.incoming = None
-        with torch.no_grad():
-            buffer.complete()
-        add, unit.reduced = unit.reduced, True
-        if unit.summed and unit.extra is None:
-            unit.extra = [torch.zeros_like(segment.master_grads) for segment in unit.trainable]
-        outs = unit.extra or [segment.master_grads for segment in unit.trainable]
-        for segment, flat, out in zip(unit.trainable, buffer.flats, outs, strict=True):
-            if op.verb == "REDUCE_SCATTER":
-                self._collective(op, flat, unit.reducing, out=out, add=add)
-            else:
-                self._collective(op, flat, unit.reducing)
-                if add:
-                    unit.reducing.append(Pending([], partial(segment.add_to_grads, flat)))
-
-    def _sum_scattered(self, unit: Unit, op: Op) -> None:
-        """The second of two reductions: sums the scattered gradients over the other axes (HSDP)."""
-        unit.end_reduce(self.agreement.wait)
-        targets = unit.extra or [segment.master_grads for segment in unit.trainable]
-        for segment, target in zip(unit.trainable, targets, strict=True):
-            self._collective(op, target, unit.reducing)
-            if unit.extra is not None:
-                unit.reducing.append(Pending([], partial(segment.master_grads.add_, target)))
-        unit.summed, unit.extra = True, None
-
-    def _collective(
-        self, op: Op, flat: Tensor, pending: list[Pending], *, out: Tensor | None = None, add: bool = False
-    ) -> None:
-        """Hands one flat to the wire and counts what this rank sends."""
-        self.agreement.issue(f"{op} on rank {self.rank}")
-        group = self.mesh.group(op.axes)
-        if op.verb != "ALL_GATHER":
-            self.store.after_compute()
-        with self.store.side():
-            if op.verb == "ALL_GATHER":
-                pending.append(self.wire.all_gather(flat, group))
-            elif op.verb == "REDUCE_SCATTER":
-                assert out is not None
-                pending.append(self.wire.reduce_scatter(flat, out, group, add=add))
-            else:
-                pending.append(self.wire.all_reduce(flat, group))
-        self.meter.count(op, flat)
-
-    def _do_norm(self) -> None:
-        flats = [segment.master_grads for unit in self.units for segment in unit.trainable]
-        total = square_sum(flats, self.device)
-        axes = self.layout.master.over
-        if axes:
-            dist.all_reduce(total, group=self.mesh.group(axes))
-            self.meter.control(total.nbytes)
-        self._norm = total.sqrt()
-        assert self.clip_norm is not None
-        self._coefficient = clip_coefficient(self._norm, self.clip_norm).float()
-
-    def _do_update(self, unit: Unit) -> None:
-        assert self._update is not None
-        with torch.no_grad():
-            self._update.update(unit)
-
-    def _do_gather_updated(self, unit: Unit, op: Op) -> None:
-        self.store.after_compute()
-        for segment in unit.trainable:
-            assert segment.rest is not None
-            self._collective(op, segment.rest, unit.filling)
+        for name in sorted(self.actions.detours):
+            self.actions.free(self._by_name[name])
+        self.actions.detours.clear()
 
     # -- the step
 
@@ -590,14 +410,13 @@ class Engine:
         for unit in self.units:
             if unit.resting_buffer is not None and not unit.reduced:  # one rank: nothing reduced, so nothing completed
                 unit.resting_buffer.complete()
-        self._norm: Tensor | None = None
-        self._coefficient: Tensor | None = None
+        self.actions.grad_norm = self.actions.coefficient = None
         track = self._tracks["step"]
         track.restart()
         while track.position < len(track.ops) and track.ops[track.position].verb == "NORM":
             track.follow(("NORM",))
         with torch.no_grad():
-            coefficient = self._coefficient
+            coefficient = self.actions.coefficient
             if coefficient is not None and self.device.type == "cpu" and float(coefficient) >= 1.0:
                 coefficient = None
             self._update.begin(self.units, used, coefficient)
@@ -607,17 +426,17 @@ class Engine:
             unit.forget_gradients()
             torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
         self._micro, self._boundary = 0, False
-        self.meter.end_step()
+        self.actions.meter.end_step()
 
     def _agree_on_use(self) -> tuple[dict[str, list[list[bool]]], list[Unit]]:
         """Which parameters any rank used in this step, and which units have late gradients on any rank."""
         mine = [flag for unit in self.units for flags in unit.used for flag in flags]
-        mine += [unit.incoming is not None for unit in self.units]
+        mine += [unit.has_unsent for unit in self.units]
         if self.world_size > 1:
             bits = torch.tensor(mine, dtype=torch.uint8)
             self.agreement.issue("the agreement on used parameters")
             self.agreement.wait(dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.mesh.control, async_op=True))
-            self.meter.control(bits.nbytes)
+            self.actions.meter.control(bits.nbytes)
             mine = [bool(bit) for bit in bits.tolist()]
         flags = iter(mine)
         used = {u.name: [list(itertools.islice(flags, len(row))) for row in u.used] for u in self.units}
@@ -629,7 +448,7 @@ class Engine:
         for unit in late:
             for op in sorted(ops, key=lambda op: REDUCTIONS.index(op.verb)):
                 if op.unit == unit.name:
-                    self._do_reduce(unit, op)
+                    self.actions.reduce(unit, op)
             unit.end_reduce(self.agreement.wait)
         names = {unit.name for unit in late} - self._late
         if names and self._recorded is None:
@@ -653,7 +472,7 @@ class Engine:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
         self.agreement.wait(dist.all_reduce(tensor, op, group=self.mesh.control, async_op=True))
-        self.meter.control(tensor.nbytes)
+        self.actions.meter.control(tensor.nbytes)
         return tensor.tolist()
 
 
@@ -662,14 +481,3 @@ def _check_arguments(accumulate: Any, clip_norm: Any) -> None:
         raise ConfigError(f"accumulate={accumulate!r}: it is the number of micro-batches per step, an integer >= 1.")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise ConfigError(f"clip_norm={clip_norm!r}: it is the largest gradient norm, a number > 0, or None.")
-
-
-def _check_supported(layout: Layout) -> None:
-    for name, cell in layout.cells().items():
-        if cell.tier is not Tier.DEVICE:
-            raise ConfigError(f"{name} rests in the {cell.tier} tier, which this version's engine does not have; use device.")
-    if layout.moments.dtype != layout.master.dtype:
-        raise ConfigError(
-            f"moments are {layout.moments.dtype} but master is {layout.master.dtype}: "
-            "this version updates both in one dtype; make them equal."
-        )

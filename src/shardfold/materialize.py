@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardfold.cut import Cut
 from shardfold.errors import ModelError, did_you_mean
-from shardfold.unit import Unit
+from shardfold.layout import Layout
+from shardfold.mesh import DataMesh
+from shardfold.stores.device import DeviceStore
+from shardfold.unit import GradientBuffer, Segment, Unit
 
-__all__ = ["Weights", "bind_parameters", "initialize", "meta_init", "open_weights"]
+__all__ = ["Weights", "make_units", "meta_init", "move_buffers", "open_weights"]
 
 Weights = Callable[[str], Tensor | None]
 """Gives a parameter's values by name, or None if it has none."""
@@ -47,7 +52,57 @@ def meta_init() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def bind_parameters(unit: Unit, model: nn.Module) -> set[str]:
+def make_units(
+    model: nn.Module,
+    cuts: Iterable[Cut],
+    layout: Layout,
+    mesh: DataMesh,
+    store: DeviceStore,
+    weights: Weights | None,
+    seed: int,
+) -> list[Unit]:
+    """Makes the units of a model real, one after the other; each rests when the next one begins.
+
+    The root stays gathered (the caller releases it): modules of other units may be tied to it.
+    """
+    units: list[Unit] = []
+    for c in cuts:
+        assert c.spec is not None
+        segments = [
+            Segment(spec, members, layout, mesh.sizes, mesh.coords, store.device)
+            for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
+        ]
+        unit = Unit(c.spec, segments, store, c.modules)
+        empty = _bind_parameters(unit)
+        if empty or weights is not None:
+            _initialize(unit, model, empty, weights, seed)
+        if mesh.world > 1:
+            for segment in segments:  # as DDP does: rank 0's values are everyone's
+                dist.broadcast(segment.flat, src=0)
+        for segment in segments:
+            segment.bind(layout, mesh.sizes, mesh.coords)
+        if unit.trainable and not layout.grads.over:
+            flats = [segment.grads for segment in unit.trainable if segment.grads is not None]
+            unit.resting_buffer = GradientBuffer(unit.trainable, flats)
+        if unit.split and not c.spec.root:
+            unit.release()
+        units.append(unit)
+    return units
+
+
+def move_buffers(model: nn.Module, device: torch.device, world: int) -> None:
+    """Moves buffers to the device and gives every rank rank 0's values, as DDP does."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+    if world > 1:
+        for buffer in model.buffers():
+            if buffer.numel():
+                dist.broadcast(buffer.detach(), src=0)
+
+
+def _bind_parameters(unit: Unit) -> set[str]:
     """Makes every parameter of the unit a view of its flat; returns the names of those that had no values yet.
 
     The parameter objects stay the same: optimizers, ties and users' references hold.
@@ -70,7 +125,7 @@ def bind_parameters(unit: Unit, model: nn.Module) -> set[str]:
     return empty
 
 
-def initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights | None, seed: int) -> None:
+def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights | None, seed: int) -> None:
     """Gives values to the parameters of a (gathered) unit that have none.
 
     Raises:
@@ -93,8 +148,8 @@ def initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights |
         left = [name for name in sorted(empty) if values[name].is_floating_point() and values[name].isnan().any()]
     if left:
         raise ModelError(
-            f"nothing initializes {', '.join(left)}: give the module that owns it a reset_parameters() method that sets "
-            "every parameter, or pass weights=."
+            f"nothing initializes {', '.join(left)}: give the module that owns it a reset_parameters() method that "
+            "sets every parameter, or pass weights=."
         )
 
 
@@ -131,13 +186,15 @@ def open_weights(source: Any) -> Weights | None:
     if source is None:
         return None
     if isinstance(source, Mapping):
-        return lambda name: source.get(name)
+        return source.get
     from safetensors import safe_open
 
     path = Path(source)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
-        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.safetensors")]) if path.parent.is_dir() else ""
+        near = (
+            did_you_mean(path.name, [p.name for p in path.parent.glob("*.safetensors")]) if path.parent.is_dir() else ""
+        )
         raise ModelError(f"weights={str(path)!r} holds no safetensors file.{near}")
     where: dict[str, Path] = {}
     index = path / "model.safetensors.index.json"

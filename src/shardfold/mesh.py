@@ -77,7 +77,7 @@ class DataMesh:
         local = os.environ.get("LOCAL_WORLD_SIZE")
         self.sizes = resolve_sizes(self.world, sizes, int(local) if local else None)
         self.coords = {"inter": self.rank // self.sizes["intra"], "intra": self.rank % self.sizes["intra"]}
-        self.store: dist.Store | None = None
+        self.store: Any = None
         self._groups: dict[Axes, Any] = {}
         self.control: Any = None
         if self.world > 1:
@@ -85,7 +85,7 @@ class DataMesh:
             default = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
             # Counted in the store, not in the process: a process may have been in other groups before.
             number = default.add(f"shardfold/engines/{self.rank}", 1)
-            self.store = dist.PrefixStore(f"shardfold/{number}", default)
+            self.store = dist.distributed_c10d.PrefixStore(f"shardfold/{number}", default)
             self._make_groups(timeout)
 
     def _make_groups(self, timeout: timedelta) -> None:

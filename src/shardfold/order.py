@@ -153,7 +153,11 @@ class Agreement:
                 late = "timed out" in str(error).lower()
                 self.check()
                 if not late or monotonic() > deadline:
-                    how = f"did not finish within {self._limit:.0f} s" if late else f"failed ({str(error).splitlines()[0]})"
+                    how = (
+                        f"did not finish within {self._limit:.0f} s"
+                        if late
+                        else f"failed ({str(error).splitlines()[0]})"
+                    )
                     raise CollectiveError(
                         f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, {how}; "
                         "another rank has probably died or left the training loop: look at its output."

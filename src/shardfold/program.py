@@ -160,9 +160,11 @@ def lower(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, *, clip: bool =
         after = layout.kept if forward else layout.rest
         if forward and layout.held is not None and layout.held.over:
             yield Op("HOLD", unit.name, layout.held.over)
+        # Gradients can leave as soon as all are there; the values stay until another unit begins, because a node of
+        # this unit's backward may still read them (a weight that was detached has no gradient to announce it).
+        yield from reduce
         if after.over:
             yield Op("FREE", unit.name)
-        yield from reduce
 
     def reduces(unit: UnitSpec, last: bool) -> Iterator[Op]:
         """Gradients that rest split are scattered in every micro-batch; what remains of the sum waits for the last."""

@@ -62,19 +62,59 @@ class Life(Enum):
 
 _freed_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (name, class to give back)
 
-_METADATA: frozenset[Any] = frozenset(
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu",
-                 "is_meta", "is_sparse", "is_nested", "is_quantized", "itemsize", "nbytes", "grad_fn", "names",
-                 "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype")
-    if hasattr(Tensor, name)
-) | frozenset(
-    getattr(Tensor, name)
-    for name in ("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
-                 "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "ndimension",
-                 "is_contiguous", "get_device", "has_names")
-    if hasattr(Tensor, name)
-) | {Tensor.grad.__set__, Tensor.requires_grad.__set__}  # pyright: ignore[reportAttributeAccessIssue]
+_METADATA: frozenset[Any] = (
+    frozenset(
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "requires_grad",
+            "grad",
+            "is_leaf",
+            "ndim",
+            "layout",
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_sparse",
+            "is_nested",
+            "is_quantized",
+            "itemsize",
+            "nbytes",
+            "grad_fn",
+            "names",
+            "_version",
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+            "grad_dtype",
+        )
+        if hasattr(Tensor, name)
+    )
+    | frozenset(
+        getattr(Tensor, name)
+        for name in (
+            "size",
+            "dim",
+            "numel",
+            "nelement",
+            "stride",
+            "element_size",
+            "is_floating_point",
+            "is_complex",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "requires_grad_",
+            "__len__",
+            "ndimension",
+            "is_contiguous",
+            "get_device",
+            "has_names",
+        )
+        if hasattr(Tensor, name)
+    )
+    | {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
+)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class FreedParameter(nn.Parameter):
@@ -177,7 +217,13 @@ class Segment:
     """Parameters of equal dtype, trainability and hyper-parameters, as views of one flat."""
 
     def __init__(
-        self, spec: SegmentSpec, parameters: list[nn.Parameter], layout: Layout, mesh: Mesh, coords: Mesh, device: torch.device
+        self,
+        spec: SegmentSpec,
+        parameters: list[nn.Parameter],
+        layout: Layout,
+        mesh: Mesh,
+        coords: Mesh,
+        device: torch.device,
     ) -> None:
         self.spec = spec
         self.parameters = parameters
@@ -288,6 +334,7 @@ class Unit:
         # gradients
         self.resting_buffer: GradientBuffer | None = None  # over grads itself, where they are not split
         self.incoming: GradientBuffer | None = None
+        self.waiting: list[tuple[int, int, Tensor]] = []  # gradients that came while there was no room for incoming
         self.reducing: list[Pending] = []
         self.reduced = False  # grads already hold what an earlier reduction of this step gave
         self.extra: list[Tensor] | None = None  # scattered after grads were summed over all axes; joins them when it is
@@ -341,13 +388,22 @@ class Unit:
 
     def accept(self, segment: int, slot: int, grad: Tensor, scale: float, dtype: torch.dtype) -> None:
         """Takes one gradient into the buffer that the next reduction sends, making it if need be."""
-        self.used[segment][slot] = True
         if self.resting_buffer is not None and not self.reduced:
             self.resting_buffer.add(segment, slot, grad, scale)
             return
         if self.incoming is None:
             self.incoming = self.new_buffer(dtype)
         self.incoming.add(segment, slot, grad, scale)
+
+    def accept_waiting(self, scale: float, dtype: torch.dtype) -> None:
+        """Takes the gradients that had to wait; each is given back as soon as it is copied."""
+        while self.waiting:
+            self.accept(*self.waiting.pop(0), scale, dtype)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether gradients are here that no reduction has taken."""
+        return self.incoming is not None or bool(self.waiting)
 
     def new_buffer(self, dtype: torch.dtype) -> GradientBuffer:
         flats = [torch.empty(s.spec.length, dtype=dtype, device=s.flat.device) for s in self.trainable]
@@ -360,6 +416,7 @@ class Unit:
     def forget_gradients(self) -> None:
         """As before the first backward of a step."""
         self.incoming = self.extra = None
+        self.waiting.clear()
         self.reduced = self.summed = False
         self.seen.clear()
         for used in self.used:

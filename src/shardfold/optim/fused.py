@@ -95,7 +95,8 @@ class FusedShard:
         master, grads, out = segment.master, segment.master_grads, segment.compute_range
         assert master is not None
         count = torch.tensor(float(step), device=master.device)
-        copies = out is not None and not segment.master_is_rest
+        if segment.master_is_rest:
+            out = None
         block = block or (CUDA_BLOCK if master.is_cuda else CPU_BLOCK)
         for a in range(start, stop, block):
             b = min(a + block, stop)
@@ -107,13 +108,13 @@ class FusedShard:
             elif coefficient is not None:
                 grad = grad * coefficient
             self._kernel(master[a:b], grad, a, b, count, step == 1, group)
-            if copies:
+            if out is not None:
                 out[a:b].copy_(master[a:b])
 
     def _kernel(self, master: Tensor, grad: Tensor, a: int, b: int, count: Tensor, first: bool, group: Any) -> None:
         if self.kind is SGD:
             buffer = self.moments.get("momentum_buffer")
-            torch._fused_sgd_(  # pyright: ignore[reportPrivateUsage]
+            torch._fused_sgd_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
                 [master],
                 [grad],
                 [buffer[a:b]] if buffer is not None and group["momentum"] else [],
@@ -129,7 +130,7 @@ class FusedShard:
             )
             return
         decoupled = self.kind is AdamW or group.get("decoupled_weight_decay", False)
-        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_  # pyright: ignore[reportPrivateUsage]
+        kernel: Any = getattr(torch, "_fused_adamw_" if decoupled else "_fused_adam_")
         kernel(
             [master],
             [grad],

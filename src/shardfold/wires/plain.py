@@ -16,7 +16,7 @@ are summed in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,10 @@ class Pending:
     def __init__(self, works: list[Any], finish: Callable[[], object] | None = None) -> None:
         self._works = works
         self._finish = finish
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would not have to wait."""
+        return all(work.is_completed() for work in self._works)
 
     def wait(self, waiter: Waiter) -> None:
         for work in self._works:
@@ -127,7 +131,7 @@ def _put(out: Tensor, value: Tensor, add: bool) -> None:
         out.copy_(value)
 
 
-def _sum_into(out: Tensor, rows: tuple[Tensor, ...], add: bool) -> None:
+def _sum_into(out: Tensor, rows: Sequence[Tensor], add: bool) -> None:
     """Sums ``rows`` in order into ``out``; narrow rows go through fp32, as each partial sum would be rounded."""
     if out.itemsize < 4:
         wide = rows[0].float()

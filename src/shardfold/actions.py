@@ -1,0 +1,252 @@
+"""A handler per verb: what the operations of a program do to units, wires and stores.
+
+An operation is bound to its handler once, when a program is compiled; a running step only calls what is bound.
+Handlers know how to do a thing and never when: the program says that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfold.errors import ConfigError
+from shardfold.layout import DATA_AXES, Layout, Precision, Tier
+from shardfold.mesh import DataMesh
+from shardfold.meter import Meter
+from shardfold.numerics import clip_coefficient, square_sum
+from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.order import Agreement
+from shardfold.program import MARKERS, Op
+from shardfold.stores.device import DeviceStore
+from shardfold.unit import TORCH_DTYPES, Life, Unit
+from shardfold.wires.plain import Pending, plain_wire
+
+__all__ = ["Actions", "check_supported"]
+
+
+class Actions:
+    """The handlers of one engine.
+
+    Attributes:
+        detours: names of units to be freed at the end of the pass or of their forward: gathered out of order, or
+            needed longer than the program thought.
+        backward_follows: whether the forward under way is one of training.
+        grad_norm: 0-d tensor, the last NORM's result; None if the program takes none.
+        scale: what each gradient is multiplied by as it arrives, 1 / (ranks * micro-batches).
+        coefficient: 0-d tensor that this step's gradients are multiplied by; None: they are not.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: DataMesh,
+        units: Sequence[Unit],
+        store: DeviceStore,
+        agreement: Agreement,
+        optimizer: ShardedOptimizer | None,
+        clip_norm: float | None,
+        scale: float,
+    ) -> None:
+        self.layout, self.mesh, self.store, self.agreement = layout, mesh, store, agreement
+        self.units = {unit.name: unit for unit in units}
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.wire = plain_wire(mesh.backend)
+        self.meter = Meter(mesh)
+        self.detours: set[str] = set()
+        self.backward_follows = True
+        self.grad_norm: Tensor | None = None
+        self.coefficient: Tensor | None = None
+        self.scale = scale
+        self._reduce_dtype = TORCH_DTYPES[layout.reduce.dtype]
+        self._reducing: Unit | None = None  # whose gradients are on their way
+
+    def bind(self, section: str, op: Op) -> Callable[[], None] | None:
+        if op.verb in MARKERS:
+            return None
+        if op.verb == "NORM":
+            return self.norm
+        unit = self.units[op.unit]
+        if op.verb == "ALL_GATHER":
+            if section == "step":
+                return partial(self.gather_updated, unit, op)
+            held = self.layout.held is not None and section != "forward"
+            return partial(self.gather, unit, op, held)
+        handlers: dict[str, Callable[..., None]] = {
+            "CAST": self.cast,
+            "FREE": self.free,
+            "HOLD": self.hold,
+            "UPDATE": self.update,
+        }
+        if op.verb in handlers:
+            return partial(handlers[op.verb], unit)
+        return partial(self.reduce, unit, op)
+
+    # -- parameters
+
+    def finish_gather(self, unit: Unit) -> None:
+        unit.end_gather(self.agreement.wait)
+
+    def cast(self, unit: Unit) -> None:
+        if unit.pins or unit.life is not Life.RESTING:
+            return
+        unit.begin_gather()
+        with self.store.side(), torch.no_grad():
+            for segment in unit.segments:
+                segment.fill_own_range()
+
+    def gather(self, unit: Unit, op: Op, held: bool) -> None:
+        if unit.pins:
+            return
+        again = unit.life is Life.GATHERED
+        if unit.life is Life.RESTING:
+            unit.begin_gather()
+            with self.store.side(), torch.no_grad():
+                for segment in unit.segments:
+                    if held and segment.held is not None and segment.held_range is not None:
+                        segment.flat[segment.held_range[0] : segment.held_range[1]].copy_(segment.held)
+                    else:
+                        segment.fill_own_range()
+        for segment in unit.segments:
+            self._collective(op, segment.flat, unit.filling)
+        if again:
+            unit._drain(unit.filling, self.agreement.wait)
+
+    def hold(self, unit: Unit) -> None:
+        if not self.backward_follows:
+            return
+        if unit.life is Life.GATHERING:
+            self.finish_gather(unit)
+        with torch.no_grad():
+            for segment in unit.segments:
+                if segment.held is not None and segment.held_range is not None:
+                    segment.held.copy_(segment.flat[segment.held_range[0] : segment.held_range[1]])
+
+    def free(self, unit: Unit) -> None:
+        if unit.life is Life.GATHERING:
+            self.finish_gather(unit)
+        if unit.running:  # its forward goes on (called from inside another unit): leave_forward frees it
+            self.detours.add(unit.name)
+        elif not unit.pins and unit.life is Life.GATHERED and unit.split:
+            unit.release()
+
+    def accept(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
+        """Takes a gradient. While another unit's are on their way it stays as autograd made it, so that no more than
+        two units' gradients are in memory."""
+        unit.used[segment][slot] = True
+        other = self._reducing
+        if other is not None and other is not unit and other.reducing and unit.incoming is None:
+            if unit.resting_buffer is None and not all(pending.done() for pending in other.reducing):
+                unit.waiting.append((segment, slot, grad))
+                return
+            if unit.resting_buffer is None:
+                other.end_reduce(self.agreement.wait)
+        unit.accept_waiting(self.scale, self._reduce_dtype)
+        unit.accept(segment, slot, grad, self.scale, self._reduce_dtype)
+
+    def reduce(self, unit: Unit, op: Op) -> None:
+        """Sends a unit's gradients; an all-reduce behind a reduce-scatter goes on with what that gave."""
+        if self._reducing is not unit and self._reducing is not None:  # one unit's gradients on their way at a time
+            self._reducing.end_reduce(self.agreement.wait)
+        self._reducing = unit
+        if op.verb == "ALL_REDUCE" and self.layout.master.over:
+            self._sum_scattered(unit, op)
+            return
+        buffer = unit.resting_buffer
+        with torch.no_grad():
+            unit.accept_waiting(self.scale, self._reduce_dtype)
+        if buffer is None or unit.reduced:
+            buffer = unit.incoming or unit.new_buffer(self._reduce_dtype)
+            unit.incoming = None
+        with torch.no_grad():
+            buffer.complete()
+        add, unit.reduced = unit.reduced, True
+        if unit.summed and unit.extra is None:
+            unit.extra = [torch.zeros_like(segment.master_grads) for segment in unit.trainable]
+        outs = unit.extra or [segment.master_grads for segment in unit.trainable]
+        for segment, flat, out in zip(unit.trainable, buffer.flats, outs, strict=True):
+            if op.verb == "REDUCE_SCATTER":
+                self._collective(op, flat, unit.reducing, out=out, add=add)
+            else:
+                self._collective(op, flat, unit.reducing)
+                if add:
+                    unit.reducing.append(Pending([], partial(segment.add_to_grads, flat)))
+
+    def _sum_scattered(self, unit: Unit, op: Op) -> None:
+        """The second of two reductions: sums the scattered gradients over the other axes (HSDP)."""
+        unit.end_reduce(self.agreement.wait)
+        targets = unit.extra or [segment.master_grads for segment in unit.trainable]
+        for segment, target in zip(unit.trainable, targets, strict=True):
+            self._collective(op, target, unit.reducing)
+            if unit.extra is not None:
+                unit.reducing.append(Pending([], partial(segment.master_grads.add_, target)))
+        unit.summed, unit.extra = True, None
+
+    def _collective(
+        self, op: Op, flat: Tensor, pending: list[Pending], *, out: Tensor | None = None, add: bool = False
+    ) -> None:
+        """Hands one flat to the wire and counts what this rank sends."""
+        self.agreement.issue(f"{op} on rank {self.mesh.rank}")
+        group = self.mesh.group(op.axes)
+        if op.verb != "ALL_GATHER":
+            self.store.after_compute()
+        with self.store.side():
+            if op.verb == "ALL_GATHER":
+                pending.append(self.wire.all_gather(flat, group))
+            elif op.verb == "REDUCE_SCATTER":
+                assert out is not None
+                pending.append(self.wire.reduce_scatter(flat, out, group, add=add))
+            else:
+                pending.append(self.wire.all_reduce(flat, group))
+        self.meter.count(op, flat)
+
+    def norm(self) -> None:
+        flats = [segment.master_grads for unit in self.units.values() for segment in unit.trainable]
+        total = square_sum(flats, self.store.device)
+        axes = self.layout.master.over
+        if axes:
+            dist.all_reduce(total, group=self.mesh.group(axes))
+            self.meter.control(total.nbytes)
+        self.grad_norm = total.sqrt()
+        assert self.clip_norm is not None
+        self.coefficient = clip_coefficient(self.grad_norm, self.clip_norm).float()
+
+    def update(self, unit: Unit) -> None:
+        assert self.optimizer is not None
+        with torch.no_grad():
+            self.optimizer.update(unit)
+
+    def gather_updated(self, unit: Unit, op: Op) -> None:
+        self.store.after_compute()
+        for segment in unit.trainable:
+            assert segment.rest is not None
+            self._collective(op, segment.rest, unit.filling)
+
+
+def check_supported(layout: Layout, precision: Precision) -> None:
+    """Refuses bound tables that can be planned with but that this version does not run.
+
+    Raises:
+        ConfigError: with one sentence.
+    """
+    if precision.compute == "fp16":
+        raise ConfigError("fp16 needs a loss scale, which this version does not have; use precision='bf16'.")
+    for name, cell in layout.cells().items():
+        if len(cell.over) > 1 and cell.over != tuple(axis for axis in DATA_AXES if axis in cell.over):
+            raise ConfigError(
+                f"{name} is split over {'+'.join(cell.over)}; this version splits over {'+'.join(DATA_AXES)} in that "
+                "order only."
+            )
+        if cell.tier is not Tier.DEVICE:
+            raise ConfigError(
+                f"{name} rests in the {cell.tier} tier, which this version's engine does not have; use device."
+            )
+    if layout.moments.dtype != layout.master.dtype:
+        raise ConfigError(
+            f"moments are {layout.moments.dtype} but master is {layout.master.dtype}: "
+            "this version updates both in one dtype; make them equal."
+        )
