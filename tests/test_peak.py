@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_iter
 import shardfold as sf
 from shardfold import cost
 from shardfold.testing import Ranks
-from shardfold.wires.plain import plain_wire
 
 WIDTH, LAYERS = 256, 6
 
@@ -99,7 +98,7 @@ def _peak(layout: str, precision: str, prefetch: int) -> tuple[int, float]:
         specs,
         engine.mesh.sizes,
         prefetch=prefetch,
-        temporary=plain_wire("gloo").temporary,
+        temporary=engine.actions.wire.temporary,
     )
     engine.close()
     # Gloo's threads let go of a finished collective's buffers some microseconds later: the best of five steps.

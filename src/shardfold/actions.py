@@ -20,9 +20,10 @@ from shardfold.meter import Meter
 from shardfold.numerics import clip_coefficient, square_sum
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.order import Agreement
+from shardfold.passes import Schedule
 from shardfold.program import MARKERS, Op
 from shardfold.stores.device import DeviceStore
-from shardfold.unit import TORCH_DTYPES, Life, Unit
+from shardfold.unit import TORCH_DTYPES, GradientBuffer, Life, Unit
 from shardfold.wires.plain import Pending, plain_wire
 
 __all__ = ["Actions", "check_supported"]
@@ -50,18 +51,22 @@ class Actions:
         optimizer: ShardedOptimizer | None,
         clip_norm: float | None,
         scale: float,
+        timing: Schedule,
     ) -> None:
         self.layout, self.mesh, self.store, self.agreement = layout, mesh, store, agreement
         self.units = {unit.name: unit for unit in units}
         self.optimizer = optimizer
         self.clip_norm = clip_norm
-        self.wire = plain_wire(mesh.backend)
+        self.wire = plain_wire(mesh.backend, store.empty, store.recycle)
         self.meter = Meter(mesh)
         self.detours: set[str] = set()
         self.backward_follows = True
         self.grad_norm: Tensor | None = None
         self.coefficient: Tensor | None = None
         self.scale = scale
+        self._overlap = (
+            (store.device.type == "cuda") if timing.reduces_in_flight is None else timing.reduces_in_flight > 0
+        )
         self._reduce_dtype = TORCH_DTYPES[layout.reduce.dtype]
         self._reducing: Unit | None = None  # whose gradients are on their way
 
@@ -175,6 +180,15 @@ class Actions:
                 self._collective(op, flat, unit.reducing)
                 if add:
                     unit.reducing.append(Pending([], partial(segment.add_to_grads, flat)))
+        if buffer is not unit.resting_buffer:
+            unit.reducing.append(Pending([], partial(self._recycle, buffer)))
+        del buffer, flat, out
+        if not self._overlap:
+            unit.end_reduce(self.agreement.wait)
+
+    def _recycle(self, buffer: GradientBuffer) -> None:
+        for flat in buffer.flats:
+            self.store.recycle(flat)
 
     def _sum_scattered(self, unit: Unit, op: Op) -> None:
         """The second of two reductions: sums the scattered gradients over the other axes (HSDP)."""

@@ -122,7 +122,7 @@ class Engine:
             self._update = ShardedOptimizer(self.optimizer, self.units, moments, self.timing.block)
         self.actions = Actions(
             self.layout, self.mesh, self.units, self.store, self.agreement, self._update, clip_norm,
-            scale=1.0 / (self.world_size * accumulate),
+            scale=1.0 / (self.world_size * accumulate), timing=self.timing,
         )  # fmt: skip
         self.schedule = schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         self._order = [unit.name for unit in self.units]
@@ -364,6 +364,8 @@ class Engine:
         self._micro += 1
         for unit in self.units:
             unit.end_reduce(self.agreement.wait)
+        self.store.forget_spares()
+        for unit in self.units:
             if unit.resting_buffer is not None and not self.layout.master.over:
                 self._show_gradients(unit)
 

@@ -69,7 +69,7 @@ def make_units(
     for c in cuts:
         assert c.spec is not None
         segments = [
-            Segment(spec, members, layout, mesh.sizes, mesh.coords, store.device)
+            Segment(spec, members, layout, mesh.sizes, mesh.coords, store)
             for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
         ]
         unit = Unit(c.spec, segments, store, c.modules)

@@ -20,6 +20,8 @@ class Schedule:
 
     Attributes:
         prefetch: how many units ahead of its use a unit is gathered; ``prefetch + 1`` units are full at a time.
+        reduces_in_flight: units whose gradients may be on their way while the next unit runs backward, 0 or 1; None
+            chooses by device: 1 on CUDA; 0 on the CPU, where sending takes the cores that backward needs.
         block: elements that one call of a fused update handles; 0 chooses by device (256K on CPU, so that a block
             stays in cache, and 64M on CUDA).
 
@@ -28,9 +30,12 @@ class Schedule:
     """
 
     prefetch: int = 1
+    reduces_in_flight: int | None = None
     block: int = 0
 
     def __post_init__(self) -> None:
+        if self.reduces_in_flight not in (None, 0, 1):
+            raise ConfigError(f"Schedule.reduces_in_flight is {self.reduces_in_flight}: it is 0, 1 or None.")
         for name in ("prefetch", "block"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"Schedule.{name} is {getattr(self, name)}: it can not be negative.")

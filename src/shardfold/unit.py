@@ -223,7 +223,7 @@ class Segment:
         layout: Layout,
         mesh: Mesh,
         coords: Mesh,
-        device: torch.device,
+        store: DeviceStore,
     ) -> None:
         self.spec = spec
         self.parameters = parameters
@@ -231,7 +231,7 @@ class Segment:
         rest_over = layout.rest.over
         self.rest_range = shard_range(spec.length, rest_over, mesh, coords)
         self.master_range = shard_range(spec.length, layout.master.over, mesh, coords)
-        self.flat = torch.empty(spec.length, dtype=self.dtype, device=device)
+        self.flat = store.empty(spec.length, self.dtype)
         self.gaps = _gaps(spec)
         self.rest: Tensor | None = None
         self.held: Tensor | None = None
@@ -406,7 +406,7 @@ class Unit:
         return self.incoming is not None or bool(self.waiting)
 
     def new_buffer(self, dtype: torch.dtype) -> GradientBuffer:
-        flats = [torch.empty(s.spec.length, dtype=dtype, device=s.flat.device) for s in self.trainable]
+        flats = [self._store.empty(segment.spec.length, dtype) for segment in self.trainable]
         return GradientBuffer(self.trainable, flats)
 
     def end_reduce(self, waiter: Waiter) -> None:

@@ -11,10 +11,12 @@ collective that fills it run on the side stream; ``use`` makes the computation w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+
+from shardfold.stores.exact import exact
 
 __all__ = ["DeviceStore"]
 
@@ -25,6 +27,7 @@ class DeviceStore:
     def __init__(self, device: torch.device, *, debug: bool = False) -> None:
         self.device = device
         self.debug = debug
+        self._spare: dict[tuple[int, torch.dtype], Tensor] = {}
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
@@ -46,12 +49,30 @@ class DeviceStore:
         if self._side is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
 
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat for a short while, whose memory is really gone when it is; ``(numel,)``."""
+        spare = self._spare.pop((numel, dtype), None)
+        if spare is not None:
+            return spare
+        with exact() if self._side is None else nullcontext():
+            return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def recycle(self, flat: Tensor) -> None:
+        """``flat`` from :meth:`empty` is no longer needed: one of each kind waits for the next taker, because fresh
+        pages cost more than what is written to them. CUDA's allocator does this by itself."""
+        if self._side is None:
+            self._spare[(flat.numel(), flat.dtype)] = flat
+
+    def forget_spares(self) -> None:
+        """At the end of a pass: what waits for a taker is given back."""
+        self._spare.clear()
+
     def give(self, flat: Tensor) -> None:
         """Gives ``flat`` its memory; its values are undefined."""
         storage = flat.untyped_storage()
         size = flat.numel() * flat.itemsize
         if storage.size() != size:
-            with self.side():
+            with self.side() if self._side is not None else exact():
                 storage.resize_(size)
 
     def take_back(self, flat: Tensor) -> None:

@@ -74,7 +74,15 @@ class PlainWire(Protocol):
 
 
 class GlooWire:
-    """Gloo, on tensors of the CPU or, for two processes that share a GPU, of CUDA."""
+    """Gloo, on tensors of the CPU or, for two processes that share a GPU, of CUDA.
+
+    Args:
+        empty: makes the temporary of a reduce-scatter, of so many elements of a dtype.
+        recycle: takes it back.
+    """
+
+    def __init__(self, empty: Callable[[int, torch.dtype], Tensor], recycle: Callable[[Tensor], None]) -> None:
+        self._empty, self._recycle = empty, recycle
 
     def all_gather(self, full: Tensor, group: Any) -> Pending:
         chunks = full.chunk(dist.get_world_size(group))
@@ -87,9 +95,14 @@ class GlooWire:
             copy = full.clone()
             work = dist.all_reduce(copy, group=group, async_op=True)
             return Pending([work], lambda: _put(out, copy.chunk(ranks)[me], add))
-        received = torch.empty_like(full)
+        received = self._empty(full.numel(), full.dtype)
         work = dist.all_to_all_single(received, full, group=group, async_op=True)
-        return Pending([work], lambda: _sum_into(out, received.chunk(ranks), add))
+
+        def finish() -> None:
+            _sum_into(out, received.chunk(ranks), add)
+            self._recycle(received)
+
+        return Pending([work], finish)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
         return Pending([dist.all_reduce(tensor, group=group, async_op=True)])
@@ -119,9 +132,11 @@ class NcclWire:
         return num_bytes // ranks
 
 
-def plain_wire(backend: str) -> PlainWire:
+def plain_wire(
+    backend: str, empty: Callable[[int, torch.dtype], Tensor], recycle: Callable[[Tensor], None]
+) -> PlainWire:
     """The plain wire of a backend (``gloo``, ``nccl``; ``none`` for one rank, where it is never asked)."""
-    return NcclWire() if backend == "nccl" else GlooWire()
+    return NcclWire() if backend == "nccl" else GlooWire(empty, recycle)
 
 
 def _put(out: Tensor, value: Tensor, add: bool) -> None:
