@@ -37,7 +37,8 @@ def gathered_units(engine: Engine, names: tuple[str, ...], *, write: bool) -> It
             if write:
                 _write_back(engine, unit)
             unit.pins -= 1
-            if not unit.pins and unit.split:
+            if not unit.pins and unit.pinned_here:
+                unit.pinned_here = False
                 unit.release()
 
 
@@ -67,6 +68,7 @@ def _pin(engine: Engine, unit: Unit) -> None:
                 unit.filling.append(engine.actions.wire.all_gather(segment.flat, engine.mesh.group(op.axes)))
                 engine.actions.meter.count(op, segment.flat, asked=True)
         unit.end_gather(engine.agreement.wait)
+        unit.pinned_here = True
     unit.pins += 1
 
 

@@ -134,9 +134,9 @@ class Actions:
     def free(self, unit: Unit) -> None:
         if unit.life is Life.GATHERING:
             self.finish_gather(unit)
-        if unit.running:  # its forward goes on (called from inside another unit): leave_forward frees it
+        if unit.pins or unit.running:  # held by gathered(), or called from inside another unit: freed later
             self.detours.add(unit.name)
-        elif not unit.pins and unit.life is Life.GATHERED and unit.split:
+        elif unit.life is Life.GATHERED and unit.split:
             unit.release()
 
     def accept(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
@@ -161,13 +161,18 @@ class Actions:
         if op.verb == "ALL_REDUCE" and self.layout.master.over:
             self._sum_scattered(unit, op)
             return
+        self._send(unit, op)
+        if not self._overlap:
+            unit.end_reduce(self.agreement.wait)
+
+    def _send(self, unit: Unit, op: Op) -> None:
+        """Hands a unit's gradients to the wire. When this returns, only what is pending keeps their buffer alive."""
         buffer = unit.resting_buffer
         with torch.no_grad():
             unit.accept_waiting(self.scale, self._reduce_dtype)
-        if buffer is None or unit.reduced:
-            buffer = unit.incoming or unit.new_buffer(self._reduce_dtype)
-            unit.incoming = None
-        with torch.no_grad():
+            if buffer is None or unit.reduced:
+                buffer = unit.incoming or unit.new_buffer(self._reduce_dtype)
+                unit.incoming = None
             buffer.complete()
         add, unit.reduced = unit.reduced, True
         if unit.summed and unit.extra is None:
@@ -182,9 +187,6 @@ class Actions:
                     unit.reducing.append(Pending([], partial(segment.add_to_grads, flat)))
         if buffer is not unit.resting_buffer:
             unit.reducing.append(Pending([], partial(self._recycle, buffer)))
-        del buffer, flat, out
-        if not self._overlap:
-            unit.end_reduce(self.agreement.wait)
 
     def _recycle(self, buffer: GradientBuffer) -> None:
         for flat in buffer.flats:

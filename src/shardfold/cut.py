@@ -131,7 +131,7 @@ def _as_names(value: Any) -> Iterable[str]:
 
 def _is_plain_list(module: nn.Module) -> bool:
     """A list has no forward of its own, so no event says when it runs."""
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
 
 
 def _large_leaves(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
@@ -151,7 +151,8 @@ def _assign(model: nn.Module, cuts: list[Cut], root: Cut) -> None:
     owner: dict[int, Cut] = {}
     for c in cuts:
         for module in c.modules:
-            owner.update({id(m): c for m in module.modules()})
+            for m in module.modules():
+                owner[id(m)] = c if owner.get(id(m), c) is c else root  # a module that two units share
     users: dict[int, list[Cut]] = defaultdict(list)
     names: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):

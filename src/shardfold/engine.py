@@ -41,7 +41,7 @@ from shardfold.mesh import DataMesh, pick_device
 from shardfold.optim.sharded import ShardedOptimizer, build, group_numbers
 from shardfold.order import Agreement, Track, merge_orders
 from shardfold.passes import Schedule
-from shardfold.program import REDUCTIONS
+from shardfold.program import REDUCTIONS, Op
 from shardfold.report import MemoryReport, StepReport, TrafficReport
 from shardfold.stores.device import DeviceStore
 from shardfold.unit import TORCH_DTYPES, Life, Unit
@@ -109,10 +109,12 @@ class Engine:
         check_supported(self.layout, self.precision)
         self.agreement = Agreement(self.mesh, patience, limit)
         self.store = DeviceStore(self.device, debug=debug)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = build(optimizer, parameters) if optimizer is not None else None
+        self.optimizer = build(optimizer, model) if optimizer is not None else None
         groups = group_numbers(self.optimizer) if self.optimizer is not None else {}
         cuts = cut(model, units, groups, self.layout, self.precision, self.mesh.sizes)
+        self.agreement.same(
+            "the model's parameters, the optimizer's groups and the layout", repr((self.layout, [c.spec for c in cuts]))
+        )
         move_buffers(model, self.device, self.world_size)
         self.units = make_units(model, cuts, self.layout, self.mesh, self.store, open_weights(weights), seed)
         self._by_name = {unit.name: unit for unit in self.units}
@@ -127,14 +129,18 @@ class Engine:
         self.schedule = schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         self._order = [unit.name for unit in self.units]
         self._late: set[str] = set()
-        self._recorded: list[str] | None = []  # the order units ran in during the first step; None once adopted
+        self._passes: list[list[str]] | None = []  # orders units ran in during the first step; None once adopted
+        self._seen: list[str] = []  # that of the pass under way
         self._compile()
         self._hooks = Hooks(model, self.units, self)
         self.steps = 0
         self._micro = 0
         self._boundary = False
         self._synchronize = True
+        self._grad_forward = True
+        self._delivered = self._boundary_before = False  # whether this backward gave gradients; _boundary before it
         self._track: Track | None = None  # the pass under way
+        self._frozen = [(name, p) for unit in self.units for name, p in unit.parameters() if not p.requires_grad]
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
                 unit.release()
@@ -155,7 +161,16 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Runs backward; the same as ``loss.backward()``. The loss is not divided: gradients are, as they arrive."""
-        loss.backward()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error) or not any(unit.split for unit in self.units):
+                raise
+            raise RuntimeError(
+                f"{error} Under a layout that splits parameters this also happens when backward reaches a unit by a "
+                "tensor that its forward did not return (kept on the side, or made under engine.gathered()): return "
+                "it from the unit's forward, or choose units= so that the unit contains its use."
+            ) from error
 
     def step(self) -> StepReport:
         """The optimizer step, at an accumulation boundary; before it, nothing happens.
@@ -171,6 +186,7 @@ class Engine:
             )
         if not self._boundary:
             return StepReport(self.steps, updated=False)
+        self._check_frozen()
         lr = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else None
         self._apply_step()
         self.steps += 1
@@ -278,8 +294,10 @@ class Engine:
         if self._track is not None:
             self.reset()
         self.actions.meter.begin_forward()
+        self._grad_forward = torch.is_grad_enabled()
         # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
-        self.actions.backward_follows = torch.is_grad_enabled()
+        # The same for a checkpoint around the whole model, which leaves only the training mode to tell.
+        self.actions.backward_follows = self._grad_forward or self.module.training
         self.store.after_compute()
         self._track = self._tracks["forward"]
         self._track.restart()
@@ -293,12 +311,14 @@ class Engine:
             self._track.finish()
             self._release_detours()
         self._track = None
-        if not self.actions.backward_follows:  # nothing will need what a layout keeps for backward
+        if not self._grad_forward:  # nothing will need what a layout keeps for backward
             for unit in self.units:
                 self.actions.free(unit)
 
     def enter_forward(self, unit: Unit) -> None:
         unit.running += 1
+        if unit.name not in self._seen:
+            self._seen.append(unit.name)
         if self._track is None and unit.life is Life.RESTING:
             raise UsageError(
                 f"{unit.name!r} ran outside of its model's forward: call the model itself, or wrap the call in "
@@ -321,6 +341,8 @@ class Engine:
         if self._track is not None:  # a forward was interrupted, or backward runs inside of it
             self._track.finish()
             self._release_detours()
+        self._delivered, self._boundary_before = False, self._boundary
+        self._record_pass()
         self._boundary = self._synchronize and self._micro + 1 >= self.accumulate
         section = "quiet" if not self._synchronize else "last" if self._boundary else "backward"
         self.actions.meter.begin_backward(section)
@@ -339,18 +361,16 @@ class Engine:
     def enter_backward(self, unit: Unit) -> None:
         self._enter("B", unit)
 
-    def gradient(self, unit: Unit, segment: int, slot: int, parameter: nn.Parameter) -> None:
-        grad = parameter.grad
-        assert grad is not None
-        parameter.grad = None
+    def gradient(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
+        self._delivered = True
         with torch.no_grad():
             dense = grad.to_dense() if grad.is_sparse else grad
             self.actions.accept(unit, segment, slot, dense)
         unit.seen.add((segment, slot))
         track = self._track
         if len(unit.seen) == unit.num_trainable and track is not None and not unit.spec.root:
-            if self._recorded is not None and unit.name not in self._recorded:
-                self._recorded.append(unit.name)
+            if not unit.split:
+                self._seen.insert(0, unit.name)
             if track.at("B", unit.name) or track.reach("B", unit.name):
                 track.follow(REDUCTIONS)
 
@@ -361,7 +381,10 @@ class Engine:
             track.finish()
             self._release_detours()
         self._track = None
-        self._micro += 1
+        if self._delivered:
+            self._micro += 1
+        else:  # torch.autograd.grad: no parameter's gradient was asked for, so this was no micro-batch
+            self._boundary = self._boundary_before
         for unit in self.units:
             unit.end_reduce(self.agreement.wait)
         self.store.forget_spares()
@@ -383,8 +406,10 @@ class Engine:
     def _enter(self, verb: str, unit: Unit) -> None:
         """Moves to the unit's marker and makes sure that its values are there."""
         track = self._track
-        if track is not None and not track.reach(verb, unit.name) and unit.life is Life.RESTING:
-            self._detour(verb, unit)
+        if track is not None:
+            track.reach(verb, unit.name)
+            if unit.life is Life.RESTING:
+                self._detour(verb, unit)
         if unit.life is Life.GATHERING:
             self.actions.finish_gather(unit)
 
@@ -393,9 +418,7 @@ class Engine:
         track = self._track
         assert track is not None
         self.agreement.deviate(f"the {'forward' if verb == 'F' else 'backward'} of {unit.name!r}")
-        for op, call in zip(track.ops, track.calls, strict=True):
-            if op.unit == unit.name and op.verb in ("CAST", "ALL_GATHER") and call is not None:
-                call()
+        self.actions.gather(unit, Op("ALL_GATHER", unit.name, self.layout.rest.over), held=False)
         self.actions.detours.add(unit.name)
 
     def _release_detours(self) -> None:
@@ -453,21 +476,36 @@ class Engine:
                     self.actions.reduce(unit, op)
             unit.end_reduce(self.agreement.wait)
         names = {unit.name for unit in late} - self._late
-        if names and self._recorded is None:
+        if names and self._passes is None:
             self._late |= names
             self._compile()
 
+    def _check_frozen(self) -> None:
+        """States exist for what was trainable when the engine was made."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"{name!r} was frozen when the engine was made and has no optimizer state here: "
+                    "set requires_grad before making the engine."
+                )
+
     def _adopt_recorded_order(self) -> None:
         """After the first step the order that was seen replaces the order of definition, on all ranks alike."""
-        if self._recorded is None:
+        if self._passes is None:
             return
-        mine, self._recorded = list(reversed(self._recorded)), None
+        self._record_pass()
+        mine, self._passes = merge_orders(self._passes, []), None
         said = self.agreement.exchange("order", "\n".join(mine))
         orders = [text.split("\n") if text else [] for text in said]
         merged = merge_orders(orders, self._order)
         if merged != self._order:
             self._order = merged
             self._compile()
+
+    def _record_pass(self) -> None:
+        if self._passes is not None and self._seen and self._seen not in self._passes:
+            self._passes.append(self._seen)
+        self._seen = []
 
     def _control(self, values: list[float], op: Any) -> list[float]:
         if self.world_size == 1:

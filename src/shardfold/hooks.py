@@ -7,7 +7,7 @@ its gradient, when a pass begins and ends. What follows from an event is the eng
     forward  of a unit's module        enter_forward(unit)    leave_forward(unit)
     backward of the model            begin_backward  (gradient of an output of the model, or of any unit, arrives)
     backward of a unit's module        enter_backward(unit)  (gradient of one of its outputs arrives)
-    gradient of a parameter            gradient(unit, segment, slot, parameter)
+    gradient of a parameter            gradient(unit, segment, slot, grad)
     end of the outermost backward    end_backward
 """
 
@@ -35,7 +35,7 @@ class Listener(Protocol):
     def leave_forward(self, unit: Unit) -> None: ...
     def begin_backward(self) -> None: ...
     def enter_backward(self, unit: Unit) -> None: ...
-    def gradient(self, unit: Unit, segment: int, slot: int, parameter: nn.Parameter) -> None: ...
+    def gradient(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None: ...
     def end_backward(self) -> None: ...
 
 
@@ -45,7 +45,7 @@ def in_backward() -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples, mappings and dataclasses."""
+    """All tensors in nested lists, tuples, mappings, dataclasses and plain objects that hold such."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -57,6 +57,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
+        for item in vars(value).values():  # an output object of the user's
+            if isinstance(item, (Tensor, list, tuple, Mapping)):
+                yield from tensors_in(item)
 
 
 class Hooks:
@@ -79,7 +83,7 @@ class Hooks:
             if unit.split and not unit.spec.root:
                 for module in unit.modules:
                     self._add(module.register_forward_pre_hook(self._before_unit(unit), prepend=True))
-                    self._add(module.register_forward_hook(self._after_unit(unit), always_call=True))
+                    self._add(module.register_forward_hook(self._after_unit(unit), with_kwargs=True, always_call=True))
             for i, segment in enumerate(unit.trainable):
                 for j, parameter in enumerate(segment.parameters):
                     self._add(parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, i, j)))
@@ -121,15 +125,17 @@ class Hooks:
 
         return hook
 
-    def _after_unit(self, unit: Unit) -> Callable[[nn.Module, Any, Any], None]:
+    def _after_unit(self, unit: Unit) -> Callable[[nn.Module, Any, Any, Any], None]:
         listener = self._listener
 
         def backward(grad: Tensor) -> None:
             self._ensure_backward()
             listener.enter_backward(unit)
 
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._watch(output, backward)
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            # What a unit only passes through is not its own: its gradient says nothing about this unit's backward.
+            inputs = {id(tensor) for tensor in tensors_in((args, kwargs))}
+            self._watch([tensor for tensor in tensors_in(output) if id(tensor) not in inputs], backward)
             if not in_backward():
                 listener.leave_forward(unit)
 
@@ -163,7 +169,9 @@ class Hooks:
         listener = self._listener
 
         def hook(parameter: Tensor) -> None:
+            grad, parameter.grad = parameter.grad, None  # first, because a backward that begins clears what is shown
             self._ensure_backward()
-            listener.gradient(unit, segment, slot, parameter)  # pyright: ignore[reportArgumentType]
+            assert grad is not None
+            listener.gradient(unit, segment, slot, grad)
 
         return hook

@@ -98,8 +98,12 @@ def move_buffers(model: nn.Module, device: torch.device, world: int) -> None:
                 module._buffers[name] = buffer.to(device)
     if world > 1:
         for buffer in model.buffers():
-            if buffer.numel():
-                dist.broadcast(buffer.detach(), src=0)
+            # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
+            values = buffer.detach().clone(memory_format=torch.contiguous_format)
+            if values.numel():
+                dist.broadcast(values.reshape(-1).view(torch.uint8), src=0)
+                if dist.get_rank() and not torch.equal(values, buffer):
+                    buffer.copy_(values)
 
 
 def _bind_parameters(unit: Unit) -> set[str]:

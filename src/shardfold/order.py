@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from hashlib import sha256
 from time import monotonic
 from typing import Any
 
-from shardfold.errors import CollectiveError, OrderError
+from shardfold.errors import CollectiveError, ConfigError, OrderError
 from shardfold.mesh import DataMesh
 from shardfold.program import MARKERS, Op
 
@@ -89,6 +90,7 @@ class Agreement:
         self._limit = limit
         self.sequence = 0  # collectives issued by this engine so far
         self.doing = "nothing"  # the last of them, for messages
+        self._published: str | None = None  # this rank's last deviation
 
     def issue(self, what: str) -> None:
         self.sequence += 1
@@ -105,21 +107,24 @@ class Agreement:
             return
         keys = [f"deviation/{self.sequence}/{r}" for r in range(world)]
         store.set(keys[rank], what)
-        deadline = monotonic() + self._patience
+        store.set(f"deviating/{rank}", f"{self.sequence} {what}")
+        # On Gloo the ranks that went on block in a collective and find this out by themselves (see wait), however slow
+        # another rank is; on NCCL the host does not block, so time has to tell.
+        deadline = monotonic() + (self._patience if self._mesh.backend == "nccl" else self._limit)
         while not store.check(keys):
             self.check()
             if monotonic() > deadline:
                 absent = [str(r) for r, key in enumerate(keys) if not store.check([key])]
-                self.abort(
-                    f"rank {rank} asked for {what} again after operation {self.sequence} while rank "
-                    f"{', '.join(absent)} went on in the recorded order: every rank must run the model's parts in one "
-                    "order; a rank may leave parts out, but not run them in another order than the others."
-                )
+                self.abort(_contradiction(rank, what, self.sequence, ", ".join(absent)))
             self._wait(store, keys)
         said = [store.get(key).decode() for key in keys]
         if len(set(said)) > 1:
             listed = "; ".join(f"rank {r}: {s}" for r, s in enumerate(said))
             self.abort(f"after operation {self.sequence} the ranks ask for different things ({listed}).")
+        store.set(f"deviating/{rank}", "")
+        if self._published is not None:  # every rank has read the one before
+            store.delete_key(self._published)
+        self._published = keys[rank]
 
     def abort(self, message: str) -> None:
         """Raises ``message`` here and, at their next wait, on all other ranks."""
@@ -152,6 +157,8 @@ class Agreement:
             except RuntimeError as error:
                 late = "timed out" in str(error).lower()
                 self.check()
+                if late:
+                    self._look_for_contradiction()
                 if not late or monotonic() > deadline:
                     how = (
                         f"did not finish within {self._limit:.0f} s"
@@ -162,6 +169,31 @@ class Agreement:
                         f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, {how}; "
                         "another rank has probably died or left the training loop: look at its output."
                     ) from error
+
+    def _look_for_contradiction(self) -> None:
+        """A rank that waits to deviate at an earlier operation than the one this rank waits for never joins it."""
+        store = self._mesh.store
+        for rank in range(self._mesh.world):
+            key = f"deviating/{rank}"
+            if store is None or rank == self._mesh.rank or not store.check([key]):
+                continue
+            sequence, _, what = store.get(key).decode().partition(" ")
+            if what and int(sequence) < self.sequence:
+                self.abort(_contradiction(rank, what, int(sequence), str(self._mesh.rank)))
+
+    def same(self, what: str, text: str) -> None:
+        """Every rank must say the same; texts are compared by their hash.
+
+        Raises:
+            ConfigError: on every rank, naming the ranks that differ from rank 0.
+        """
+        said = self.exchange(f"same/{what}", sha256(text.encode()).hexdigest())
+        other = [str(rank) for rank, value in enumerate(said) if value != said[0]]
+        if other:
+            raise ConfigError(
+                f"{what} of rank {', '.join(other)} differ from rank 0's: build the same model with the same arguments "
+                "on every rank."
+            )
 
     def exchange(self, key: str, value: str) -> list[str]:
         """What every rank says under ``key``, by rank."""
@@ -184,6 +216,14 @@ class Agreement:
             store.wait(keys, SLICE)
         except (RuntimeError, ValueError):  # the slice is over: DistStoreError is a RuntimeError
             return
+
+
+def _contradiction(rank: int, what: str, sequence: int, others: str) -> str:
+    return (
+        f"rank {rank} asked for {what} again after operation {sequence} while rank {others} went on in the recorded "
+        "order: every rank must run the model's parts in one order; a rank may leave parts out, but not run them in "
+        "another order than the others."
+    )
 
 
 def merge_orders(orders: Sequence[Sequence[str]], known: Sequence[str]) -> list[str]:

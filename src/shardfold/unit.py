@@ -328,6 +328,7 @@ class Unit:
         self.modules = modules
         self.split = any(segment.split for segment in segments)
         self.life = Life.GATHERED
+        self.pinned_here = False  # it was engine.gathered() that gathered it
         self.pins = 0  # engine.gathered() holds the unit this many times over
         self.running = 0  # forwards of its modules that are under way
         self.filling: list[Pending] = []
@@ -368,6 +369,9 @@ class Unit:
             if segment.split:
                 for slot, parameter in zip(segment.spec.slots, segment.parameters, strict=True):
                     seal(parameter, slot.name)
+                # A backward that reads the values without asking for them first must not find freed memory: it sees a
+                # version that is not the one it saved, and autograd raises. ``open`` takes this back.
+                torch.autograd.graph.increment_version(segment.parameters)
                 self._store.take_back(segment.flat)
         self.life = Life.RESTING
 
@@ -383,6 +387,8 @@ class Unit:
             if segment.split:
                 for parameter in segment.parameters:
                     unseal(parameter)
+                if self.life is Life.GATHERING:
+                    _take_back_version(segment.parameters)
 
     # -- gradients
 
@@ -434,6 +440,12 @@ class Unit:
         while pending:
             pending[0].wait(waiter)
             del pending[0]
+
+
+def _take_back_version(parameters: Sequence[nn.Parameter]) -> None:
+    """One version less: filling a flat again is no change of its values, while updates in between still count."""
+    versions = tuple(parameter._version - 1 for parameter in parameters)
+    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), versions)  # pyright: ignore
 
 
 def _gaps(spec: SegmentSpec) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ then updated by the fused pass of ``fused``; any other class by its own ``step``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,25 +25,33 @@ __all__ = ["ShardedOptimizer", "build", "group_numbers"]
 NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
 
 
-def build(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
+def build(optimizer: Any, model: nn.Module) -> Optimizer:
     """The optimizer object itself, or what a class, a ``partial`` or a function makes of the parameters.
 
     Raises:
         ConfigError: it is no optimizer, has stepped already, or its update is not element-wise.
     """
+    parameters = list(model.parameters())
     if not isinstance(optimizer, Optimizer):
         if not callable(optimizer):
             raise ConfigError(
                 f"optimizer={optimizer!r} is neither a torch.optim.Optimizer nor something that makes one of "
                 "parameters: pass e.g. partial(torch.optim.AdamW, lr=3e-4)."
             )
-        optimizer = optimizer(list(parameters))
+        optimizer = optimizer([parameter for parameter in parameters if parameter.requires_grad])
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"optimizer= made a {type(optimizer).__name__}, which is no torch.optim.Optimizer.")
     elif optimizer.state:
         raise ConfigError(
             f"the {type(optimizer).__name__} given as optimizer= has already stepped: "
             "its state belongs to whole parameters; build the engine before the first step."
+        )
+    known = {id(parameter) for parameter in parameters}
+    foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ConfigError(
+            f"the {type(optimizer).__name__} given as optimizer= holds {foreign} tensors that are no parameters of the "
+            "model: make it of the model's parameters, and update others with an optimizer of their own."
         )
     if type(optimizer).__name__ in NOT_ELEMENTWISE:
         raise ConfigError(
