@@ -82,7 +82,22 @@ def test_weights_that_do_not_exist_or_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds no safetensors file"):
         sf.Engine(models.small(), weights=tmp_path / "nothing.safetensors")
     with pytest.raises(ModelError, match=r"'head.bias' the shape \(3,\)"):
-        sf.Engine(models.small(), weights={"head.bias": torch.zeros(3)})
+        sf.Engine(models.small(), weights={**models.small().state_dict(), "head.bias": torch.zeros(3)})
+    with pytest.raises(ModelError, match=r"missing head\.bias; unexpected hed\.bias"):
+        state = models.small().state_dict()
+        sf.Engine(
+            models.small(),
+            weights={**{k: v for k, v in state.items() if k != "head.bias"}, "hed.bias": state["head.bias"]},
+        )
+
+
+def test_a_tied_parameter_is_found_under_either_name() -> None:
+    state = models.tied().state_dict()
+    del state["embedding.weight"]
+    with sf.meta_init():
+        model = models.tied()
+    engine = sf.Engine(model, weights=state)
+    assert torch.equal(engine.state_dict()["embedding.weight"], state["head.weight"])
 
 
 def test_buffers_stay_real_and_the_context_ends() -> None:

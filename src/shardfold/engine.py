@@ -36,7 +36,7 @@ from shardfold.errors import ConfigError, UsageError
 from shardfold.explain import explain
 from shardfold.hooks import Hooks
 from shardfold.layout import Layout, Precision
-from shardfold.materialize import make_units, move_buffers, open_weights
+from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
 from shardfold.optim.sharded import ShardedOptimizer, build, group_numbers
 from shardfold.order import Agreement, Track, merge_orders
@@ -112,11 +112,14 @@ class Engine:
         self.optimizer = build(optimizer, model) if optimizer is not None else None
         groups = group_numbers(self.optimizer) if self.optimizer is not None else {}
         cuts = cut(model, units, groups, self.layout, self.precision, self.mesh.sizes)
+        values = Weights(weights, model) if weights is not None else None
         self.agreement.same(
             "the model's parameters, the optimizer's groups and the layout", repr((self.layout, [c.spec for c in cuts]))
         )
+        if values is not None:
+            values.load_buffers(model)
         move_buffers(model, self.device, self.world_size)
-        self.units = make_units(model, cuts, self.layout, self.mesh, self.store, open_weights(weights), seed)
+        self.units = make_units(model, cuts, self.layout, self.mesh, self.store, values, seed)
         self._by_name = {unit.name: unit for unit in self.units}
         self._update: ShardedOptimizer | None = None
         if self.optimizer is not None:
@@ -127,17 +130,19 @@ class Engine:
             scale=1.0 / (self.world_size * accumulate), timing=self.timing,
         )  # fmt: skip
         self.schedule = schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
-        self._order = [unit.name for unit in self.units]
+        self.order = [unit.name for unit in self.units]
         self._late: set[str] = set()
         self._passes: list[list[str]] | None = []  # orders units ran in during the first step; None once adopted
         self._seen: list[str] = []  # that of the pass under way
         self._compile()
-        self._hooks = Hooks(model, self.units, self)
+        narrow = TORCH_DTYPES[self.precision.compute] if self.precision.compute in ("bf16", "fp16") else None
+        self._hooks = Hooks(model, self.units, self, cast=narrow)
         self.steps = 0
         self._micro = 0
         self._boundary = False
         self._synchronize = True
         self._grad_forward = True
+        self._shown: list[nn.Parameter] = []  # parameters whose .grad is a view of their unit's buffer
         self._delivered = self._boundary_before = False  # whether this backward gave gradients; _boundary before it
         self._track: Track | None = None  # the pass under way
         self._frozen = [(name, p) for unit in self.units for name, p in unit.parameters() if not p.requires_grad]
@@ -147,7 +152,7 @@ class Engine:
 
     def _compile(self) -> None:
         """Lowers the layout for the present order of units and binds every operation to its handler."""
-        specs = [self._by_name[name].spec for name in self._order]
+        specs = [self._by_name[name].spec for name in self.order]
         lowered = program.lower(self.layout, specs, self.mesh.sizes, clip=self.clip_norm is not None)
         self.program = passes.apply(lowered, self.timing, frozenset(self._late))
         sections = {name: self.program.section(name) for name in (*program.SECTIONS, "quiet")}
@@ -301,6 +306,7 @@ class Engine:
         self.store.after_compute()
         self._track = self._tracks["forward"]
         self._track.restart()
+        self._hide_gradients()
         for unit in self.units:
             if unit.spec.root:
                 self._enter("F", unit)
@@ -349,12 +355,9 @@ class Engine:
         self.store.after_compute()
         self._track = self._tracks[section]
         self._track.restart()
+        self._hide_gradients()
         for unit in self.units:
             unit.seen.clear()
-            if unit.resting_buffer is not None:
-                for segment in unit.trainable:
-                    for parameter in segment.parameters:
-                        parameter.grad = None
             if unit.spec.root:
                 self._enter("B", unit)
 
@@ -392,6 +395,12 @@ class Engine:
             if unit.resting_buffer is not None and not self.layout.master.over:
                 self._show_gradients(unit)
 
+    def _hide_gradients(self) -> None:
+        """Before gradients come: what is shown is the buffer itself, and autograd would add into it by itself."""
+        for parameter in self._shown:
+            parameter.grad = None
+        self._shown.clear()
+
     def _show_gradients(self, unit: Unit) -> None:
         """Where every rank has all gradients, users find them where PyTorch puts them."""
         buffer = unit.resting_buffer
@@ -402,6 +411,7 @@ class Engine:
             for parameter, view, was in zip(segment.parameters, views, touched, strict=True):
                 if was:
                     parameter.grad = view
+                    self._shown.append(parameter)
 
     def _enter(self, verb: str, unit: Unit) -> None:
         """Moves to the unit's marker and makes sure that its values are there."""
@@ -497,9 +507,9 @@ class Engine:
         mine, self._passes = merge_orders(self._passes, []), None
         said = self.agreement.exchange("order", "\n".join(mine))
         orders = [text.split("\n") if text else [] for text in said]
-        merged = merge_orders(orders, self._order)
-        if merged != self._order:
-            self._order = merged
+        merged = merge_orders(orders, self.order)
+        if merged != self.order:
+            self.order = merged
             self._compile()
 
     def _record_pass(self) -> None:

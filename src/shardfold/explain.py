@@ -25,9 +25,10 @@ def explain(
 ) -> str:
     """The table, the units, what they cost and the program, as text."""
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
+    lines += ["", "on this mesh and in this precision:", str(bound)]
     alias = bound.aliases()
     if alias:
-        lines.append("same bytes on this mesh: " + ", ".join(f"{a} is {b}" for a, b in alias.items()))
+        lines.append("same bytes: " + ", ".join(f"{a} is {b}" for a, b in alias.items()))
     lines += ["", f"{'unit':<28}{'parameters':>14}{'padding':>10}  segments"]
     for unit in units:
         numel, padding = sum(s.numel for s in unit.segments), sum(s.padding for s in unit.segments)

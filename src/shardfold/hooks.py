@@ -63,6 +63,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
                 yield from tensors_in(item)
 
 
+def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its fp32 tensors cast, through lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype == torch.float32 else value
+    if type(value) in (list, tuple):
+        return type(value)(_cast_floats(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: _cast_floats(item, dtype) for key, item in value.items()}
+    return value
+
+
 class Hooks:
     """The hooks of one engine on one model.
 
@@ -70,14 +81,18 @@ class Hooks:
         model: its forward is a pass.
         units: with ``modules`` set; units whose values never leave memory need no module hooks.
         listener: receives the events.
+        cast: floating-point inputs of the model are cast to it; None leaves them.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[Unit], listener: Listener) -> None:
+    def __init__(
+        self, model: nn.Module, units: Iterable[Unit], listener: Listener, cast: torch.dtype | None = None
+    ) -> None:
         self._listener = listener
         self._handles: list[RemovableHandle] = []
         self._queued = False
         units = list(units)
-        self._add(model.register_forward_pre_hook(self._before_model, prepend=True))
+        self._cast = cast
+        self._add(model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True))
         self._add(model.register_forward_hook(self._after_model))
         for unit in units:
             if unit.split and not unit.spec.root:
@@ -103,9 +118,14 @@ class Hooks:
 
     # -- forward
 
-    def _before_model(self, module: nn.Module, args: Any) -> None:
-        if not in_backward():
-            self._listener.begin_forward()
+    def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if in_backward():  # a checkpoint around the whole model runs it again, before any gradient came
+            self._ensure_backward()
+            return None
+        self._listener.begin_forward()
+        if self._cast is None:
+            return None
+        return _cast_floats(args, self._cast), _cast_floats(kwargs, self._cast)
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():

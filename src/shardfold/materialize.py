@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,7 @@ from shardfold.mesh import DataMesh
 from shardfold.stores.device import DeviceStore
 from shardfold.unit import GradientBuffer, Segment, Unit
 
-__all__ = ["Weights", "make_units", "meta_init", "move_buffers", "open_weights"]
-
-Weights = Callable[[str], Tensor | None]
-"""Gives a parameter's values by name, or None if it has none."""
+__all__ = ["Weights", "make_units", "meta_init", "move_buffers"]
 
 
 @contextmanager
@@ -142,11 +139,14 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
                 values[name].fill_(float("nan"))  # so that what nobody initializes is found
         if weights is not None:
             for name, parameter in values.items():
-                value = weights(name)
-                if value is not None:
-                    _check_shape(name, parameter, value)
-                    parameter.copy_(value)
-                    empty.discard(name)
+                value = weights.read(weights.name_of(name))
+                if value.shape != parameter.shape:
+                    raise ModelError(
+                        f"weights give {name!r} the shape {tuple(value.shape)}, but the model's is "
+                        f"{tuple(parameter.shape)}."
+                    )
+                parameter.copy_(value)
+            empty = set()
         if empty:
             _reset(unit, model, {id(values[name]) for name in empty}, seed)
         left = [name for name in sorted(empty) if values[name].is_floating_point() and values[name].isnan().any()]
@@ -154,13 +154,6 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
         raise ModelError(
             f"nothing initializes {', '.join(left)}: give the module that owns it a reset_parameters() method that "
             "sets every parameter, or pass weights=."
-        )
-
-
-def _check_shape(name: str, parameter: Tensor, value: Tensor) -> None:
-    if value.shape != parameter.shape:
-        raise ModelError(
-            f"weights give {name!r} the shape {tuple(value.shape)}, but the model's is {tuple(parameter.shape)}."
         )
 
 
@@ -179,40 +172,70 @@ def _reset(unit: Unit, model: nn.Module, wanted: set[int], seed: int) -> None:
                 own()
 
 
-def open_weights(source: Any) -> Weights | None:
-    """A reader of ``weights=``: a mapping of tensors, a safetensors file, or a folder of them (with or without index).
+class Weights:
+    """Values of parameters by name, read one at a time, so that a rank holds one besides its shards.
 
-    Tensors of files are read one at a time, so a rank holds one besides its shards.
+    Args:
+        source: a mapping of tensors, a safetensors file, or a folder of them (with or without an index).
+        model: every parameter must have a value under one of its names (a tied one has several), and every value a
+            parameter or buffer.
 
     Raises:
-        ModelError: the path has no weights.
+        ModelError: the path has no weights, or names are missing or unexpected; all are listed.
     """
-    if source is None:
-        return None
-    if isinstance(source, Mapping):
-        return source.get
-    from safetensors import safe_open
 
-    path = Path(source)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        near = (
-            did_you_mean(path.name, [p.name for p in path.parent.glob("*.safetensors")]) if path.parent.is_dir() else ""
-        )
-        raise ModelError(f"weights={str(path)!r} holds no safetensors file.{near}")
-    where: dict[str, Path] = {}
-    index = path / "model.safetensors.index.json"
-    if path.is_dir() and index.is_file():
-        where = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    else:
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                where.update(dict.fromkeys(opened.keys(), file))
+    def __init__(self, source: Any, model: nn.Module) -> None:
+        self._source = source if isinstance(source, Mapping) else None
+        self._files: dict[str, Path] = {} if isinstance(source, Mapping) else _find_files(Path(source))
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        given = set(self._source if self._source is not None else self._files)
+        self._stored = {group[0]: next((n for n in group if n in given), None) for group in names.values()}
+        missing = sorted(name for name, stored in self._stored.items() if stored is None)
+        known = {name for group in names.values() for name in group} | {name for name, _ in model.named_buffers()}
+        unexpected = sorted(given - known)
+        if missing or unexpected:
+            raise ModelError(
+                f"weights= does not fit the model: missing {', '.join(missing) or 'nothing'}; unexpected "
+                f"{', '.join(unexpected) or 'nothing'}."
+            )
 
-    def read(name: str) -> Tensor | None:
-        if name not in where:
-            return None
-        with safe_open(where[name], framework="pt") as opened:
+    def name_of(self, parameter: str) -> str:
+        """The name under which a parameter's values are stored."""
+        stored = self._stored[parameter]
+        assert stored is not None
+        return stored
+
+    def read(self, name: str) -> Tensor:
+        if self._source is not None:
+            return self._source[name]
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], framework="pt") as opened:
             return opened.get_tensor(name)
 
-    return read
+    def load_buffers(self, model: nn.Module) -> None:
+        """Gives values to the buffers that have any stored."""
+        for name, buffer in model.named_buffers():
+            if name in (self._source if self._source is not None else self._files):
+                buffer.copy_(self.read(name))
+
+
+def _find_files(path: Path) -> dict[str, Path]:
+    """Which safetensors file holds each tensor."""
+    from safetensors import safe_open
+
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        beside = [p.name for p in path.parent.glob("*.safetensors")]
+        near = did_you_mean(path.name, beside) if beside else ""
+        raise ModelError(f"weights={str(path)!r} holds no safetensors file.{near}")
+    index = path / "model.safetensors.index.json"
+    if path.is_dir() and index.is_file():
+        return {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    where: dict[str, Path] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            where.update(dict.fromkeys(opened.keys(), file))
+    return where

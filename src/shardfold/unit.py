@@ -153,7 +153,8 @@ def _refuse(what: str, args: Any, kwargs: Any) -> None:
     name = _freed_names[freed][0] if freed is not None and freed in _freed_names else "a parameter"
     raise FreedParameterError(
         f"{what} touched {name!r} while only this rank's shard of it is in memory: "
-        f"wrap the access in `with engine.gathered({name!r}):`, or let the module that owns it run its forward."
+        f"outside of a forward wrap the access in `with engine.gathered({name!r}):`; inside of one let the module that "
+        "owns it run its own forward, or choose units= so that one unit contains both."
     )
 
 

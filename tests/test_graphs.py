@@ -1,0 +1,271 @@
+"""Models and training loops whose graphs are unusual: right, or refused in a sentence, never silently wrong."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardfold as sf
+from shardfold.errors import ConfigError
+from shardfold.testing import Ranks, same_training
+
+WIDTH = 16
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+SPLIT = ["zero3", "fsdp2", "hsdp", "hpz"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        self.out = nn.Linear(WIDTH, 3)
+
+    def block(self) -> nn.Module:
+        return Block()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.out(x), y)
+
+
+class ObjectBlock(Block):
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(hidden=super().forward(x))
+
+
+class ObjectOutputs(Base):
+    """Units return objects of the user's own."""
+
+    def block(self) -> nn.Module:
+        return ObjectBlock()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x).hidden
+        return F.cross_entropy(self.out(x), y)
+
+
+class DetachedBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.a.weight.detach().t() @ self.b.weight.detach().t()
+
+
+class Detached(Base):
+    """Backward reads weights that get no gradient there."""
+
+    def block(self) -> nn.Module:
+        return DetachedBlock()
+
+
+class SkippingBlock(Block):
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        return x if skip else super().forward(x)
+
+
+class PassThrough(Base):
+    """One unit returns its input unchanged."""
+
+    def block(self) -> nn.Module:
+        return SkippingBlock()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.inp(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, skip=i == 1)
+        return F.cross_entropy(self.out(x), y)
+
+
+class SharedModule(Base):
+    """Two units have a module in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].a = self.blocks[0].a
+
+
+class Buffers(Base):
+    """Buffers whose elements share memory, and of a dtype that no collective takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("expanded", torch.ones(1, 1).expand(4, 4))
+        self.register_buffer("short", torch.arange(5, dtype=torch.int16))
+
+
+class Checkpointed(Base):
+    """A checkpoint around several units, of the older kind: they first run without gradients."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.blocks[1](self.blocks[0](x)), self.inp(x), use_reentrant=True)
+        return F.cross_entropy(self.out(self.blocks[2](x)), y)
+
+
+def batches(steps: int = 4) -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    return [(torch.randn(16, 4, generator=g), torch.randint(3, (16,), generator=g)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", *SPLIT])
+@pytest.mark.parametrize(
+    "model", [ObjectOutputs, Detached, PassThrough, SharedModule, Buffers, Checkpointed], ids=lambda m: m.__name__
+)
+def test_an_unusual_model_trains_as_in_plain_pytorch(ranks: Ranks, model: Any, layout: str) -> None:
+    same_training(
+        model, batches(), layout=layout, world_size=4, mesh={"inter": 2, "intra": 2}, optimizer=SGD, steps=4,
+        parameter_tol=1e-5, ranks=ranks, accumulate=2,
+    )  # fmt: skip
+
+
+def _whole_checkpoint(layout: str) -> float:
+    """A re-entrant checkpoint around the engine's whole model: its only forward with gradients is in backward."""
+    mesh = {"inter": 2, "intra": 2}
+    torch.manual_seed(0)
+    engine = sf.Engine(Base(), optimizer=SGD, layout=layout, mesh=mesh)
+    torch.manual_seed(0)
+    plain = Base()
+    optimizer = SGD(plain.parameters())
+    for x, y in batches():
+        mine = [t.chunk(engine.world_size)[engine.rank] for t in (x, y)]
+        loss = checkpoint(engine, mine[0].requires_grad_(), mine[1], use_reentrant=True)
+        assert isinstance(loss, Tensor)
+        engine.backward(loss)
+        engine.step()
+        plain(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = engine.state_dict()
+    engine.close()
+    return max((state[k] - v).abs().max().item() for k, v in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", list(sf.PRESETS))
+def test_a_checkpoint_around_the_whole_model(ranks: Ranks, layout: str) -> None:
+    assert max(ranks.run(_whole_checkpoint, layout, world_size=4)) < 1e-6
+
+
+class OnlyTheSide(Base):
+    """Backward comes by a tensor from inside of a unit: no event tells when it needs the unit."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.inp(x)
+        kept: list[Tensor] = []
+        handle = self.blocks[0].b.register_forward_pre_hook(
+            lambda module, args: kept.append(args[0] @ module.weight.t())
+        )
+        for block in self.blocks:
+            x = block(x)
+        handle.remove()
+        return kept[0].square().mean()
+
+
+def _side(layout: str) -> str:
+    torch.manual_seed(0)
+    engine = sf.Engine(OnlyTheSide(), optimizer=SGD, layout=layout)
+    try:
+        engine.backward(engine(*batches()[0]))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("layout", SPLIT)
+def test_backward_by_a_tensor_kept_on_the_side_raises_instead_of_reading_freed_memory(
+    ranks: Ranks, layout: str
+) -> None:
+    for said in ranks.run(_side, layout, world_size=2):
+        assert "modified by an inplace operation" in said and "return it from the unit's forward" in said
+
+
+def _input_gradients() -> list[bool]:
+    """torch.autograd.grad between micro-batches is not one."""
+    torch.manual_seed(0)
+    engine = sf.Engine(Base(), optimizer=SGD, layout="zero3", accumulate=2)
+    updated = []
+    for x, y in batches(2):
+        probe = x.clone().requires_grad_()
+        torch.autograd.grad(engine(probe, y), probe)
+        engine.backward(engine(x, y))
+        updated.append(engine.step().updated)
+    engine.close()
+    return updated
+
+
+def test_a_gradient_of_an_input_is_no_micro_batch(ranks: Ranks) -> None:
+    assert ranks.run(_input_gradients, world_size=2) == [[False, True]] * 2
+
+
+def _order() -> list[str]:
+    torch.manual_seed(0)
+    engine = sf.Engine(Base(), optimizer=SGD, layout="zero3", accumulate=2)
+    for x, y in batches(2):
+        engine.backward(engine(x, y))
+        engine.step()
+    names = [name for name in engine.order if name.startswith("blocks")]
+    engine.close()
+    return names
+
+
+def test_the_order_seen_with_accumulation_is_the_forwards(ranks: Ranks) -> None:
+    assert ranks.run(_order, world_size=2) == [[f"blocks.{i}" for i in range(3)]] * 2
+
+
+def _different_models() -> str:
+    model = Base()
+    if dist.get_rank() == 1:
+        model.out = nn.Linear(WIDTH, 4)
+    try:
+        sf.Engine(model, optimizer=SGD)
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_ranks_that_build_different_models_are_told_so(ranks: Ranks) -> None:
+    for said in ranks.run(_different_models, world_size=3):
+        assert "of rank 1 differ from rank 0's" in said
+
+
+def _unfreeze() -> str:
+    model = Base()
+    model.inp.weight.requires_grad_(False)
+    engine = sf.Engine(model, optimizer=SGD)
+    model.inp.weight.requires_grad_(True)
+    engine.backward(engine(*batches()[0]))
+    with pytest.raises(sf.ShardfoldError) as raised:
+        engine.step()
+    return str(raised.value)
+
+
+def test_unfreezing_after_the_engine_is_made_is_refused() -> None:
+    assert "'inp.weight' was frozen when the engine was made" in _unfreeze()
+
+
+def test_narrow_compute_casts_inputs() -> None:
+    engine = sf.Engine(Base(), optimizer=SGD, precision="bf16")
+    loss = engine(*batches()[0])
+    assert loss.dtype == torch.bfloat16
+    engine.backward(loss)
+    engine.step()
