@@ -6,8 +6,10 @@ Handlers know how to do a thing and never when: the program says that.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -241,6 +243,31 @@ class Actions:
         for segment in unit.trainable:
             assert segment.rest is not None
             self._collective(op, segment.rest, unit.filling)
+
+    # -- agreement
+
+    def agree_on_use(self) -> tuple[dict[str, list[list[bool]]], list[Unit]]:
+        """Which parameters any rank used in this step, and which units have late gradients on any rank."""
+        mine = [flag for unit in self.units.values() for flags in unit.used for flag in flags]
+        mine += [unit.has_unsent for unit in self.units.values()]
+        if self.mesh.world > 1:
+            bits = torch.tensor(mine, dtype=torch.uint8)
+            self.agreement.issue("the agreement on used parameters")
+            self.agreement.wait(dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.mesh.control, async_op=True))
+            self.meter.control(bits.nbytes)
+            mine = [bool(bit) for bit in bits.tolist()]
+        flags = iter(mine)
+        used = {u.name: [list(itertools.islice(flags, len(row))) for row in u.used] for u in self.units.values()}
+        return used, [unit for unit, late in zip(self.units.values(), flags, strict=True) if late]
+
+    def control(self, values: list[float], op: Any) -> list[float]:
+        """A few numbers reduced over all ranks, on the host."""
+        if self.mesh.world == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)
+        self.agreement.wait(dist.all_reduce(tensor, op, group=self.mesh.control, async_op=True))
+        self.meter.control(tensor.nbytes)
+        return tensor.tolist()
 
 
 def check_supported(layout: Layout, precision: Precision) -> None:

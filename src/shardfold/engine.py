@@ -17,7 +17,6 @@ reduction that agrees on used parameters) to reduce such units once more. Sums a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,7 +38,7 @@ from shardfold.layout import Layout, Precision
 from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
 from shardfold.optim.sharded import ShardedOptimizer, build, group_numbers
-from shardfold.order import Agreement, Track, merge_orders
+from shardfold.order import Agreement, Recorder, Track
 from shardfold.passes import Schedule
 from shardfold.program import REDUCTIONS, Op
 from shardfold.report import MemoryReport, StepReport, TrafficReport
@@ -132,8 +131,7 @@ class Engine:
         self.schedule = schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         self.order = [unit.name for unit in self.units]
         self._late: set[str] = set()
-        self._passes: list[list[str]] | None = []  # orders units ran in during the first step; None once adopted
-        self._seen: list[str] = []  # that of the pass under way
+        self._recorder = Recorder()
         self._compile()
         narrow = TORCH_DTYPES[self.precision.compute] if self.precision.compute in ("bf16", "fp16") else None
         self._hooks = Hooks(model, self.units, self, cast=narrow)
@@ -142,7 +140,6 @@ class Engine:
         self._boundary = False
         self._synchronize = True
         self._grad_forward = True
-        self._shown: list[nn.Parameter] = []  # parameters whose .grad is a view of their unit's buffer
         self._delivered = self._boundary_before = False  # whether this backward gave gradients; _boundary before it
         self._track: Track | None = None  # the pass under way
         self._frozen = [(name, p) for unit in self.units for name, p in unit.parameters() if not p.requires_grad]
@@ -198,7 +195,10 @@ class Engine:
         if self.schedule is not None:
             self.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
             self.schedule.step()
-        self._adopt_recorded_order()
+        order = self._recorder.adopt(self.agreement, self.order)
+        if order != self.order:
+            self.order = order
+            self._compile()
         return StepReport(self.steps, updated=True, lr=lr, norm=self.actions.grad_norm)
 
     @contextmanager
@@ -282,11 +282,11 @@ class Engine:
 
     def mean(self, value: float | Tensor) -> float:
         """The mean of a number over all ranks; a control message."""
-        return self._control([float(value)], dist.ReduceOp.SUM)[0] / self.world_size
+        return self.actions.control([float(value)], dist.ReduceOp.SUM)[0] / self.world_size
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """The largest of each number over all ranks; a control message."""
-        return self._control(list(values), dist.ReduceOp.MAX)
+        return self.actions.control(list(values), dist.ReduceOp.MAX)
 
     def close(self) -> None:
         """Takes the hooks off the model and leaves ``torch.distributed`` as it was found."""
@@ -306,7 +306,8 @@ class Engine:
         self.store.after_compute()
         self._track = self._tracks["forward"]
         self._track.restart()
-        self._hide_gradients()
+        for unit in self.units:
+            unit.hide_gradients()
         for unit in self.units:
             if unit.spec.root:
                 self._enter("F", unit)
@@ -323,8 +324,7 @@ class Engine:
 
     def enter_forward(self, unit: Unit) -> None:
         unit.running += 1
-        if unit.name not in self._seen:
-            self._seen.append(unit.name)
+        self._recorder.ran_forward(unit.name)
         if self._track is None and unit.life is Life.RESTING:
             raise UsageError(
                 f"{unit.name!r} ran outside of its model's forward: call the model itself, or wrap the call in "
@@ -348,14 +348,15 @@ class Engine:
             self._track.finish()
             self._release_detours()
         self._delivered, self._boundary_before = False, self._boundary
-        self._record_pass()
+        self._recorder.end_pass()
         self._boundary = self._synchronize and self._micro + 1 >= self.accumulate
         section = "quiet" if not self._synchronize else "last" if self._boundary else "backward"
         self.actions.meter.begin_backward(section)
         self.store.after_compute()
         self._track = self._tracks[section]
         self._track.restart()
-        self._hide_gradients()
+        for unit in self.units:
+            unit.hide_gradients()
         for unit in self.units:
             unit.seen.clear()
             if unit.spec.root:
@@ -373,7 +374,7 @@ class Engine:
         track = self._track
         if len(unit.seen) == unit.num_trainable and track is not None and not unit.spec.root:
             if not unit.split:
-                self._seen.insert(0, unit.name)
+                self._recorder.ran_backward(unit.name)
             if track.at("B", unit.name) or track.reach("B", unit.name):
                 track.follow(REDUCTIONS)
 
@@ -392,26 +393,8 @@ class Engine:
             unit.end_reduce(self.agreement.wait)
         self.store.forget_spares()
         for unit in self.units:
-            if unit.resting_buffer is not None and not self.layout.master.over:
-                self._show_gradients(unit)
-
-    def _hide_gradients(self) -> None:
-        """Before gradients come: what is shown is the buffer itself, and autograd would add into it by itself."""
-        for parameter in self._shown:
-            parameter.grad = None
-        self._shown.clear()
-
-    def _show_gradients(self, unit: Unit) -> None:
-        """Where every rank has all gradients, users find them where PyTorch puts them."""
-        buffer = unit.resting_buffer
-        assert buffer is not None
-        if unit.trainable[0].dtype != buffer.flats[0].dtype:
-            return
-        for segment, views, touched in zip(unit.trainable, buffer.views, buffer.touched, strict=True):
-            for parameter, view, was in zip(segment.parameters, views, touched, strict=True):
-                if was:
-                    parameter.grad = view
-                    self._shown.append(parameter)
+            if not self.layout.master.over:
+                unit.show_gradients()
 
     def _enter(self, verb: str, unit: Unit) -> None:
         """Moves to the unit's marker and makes sure that its values are there."""
@@ -440,7 +423,7 @@ class Engine:
 
     def _apply_step(self) -> None:
         assert self._update is not None
-        used, late = self._agree_on_use()
+        used, late = self.actions.agree_on_use()
         self._reduce_late(late)
         for unit in self.units:
             if unit.resting_buffer is not None and not unit.reduced:  # one rank: nothing reduced, so nothing completed
@@ -463,20 +446,6 @@ class Engine:
         self._micro, self._boundary = 0, False
         self.actions.meter.end_step()
 
-    def _agree_on_use(self) -> tuple[dict[str, list[list[bool]]], list[Unit]]:
-        """Which parameters any rank used in this step, and which units have late gradients on any rank."""
-        mine = [flag for unit in self.units for flags in unit.used for flag in flags]
-        mine += [unit.has_unsent for unit in self.units]
-        if self.world_size > 1:
-            bits = torch.tensor(mine, dtype=torch.uint8)
-            self.agreement.issue("the agreement on used parameters")
-            self.agreement.wait(dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.mesh.control, async_op=True))
-            self.actions.meter.control(bits.nbytes)
-            mine = [bool(bit) for bit in bits.tolist()]
-        flags = iter(mine)
-        used = {u.name: [list(itertools.islice(flags, len(row))) for row in u.used] for u in self.units}
-        return used, [unit for unit, late in zip(self.units, flags, strict=True) if late]
-
     def _reduce_late(self, late: list[Unit]) -> None:
         """[Note: late gradients]: one more reduction for these units, now and, from the next step on, at the end."""
         ops = {op for op in self.program.last if op.verb in REDUCTIONS}
@@ -486,7 +455,7 @@ class Engine:
                     self.actions.reduce(unit, op)
             unit.end_reduce(self.agreement.wait)
         names = {unit.name for unit in late} - self._late
-        if names and self._passes is None:
+        if names and not self._recorder.recording:
             self._late |= names
             self._compile()
 
@@ -498,32 +467,6 @@ class Engine:
                     f"{name!r} was frozen when the engine was made and has no optimizer state here: "
                     "set requires_grad before making the engine."
                 )
-
-    def _adopt_recorded_order(self) -> None:
-        """After the first step the order that was seen replaces the order of definition, on all ranks alike."""
-        if self._passes is None:
-            return
-        self._record_pass()
-        mine, self._passes = merge_orders(self._passes, []), None
-        said = self.agreement.exchange("order", "\n".join(mine))
-        orders = [text.split("\n") if text else [] for text in said]
-        merged = merge_orders(orders, self.order)
-        if merged != self.order:
-            self.order = merged
-            self._compile()
-
-    def _record_pass(self) -> None:
-        if self._passes is not None and self._seen and self._seen not in self._passes:
-            self._passes.append(self._seen)
-        self._seen = []
-
-    def _control(self, values: list[float], op: Any) -> list[float]:
-        if self.world_size == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64)
-        self.agreement.wait(dist.all_reduce(tensor, op, group=self.mesh.control, async_op=True))
-        self.actions.meter.control(tensor.nbytes)
-        return tensor.tolist()
 
 
 def _check_arguments(accumulate: Any, clip_norm: Any) -> None:

@@ -19,7 +19,7 @@ from shardfold.errors import CollectiveError, ConfigError, OrderError
 from shardfold.mesh import DataMesh
 from shardfold.program import MARKERS, Op
 
-__all__ = ["Agreement", "Track", "merge_orders"]
+__all__ = ["Agreement", "Recorder", "Track", "merge_orders"]
 
 SLICE = timedelta(seconds=1)
 
@@ -216,6 +216,41 @@ class Agreement:
             store.wait(keys, SLICE)
         except (RuntimeError, ValueError):  # the slice is over: DistStoreError is a RuntimeError
             return
+
+
+class Recorder:
+    """The orders in which units ran during the first step, and the one order that all ranks make of them."""
+
+    def __init__(self) -> None:
+        self._passes: list[list[str]] | None = []  # None once adopted
+        self._seen: list[str] = []  # of the pass under way
+
+    @property
+    def recording(self) -> bool:
+        return self._passes is not None
+
+    def ran_forward(self, unit: str) -> None:
+        if self._passes is not None and unit not in self._seen:
+            self._seen.append(unit)
+
+    def ran_backward(self, unit: str) -> None:
+        """For units that no forward tells of; backward runs them the other way round."""
+        if self._passes is not None:
+            self._seen.insert(0, unit)
+
+    def end_pass(self) -> None:
+        if self._passes is not None and self._seen and self._seen not in self._passes:
+            self._passes.append(self._seen)
+        self._seen = []
+
+    def adopt(self, agreement: Agreement, known: list[str]) -> list[str]:
+        """After the first step: the order that was seen, merged over all ranks. Later: ``known``."""
+        if self._passes is None:
+            return known
+        self.end_pass()
+        mine, self._passes = merge_orders(self._passes, []), None
+        said = agreement.exchange("order", "\n".join(mine))
+        return merge_orders([text.split("\n") if text else [] for text in said], known)
 
 
 def _contradiction(rank: int, what: str, sequence: int, others: str) -> str:

@@ -343,6 +343,7 @@ class Unit:
         self.summed = False  # grads already hold a sum over all axes, in a layout that needs two reductions for it
         self.seen: set[tuple[int, int]] = set()  # parameters whose gradient came in this backward
         self.used = [[False] * len(s.parameters) for s in self.trainable]
+        self._shown: list[nn.Parameter] = []  # parameters whose .grad is a view of the resting buffer
         self.num_trainable = sum(len(s.parameters) for s in self.trainable)
         self._store = store
 
@@ -419,6 +420,23 @@ class Unit:
     def end_reduce(self, waiter: Waiter) -> None:
         """The sums are in ``grads``; the buffers they came from are given back."""
         self._drain(self.reducing, waiter)
+
+    def show_gradients(self) -> None:
+        """Where a rank has all gradients, users find them where PyTorch puts them."""
+        buffer = self.resting_buffer
+        if buffer is None or any(segment.dtype != buffer.flats[0].dtype for segment in self.trainable):
+            return
+        for segment, views, touched in zip(self.trainable, buffer.views, buffer.touched, strict=True):
+            for parameter, view, was in zip(segment.parameters, views, touched, strict=True):
+                if was:
+                    parameter.grad = view
+                    self._shown.append(parameter)
+
+    def hide_gradients(self) -> None:
+        """Before gradients come: what is shown is the buffer itself, and autograd would add into it by itself."""
+        for parameter in self._shown:
+            parameter.grad = None
+        self._shown.clear()
 
     def forget_gradients(self) -> None:
         """As before the first backward of a step."""

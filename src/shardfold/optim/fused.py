@@ -94,7 +94,7 @@ class FusedShard:
         segment = self.segment
         master, grads, out = segment.master, segment.master_grads, segment.compute_range
         assert master is not None
-        count = torch.tensor(float(step), device=master.device)
+        count = torch.full((), float(step), device=master.device)  # a fill, where torch.tensor would stop the host
         if segment.master_is_rest:
             out = None
         block = block or (CUDA_BLOCK if master.is_cuda else CPU_BLOCK)
