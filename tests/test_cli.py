@@ -175,6 +175,19 @@ def command(folder: Path, *arguments: str) -> list[str]:
     ]
 
 
+def test_a_runs_own_config_repeats_it_bit_for_bit(tmp_path: Path):
+    """The same command twice, the second time from the first one's config.json: every loss is the same number."""
+    first = command(tmp_path, "--steps", "4")
+    again = [*first[: first.index("train") + 1], "--config", str(tmp_path / "run" / "config.json"), "--procs", "2"]
+    again += ["--out", str(tmp_path / "again")]
+    for each in (first, again):
+        result = subprocess.run(each, check=False, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "again"))
+    assert [step.loss for step in one] == [step.loss for step in two]
+    assert (tmp_path / "run" / "sample.txt").read_bytes() == (tmp_path / "again" / "sample.txt").read_bytes()
+
+
 @pytest.mark.parametrize("layout", ["zero3", "ddp"])
 def test_a_run_leaves_a_complete_folder(tmp_path: Path, layout: str):
     """Two ranks train; the folder and the last tables hold what they should, and predicted equals measured."""
@@ -186,7 +199,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path, layout: str):
     run = tmp_path / "run"
     names = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "summary.json"}
     assert {path.name for path in run.iterdir()} == names
-    assert json.loads((run / "config.json").read_text())["world_size"] == 2
+    assert json.loads((run / "config.json").read_text())["derived"]["world_size"] == 2
     steps = read_metrics(run / "metrics.jsonl")
     assert [each.step for each in steps] == [1, 2, 3, 4, 5, 6]
     assert [each.step for each in steps if each.held_out_bits_per_byte is not None] == [3]

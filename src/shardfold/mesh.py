@@ -6,6 +6,8 @@ without either just works: then there are no groups at all.
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -80,6 +82,8 @@ class DataMesh:
         self.store: Any = None
         self._groups: dict[Axes, Any] = {}
         self.control: Any = None
+        if self.owns_default_group:
+            atexit.register(self.close)
         if self.world > 1:
             # The default store is the only key-value store that every rank is known to share.
             default = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
@@ -123,7 +127,15 @@ class DataMesh:
         return prod(self.sizes[axis] for axis in axes)
 
     def close(self) -> None:
-        """Leaves ``torch.distributed`` as it was found."""
+        """Leaves ``torch.distributed`` as it was found.
+
+        A group that outlives the interpreter ends the process with SIGABRT now and then: a thread of Gloo's lets go of
+        a tensor when Python is no longer there to take it back. So no reference to a group may stay, and a mesh that
+        nobody closes is closed when the interpreter exits.
+        """
+        atexit.unregister(self.close)
+        self._groups.clear()
+        self.control = self.store = None
         if self.owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
             self.owns_default_group = False
@@ -146,5 +158,8 @@ def _start(device: torch.device, timeout: timedelta) -> bool:
         torch.cuda.set_device(device)
     shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > max(torch.cuda.device_count(), 1)
     backend = "nccl" if device.type == "cuda" and not shared else "gloo"  # NCCL refuses two ranks on one GPU
+    # The first torch.optim optimizer imports torch._dynamo, and what that import does keeps every group there is
+    # alive for good: destroy_process_group would not end its threads (see DataMesh.close). So it comes first.
+    importlib.import_module("torch._dynamo")
     dist.init_process_group(backend, timeout=timeout)
     return True

@@ -169,6 +169,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the config file {str(path)!r} is not valid {kind}: {error}.") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"the config file {str(path)!r} should hold names and values, not {settings!r}.")
+    settings.pop("derived", None)  # what a run's config.json says that it came to
     return settings
 
 

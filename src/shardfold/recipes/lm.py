@@ -256,15 +256,15 @@ def ranks(run: Run) -> str:
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """Return the settings with nothing left to derive."""
-    settings = run.config.model_dump(mode="json")
-    settings.update(
-        {name: getattr(run.shape, name) for name in ("d_model", "layers", "heads", "context", "d_ff")},
-        out=str(run.out),
-        world_size=run.engine.world_size,
-        device=str(run.engine.device),
-        warmup=run.config.warmup_steps(),
-    )
+    """Return the settings with nothing left to choose: a config file for the same run, and what it came to."""
+    settings = run.config.model_dump(mode="json", exclude={"out"}, exclude_none=True)
+    settings.update({name: getattr(run.shape, name) for name in ("d_model", "layers", "heads", "context")})
+    settings["warmup"] = run.config.warmup_steps()
+    settings["derived"] = {
+        "d_ff": run.shape.d_ff,
+        "world_size": run.engine.world_size,
+        "device": str(run.engine.device),
+    }
     return settings
 
 
