@@ -135,14 +135,17 @@ def step_time(context: int, rows: int, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["losses", "bytes", "time"])
-    what = parser.parse_args().what
+    parser.add_argument("--context", type=int, default=64, help="bytes of context, for `time`")
+    parser.add_argument("--rows", type=int, default=1, help="sequences per rank, for `time`")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds in which contenders alternate, for `time`")
+    given = parser.parse_args()
+    what = given.what
     if what == "losses":
         losses()
     elif what == "bytes":
         held_and_sent()
     else:
-        step_time(64, 1, 3)
-        step_time(256, 4, 3)
+        step_time(given.context, given.rows, given.rounds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,128 @@
+"""A freed parameter that answers: while its memory is given back, a parameter says so instead of crashing.
+
+Reading a tensor whose storage is gone is a segmentation fault, or worse, other memory. While only a shard is here the
+parameter's class is swapped: what needs no memory (shape, dtype, gradient hooks ...) answers, anything else raises one
+sentence that names the parameter. The object stays the same, so optimizers, ties and users' references hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardfold.errors import FreedParameterError
+
+__all__ = ["FreedParameter", "seal", "unseal"]
+
+_freed_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (name, class to give back)
+
+_METADATA: frozenset[Any] = (
+    frozenset(
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "requires_grad",
+            "grad",
+            "is_leaf",
+            "ndim",
+            "layout",
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_sparse",
+            "is_nested",
+            "is_quantized",
+            "itemsize",
+            "nbytes",
+            "grad_fn",
+            "names",
+            "_version",
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+            "grad_dtype",
+        )
+        if hasattr(Tensor, name)
+    )
+    | frozenset(
+        getattr(Tensor, name)
+        for name in (
+            "size",
+            "dim",
+            "numel",
+            "nelement",
+            "stride",
+            "element_size",
+            "is_floating_point",
+            "is_complex",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "requires_grad_",
+            "__len__",
+            "ndimension",
+            "is_contiguous",
+            "get_device",
+            "has_names",
+        )
+        if hasattr(Tensor, name)
+    )
+    | {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
+)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class FreedParameter(nn.Parameter):
+    """The class of a parameter while its memory is given back: metadata answers, anything else raises a sentence.
+
+    Reading such memory would be a segmentation fault. Swapping the class keeps the very object, so optimizers, tied
+    modules and users' references stay valid.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        _refuse(getattr(func, "__qualname__", None) or str(func), args, kwargs)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        _refuse("pickling", (self,), None)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        _refuse("copy.deepcopy", (self,), None)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Parameter {_freed_names[self][0]!r} of shape {tuple(self.shape)} (only this rank's shard is in memory)"
+
+
+def _refuse(what: str, args: Any, kwargs: Any) -> None:
+    def walk(values: Any) -> Iterator[Any]:
+        for value in values:
+            if isinstance(value, FreedParameter):
+                yield value
+            elif isinstance(value, (list, tuple)):
+                yield from walk(value)
+
+    freed = next(walk([*args, *(kwargs or {}).values()]), None)
+    name = _freed_names[freed][0] if freed is not None and freed in _freed_names else "a parameter"
+    raise FreedParameterError(
+        f"{what} touched {name!r} while only this rank's shard of it is in memory: "
+        f"outside of a forward wrap the access in `with engine.gathered({name!r}):`; inside of one let the module that "
+        "owns it run its own forward, or choose units= so that one unit contains both."
+    )
+
+
+def seal(parameter: nn.Parameter, name: str) -> None:
+    """From now on the parameter only answers what needs no memory."""
+    _freed_names[parameter] = (name, type(parameter))
+    parameter.__class__ = FreedParameter
+
+
+def unseal(parameter: nn.Parameter) -> None:
+    """Back to the class it had."""
+    if isinstance(parameter, FreedParameter):
+        parameter.__class__ = _freed_names[parameter][1]
