@@ -27,7 +27,7 @@ class DeviceStore:
     def __init__(self, device: torch.device, *, debug: bool = False) -> None:
         self.device = device
         self.debug = debug
-        self._spare: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
@@ -51,17 +51,18 @@ class DeviceStore:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat for a short while, whose memory is really gone when it is; ``(numel,)``."""
-        spare = self._spare.pop((numel, dtype), None)
-        if spare is not None:
-            return spare
+        if spares := self._spare.get((numel, dtype)):
+            return spares.pop()
         with exact() if self._side is None else nullcontext():
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     def recycle(self, flat: Tensor) -> None:
-        """``flat`` from :meth:`empty` is no longer needed: one of each kind waits for the next taker, because fresh
-        pages cost more than what is written to them. CUDA's allocator does this by itself."""
-        if self._side is None:
-            self._spare[(flat.numel(), flat.dtype)] = flat
+        """``flat`` from :meth:`empty` is no longer needed: two of each kind (a unit's gradients and what arrives for
+        them) wait for the next taker, because fresh pages cost more than what is written to them, and because Gloo
+        keeps the buffers of its last collective alive anyway. CUDA's allocator does this by itself."""
+        spares = self._spare.setdefault((flat.numel(), flat.dtype), [])
+        if self._side is None and len(spares) < 2:
+            spares.append(flat)
 
     def forget_spares(self) -> None:
         """At the end of a pass: what waits for a taker is given back."""
