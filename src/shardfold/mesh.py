@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from shardfold.errors import LayoutError, UsageError, did_you_mean
 from shardfold.layout import DATA_AXES, Axes
-from shardfold.shards import shard_index
 
 __all__ = ["DataMesh", "pick_device", "resolve_sizes"]
 
@@ -118,10 +117,6 @@ class DataMesh:
     def group(self, axes: Axes) -> Any:
         """The process group of the ranks that differ from this one on ``axes`` only, in row-major order."""
         return self._groups[tuple(axis for axis in axes if self.sizes[axis] > 1)]
-
-    def index(self, axes: Iterable[str]) -> int:
-        """This rank's number within :meth:`group`."""
-        return shard_index(tuple(axes), self.sizes, self.coords)
 
     def parts(self, axes: Iterable[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)

@@ -5,7 +5,7 @@ storage, and saved activations find the refilled values (FSDP2 does the same wit
 
 On CUDA all gathered memory is allocated on one side stream, so that the caching allocator reuses a block only in that
 stream's order. ``take_back`` makes the side stream wait for the computation that last read the flat; ``give`` and the
-collective that fills it run on the side stream; ``use`` makes the computation wait for them. The host never waits.
+collective that fills it run on the side stream; waiting for that collective makes the computation wait, never the host.
 """
 
 from __future__ import annotations
@@ -43,11 +43,6 @@ class DeviceStore:
         """The side stream waits for everything computed so far."""
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream(self.device))
-
-    def use(self) -> None:
-        """The computation waits for everything queued on the side stream so far."""
-        if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat for a short while, whose memory is really gone when it is; ``(numel,)``."""
