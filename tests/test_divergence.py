@@ -107,4 +107,4 @@ def _contradict() -> str:
 
 def test_contradicting_orders_raise_on_every_rank_with_the_names(ranks: Ranks) -> None:
     for said in ranks.run(_contradict, world_size=2, timeout=60):
-        assert "rank 1 asked for the forward of 'experts.0'" in said and "rank 0" in said
+        assert "rank 1 asks for the forward of 'experts.0'" in said and "rank 0" in said

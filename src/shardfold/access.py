@@ -28,6 +28,10 @@ __all__ = ["gathered_units", "load_state", "memory_report", "state_dict"]
 def gathered_units(engine: Engine, names: tuple[str, ...], *, write: bool) -> Iterator[Any]:
     """See :meth:`Engine.gathered`."""
     units, values = _find(engine, names)
+    if engine.hold_in_pass(units):
+        yield values[names[0]] if len(names) == 1 else values
+        return
+    engine._meet(f"gathered({', '.join(names)})" + " for writing" * write)
     for unit in units:
         _pin(engine, unit)
     try:
@@ -64,7 +68,7 @@ def _pin(engine: Engine, unit: Unit) -> None:
         with torch.no_grad():
             for segment in unit.segments:
                 segment.fill_own_range()
-                engine.agreement.issue(f"{op} for gathered() on rank {engine.rank}")
+                engine.agreement.issue(f"{op} for gathered()")
                 unit.filling.append(engine.actions.wire.all_gather(segment.flat, engine.mesh.group(op.axes)))
                 engine.actions.meter.count(op, segment.flat, asked=True)
         unit.end_gather(engine.agreement.wait)
@@ -76,7 +80,10 @@ def _write_back(engine: Engine, unit: Unit) -> None:
     with torch.no_grad():
         for segment in unit.segments:
             if engine.world_size > 1:
-                engine.agreement.wait(dist.broadcast(segment.flat, src=0, async_op=True))
+                engine.agreement.issue(f"the values of {unit.name!r} written in gathered()")
+                engine.agreement.wait(
+                    dist.broadcast(segment.flat, group_src=0, group=engine.mesh.everyone, async_op=True)
+                )
             segment.write_back()
     torch.autograd.graph.increment_version([parameter for _, parameter in unit.parameters()])
 
@@ -116,7 +123,7 @@ def _whole_master(engine: Engine, unit: Unit, segment: Segment) -> Tensor:
     whole = torch.empty(segment.spec.length, dtype=source.dtype, device=source.device)
     whole[start:stop].copy_(source)
     op = Op("ALL_GATHER", unit.name, over)
-    engine.agreement.issue(f"{op} for state_dict() on rank {engine.rank}")
+    engine.agreement.issue(f"{op} for state_dict()")
     pending: Pending = engine.actions.wire.all_gather(whole, engine.mesh.group(over))
     engine.actions.meter.count(op, whole, asked=True)
     pending.wait(engine.agreement.wait)

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfold.agreement import Agreement
 from shardfold.errors import ConfigError
 from shardfold.layout import DATA_AXES, Layout, Precision, Tier
 from shardfold.mesh import DataMesh
 from shardfold.meter import Meter
 from shardfold.numerics import clip_coefficient, square_sum
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.order import Agreement
 from shardfold.passes import Schedule
 from shardfold.program import MARKERS, Op
 from shardfold.stores.device import DeviceStore
@@ -141,6 +141,12 @@ class Actions:
         elif unit.life is Life.GATHERED and unit.split:
             unit.release()
 
+    def release_detours(self) -> None:
+        """At the end of a pass: what was kept longer than the program thought is given back."""
+        for name in sorted(self.detours):
+            self.free(self.units[name])
+        self.detours.clear()
+
     def accept(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
         """Takes a gradient. While another unit's are on their way it stays as autograd made it, so that no more than
         two units' gradients are in memory."""
@@ -208,7 +214,7 @@ class Actions:
         self, op: Op, flat: Tensor, pending: list[Pending], *, out: Tensor | None = None, add: bool = False
     ) -> None:
         """Hands one flat to the wire and counts what this rank sends."""
-        self.agreement.issue(f"{op} on rank {self.mesh.rank}")
+        self.agreement.issue(op)
         group = self.mesh.group(op.axes)
         if op.verb != "ALL_GATHER":
             self.store.after_compute()
@@ -227,7 +233,8 @@ class Actions:
         total = square_sum(flats, self.store.device)
         axes = self.layout.master.over
         if axes:
-            dist.all_reduce(total, group=self.mesh.group(axes))
+            self.agreement.issue("the sum of norms")
+            self.agreement.wait(dist.all_reduce(total, group=self.mesh.group(axes), async_op=True))
             self.meter.control(total.nbytes)
         self.grad_norm = total.sqrt()
         assert self.clip_norm is not None
@@ -253,7 +260,8 @@ class Actions:
         if self.mesh.world > 1:
             bits = torch.tensor(mine, dtype=torch.uint8)
             self.agreement.issue("the agreement on used parameters")
-            self.agreement.wait(dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.mesh.control, async_op=True))
+            work = dist.all_reduce(bits, dist.ReduceOp.MAX, group=self.mesh.control, async_op=True)
+            self.agreement.wait(work, control=True)
             self.meter.control(bits.nbytes)
             mine = [bool(bit) for bit in bits.tolist()]
         flags = iter(mine)
@@ -265,7 +273,9 @@ class Actions:
         if self.mesh.world == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
-        self.agreement.wait(dist.all_reduce(tensor, op, group=self.mesh.control, async_op=True))
+        self.agreement.issue("a control message")
+        work = dist.all_reduce(tensor, op, group=self.mesh.control, async_op=True)
+        self.agreement.wait(work, control=True)
         self.meter.control(tensor.nbytes)
         return tensor.tolist()
 

@@ -1,18 +1,14 @@
 """HOW: the interpreter. Events come in, operations go out, a handler per verb acts.
 
-    layout + units --lower--> program --apply(schedule)--> tracks --events move them--> handlers
+    layout + units --lower--> program --apply(schedule)--> runs --events move them--> handlers
 
 The engine holds no knowledge of stages: what is gathered, reduced or freed, over which axes and when, is in the
-program. What is here is the life of a step:
+program. What is here is what users call, and the life of a step:
 
-    forward     each unit is full before its F marker and given back behind it
+    forward     each unit is full before its F marker and given back behind it              (``runner``)
     backward    gradients are scaled by 1 / (ranks * accumulate) as they arrive and written into their slot; a unit
-                whose gradients are all there is reduced; at END the rest is
+                whose gradients are all there is reduced; at END the rest is                  (``runner``)
     step        ranks agree which parameters any of them used; norm; update; gather
-
-``[Note: late gradients]`` A gradient may arrive after its unit was reduced: another rank took another branch, or a
-second backward follows. It waits in the unit's incoming buffer; at the step all ranks agree (in the same small
-reduction that agrees on used parameters) to reduce such units once more. Sums are linear, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -20,16 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold import cost, passes, presets, program
+from shardfold import cost, presets
 from shardfold.access import gathered_units, load_state, memory_report, state_dict
 from shardfold.actions import Actions, check_supported
+from shardfold.agreement import Agreement
 from shardfold.cut import cut
 from shardfold.errors import ConfigError, UsageError
 from shardfold.explain import explain
@@ -38,10 +34,10 @@ from shardfold.layout import Layout, Precision
 from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
 from shardfold.optim.sharded import ShardedOptimizer, build, group_numbers
-from shardfold.order import Agreement, Recorder, Track
 from shardfold.passes import Schedule
-from shardfold.program import REDUCTIONS, Op
+from shardfold.program import Program
 from shardfold.report import MemoryReport, StepReport, TrafficReport
+from shardfold.runner import Runner
 from shardfold.stores.device import DeviceStore
 from shardfold.unit import TORCH_DTYPES, Life, Unit
 
@@ -117,7 +113,7 @@ class Engine:
         )
         if values is not None:
             values.load_buffers(model)
-        move_buffers(model, self.device, self.world_size)
+        move_buffers(model, self.device, self.mesh)
         self.units = make_units(model, cuts, self.layout, self.mesh, self.store, values, seed)
         self._by_name = {unit.name: unit for unit in self.units}
         self._update: ShardedOptimizer | None = None
@@ -129,31 +125,28 @@ class Engine:
             scale=1.0 / (self.world_size * accumulate), timing=self.timing,
         )  # fmt: skip
         self.schedule = schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
-        self.order = [unit.name for unit in self.units]
-        self._late: set[str] = set()
-        self._recorder = Recorder()
-        self._compile()
+        self._runner = Runner(
+            model, self.layout, self.mesh, self.units, self.actions, self.agreement, self.store, self.timing,
+            accumulate, clip=clip_norm is not None,
+        )  # fmt: skip
         narrow = TORCH_DTYPES[self.precision.compute] if self.precision.compute in ("bf16", "fp16") else None
-        self._hooks = Hooks(model, self.units, self, cast=narrow)
+        self._hooks = Hooks(model, self.units, self._runner, cast=narrow)
+        self._runner.forget = self._hooks.forget
         self.steps = 0
-        self._micro = 0
-        self._boundary = False
-        self._synchronize = True
-        self._grad_forward = True
-        self._delivered = self._boundary_before = False  # whether this backward gave gradients; _boundary before it
-        self._track: Track | None = None  # the pass under way
         self._frozen = [(name, p) for unit in self.units for name, p in unit.parameters() if not p.requires_grad]
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
                 unit.release()
 
-    def _compile(self) -> None:
-        """Lowers the layout for the present order of units and binds every operation to its handler."""
-        specs = [self._by_name[name].spec for name in self.order]
-        lowered = program.lower(self.layout, specs, self.mesh.sizes, clip=self.clip_norm is not None)
-        self.program = passes.apply(lowered, self.timing, frozenset(self._late))
-        sections = {name: self.program.section(name) for name in (*program.SECTIONS, "quiet")}
-        self._tracks = {name: Track(name, ops, partial(self.actions.bind, name)) for name, ops in sections.items()}
+    @property
+    def program(self) -> Program:
+        """What runs, by section; the order of units is the recorded one."""
+        return self._runner.program
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the units as their forward in training runs them; definition order until that is known."""
+        return self._runner.forward_order()
 
     # -- the user's side
 
@@ -182,59 +175,44 @@ class Engine:
         """
         if self.optimizer is None or self._update is None:
             raise UsageError("engine.step() needs an optimizer: pass optimizer= to the Engine.")
-        if self._micro == 0:
+        runner = self._runner
+        runner.settle()
+        if runner.micro == 0:
             raise UsageError(
                 "engine.step() was called with no backward since the last step: call engine.backward(loss)."
             )
-        if not self._boundary:
+        if not runner.boundary:
             return StepReport(self.steps, updated=False)
         self._check_frozen()
         lr = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else None
+        runner.meet("the optimizer step")
         self._apply_step()
         self.steps += 1
         if self.schedule is not None:
             self.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
             self.schedule.step()
-        order = self._recorder.adopt(self.agreement, self.order)
-        if order != self.order:
-            self.order = order
-            self._compile()
         return StepReport(self.steps, updated=True, lr=lr, norm=self.actions.grad_norm)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside send nothing; gradients wait, whole, for the next backward outside."""
-        before, self._synchronize = self._synchronize, False
+        before, self._runner.synchronize = self._runner.synchronize, False
         try:
             yield
         finally:
-            self._synchronize = before
+            self._runner.synchronize = before
 
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
-        self._micro, self._boundary = 0, False
-        for unit in self.units:
-            unit.end_reduce(self.agreement.wait)
-            unit.forget_gradients()
-            for segment in unit.trainable:
-                for parameter in segment.parameters:
-                    parameter.grad = None
+        self._runner.settle()
+        self._runner.zero_grad()
 
     def reset(self) -> None:
         """Back to a clean state after an exception in forward or backward; gradients since the last step are lost.
 
-        Every rank must call it. A forward that follows an interrupted one calls it by itself.
+        Every rank must call it, or do what calls it by itself: the next forward, step or :meth:`gathered`.
         """
-        self._track = None
-        self._hooks.forget_backward()
-        self.actions.detours.clear()
-        for unit in self.units:
-            unit.running = 0
-            if unit.life is Life.GATHERING:
-                unit.end_gather(self.agreement.wait)
-            if unit.split and unit.life is Life.GATHERED and not unit.pins:
-                unit.release()
-        self.zero_grad()
+        self._runner.reset()
 
     @contextmanager
     def gathered(self, *names: str, write: bool = False) -> Iterator[Any]:
@@ -252,6 +230,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters (in the master's precision) and persistent buffers, on the CPU of every rank."""
+        self._meet("a state dict")
         return state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -282,154 +261,40 @@ class Engine:
 
     def mean(self, value: float | Tensor) -> float:
         """The mean of a number over all ranks; a control message."""
+        self._meet("a mean over ranks")
         return self.actions.control([float(value)], dist.ReduceOp.SUM)[0] / self.world_size
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """The largest of each number over all ranks; a control message."""
+        self._meet("the largest of numbers over ranks")
         return self.actions.control(list(values), dist.ReduceOp.MAX)
 
     def close(self) -> None:
         """Takes the hooks off the model and leaves ``torch.distributed`` as it was found."""
         self._hooks.remove()
+        self.agreement.close()
         self.mesh.close()
 
-    # -- forward events
+    def hold_in_pass(self, units: Sequence[Unit]) -> bool:
+        """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
+        return self._runner.hold(units)
 
-    def begin_forward(self) -> None:
-        if self._track is not None:
-            self.reset()
-        self.actions.meter.begin_forward()
-        self._grad_forward = torch.is_grad_enabled()
-        # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
-        # The same for a checkpoint around the whole model, which leaves only the training mode to tell.
-        self.actions.backward_follows = self._grad_forward or self.module.training
-        self.store.after_compute()
-        self._track = self._tracks["forward"]
-        self._track.restart()
-        for unit in self.units:
-            unit.hide_gradients()
-        for unit in self.units:
-            if unit.spec.root:
-                self._enter("F", unit)
-
-    def end_forward(self) -> None:
-        if self._track is not None:
-            self._track.reach("END")
-            self._track.finish()
-            self._release_detours()
-        self._track = None
-        if not self._grad_forward:  # nothing will need what a layout keeps for backward
-            for unit in self.units:
-                self.actions.free(unit)
-
-    def enter_forward(self, unit: Unit) -> None:
-        unit.running += 1
-        self._recorder.ran_forward(unit.name)
-        if self._track is None and unit.life is Life.RESTING:
-            raise UsageError(
-                f"{unit.name!r} ran outside of its model's forward: call the model itself, or wrap the call in "
-                "`with engine.gathered():`."
-            )
-        self._enter("F", unit)
-
-    def leave_forward(self, unit: Unit) -> None:
-        unit.running -= 1
-        track = self._track
-        if track is not None and track.at("F", unit.name):
-            track.follow()
-        elif unit.name in self.actions.detours and not unit.running:
-            self.actions.detours.discard(unit.name)
-            self.actions.free(unit)
-
-    # -- backward events
-
-    def begin_backward(self) -> None:
-        if self._track is not None:  # a forward was interrupted, or backward runs inside of it
-            self._track.finish()
-            self._release_detours()
-        self._delivered, self._boundary_before = False, self._boundary
-        self._recorder.end_pass()
-        self._boundary = self._synchronize and self._micro + 1 >= self.accumulate
-        section = "quiet" if not self._synchronize else "last" if self._boundary else "backward"
-        self.actions.meter.begin_backward(section)
-        self.store.after_compute()
-        self._track = self._tracks[section]
-        self._track.restart()
-        for unit in self.units:
-            unit.hide_gradients()
-        for unit in self.units:
-            unit.seen.clear()
-            if unit.spec.root:
-                self._enter("B", unit)
-
-    def enter_backward(self, unit: Unit) -> None:
-        self._enter("B", unit)
-
-    def gradient(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
-        self._delivered = True
-        with torch.no_grad():
-            dense = grad.to_dense() if grad.is_sparse else grad
-            self.actions.accept(unit, segment, slot, dense)
-        unit.seen.add((segment, slot))
-        track = self._track
-        if len(unit.seen) == unit.num_trainable and track is not None and not unit.spec.root:
-            if not unit.split:
-                self._recorder.ran_backward(unit.name)
-            if track.at("B", unit.name) or track.reach("B", unit.name):
-                track.follow(REDUCTIONS)
-
-    def end_backward(self) -> None:
-        track = self._track
-        if track is not None:
-            track.reach("END")
-            track.finish()
-            self._release_detours()
-        self._track = None
-        if self._delivered:
-            self._micro += 1
-        else:  # torch.autograd.grad: no parameter's gradient was asked for, so this was no micro-batch
-            self._boundary = self._boundary_before
-        for unit in self.units:
-            unit.end_reduce(self.agreement.wait)
-        self.store.forget_spares()
-        for unit in self.units:
-            if not self.layout.master.over:
-                unit.show_gradients()
-
-    def _enter(self, verb: str, unit: Unit) -> None:
-        """Moves to the unit's marker and makes sure that its values are there."""
-        track = self._track
-        if track is not None:
-            track.reach(verb, unit.name)
-            if unit.life is Life.RESTING:
-                self._detour(verb, unit)
-        if unit.life is Life.GATHERING:
-            self.actions.finish_gather(unit)
-
-    def _detour(self, verb: str, unit: Unit) -> None:
-        """A unit is needed that the program has already given back in this pass."""
-        track = self._track
-        assert track is not None
-        self.agreement.deviate(f"the {'forward' if verb == 'F' else 'backward'} of {unit.name!r}")
-        self.actions.gather(unit, Op("ALL_GATHER", unit.name, self.layout.rest.over), held=False)
-        self.actions.detours.add(unit.name)
-
-    def _release_detours(self) -> None:
-        for name in sorted(self.actions.detours):
-            self.actions.free(self._by_name[name])
-        self.actions.detours.clear()
+    def _meet(self, what: str) -> None:
+        """All ranks are about to do ``what``, or all raise."""
+        self._runner.settle()
+        self._runner.meet(what)
 
     # -- the step
 
     def _apply_step(self) -> None:
         assert self._update is not None
         used, late = self.actions.agree_on_use()
-        self._reduce_late(late)
+        self._runner.reduce_late(late)
         for unit in self.units:
             if unit.resting_buffer is not None and not unit.reduced:  # one rank: nothing reduced, so nothing completed
                 unit.resting_buffer.complete()
         self.actions.grad_norm = self.actions.coefficient = None
-        track = self._tracks["step"]
+        track = self._runner.tracks["step"]
         track.restart()
         while track.position < len(track.ops) and track.ops[track.position].verb == "NORM":
             track.follow(("NORM",))
@@ -443,21 +308,7 @@ class Engine:
             unit._drain(unit.filling, self.agreement.wait)
             unit.forget_gradients()
             torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
-        self._micro, self._boundary = 0, False
-        self.actions.meter.end_step()
-
-    def _reduce_late(self, late: list[Unit]) -> None:
-        """[Note: late gradients]: one more reduction for these units, now and, from the next step on, at the end."""
-        ops = {op for op in self.program.last if op.verb in REDUCTIONS}
-        for unit in late:
-            for op in sorted(ops, key=lambda op: REDUCTIONS.index(op.verb)):
-                if op.unit == unit.name:
-                    self.actions.reduce(unit, op)
-            unit.end_reduce(self.agreement.wait)
-        names = {unit.name for unit in late} - self._late
-        if names and not self._recorder.recording:
-            self._late |= names
-            self._compile()
+        self._runner.end_step()
 
     def _check_frozen(self) -> None:
         """States exist for what was trainable when the engine was made."""

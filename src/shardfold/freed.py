@@ -18,7 +18,7 @@ from shardfold.errors import FreedParameterError
 
 __all__ = ["FreedParameter", "seal", "unseal"]
 
-_freed_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (name, class to give back)
+_freed_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (name, class to give back, gather)
 
 _METADATA: frozenset[Any] = (
     frozenset(
@@ -87,6 +87,9 @@ class FreedParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        freed = list(_freed_in([*args, *(kwargs or {}).values()]))
+        if freed and all(_freed_names[parameter][2]() for parameter in freed):
+            return func(*args, **(kwargs or {}))  # they were gathered: they are ordinary parameters now
         _refuse(getattr(func, "__qualname__", None) or str(func), args, kwargs)
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -99,26 +102,32 @@ class FreedParameter(nn.Parameter):
         return f"Parameter {_freed_names[self][0]!r} of shape {tuple(self.shape)} (only this rank's shard is in memory)"
 
 
-def _refuse(what: str, args: Any, kwargs: Any) -> None:
-    def walk(values: Any) -> Iterator[Any]:
-        for value in values:
-            if isinstance(value, FreedParameter):
-                yield value
-            elif isinstance(value, (list, tuple)):
-                yield from walk(value)
+def _freed_in(values: Any) -> Iterator[FreedParameter]:
+    for value in values:
+        if isinstance(value, FreedParameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _freed_in(value)
 
-    freed = next(walk([*args, *(kwargs or {}).values()]), None)
+
+def _refuse(what: str, args: Any, kwargs: Any) -> None:
+    freed = next(_freed_in([*args, *(kwargs or {}).values()]), None)
     name = _freed_names[freed][0] if freed is not None and freed in _freed_names else "a parameter"
     raise FreedParameterError(
         f"{what} touched {name!r} while only this rank's shard of it is in memory: "
-        f"outside of a forward wrap the access in `with engine.gathered({name!r}):`; inside of one let the module that "
-        "owns it run its own forward, or choose units= so that one unit contains both."
+        f"wrap the access in `with engine.gathered({name!r}):`, which all ranks enter."
     )
 
 
-def seal(parameter: nn.Parameter, name: str) -> None:
-    """From now on the parameter only answers what needs no memory."""
-    _freed_names[parameter] = (name, type(parameter))
+def seal(parameter: nn.Parameter, name: str, gather: Callable[[], bool]) -> None:
+    """From now on the parameter only answers what needs no memory.
+
+    Args:
+        parameter: whose memory is given back.
+        name: for messages.
+        gather: called when it is touched; True if its memory is there again.
+    """
+    _freed_names[parameter] = (name, type(parameter), gather)
     parameter.__class__ = FreedParameter
 
 

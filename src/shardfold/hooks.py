@@ -3,7 +3,7 @@
 Hooks do nothing but deliver: which unit is about to run forward, which is about to run backward, which parameter has
 its gradient, when a pass begins and ends. What follows from an event is the engine's business.
 
-    forward  of the model            begin_forward                          end_forward
+    forward  of the model            begin_forward        end_forward (interrupt, if an exception leaves it)
     forward  of a unit's module        enter_forward(unit)    leave_forward(unit)
     backward of the model            begin_backward  (gradient of an output of the model, or of any unit, arrives)
     backward of a unit's module        enter_backward(unit)  (gradient of one of its outputs arrives)
@@ -14,6 +14,7 @@ its gradient, when a pass begins and ends. What follows from an event is the eng
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -31,9 +32,10 @@ class Listener(Protocol):
 
     def begin_forward(self) -> None: ...
     def end_forward(self) -> None: ...
+    def interrupt(self) -> None: ...
     def enter_forward(self, unit: Unit) -> None: ...
-    def leave_forward(self, unit: Unit) -> None: ...
-    def begin_backward(self) -> None: ...
+    def leave_forward(self, unit: Unit, *, interrupted: bool = False) -> None: ...
+    def begin_backward(self, *, create_graph: bool = False) -> None: ...
     def enter_backward(self, unit: Unit) -> None: ...
     def gradient(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None: ...
     def end_backward(self) -> None: ...
@@ -90,10 +92,13 @@ class Hooks:
         self._listener = listener
         self._handles: list[RemovableHandle] = []
         self._queued = False
-        units = list(units)
         self._cast = cast
+        self._inside: list[
+            tuple[Any, BaseException | None]
+        ] = []  # forwards under way, and what was handled as they began
+        units = list(units)
         self._add(model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True))
-        self._add(model.register_forward_hook(self._after_model))
+        self._add(model.register_forward_hook(self._after_model, always_call=True))
         for unit in units:
             if unit.split and not unit.spec.root:
                 for module in unit.modules:
@@ -109,9 +114,10 @@ class Hooks:
             handle.remove()
         self._handles.clear()
 
-    def forget_backward(self) -> None:
-        """After an exception in backward its final callback will not come."""
+    def forget(self) -> None:
+        """After an exception: what was under way is no longer, and the final callback of a backward will not come."""
         self._queued = False
+        self._inside.clear()
 
     def _add(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)
@@ -123,15 +129,25 @@ class Hooks:
             self._ensure_backward()
             return None
         self._listener.begin_forward()
+        self._inside.append((module, sys.exc_info()[1]))
         if self._cast is None:
             return None
         return _cast_floats(args, self._cast), _cast_floats(kwargs, self._cast)
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward():
+        if in_backward() or (left := self._leave(module)) is None:
+            return
+        if not left:
+            self._listener.interrupt()
             return
         self._watch(output, self._model_backward)
         self._listener.end_forward()
+
+    def _leave(self, module: nn.Module) -> bool | None:
+        """Whether a forward ended well, or with an exception; None if it never began (its own begin raised)."""
+        if not self._inside or self._inside[-1][0] is not module:
+            return None
+        return sys.exc_info()[1] is self._inside.pop()[1]
 
     def _before_unit(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         listener = self._listener
@@ -142,6 +158,7 @@ class Hooks:
                 listener.enter_backward(unit)
             else:
                 listener.enter_forward(unit)
+                self._inside.append((module, sys.exc_info()[1]))
 
         return hook
 
@@ -149,10 +166,16 @@ class Hooks:
         listener = self._listener
 
         def backward(grad: Tensor) -> None:
-            self._ensure_backward()
+            self._ensure_backward(create_graph=torch.is_grad_enabled())
             listener.enter_backward(unit)
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not in_backward():
+                if (left := self._leave(module)) is None:
+                    return
+                if not left:  # an exception leaves the unit; the model may catch it
+                    listener.leave_forward(unit, interrupted=True)
+                    return
             # What a unit only passes through is not its own: its gradient says nothing about this unit's backward.
             inputs = {id(tensor) for tensor in tensors_in((args, kwargs))}
             self._watch([tensor for tensor in tensors_in(output) if id(tensor) not in inputs], backward)
@@ -171,15 +194,16 @@ class Hooks:
                     tensor.register_hook(hook)
 
     def _model_backward(self, grad: Tensor) -> None:
-        self._ensure_backward()
+        self._ensure_backward(create_graph=torch.is_grad_enabled())
 
-    def _ensure_backward(self) -> None:
+    def _ensure_backward(self, *, create_graph: bool = False) -> None:
         """The first event of a backward announces it and asks autograd to call back when all of it is done."""
         if not self._queued:
-            self._queued = True
             engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
             engine.queue_callback(self._done)
-            self._listener.begin_backward()
+            self._queued = True
+            self._listener.begin_backward(create_graph=create_graph)
+            self._queued = True  # what begins may have forgotten an interrupted one
 
     def _done(self) -> None:
         self._queued = False

@@ -75,7 +75,7 @@ def make_units(
             _initialize(unit, model, empty, weights, seed)
         if mesh.world > 1:
             for segment in segments:  # as DDP does: rank 0's values are everyone's
-                dist.broadcast(segment.flat, src=0)
+                dist.broadcast(segment.flat, group_src=0, group=mesh.everyone)
         for segment in segments:
             segment.bind(layout, mesh.sizes, mesh.coords)
         if unit.trainable and not layout.grads.over:
@@ -87,19 +87,19 @@ def make_units(
     return units
 
 
-def move_buffers(model: nn.Module, device: torch.device, world: int) -> None:
+def move_buffers(model: nn.Module, device: torch.device, mesh: DataMesh) -> None:
     """Moves buffers to the device and gives every rank rank 0's values, as DDP does."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
-    if world > 1:
+    if mesh.world > 1:
         for buffer in model.buffers():
             # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
             values = buffer.detach().clone(memory_format=torch.contiguous_format)
             if values.numel():
-                dist.broadcast(values.reshape(-1).view(torch.uint8), src=0)
-                if dist.get_rank() and not torch.equal(values, buffer):
+                dist.broadcast(values.reshape(-1).view(torch.uint8), group_src=0, group=mesh.everyone)
+                if mesh.rank and not torch.equal(values, buffer):
                     buffer.copy_(values)
 
 

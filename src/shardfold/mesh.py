@@ -67,7 +67,10 @@ class DataMesh:
     Attributes:
         sizes: ``{"inter": n, "intra": m}``, ``inter`` is the slow link.
         coords: this rank's coordinate on each axis; rank = inter * m + intra.
+        name: of this mesh among those of the process, equal on all ranks.
         store: a key-value store shared by all ranks, private to this mesh; None for one rank.
+        default_store: the one of the process's default group.
+        control: a Gloo group of all ranks for small facts that the host needs.
     """
 
     def __init__(self, sizes: Mapping[str, int] | None, device: torch.device, timeout: timedelta) -> None:
@@ -78,8 +81,11 @@ class DataMesh:
         local = os.environ.get("LOCAL_WORLD_SIZE")
         self.sizes = resolve_sizes(self.world, sizes, int(local) if local else None)
         self.coords = {"inter": self.rank // self.sizes["intra"], "intra": self.rank % self.sizes["intra"]}
+        self.name = ""
         self.store: Any = None
+        self.default_store: Any = None
         self._groups: dict[Axes, Any] = {}
+        self._made: list[Any] = []  # groups that are this mesh's own
         self.control: Any = None
         if self.owns_default_group:
             atexit.register(self.close)
@@ -87,25 +93,32 @@ class DataMesh:
             # The default store is the only key-value store that every rank is known to share.
             default = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
             # Counted in the store, not in the process: a process may have been in other groups before.
-            number = default.add(f"shardfold/engines/{self.rank}", 1)
-            self.store = dist.distributed_c10d.PrefixStore(f"shardfold/{number}", default)
+            self.name = str(default.add(f"shardfold/engines/{self.rank}", 1))
+            self.default_store = default
+            self.store = dist.distributed_c10d.PrefixStore(f"shardfold/{self.name}", default)
             self._make_groups(timeout)
 
     def _make_groups(self, timeout: timedelta) -> None:
         inter, intra = self.sizes["inter"], self.sizes["intra"]
-        world: Any = dist.group.WORLD
+        # What the host needs to know travels on the CPU: no device synchronization. It never shares a Gloo group with
+        # collectives of the user's own, because Gloo pairs collectives by their number within a group.
+        self.control = self._new_group(None, timeout, "gloo")
         whole = tuple(axis for axis in DATA_AXES if self.sizes[axis] > 1)
-        self._groups[whole] = world
+        self._groups[whole] = self.control if self.backend == "gloo" else dist.group.WORLD
         if len(whole) == 2:
             rows = [[i * intra + j for j in range(intra)] for i in range(inter)]
             columns = [[i * intra + j for i in range(inter)] for j in range(intra)]
             for axis, lists in (("intra", rows), ("inter", columns)):
                 for ranks in lists:  # every rank makes every group, in the same order
-                    group = dist.new_group(ranks, timeout=timeout)
+                    group = self._new_group(ranks, timeout)
                     if self.rank in ranks:
                         self._groups[(axis,)] = group
-        # Small facts that the host needs (which parameters were used) travel on the CPU: no device synchronization.
-        self.control = world if self.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+
+    def _new_group(self, ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> Any:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        if ranks is None or self.rank in ranks:
+            self._made.append(group)
+        return group
 
     @property
     def backend(self) -> str:
@@ -113,6 +126,11 @@ class DataMesh:
         if not self.distributed:
             return "none"
         return "nccl" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "gloo"
+
+    @property
+    def everyone(self) -> Any:
+        """The group of all ranks that carries data."""
+        return self.group(DATA_AXES)
 
     def group(self, axes: Axes) -> Any:
         """The process group of the ranks that differ from this one on ``axes`` only, in row-major order."""
@@ -130,10 +148,23 @@ class DataMesh:
         """
         atexit.unregister(self.close)
         self._groups.clear()
-        self.control = self.store = None
-        if self.owns_default_group and dist.is_initialized():
+        self.control = self.store = self.default_store = None
+        initialized = dist.is_available() and dist.is_initialized()
+        if self.owns_default_group and initialized:
             dist.destroy_process_group()
             self.owns_default_group = False
+        elif initialized:
+            for group in self._made:
+                dist.destroy_process_group(group)
+        self._made.clear()
+
+    def abandon(self) -> None:
+        """Leaves all groups but this mesh's own, so that ranks stuck in collectives of the user's own wake up.
+
+        This mesh's groups may have collectives under way, and closing one of those would wait for them.
+        """
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _start(device: torch.device, timeout: timedelta) -> bool:

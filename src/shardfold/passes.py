@@ -24,16 +24,22 @@ class Schedule:
             chooses by device: 1 on CUDA; 0 on the CPU, where sending takes the cores that backward needs.
         block: elements that one call of a fused update handles; 0 chooses by device (256K on CPU, so that a block
             stays in cache, and 64M on CUDA).
+        order: ``"recorded"``: the first passes find the order in which units run, later ones follow it; ranks may leave
+            units out but not run them in contradicting orders. ``"any"``: ranks ask each other before every unit, which
+            costs a small message each time and allows everything.
 
     Raises:
-        ConfigError: a value is negative.
+        ConfigError: a value is negative or unknown.
     """
 
     prefetch: int = 1
     reduces_in_flight: int | None = None
     block: int = 0
+    order: str = "recorded"
 
     def __post_init__(self) -> None:
+        if self.order not in ("recorded", "any"):
+            raise ConfigError(f"Schedule.order is {self.order!r}: it is 'recorded' or 'any'.")
         if self.reduces_in_flight not in (None, 0, 1):
             raise ConfigError(f"Schedule.reduces_in_flight is {self.reduces_in_flight}: it is 0, 1 or None.")
         for name in ("prefetch", "block"):

@@ -132,18 +132,31 @@ def redistribute(unit: str, have: Axes | None, need: Axes, *, data: Axes, gather
         yield Op("ALL_GATHER", unit, have[len(need) :], gather)
 
 
-def lower(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, *, clip: bool = False) -> Program:
+def lower(
+    layout: Layout,
+    units: Sequence[UnitSpec],
+    mesh: Mesh,
+    *,
+    clip: bool = False,
+    forward: Sequence[str] | None = None,
+    backward: Sequence[str] | None = None,
+) -> Program:
     """The program of one optimizer step of a bound layout (see :meth:`Layout.bind`).
 
     Args:
         layout: a table whose dtype words are resolved and whose axes of size 1 are dropped.
-        units: in the order of their forward; the root unit, if any, is held through the pass.
+        units: in definition order; root units are held through the pass.
         mesh: axis sizes.
         clip: whether the step takes the norm of the gradients.
+        forward: names of the units that are not roots in the order in which they run, a unit that runs several times
+            as often (but never twice in a row: it stays gathered until another begins); None: definition order.
+        backward: the same for backward; None: ``forward`` reversed.
     """
     data = tuple(axis for axis in mesh if mesh[axis] > 1)
     roots = [unit for unit in units if unit.root]
-    inner = [unit for unit in units if not unit.root]
+    inner = {unit.name: unit for unit in units if not unit.root}
+    onward = [inner[name] for name in (inner if forward is None else forward)]
+    back = onward[::-1] if backward is None else [inner[name] for name in backward]
     turn = partial(redistribute, data=data, gather=layout.gather.dtype, reduce=layout.reduce.dtype)
 
     def fill(unit: str, over: Axes, source_is_master: bool) -> Iterator[Op]:
@@ -179,9 +192,12 @@ def lower(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, *, clip: bool =
     def one_pass(forward: bool, last: bool) -> Iterator[Op]:
         for unit in roots:
             yield from enter(unit, forward=forward)
-        for unit in inner if forward else reversed(inner):
+        order = onward if forward else back
+        final = {unit.name: i for i, unit in enumerate(order)}  # gradients are complete when it ran for the last time
+        for i, unit in enumerate(order):
+            complete = not forward and final[unit.name] == i
             yield from enter(unit, forward=forward)
-            yield from leave(unit, forward=forward, reduce=() if forward else reduces(unit, last))
+            yield from leave(unit, forward=forward, reduce=reduces(unit, last) if complete else ())
         yield Op("END")
         for unit in roots:
             yield from leave(unit, forward=forward, reduce=() if forward else reduces(unit, last))

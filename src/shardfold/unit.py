@@ -17,7 +17,7 @@ A unit's life is one enum; the transitions are three lines each and an illegal o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 import torch
@@ -233,8 +233,13 @@ class Unit:
         self._shown: list[nn.Parameter] = []  # parameters whose .grad is a view of the resting buffer
         self.num_trainable = sum(len(s.parameters) for s in self.trainable)
         self._store = store
+        self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
 
     # -- life
+
+    def touch(self) -> bool:
+        """A parameter is read while it is freed; whether its values are there now."""
+        return self.life is Life.GATHERED or (self.on_touch is not None and self.on_touch())
 
     def begin_gather(self) -> None:
         """RESTING -> GATHERING: the flat gets its memory and this rank's shard."""
@@ -257,7 +262,7 @@ class Unit:
         for segment in self.segments:
             if segment.split:
                 for slot, parameter in zip(segment.spec.slots, segment.parameters, strict=True):
-                    seal(parameter, slot.name)
+                    seal(parameter, slot.name, self.touch)
                 # A backward that reads the values without asking for them first must not find freed memory: it sees a
                 # version that is not the one it saved, and autograd raises. ``open`` takes this back.
                 torch.autograd.graph.increment_version(segment.parameters)

@@ -1,0 +1,371 @@
+"""How ranks agree on what comes next, and how none waits for ever for one that went elsewhere.
+
+``[Note: nothing is issued before it is agreed]`` Gloo ends the process when ranks bring different shapes to a
+collective, and gives wrong sums in silence when the shapes happen to be equal. So every collective of an engine has a
+number, and ranks can only disagree at three places, each of which asks before it acts:
+
+    meet       before each pass, step or gathered(): one small reduction tells whether all ranks are about to do the
+               same. If not, all raise, each naming what every rank asked for.
+    ask        while the order of units is not known yet: a small reduction tells who needs which unit next.
+    deviate    a rank needs a unit that the recorded order has passed: it says so in the store and waits until all
+               ranks ask at the same number; a rank that waits for a later one makes all raise.
+
+What can not be asked (a collective of the user's own in the middle, a rank that left) shows as ranks that do not move:
+see ``watch``. Waiting is done in slices; after each, a rank reads whether somebody gave up and what the others do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from hashlib import sha256
+from logging import getLogger
+from time import monotonic
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from shardfold.errors import CollectiveError, ConfigError, OrderError
+from shardfold.mesh import DataMesh
+from shardfold.watch import Watch, Whereabouts
+
+__all__ = ["Agreement", "Meeting"]
+
+SLICE = timedelta(seconds=1)
+EVALUATION = 1 << 40  # above every crc32
+SETTLE = 2.0  # seconds that published whereabouts are behind what they tell of
+LOG = getLogger("shardfold")
+
+
+class Meeting(NamedTuple):
+    """What a meeting found. ``together`` is False if other ranks evaluate and this one is asked to help them."""
+
+    together: bool
+    flags: list[bool]
+
+
+class Agreement:
+    """The collectives of one engine on one rank, by number.
+
+    Args:
+        mesh: the ranks and their store.
+        patience: seconds until ranks that wait for each other in vain raise.
+        limit: seconds until a collective that nobody gave up is an error.
+    """
+
+    def __init__(self, mesh: DataMesh, patience: float, limit: float) -> None:
+        self._mesh = mesh
+        self._patience, self._limit = patience, limit
+        self.sequence = 0  # collectives issued by this engine so far
+        self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
+        self.waited = 0.0  # seconds that the host waited for collectives
+        self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=8)
+        self._dead: str | None = None  # the sentence with which this engine was given up
+        self._published: str | None = None  # this rank's last deviation
+        self._deviated = -1  # its number
+        self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
+        self._warned = False
+        self._watch: Watch | None = None
+        if mesh.world > 1:
+            self._watch = Watch.of(mesh.default_store, mesh.rank, mesh.world)
+            self._watch.join(mesh.name, lambda: self.sequence, self._aborted)
+
+    def close(self) -> None:
+        """The other ranks learn that this one has left."""
+        if self._watch is not None:
+            self._watch.leave(self._mesh.name)
+            self._watch = None
+
+    @property
+    def doing(self) -> str:
+        return str(self._log[-1][1])
+
+    def issue(self, what: Any) -> None:
+        """Gives the next collective its number; ``what`` prints as its name."""
+        if self._dead is not None:
+            raise OrderError(self._dead)
+        self.sequence += 1
+        self._log.append((self.sequence, what))
+
+    # -- asking before acting
+
+    def meet(self, what: str, *, evaluating: bool, evaluated: bool, flags: Sequence[bool] = ()) -> Meeting:
+        """Whether all ranks are about to do ``what``.
+
+        Ranks may evaluate different numbers of batches: when one asks for a forward in evaluation and all have
+        evaluated since the last step, those who want something else help it (``together`` is False) and meet again.
+
+        Args:
+            what: the same text on every rank, or it is a disagreement.
+            evaluating: whether ``what`` is a forward in evaluation.
+            evaluated: whether this rank evaluated since the last step.
+            flags: up to 4, of which the answer tells whether any rank set them.
+
+        Raises:
+            OrderError: on every rank, naming what each asked for.
+        """
+        code = EVALUATION if evaluating else crc32(what.encode())
+        padded = [*flags, *[False] * (4 - len(flags))]
+        said = self._maximum(f"the meeting before {what}", [code, -code, int(not evaluated), 0, *map(int, padded)])
+        high, low, not_evaluated = said[0], -said[1], said[2]
+        if high == low:
+            return Meeting(True, [bool(flag) for flag in said[4:]])
+        if high == EVALUATION and not not_evaluated:
+            return Meeting(evaluating, [bool(flag) for flag in said[4:]])
+        asked = self.exchange(f"meeting/{self.sequence}", what)
+        raise self._give_up(
+            f"after operation {self.sequence - 1} the ranks are about to do different things: {_by_text(asked)}. Every "
+            "rank must run the same passes, steps and gathered() in one order; to run a part on some ranks only "
+            "(evaluation, generation, saving) do it inside `with engine.gathered():` that all ranks enter."
+        )
+
+    def ask(self, bits: Sequence[bool]) -> list[bool]:
+        """One round of asking: for each place whether any rank set it."""
+        return [bool(bit) for bit in self._maximum("a round of asking", [int(bit) for bit in bits], torch.uint8)]
+
+    def _maximum(self, what: str, values: list[int], dtype: torch.dtype = torch.int64) -> list[int]:
+        if self._mesh.world == 1:
+            return values
+        tensor = torch.tensor(values, dtype=dtype)
+        self.issue(what)
+        self.wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._mesh.control, async_op=True), control=True)
+        self.control_bytes += tensor.nbytes
+        return tensor.tolist()
+
+    def deviate(self, what: str) -> None:
+        """Returns when every rank asks for something out of order at this sequence number.
+
+        Raises:
+            OrderError: on every rank, when one goes on in order.
+        """
+        store, world, rank = self._mesh.store, self._mesh.world, self._mesh.rank
+        if store is None or self._watch is None:
+            return
+        keys = [f"deviation/{self.sequence}/{r}" for r in range(world)]
+        store.set(keys[rank], what)
+        self._publish("deviate", what)
+        begun = monotonic()
+        while not store.check(keys):
+            self._look(begun)
+            self._pause(store, keys)
+        self._watch.clear()
+        self._watch.waiting = False
+        if self._published is not None:  # every rank has read the one before
+            store.delete_key(self._published)
+        self._published, self._deviated = keys[rank], self.sequence
+
+    def same(self, what: str, text: str) -> None:
+        """Every rank must say the same; texts are compared by their hash.
+
+        Raises:
+            ConfigError: on every rank, naming the ranks that differ from rank 0.
+        """
+        said = self.exchange(f"same/{self.sequence}/{what}", sha256(text.encode()).hexdigest())
+        other = [str(rank) for rank, value in enumerate(said) if value != said[0]]
+        if other:
+            raise ConfigError(
+                f"{what} of rank {', '.join(other)} differ from rank 0's: build the same model with the same arguments "
+                "on every rank."
+            )
+
+    def exchange(self, key: str, value: str) -> list[str]:
+        """What every rank says under ``key``, by rank."""
+        store, world = self._mesh.store, self._mesh.world
+        if store is None:
+            return [value]
+        keys = [f"{key}/{r}" for r in range(world)]
+        store.set(keys[self._mesh.rank], value)
+        deadline = monotonic() + self._limit
+        while not store.check(keys):
+            self._check()
+            if monotonic() > deadline:
+                raise CollectiveError(f"rank {self._mesh.rank}: not every rank came to {key!r} in {self._limit:.0f} s.")
+            self._pause(store, keys)
+        return [store.get(k).decode() for k in keys]
+
+    @staticmethod
+    def _pause(store: Any, keys: list[str]) -> None:
+        try:
+            store.wait(keys, SLICE)
+        except (RuntimeError, ValueError):  # the slice is over: DistStoreError is a RuntimeError
+            return
+
+    # -- waiting
+
+    def wait(self, work: Any, *, control: bool = False) -> None:
+        """Waits for a collective; for data on NCCL that orders streams only.
+
+        Raises:
+            OrderError: ranks wait for each other in vain, or another gave up.
+            CollectiveError: it failed, or took longer than the limit.
+        """
+        if self._mesh.backend == "nccl" and not control:
+            work.wait()
+            return
+        begun = monotonic()
+        try:
+            self._wait(work, begun)
+        finally:
+            self.waited += monotonic() - begun
+
+    def _wait(self, work: Any, begun: float) -> None:
+        published = False
+        while True:
+            try:
+                work.wait(SLICE)
+                break
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower():
+                    self._check()
+                    raise CollectiveError(
+                        f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, failed "
+                        f"({str(error).splitlines()[0]}); another rank has probably died or left the training loop: "
+                        "look at its output."
+                    ) from error
+            if not published:
+                self._publish("wait", self.doing)
+                published = True
+            self._look(begun)
+        if published and self._watch is not None:
+            self._watch.clear()
+            self._watch.waiting = False
+
+    def _publish(self, kind: str, what: str) -> None:
+        assert self._watch is not None
+        self._watch.waiting = True
+        log = [(number, str(entry)) for number, entry in self._log]
+        self._watch.publish(kind, what, engine=self._mesh.name, log=log)
+        self._unmoved: tuple[Any, float] = (None, 0.0)
+        self._warned = False
+
+    def _look(self, begun: float) -> None:
+        """After a slice in vain: raises if waiting on makes no sense."""
+        assert self._watch is not None
+        self._check()
+        others, now = self._watch.read(), monotonic()
+        mine = {"kind": "deviate" if self._watch._said == "deviate" else "wait", "what": self.doing}
+        self._find_contradiction(others, mine)
+        state: Any = tuple((rank, entry.nonce) for rank, entry in sorted(others.items()))
+        if state != self._unmoved[0]:
+            self._unmoved = state, now
+        stuck = len(others) + 1 == self._mesh.world and all(entry.blocked for entry in others.values())
+        if (
+            stuck
+            and now - self._unmoved[1] > max(1.0, self._patience - 2 * SETTLE)
+            and self._nothing_moves(others, mine)
+        ):
+            users = [rank for rank, entry in others.items() if entry.kind == "user"]
+            self._abort(f"no rank can go on: {self._describe(others, mine)}.", wake=users)
+        if now - begun > self._patience and not self._warned:
+            self._warned = True
+            LOG.warning(
+                "waiting for %.0f s: %s.%s", now - begun, self._describe(others, mine), " Still waiting." * (not stuck)
+            )
+        if now - begun > self._limit:
+            raise CollectiveError(
+                f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, did not finish within "
+                f"{self._limit:.0f} s: {self._describe(others, mine)}."
+            )
+
+    def _find_contradiction(self, others: dict[int, Whereabouts], mine: dict[str, str]) -> None:
+        """What proves by itself that this rank and another will never meet."""
+        me = self._mesh.rank
+        for rank, other in others.items():
+            if other.kind == "left" and other.engine == self._mesh.name:
+                raise CollectiveError(f"rank {me} waits for {self.doing}, but rank {rank} has closed its engine.")
+            if other.engine != self._mesh.name:
+                continue
+            theirs = dict(other.log)
+            for number, entry in self._log:
+                if number in theirs and theirs[number] != str(entry):
+                    self._abort(f"operation {number} is {entry} on rank {me} but {theirs[number]} on rank {rank}.")
+            if other.kind == "deviate" and self._deviated != max(theirs) < self.sequence:
+                self._abort(_deviation(rank, other.what, max(theirs), me, self.doing))
+            if mine["kind"] == "deviate" and max(theirs) > self.sequence:
+                what = self._mesh.store.get(f"deviation/{self.sequence}/{me}").decode()
+                self._abort(_deviation(me, what, self.sequence, rank, theirs[max(theirs)]))
+
+    def _nothing_moves(self, others: dict[int, Whereabouts], mine: dict[str, str]) -> bool:
+        """Every rank is blocked. False if it may be that a collective that all have issued is just slow."""
+        name = self._mesh.name
+        if any(entry.kind != "wait" for entry in others.values()) or mine["kind"] != "wait":
+            return True
+        counts = [entry.issued for entry in others.values()]
+        waits = [(entry.engine, max(n for n, _ in entry.log)) for entry in others.values()] + [(name, self.sequence)]
+        mine_issued = {name: self.sequence}
+        return not any(
+            all(count.get(engine, number) >= number for count in [*counts, mine_issued]) for engine, number in waits
+        )
+
+    def _describe(self, others: dict[int, Whereabouts], mine: dict[str, str]) -> str:
+        said = [f"waits for operation {self.sequence}, {mine['what']}" if mine["kind"] == "wait" else "asks"]
+        texts = {self._mesh.rank: said[0]}
+        for rank, entry in others.items():
+            last = max((number for number, _ in entry.log), default=entry.issued.get(self._mesh.name, 0))
+            texts[rank] = {
+                "wait": f"waits for operation {last}, {entry.what}",
+                "deviate": f"asks for {entry.what} out of order after operation {last}",
+                "user": f"is in {entry.what}, after operation {last}",
+                "busy": f"is {entry.what}, after operation {last}",
+            }.get(entry.kind, f"has {entry.kind}")
+        missing = [rank for rank in range(self._mesh.world) if rank not in texts]
+        if missing:
+            texts |= dict.fromkeys(missing, "moves")
+        return _by_text([texts[rank] for rank in range(self._mesh.world)])
+
+    # -- giving up
+
+    def _aborted(self) -> str | None:
+        store = self._mesh.store
+        return store.get("abort").decode() if store is not None and store.check(["abort"]) else None
+
+    def _check(self) -> None:
+        """Raises what another rank gave up with, if one did."""
+        message = self._aborted()
+        if message is not None:
+            raise self._give_up(message)
+
+    def _give_up(self, message: str) -> OrderError:
+        self._dead = message
+        return OrderError(message)
+
+    def _abort(self, message: str, wake: Sequence[int] = ()) -> None:
+        """Raises ``message`` here and, at their next look, on all other ranks.
+
+        Args:
+            message: one sentence.
+            wake: ranks in collectives of the user's own, which end when this rank leaves the user's group.
+        """
+        if self._aborted() is None:
+            self._mesh.store.set("abort", message)
+        if wake and self._watch is not None:
+            deadline = monotonic() + 3 * SETTLE
+            while monotonic() < deadline:
+                others = self._watch.read()
+                if all(rank in others and others[rank].kind == "gave up" for rank in wake):
+                    break
+                self._pause(self._mesh.store, ["never"])
+            self._mesh.abandon()
+        raise self._give_up(self._aborted() or message)
+
+
+def _deviation(rank: int, what: str, number: int, other: int, doing: str) -> str:
+    return (
+        f"rank {rank} asks for {what} out of order after operation {number}, while rank {other} went on in the "
+        f"recorded order to {doing}: ranks may leave parts of the model out, but must run them in one order, or pass "
+        'timing=Schedule(order="any") to ask before every unit.'
+    )
+
+
+def _by_text(texts: Sequence[str]) -> str:
+    """``rank 0: ...; ranks 1, 2: ...``"""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who[:16]))}{' ...' * (len(who) > 16)}: {text}"
+        for text, who in ranks.items()
+    )

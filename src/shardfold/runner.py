@@ -1,0 +1,448 @@
+"""Events in, operations out: which pass is running, in which order, and what surrounds it.
+
+A pass (a forward, a backward) is a *run* (see ``runs``): it follows the recorded order of units where there is one and
+asks before each unit where there is none. Orders are kept for forward in training, forward in evaluation and backward;
+each is made of what all ranks ran in an asked run.
+
+Every pass that issues collectives begins with a meeting, in which ranks find out that they are about to do different
+things before they do them. A rank that waits there while others still evaluate helps them: it takes part in the
+collectives of their forward and computes nothing.
+
+``[Note: late gradients]`` A gradient may arrive after its unit was reduced: another rank took another branch, or a
+second backward follows. It waits in the unit's incoming buffer; at the step all ranks agree (in the same small
+reduction that agrees on used parameters) to reduce such units once more. Sums are linear, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from logging import getLogger
+
+import torch
+from torch import Tensor, nn
+
+from shardfold import passes, program
+from shardfold.actions import Actions
+from shardfold.agreement import Agreement
+from shardfold.buffers import Buffers
+from shardfold.errors import OrderError, UsageError
+from shardfold.hooks import in_backward
+from shardfold.layout import Layout
+from shardfold.mesh import DataMesh
+from shardfold.order import Track, contradiction, merge_orders, with_missing
+from shardfold.passes import Schedule
+from shardfold.program import COLLECTIVES, REDUCTIONS, Op, Program
+from shardfold.runs import AskedRun, IdleRun, RecordedRun, Run
+from shardfold.stores.device import DeviceStore
+from shardfold.unit import Life, Unit
+
+__all__ = ["Runner"]
+
+RECORDINGS = 8  # a model that changes its order more often than this is asked at every unit
+LOG = getLogger("shardfold")
+
+
+class Runner:
+    """Receives the hooks' events (see ``hooks.Listener``).
+
+    Attributes:
+        program: what runs, for display and for counting.
+        micro: backwards since the last step.
+        boundary: whether the last of them reduced everything, so that a step may follow.
+        synchronize: False inside ``no_sync()``.
+        orders: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
+        roots: names of the units that are held through a pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        mesh: DataMesh,
+        units: Sequence[Unit],
+        actions: Actions,
+        agreement: Agreement,
+        store: DeviceStore,
+        timing: Schedule,
+        accumulate: int,
+        *,
+        clip: bool,
+    ) -> None:
+        self.model, self.layout, self.mesh, self.units = model, layout, mesh, list(units)
+        self.actions, self.agreement, self.store = actions, agreement, store
+        self.timing, self.accumulate, self._clip = timing, accumulate, clip
+        self.by_name = {unit.name: unit for unit in units}
+        self.roots = {unit.name for unit in units if unit.spec.root}
+        self.orders: dict[str, list[str] | None] = dict.fromkeys(("train", "eval", "backward"))
+        self._seen: dict[str, list[list[str]]] = {"train": [], "eval": [], "backward": []}
+        self._recordings = dict.fromkeys(self.orders, 0)
+        self._late: set[str] = set()
+        self.micro = 0
+        self.boundary = self._boundary_before = False
+        self.synchronize = True
+        self.buffers = Buffers(model, mesh, agreement)
+        self._evaluated = False  # since the last step
+        self._delivered = False  # whether this backward gave gradients
+        self._asked_backward = False  # whether a backward of this step was an asked run
+        self._grad_forward = True
+        self._run: Run | None = None  # of the pass under way
+        self._section = ""
+        self.forget: Callable[[], None] = lambda: None  # the hooks forget what was under way
+        self._touched: set[str] = set()  # units whose weights this rank's model reads outside of their forward
+        self._interrupted = False  # an exception left the model's forward
+        self._outer: list[tuple[Run, str]] = []  # forwards that a backward inside of them interrupts
+        for unit in units:
+            unit.on_touch = partial(self.touch, unit)
+        self.compile()
+
+    # -- programs
+
+    def compile(self) -> None:
+        """Lowers the layout for the present orders and binds every operation to its handler."""
+        specs = [replace(unit.spec, root=unit.name in self.roots) for unit in self.units]
+        inner = [unit.name for unit in self.units if unit.name not in self.roots]
+        lower = partial(program.lower, self.layout, specs, self.mesh.sizes, clip=self._clip)
+        train = self._with_missing(self.orders["train"], inner)
+        back = self._with_missing(self.orders["backward"], train[::-1])
+        evaluation = self._with_missing(self.orders["eval"], train)
+        shape = partial(passes.apply, schedule=self.timing, late=frozenset(self._late))
+        self.program: Program = shape(lower(forward=train, backward=back))
+        self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for runs that ask
+            name: lower().section("forward" if name in ("train", "eval") else name)
+            for name in ("train", "eval", "backward", "last", "quiet")
+        }
+        sections = {name: self.program.section(name) for name in ("backward", "last", "quiet", "step")}
+        sections["train"] = self.program.forward
+        sections["eval"] = shape(lower(forward=evaluation)).forward
+        self.tracks = {
+            name: Track(name, ops, partial(self.actions.bind, _kind(name))) for name, ops in sections.items()
+        }
+        self._collective = {name: any(op.verb in COLLECTIVES for op in ops) for name, ops in sections.items()}
+
+    def forward_order(self) -> list[str]:
+        """Roots, then the others as they run in training."""
+        inner = [unit.name for unit in self.units if unit.name not in self.roots]
+        return [*sorted(self.roots), *self._with_missing(self.orders["train"], inner)]
+
+    def _with_missing(self, order: list[str] | None, known: list[str]) -> list[str]:
+        if order is None:
+            return list(known)
+        inner = [name for name in order if name not in self.roots]
+        whole = with_missing(inner, list(dict.fromkeys(known)))
+        return [name for i, name in enumerate(whole) if i == 0 or whole[i - 1] != name]
+
+    def _start(self, section: str, *, nested: bool = False) -> Run:
+        """A run of that section, which is now the one under way."""
+        self._section = section
+        verb = "F" if section in ("train", "eval") else "B"
+        if not self._collective[section]:
+            return IdleRun()
+        mode = _mode(section)
+        roots = [unit for unit in self.units if unit.name in self.roots]
+        if not nested and self.orders[mode] is not None and self._recordings[mode] <= RECORDINGS:
+            return RecordedRun(verb, self.tracks[section], roots, self.actions, self._deviate)
+        return self._asked(section, nested=nested)
+
+    def _asked(self, section: str, *, behind: RecordedRun | None = None, nested: bool = False) -> AskedRun:
+        ops = [(op, self.actions.bind(_kind(section), op)) for op in self._lists[section]]
+        verb = "F" if section in ("train", "eval") else "B"
+        return AskedRun(
+            verb, ops, self.by_name, set(self.roots), self.agreement, self.actions, behind=behind, nested=nested
+        )
+
+    def _deviate(self, unit: Unit) -> None:
+        """A unit is needed that the recorded order has passed: all ranks go on by asking."""
+        run = self._run
+        assert isinstance(run, RecordedRun)
+        forward = self._section in ("train", "eval")
+        self.agreement.deviate(f"the {'forward' if forward else 'backward'} of {unit.name!r}")
+        run.own.pop()
+        self._run = self._asked(self._section, behind=run)
+        self._run.enter(unit)
+
+    def _finish(self) -> None:
+        """Ends the run under way on all ranks; what an asked run found becomes the order of the next."""
+        run, section = self._run, self._section
+        assert run is not None
+        run.finish()
+        self._run = None
+        if isinstance(run, AskedRun) and not self._outer:
+            self._adopt(_mode(section), run)
+
+    def _adopt(self, mode: str, run: AskedRun) -> None:
+        """Makes the order of the next passes out of what each rank ran in this one."""
+        self._asked_backward |= mode == "backward"
+        self._touched |= {unit.name for unit in run.touched}
+        if self.timing.order == "any":
+            return
+        own = [name for name in run.own if name not in self.roots]
+        mine = json.dumps([own, sorted(self._touched - self.roots)])
+        said = [json.loads(text) for text in self.agreement.exchange(f"order/{self.agreement.sequence}", mine)]
+        held = {name for _, touched in said for name in touched}
+        if held:
+            names = ", ".join(sorted(held))
+            LOG.info("held through each pass from now on, because other modules read their weights: %s", names)
+            self.roots |= held
+        orders = [[name for name in order if name not in self.roots] for order, _ in said]
+        if mode != "backward" and (found := contradiction(orders)) is not None:
+            raise OrderError(_contradiction(*found))
+        self._seen[mode] += [
+            order for order in map(list, dict.fromkeys(map(tuple, orders))) if order not in self._seen[mode]
+        ]
+        known = [unit.name for unit in self.units]
+        merged = merge_orders(self._seen[mode], known if mode != "backward" else known[::-1])
+        self.orders[mode] = merged if merged is not None else run.record
+        self._recordings[mode] += 1
+        self.compile()
+
+    # -- meetings
+
+    def meet(self, what: str, *, evaluating: bool = False, flags: Sequence[bool] = ()) -> list[bool]:
+        """All ranks are about to do ``what``; ranks that still evaluate are helped first.
+
+        Raises:
+            OrderError: they are not.
+        """
+        if self.mesh.world == 1:
+            return list(flags)
+        while True:
+            met = self.agreement.meet(what, evaluating=evaluating, evaluated=self._evaluated or evaluating, flags=flags)
+            if met.together:
+                return met.flags
+            self._help(met.flags)
+
+    def _help(self, flags: list[bool]) -> None:
+        """Takes part in the forward of ranks that evaluate more batches than this one."""
+        self.buffers.synchronize(any(flags[:1]))
+        self.actions.meter.begin_forward()
+        self.actions.backward_follows = False
+        self._run = self._start("eval")
+        self._run.begin()
+        self._finish()
+        self._free_all()
+
+    def settle(self) -> None:
+        """Ends what an exception interrupted, so that all ranks are where a pass begins."""
+        if self._run is not None or self._interrupted:
+            self.reset()
+
+    def interrupt(self) -> None:
+        """An exception leaves the model's forward."""
+        self._interrupted = True
+
+    def reset(self) -> None:
+        """Back to a clean state; gradients since the last step are lost.
+
+        The interrupted pass is finished without computing: other ranks may have been further, or may still be in it.
+        """
+        self._interrupted = False
+        self.forget()
+        outer, self._outer = self._outer, []
+        for unit in self.units:
+            unit.running = 0
+        for run, section in [(self._run, self._section), *reversed(outer)]:
+            if run is not None:
+                if isinstance(run, AskedRun):
+                    run.touched.clear()
+                self._run, self._section = run, section
+                self._finish()
+        self.actions.detours.clear()
+        for unit in self.units:
+            if unit.life is Life.GATHERING:
+                unit.end_gather(self.agreement.wait)
+            if unit.split and unit.life is Life.GATHERED and not unit.pins:
+                unit.release()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients since the last step."""
+        self.micro, self.boundary = 0, False
+        for unit in self.units:
+            unit.end_reduce(self.agreement.wait)
+            unit.forget_gradients()
+            for segment in unit.trainable:
+                for parameter in segment.parameters:
+                    parameter.grad = None
+
+    # -- forward events
+
+    def begin_forward(self) -> None:
+        self.settle()
+        grad = torch.is_grad_enabled()
+        section = "train" if grad else "eval"
+        local = all(unit.pins or not unit.split for unit in self.units) and any(unit.pins for unit in self.units)
+        changed = False
+        if self.mesh.world > 1 and not local and (self._collective[section] or self.buffers.due):
+            what = f"a forward pass {'in training' if grad else 'in evaluation (without gradients)'}"
+            changed = self.meet(what, evaluating=not grad, flags=[self.buffers.changed()])[0]
+            self.buffers.synchronize(changed)
+        if grad and self.synchronize and not local:
+            self.buffers.due = self.buffers.any
+        self._evaluated |= not grad
+        self.actions.meter.begin_forward()
+        self._grad_forward = grad
+        # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
+        # The same for a checkpoint around the whole model, which leaves only the training mode to tell.
+        self.actions.backward_follows = grad or self.model.training
+        self.store.after_compute()
+        for unit in self.units:
+            unit.hide_gradients()
+        self._run = IdleRun() if local else self._start(section)
+        self._run.begin()
+
+    def end_forward(self) -> None:
+        if self._run is not None:
+            self._finish()
+        if not self._grad_forward:  # nothing will need what a layout keeps for backward
+            self._free_all()
+
+    def _free_all(self) -> None:
+        for unit in self.units:
+            self.actions.free(unit)
+        self.actions.detours.clear()
+
+    def enter_forward(self, unit: Unit) -> None:
+        if self._run is None:
+            if unit.life is Life.RESTING:
+                raise UsageError(
+                    f"{unit.name!r} ran outside of its model's forward: call the model itself, or wrap the call in "
+                    "`with engine.gathered():`."
+                )
+            unit.running += 1
+            return
+        self._run.enter(unit)
+        unit.running += 1
+
+    def leave_forward(self, unit: Unit, *, interrupted: bool = False) -> None:
+        unit.running -= 1
+        if self._run is not None and not interrupted:
+            self._run.leave(unit)
+
+    def touch(self, unit: Unit) -> bool:
+        """A freed weight is read outside of its unit's forward: gathers it if a pass is under way."""
+        if self._run is None or isinstance(self._run, IdleRun):
+            return False
+        if in_backward():
+            self._run.enter(unit)
+            return True
+        if isinstance(self._run, RecordedRun):
+            self.agreement.deviate(f"the weights of {unit.name!r} outside of its forward")
+            self._run = self._asked(self._section, behind=self._run)
+        assert isinstance(self._run, AskedRun)
+        self._run.touch(unit)
+        return True
+
+    def hold(self, units: Sequence[Unit]) -> bool:
+        """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
+        if self._run is None or self._interrupted:
+            return False
+        for unit in units:
+            if unit.life is Life.GATHERING:
+                self.actions.finish_gather(unit)
+            if unit.life is Life.RESTING and not self.touch(unit):
+                return False
+        return True
+
+    # -- backward events
+
+    def begin_backward(self, *, create_graph: bool = False) -> None:
+        if create_graph and any(unit.split and not unit.pins for unit in self.units):
+            raise UsageError(
+                "gradients of gradients (create_graph=True) need the weights longer than a layout that splits "
+                "parameters keeps them: run forward and both backwards inside `with engine.gathered():`, or choose a "
+                "layout that keeps parameters whole (ddp, zero1, zero2)."
+            )
+        if self._interrupted:
+            self.settle()
+        self._delivered, self._boundary_before = False, self.boundary
+        nested = self._run is not None
+        if self._run is not None:  # torch.autograd.grad inside of the model's forward
+            self._outer.append((self._run, self._section))
+        self.boundary = not nested and self.synchronize and self.micro + 1 >= self.accumulate
+        section = "quiet" if nested or not self.synchronize else "last" if self.boundary else "backward"
+        if self._collective[section]:
+            kind = "inside a forward" if nested else f"{self.micro + 1} of {self.accumulate}"
+            self.meet(f"a backward pass ({kind}{'' if self.synchronize else ', no_sync'})")
+        self.actions.meter.begin_backward(section)
+        self.store.after_compute()
+        for unit in self.units:
+            unit.hide_gradients()
+            unit.seen.clear()
+        self._run = self._start(section, nested=nested)
+        self._run.begin()
+        if isinstance(self._run, AskedRun):
+            for name in sorted(self._touched - self.roots):
+                self._run.touch(self.by_name[name])
+
+    def enter_backward(self, unit: Unit) -> None:
+        if self._run is not None:
+            self._run.enter(unit)
+
+    def gradient(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
+        self._delivered = True
+        with torch.no_grad():
+            dense = grad.to_dense() if grad.is_sparse else grad
+            self.actions.accept(unit, segment, slot, dense)
+        unit.seen.add((segment, slot))
+        if len(unit.seen) == unit.num_trainable and self._run is not None and unit.name not in self.roots:
+            self._run.complete(unit)
+
+    def end_backward(self) -> None:
+        if self._run is not None:
+            self._finish()
+        if self._outer:
+            self._run, self._section = self._outer.pop()
+        if self._delivered:
+            self.micro += 1
+        else:  # torch.autograd.grad: no parameter's gradient was asked for, so this was no micro-batch
+            self.boundary = self._boundary_before
+        for unit in self.units:
+            unit.end_reduce(self.agreement.wait)
+        self.store.forget_spares()
+        if not self.layout.master.over:
+            for unit in self.units:
+                unit.show_gradients()
+
+    # -- the step
+
+    def reduce_late(self, late: Sequence[Unit]) -> None:
+        """[Note: late gradients]: one more reduction for these units, now and, from the next step on, at the end."""
+        ops = {op for op in self.program.last if op.verb in REDUCTIONS}
+        for unit in late:
+            for op in sorted(ops, key=lambda op: REDUCTIONS.index(op.verb)):
+                if op.unit == unit.name:
+                    self.actions.reduce(unit, op)
+            unit.end_reduce(self.agreement.wait)
+        names = {unit.name for unit in late} - self._late
+        if names and not self._asked_backward:
+            self._late |= names
+            self.compile()
+
+    def end_step(self) -> None:
+        """The gradients have been used."""
+        self.micro, self.boundary = 0, False
+        self._evaluated = self._asked_backward = False
+        self.actions.meter.control(self.agreement.control_bytes)
+        self.agreement.control_bytes = 0
+        self.actions.meter.end_step()
+
+
+def _mode(section: str) -> str:
+    """Which order a section follows."""
+    return section if section in ("train", "eval") else "backward"
+
+
+def _kind(section: str) -> str:
+    """The section as handlers know it."""
+    return "forward" if section in ("train", "eval") else section
+
+
+def _contradiction(i: int, j: int, u: str, v: str) -> str:
+    return (
+        f"rank {i} ran {u!r} before {v!r} in forward, and rank {j} ran {v!r} before {u!r}: under a layout that splits "
+        "parameters ranks may leave parts of the model out, but must run them in one order, or pass "
+        'timing=Schedule(order="any") to ask before every unit.'
+    )

@@ -1,0 +1,209 @@
+"""Who is stuck, and where: one thread per process that looks when the main thread has not moved for a while.
+
+While training runs this costs one wake-up a second and no message. A rank that waits for a collective says so in the
+store after the first second (:meth:`Watch.publish`); what a rank does that is *not* in one of the engine's waits is
+read off its main thread's stack by this thread: a collective of the user's own (``torch.distributed`` called from
+outside of Shardfold), or simply the line it is at. From what all ranks published a waiting rank can tell whether
+another is late or will never come.
+
+A rank that is stuck in a collective of the user's own can not read the sentence with which the others gave up; this
+thread reads it and has it raised there (as an asynchronous exception, when the broken collective returns).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from logging import getLogger
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardfold.errors import OrderError
+
+__all__ = ["Watch", "Whereabouts"]
+
+TICK = 1.0  # seconds between two looks
+STILL = 2  # looks without a move until a collective of the user's own is published
+BUSY = 5  # looks without a move until anything else is
+HERE = str(Path(__file__).parent)
+LOG = getLogger("shardfold")
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What one rank published.
+
+    Attributes:
+        kind: ``wait`` (for a collective of an engine), ``deviate`` (for all ranks to ask for something out of order),
+            ``user`` (in a collective of the user's own), ``busy`` (elsewhere), ``left`` (closed its engine).
+        what: where, for people.
+        engine: whose collective.
+        issued: collectives issued so far, by engine.
+        log: the last of them, ``[number, text]``, of that engine.
+        nonce: differs from one publication to the next.
+    """
+
+    kind: str
+    what: str
+    engine: str = ""
+    issued: dict[str, int] = field(default_factory=dict)
+    log: list[tuple[int, str]] = field(default_factory=list)
+    nonce: int = 0
+
+    @property
+    def blocked(self) -> bool:
+        return self.kind in ("wait", "deviate", "user")
+
+
+_watches: dict[int, Watch] = {}  # by the id of their store, which they keep alive; those with engines
+
+
+class Watch:
+    """This process's thread, its entry in the store, and everybody else's.
+
+    Args:
+        store: shared by all ranks and by all engines of this process.
+        rank, world: this rank and how many there are.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self._store, self.rank, self.world = store, rank, world
+        self._keys = [f"shardfold/watch/{r}" for r in range(world)]
+        self._engines: dict[str, tuple[Callable[[], int], Callable[[], str | None]]] = {}
+        self._main = threading.get_ident()
+        self._lock = threading.Lock()
+        self._nonce = 0
+        self._said: str = ""  # the kind of what is published now
+        self.waiting = False  # whether the main thread is in one of the engine's own waits
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, store: Any, rank: int, world: int) -> Watch:
+        """The one of this process for that store."""
+        return _watches.get(id(store)) or cls(store, rank, world)
+
+    # -- engines come and go
+
+    def join(self, engine: str, issued: Callable[[], int], aborted: Callable[[], str | None]) -> None:
+        """An engine is made: how many collectives it issued, and the sentence with which some rank gave it up."""
+        self._engines[engine] = issued, aborted
+        _watches[id(self._store)] = self
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name="shardfold-watch", daemon=True)
+            self._thread.start()
+
+    def leave(self, engine: str) -> None:
+        """An engine is closed; with the last of them the thread ends."""
+        self._engines.pop(engine, None)
+        if not self._engines and self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+            del _watches[id(self._store)]
+
+    # -- the store
+
+    def publish(self, kind: str, what: str, *, engine: str = "", log: list[tuple[int, str]] | None = None) -> None:
+        """Says where this rank is; stays until :meth:`clear`."""
+        with self._lock:
+            self._nonce += 1
+            issued = {name: count() for name, (count, _) in self._engines.items()}
+            entry = Whereabouts(kind, what, engine, issued, log or [], self._nonce)
+            self._store.set(self._keys[self.rank], json.dumps(asdict(entry)))
+            self._said = kind
+
+    def clear(self) -> None:
+        """This rank moves again."""
+        with self._lock:
+            if self._said:
+                self._said = ""
+                self._store.set(self._keys[self.rank], "")
+
+    def read(self) -> dict[int, Whereabouts]:
+        """What the other ranks have published, by rank; a rank that moves has published nothing."""
+        found: dict[int, Whereabouts] = {}
+        for rank, key in enumerate(self._keys):
+            if rank != self.rank and self._store.check([key]) and (text := self._store.get(key).decode()):
+                entry = json.loads(text)
+                found[rank] = Whereabouts(**{**entry, "log": [(n, what) for n, what in entry["log"]]})
+        return found
+
+    # -- the thread
+
+    def _run(self) -> None:
+        still, before = 0, -1
+        while not self._stop.wait(TICK):
+            moved = sum(count() for count, _ in list(self._engines.values()))
+            still = still + 1 if moved == before and not self.waiting else 0
+            before = moved
+            try:
+                self._look(still)
+            except RuntimeError:  # the store is gone: so is the run
+                return
+
+    def _look(self, still: int) -> None:
+        if still == 0:
+            if self._said in ("user", "busy"):
+                self.clear()
+            return
+        frame = sys._current_frames().get(self._main)
+        called = _user_collective(frame)
+        if called is None:
+            if self._said == "user":
+                self.clear()
+            if still == BUSY:
+                self.publish("busy", f"at {_place(frame)}")
+        elif still >= STILL and self._said != "user":
+            self.publish("user", called)
+        elif self._said == "user":
+            for _, aborted in list(self._engines.values()):
+                if (message := aborted()) is not None:
+                    self._raise_in_main(message)
+                    return
+
+    def _raise_in_main(self, message: str) -> None:
+        """[Note: a rank in a user's collective] ends when another rank leaves the group; this is what it then raises,
+        because what Gloo says ("connection closed by peer") names nothing."""
+        LOG.error(message)
+
+        class GaveUp(OrderError):
+            def __init__(self) -> None:
+                super().__init__(message)
+
+        GaveUp.__name__ = GaveUp.__qualname__ = OrderError.__name__
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), ctypes.py_object(GaveUp))
+        self.publish("gave up", message)
+        self._stop.set()
+
+
+def _user_collective(frame: FrameType | None) -> str | None:
+    """The call of ``torch.distributed`` that the stack ends in, if nothing of Shardfold's made it."""
+    inside: str | None = None
+    while frame is not None:
+        name, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+        if name.startswith("torch.distributed"):
+            inside = frame.f_code.co_name if not frame.f_code.co_name.startswith(("wrapper", "_")) else inside
+        elif inside is None or file.startswith(HERE):
+            return None
+        else:
+            return f"torch.distributed.{inside}, called at {_place(frame)}"
+        frame = frame.f_back
+    return None
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line that is neither torch's nor Python's own."""
+    inner = frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "site-packages" not in file and "dist-packages" not in file and not file.startswith(("<", sys.base_prefix)):
+            return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return f"{Path(inner.f_code.co_filename).name}:{inner.f_lineno}" if inner is not None else "an unknown line"
