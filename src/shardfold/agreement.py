@@ -63,6 +63,7 @@ class Agreement:
         self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
         self.waited = 0.0  # seconds that the host waited for collectives
         self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=8)
+        self._detail = ""  # what the last of them is for on this rank
         self._dead: str | None = None  # the sentence with which this engine was given up
         self._published: str | None = None  # this rank's last deviation
         self._deviated = -1  # its number
@@ -76,19 +77,21 @@ class Agreement:
     def close(self) -> None:
         """The other ranks learn that this one has left."""
         if self._watch is not None:
+            self._mesh.store.set(f"left/{self._mesh.rank}", "")
             self._watch.leave(self._mesh.name)
             self._watch = None
 
     @property
     def doing(self) -> str:
-        return str(self._log[-1][1])
+        return self._detail or str(self._log[-1][1])
 
-    def issue(self, what: Any) -> None:
-        """Gives the next collective its number; ``what`` prints as its name."""
+    def issue(self, what: Any, detail: str = "") -> None:
+        """Gives the next collective its number; ``what`` prints as its name, which is the same on every rank."""
         if self._dead is not None:
             raise OrderError(self._dead)
         self.sequence += 1
         self._log.append((self.sequence, what))
+        self._detail = detail
 
     # -- asking before acting
 
@@ -109,7 +112,8 @@ class Agreement:
         """
         code = EVALUATION if evaluating else crc32(what.encode())
         padded = [*flags, *[False] * (4 - len(flags))]
-        said = self._maximum(f"the meeting before {what}", [code, -code, int(not evaluated), 0, *map(int, padded)])
+        values = [code, -code, int(not evaluated), 0, *map(int, padded)]
+        said = self._maximum("a meeting", values, f"the meeting before {what}")
         high, low, not_evaluated = said[0], -said[1], said[2]
         if high == low:
             return Meeting(True, [bool(flag) for flag in said[4:]])
@@ -124,13 +128,15 @@ class Agreement:
 
     def ask(self, bits: Sequence[bool]) -> list[bool]:
         """One round of asking: for each place whether any rank set it."""
-        return [bool(bit) for bit in self._maximum("a round of asking", [int(bit) for bit in bits], torch.uint8)]
+        return [bool(bit) for bit in self._maximum("a round of asking", [int(bit) for bit in bits], dtype=torch.uint8)]
 
-    def _maximum(self, what: str, values: list[int], dtype: torch.dtype = torch.int64) -> list[int]:
+    def _maximum(
+        self, what: str, values: list[int], detail: str = "", *, dtype: torch.dtype = torch.int64
+    ) -> list[int]:
         if self._mesh.world == 1:
             return values
         tensor = torch.tensor(values, dtype=dtype)
-        self.issue(what)
+        self.issue(what, detail)
         self.wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._mesh.control, async_op=True), control=True)
         self.control_bytes += tensor.nbytes
         return tensor.tolist()
@@ -219,12 +225,7 @@ class Agreement:
                 break
             except RuntimeError as error:
                 if "timed out" not in str(error).lower():
-                    self._check()
-                    raise CollectiveError(
-                        f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, failed "
-                        f"({str(error).splitlines()[0]}); another rank has probably died or left the training loop: "
-                        "look at its output."
-                    ) from error
+                    raise self._failure(error) from error
             if not published:
                 self._publish("wait", self.doing)
                 published = True
@@ -232,6 +233,23 @@ class Agreement:
         if published and self._watch is not None:
             self._watch.clear()
             self._watch.waiting = False
+
+    def _failure(self, error: RuntimeError) -> Exception:
+        """Why a collective failed, as far as the store knows."""
+        what = f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, failed"
+        try:
+            self._check()
+            left = [r for r in range(self._mesh.world) if self._mesh.store.check([f"left/{r}"])]
+        except (RuntimeError, ValueError) as gone:  # the store went with its rank
+            if isinstance(gone, OrderError):
+                return gone
+            left = []
+        if left:
+            return CollectiveError(f"{what}: rank {', '.join(map(str, left))} has closed its engine.")
+        return CollectiveError(
+            f"{what} ({str(error).splitlines()[0]}); another rank has probably died or left the training loop: look at "
+            "its output."
+        )
 
     def _publish(self, kind: str, what: str) -> None:
         assert self._watch is not None
@@ -274,8 +292,6 @@ class Agreement:
         """What proves by itself that this rank and another will never meet."""
         me = self._mesh.rank
         for rank, other in others.items():
-            if other.kind == "left" and other.engine == self._mesh.name:
-                raise CollectiveError(f"rank {me} waits for {self.doing}, but rank {rank} has closed its engine.")
             if other.engine != self._mesh.name:
                 continue
             theirs = dict(other.log)

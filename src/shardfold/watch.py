@@ -40,7 +40,7 @@ class Whereabouts:
 
     Attributes:
         kind: ``wait`` (for a collective of an engine), ``deviate`` (for all ranks to ask for something out of order),
-            ``user`` (in a collective of the user's own), ``busy`` (elsewhere), ``left`` (closed its engine).
+            ``user`` (in a collective of the user's own), ``busy`` (elsewhere), ``gave up`` (told to raise).
         what: where, for people.
         engine: whose collective.
         issued: collectives issued so far, by engine.
