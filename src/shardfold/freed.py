@@ -8,15 +8,17 @@ sentence that names the parameter. The object stays the same, so optimizers, tie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfold.errors import FreedParameterError
 
-__all__ = ["FreedParameter", "seal", "unseal"]
+__all__ = ["FreedParameter", "apart", "seal", "unseal"]
 
 _freed_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (name, class to give back, gather)
 
@@ -75,6 +77,19 @@ _METADATA: frozenset[Any] = (
 )  # pyright: ignore[reportAttributeAccessIssue]
 
 
+_NOTHING = nullcontext()
+
+
+def apart() -> AbstractContextManager[object]:
+    """Modes of the user's (that count operations, fake them, or make them fail) do not see the engine's inside."""
+    if not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack():
+        return _NOTHING
+    stack = ExitStack()
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch._C.DisableTorchFunction())
+    return stack
+
+
 class FreedParameter(nn.Parameter):
     """The class of a parameter while its memory is given back: metadata answers, anything else raises a sentence.
 
@@ -88,7 +103,9 @@ class FreedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         freed = list(_freed_in([*args, *(kwargs or {}).values()]))
-        if freed and all(_freed_names[parameter][2]() for parameter in freed):
+        with apart():
+            gathered = all([_freed_names[parameter][2]() for parameter in freed])
+        if gathered and not any(isinstance(parameter, FreedParameter) for parameter in freed):
             return func(*args, **(kwargs or {}))  # they were gathered: they are ordinary parameters now
         _refuse(getattr(func, "__qualname__", None) or str(func), args, kwargs)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardfold.freed import apart
 from shardfold.unit import Unit
 
 __all__ = ["Hooks", "Listener", "in_backward", "tensors_in"]
@@ -128,7 +129,8 @@ class Hooks:
         if in_backward():  # a checkpoint around the whole model runs it again, before any gradient came
             self._ensure_backward()
             return None
-        self._listener.begin_forward()
+        with apart():
+            self._listener.begin_forward()
         self._inside.append((module, sys.exc_info()[1]))
         if self._cast is None:
             return None
@@ -141,7 +143,8 @@ class Hooks:
             self._listener.interrupt()
             return
         self._watch(output, self._model_backward)
-        self._listener.end_forward()
+        with apart():
+            self._listener.end_forward()
 
     def _leave(self, module: nn.Module) -> bool | None:
         """Whether a forward ended well, or with an exception; None if it never began (its own begin raised)."""
@@ -155,9 +158,11 @@ class Hooks:
         def hook(module: nn.Module, args: Any) -> None:
             if in_backward():
                 self._ensure_backward()
-                listener.enter_backward(unit)
+                with apart():
+                    listener.enter_backward(unit)
             else:
-                listener.enter_forward(unit)
+                with apart():
+                    listener.enter_forward(unit)
                 self._inside.append((module, sys.exc_info()[1]))
 
         return hook
@@ -167,7 +172,8 @@ class Hooks:
 
         def backward(grad: Tensor) -> None:
             self._ensure_backward(create_graph=torch.is_grad_enabled())
-            listener.enter_backward(unit)
+            with apart():
+                listener.enter_backward(unit)
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not in_backward():
@@ -180,7 +186,8 @@ class Hooks:
             inputs = {id(tensor) for tensor in tensors_in((args, kwargs))}
             self._watch([tensor for tensor in tensors_in(output) if id(tensor) not in inputs], backward)
             if not in_backward():
-                listener.leave_forward(unit)
+                with apart():
+                    listener.leave_forward(unit)
 
         return hook
 
@@ -202,12 +209,14 @@ class Hooks:
             engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
             engine.queue_callback(self._done)
             self._queued = True
-            self._listener.begin_backward(create_graph=create_graph)
+            with apart():
+                self._listener.begin_backward(create_graph=create_graph)
             self._queued = True  # what begins may have forgotten an interrupted one
 
     def _done(self) -> None:
         self._queued = False
-        self._listener.end_backward()
+        with apart():
+            self._listener.end_backward()
 
     def _on_gradient(self, unit: Unit, segment: int, slot: int) -> Callable[[Tensor], None]:
         listener = self._listener
@@ -216,6 +225,7 @@ class Hooks:
             grad, parameter.grad = parameter.grad, None  # first, because a backward that begins clears what is shown
             self._ensure_backward()
             assert grad is not None
-            listener.gradient(unit, segment, slot, grad)
+            with apart():
+                listener.gradient(unit, segment, slot, grad)
 
         return hook

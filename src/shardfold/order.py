@@ -66,9 +66,9 @@ class Track:
     def _run(self, stop: int) -> None:
         while self.position < stop:
             call = self.calls[self.position]
-            self.position += 1
             if call is not None:
-                call()
+                call()  # if it raises, it is what is done first when the pass goes on
+            self.position += 1
 
 
 def contradiction(orders: Sequence[Sequence[str]]) -> tuple[int, int, str, str] | None:

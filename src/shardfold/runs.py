@@ -224,8 +224,9 @@ class AskedRun:
             if unit.split and name not in self._roots and unit.life is not Life.RESTING:
                 self._give_back(unit)
         for name in self._places_of_roots():
-            self._call(self._reduce, name)
-            self._call(self._leave, name)
+            if name not in self._kept:
+                self._call(self._reduce, name)
+                self._call(self._leave, name)
         self._actions.release_detours()
 
     def _round(self, wanted: Unit | None, *, done: bool = False) -> bool:
