@@ -199,7 +199,9 @@ def _collective_at_one_place(engine: sf.Engine) -> None:
 
 
 def test_collectives_of_the_users_at_the_same_place_are_theirs(ranks: Ranks) -> None:
-    assert [said for said, _ in ranks.run(_raised, _collective_at_one_place, world_size=2)] == ["nothing was raised"] * 2
+    assert [said for said, _ in ranks.run(_raised, _collective_at_one_place, world_size=2)] == [
+        "nothing was raised"
+    ] * 2
 
 
 def _late(engine: sf.Engine) -> None:

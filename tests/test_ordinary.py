@@ -384,7 +384,9 @@ def _faults(layout: str, where: str, spread: bool, limit: int) -> tuple[int, flo
     engine.zero_grad()
     thrown = 0
     counts = engine.agree([whole.count])
-    for at in _points(int(counts[0]), limit, 1 if where == "backward" else 0):  # a backward begins with its first gradient
+    for at in _points(
+        int(counts[0]), limit, 1 if where == "backward" else 0
+    ):  # a backward begins with its first gradient
         try:
             loss = engine(*rows) if where == "backward" else None
             with ThrowAt(at + (3 * engine.rank if spread else 0)):

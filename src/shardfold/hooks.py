@@ -7,6 +7,7 @@ its gradient, when a pass begins and ends. What follows from an event is the eng
     forward  of a unit's module        enter_forward(unit)    leave_forward(unit)
     backward of the model            begin_backward  (gradient of an output of the model, or of any unit, arrives)
     backward of a unit's module        enter_backward(unit)  (gradient of one of its outputs arrives)
+    backward by another way            enter_aside(unit)     (a weight it saved is needed; see ``remembers``)
     gradient of a parameter            gradient(unit, segment, slot, grad)
     end of the outermost backward    end_backward
 """
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardfold.freed import apart
-from shardfold.unit import Unit
+from shardfold.unit import Life, Unit
 
 __all__ = ["Hooks", "Listener", "in_backward", "tensors_in"]
 
@@ -37,7 +38,9 @@ class Listener(Protocol):
     def enter_forward(self, unit: Unit) -> None: ...
     def leave_forward(self, unit: Unit, *, interrupted: bool = False) -> None: ...
     def begin_backward(self, *, create_graph: bool = False) -> None: ...
+    def remembers(self, unit: Unit) -> bool: ...
     def enter_backward(self, unit: Unit) -> None: ...
+    def enter_aside(self, unit: Unit) -> None: ...
     def gradient(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None: ...
     def end_backward(self) -> None: ...
 
@@ -94,9 +97,8 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._queued = False
         self._cast = cast
-        self._inside: list[
-            tuple[Any, BaseException | None]
-        ] = []  # forwards under way, and what was handled as they began
+        self._inside: list[tuple[Any, BaseException | None]] = []  # forwards under way, what was handled as they began
+        self._pushed: list[nn.Module] = []  # those of them that remember what they save for backward
         units = list(units)
         self._add(model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True))
         self._add(model.register_forward_hook(self._after_model, always_call=True))
@@ -119,6 +121,9 @@ class Hooks:
         """After an exception: what was under way is no longer, and the final callback of a backward will not come."""
         self._queued = False
         self._inside.clear()
+        for _ in self._pushed:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._pushed.clear()
 
     def _add(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)
@@ -150,7 +155,41 @@ class Hooks:
         """Whether a forward ended well, or with an exception; None if it never began (its own begin raised)."""
         if not self._inside or self._inside[-1][0] is not module:
             return None
+        if self._pushed and self._pushed[-1] is module:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._pushed.pop()
         return sys.exc_info()[1] is self._inside.pop()[1]
+
+    def _remember(self, unit: Unit, module: nn.Module) -> None:
+        """Until the forward is over, each weight that autograd saves is marked as the unit's.
+
+        A backward that reaches it by another way than the unit's outputs (a loss of something kept on the side) then
+        gathers the unit. Hooks that are already there (activation checkpointing) take precedence.
+        """
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return
+        storages = {segment.flat.untyped_storage()._cdata for segment in unit.segments}
+
+        def pack(tensor: Tensor) -> tuple[Tensor, int | None]:
+            weight = tensor.untyped_storage()._cdata in storages
+            return tensor, unit.version if weight else None
+
+        def unpack(packed: tuple[Tensor, int | None]) -> Tensor:
+            tensor, version = packed
+            if version is not None:
+                if unit.life is not Life.GATHERED:
+                    self._ensure_backward(create_graph=False)
+                    with apart():
+                        self._listener.enter_aside(unit)
+                if unit.version != version:
+                    raise RuntimeError(
+                        f"a weight of {unit.name!r} needed for gradient computation has been modified by an inplace "
+                        "operation between forward and backward."
+                    )
+            return tensor
+
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        self._pushed.append(module)
 
     def _before_unit(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         listener = self._listener
@@ -164,6 +203,8 @@ class Hooks:
                 with apart():
                     listener.enter_forward(unit)
                 self._inside.append((module, sys.exc_info()[1]))
+                if torch.is_grad_enabled() and listener.remembers(unit):
+                    self._remember(unit, module)
 
         return hook
 

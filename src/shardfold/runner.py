@@ -381,6 +381,14 @@ class Runner:
         if self._run is not None:
             self._run.enter(unit)
 
+    def remembers(self, unit: Unit) -> bool:
+        """Whether the unit's forward marks the weights that it saves: until it is known that nobody needs that."""
+        return unit.aside or isinstance(self._run, AskedRun)
+
+    def enter_aside(self, unit: Unit) -> None:
+        unit.aside = True
+        self.enter_backward(unit)
+
     def gradient(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
         self._delivered = True
         with torch.no_grad():

@@ -219,6 +219,7 @@ class Unit:
         self.pinned_here = False  # it was engine.gathered() that gathered it
         self.pins = 0  # engine.gathered() holds the unit this many times over
         self.running = 0  # forwards of its modules that are under way
+        self.aside = False  # a backward reached it by another way than its outputs
         self.filling: list[Pending] = []
         # gradients
         self.resting_buffer: GradientBuffer | None = None  # over grads itself, where they are not split
@@ -234,6 +235,11 @@ class Unit:
         self.num_trainable = sum(len(s.parameters) for s in self.trainable)
         self._store = store
         self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
+
+    @property
+    def version(self) -> int:
+        """Changes when a parameter's values are changed, but not when the flat is freed and filled again."""
+        return sum(parameter._version for segment in self.segments for parameter in segment.parameters)
 
     # -- life
 
