@@ -1,4 +1,4 @@
-"""Training loops that people write: several forwards, losses, backwards, engines; as in plain PyTorch, under every layout."""
+"""Training loops that people write (several forwards, losses, backwards, engines) are as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def losses_on_the_side(make: Make) -> list[Any]:
 
 
 def adversaries(make: Make) -> list[Any]:
-    """A generator and a discriminator; the generator's loss goes through the discriminator, whose gradients are dropped."""
+    """A generator and a discriminator; the one's loss goes through the other, whose gradients are dropped."""
     maker, judge = make(Net(0)), make(Net(1))
     for x, _ in _batches(5, maker):
         fake = torch.cat([*maker(x), x], 1)[:, :WIDTH]
@@ -153,7 +153,7 @@ def distillation(make: Make) -> list[Any]:
 
 
 def policy_and_value(make: Make) -> list[Any]:
-    """As in PPO: a rollout without gradients, then several epochs on it, for a policy, a value and a reference model."""
+    """As in PPO: a rollout without gradients, then epochs on it, for a policy, a value and a reference model."""
     policy, value, reference = make(Net(0)), make(Net(1)), make(Net(0), None)
     for x, y in _batches(3, policy):
         with torch.no_grad():
