@@ -25,7 +25,7 @@ from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.passes import Schedule
 from shardfold.program import MARKERS, Op
 from shardfold.stores.device import DeviceStore
-from shardfold.unit import TORCH_DTYPES, GradientBuffer, Life, Unit
+from shardfold.unit import GradientBuffer, Life, Unit
 from shardfold.wires.plain import Pending, plain_wire
 
 __all__ = ["Actions", "check_supported"]
@@ -69,7 +69,7 @@ class Actions:
         self._overlap = (
             (store.device.type == "cuda") if timing.reduces_in_flight is None else timing.reduces_in_flight > 0
         )
-        self._reduce_dtype = TORCH_DTYPES[layout.reduce.dtype]
+        self._reduce_dtype = layout.reduce.dtype
         self._reducing: Unit | None = None  # whose gradients are on their way
 
     def bind(self, section: str, op: Op) -> Callable[[], None] | None:
@@ -238,7 +238,7 @@ class Actions:
             self.meter.control(total.nbytes)
         self.grad_norm = total.sqrt()
         assert self.clip_norm is not None
-        self.coefficient = clip_coefficient(self.grad_norm, self.clip_norm).float()
+        self.coefficient = clip_coefficient(self.grad_norm, self.clip_norm)
 
     def update(self, unit: Unit) -> None:
         assert self.optimizer is not None

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardfold.errors import ModelError, did_you_mean
@@ -27,7 +28,7 @@ from shardfold.layout import ITEMSIZE, Layout, Mesh, Precision
 from shardfold.shards import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
 from shardfold.unit import dtype_name, rest_itemsize
 
-__all__ = ["ROOT", "Cut", "cut"]
+__all__ = ["ROOT", "Cut", "cut", "main_dtype"]
 
 ROOT = "(root)"
 
@@ -58,7 +59,7 @@ def cut(
         units: paths or classes of the modules that are units; None: found as the module's docstring says.
         groups: hyper-parameter group of each trainable parameter, by ``id``; others are frozen.
         layout: bound.
-        precision: floating-point parameters take its compute dtype.
+        precision: parameters of the model's main dtype follow it; others keep their own (see :func:`main_dtype`).
         mesh: axis sizes.
 
     Raises:
@@ -69,8 +70,9 @@ def cut(
     root = Cut(ROOT, [model])
     _assign(model, cuts, root)
     found = [c for c in (root, *cuts) if c.parameters]
+    main = main_dtype(model)
     for c in found:
-        _lay_out(c, groups, layout, precision, mesh)
+        _lay_out(c, groups, layout, precision, mesh, main)
     return found
 
 
@@ -168,25 +170,42 @@ def _assign(model: nn.Module, cuts: list[Cut], root: Cut) -> None:
         home.parameters[name] = parameter
 
 
-def _lay_out(c: Cut, groups: dict[int, int], layout: Layout, precision: Precision, mesh: Mesh) -> None:
-    """Sorts the parameters into segments by (dtype, trainable, group) and gives each its slot."""
+def main_dtype(model: nn.Module) -> torch.dtype | None:
+    """The floating dtype that the precision policy replaces: the one that most of the model's elements have.
+
+    A parameter of another dtype was given it on purpose, and fp64 is never given up: these keep their own dtype in all
+    states and on the wire, as in plain PyTorch. None: the policy applies to nothing.
+    """
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            elements[parameter.dtype] += parameter.numel()
+    main = max(elements, key=lambda dtype: (elements[dtype], dtype.itemsize), default=None)
+    return None if main == torch.float64 else main
+
+
+def _lay_out(
+    c: Cut, groups: dict[int, int], layout: Layout, precision: Precision, mesh: Mesh, main: torch.dtype | None
+) -> None:
+    """Sorts the parameters into segments by (dtype, own, trainable, group) and gives each its slot."""
     parts = 1
     for size in mesh.values():
         parts *= size
-    segments: dict[tuple[str, bool, int], dict[str, nn.Parameter]] = defaultdict(dict)
+    segments: dict[tuple[str, bool, bool, int], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in c.parameters.items():
         own = dtype_name(parameter.dtype)
         if own is None or parameter.is_complex():
             raise ModelError(
                 f"parameter {name!r} has dtype {parameter.dtype}, which can not be split; known: {', '.join(ITEMSIZE)}."
             )
-        dtype = precision.compute if parameter.is_floating_point() else own
+        keeps = parameter.dtype != main and any(role != own for role in vars(precision).values())
         trainable = parameter.requires_grad and id(parameter) in groups
-        segments[(dtype, trainable, groups.get(id(parameter), 0))][name] = parameter
+        key = (own if keeps else precision.compute, keeps, trainable, groups.get(id(parameter), 0))
+        segments[key][name] = parameter
     specs: list[SegmentSpec] = []
-    for (dtype, trainable, group), members in segments.items():
-        align = max(1, ALIGN_BYTES // min(ITEMSIZE[dtype], rest_itemsize(layout)))
+    for (dtype, keeps, trainable, group), members in segments.items():
+        align = max(1, ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout))))
         slots, length = pack({name: p.shape for name, p in members.items()}, parts, align)
-        specs.append(SegmentSpec(slots, length, dtype, trainable, group))
+        specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps))
         c.by_segment.append(list(members.values()))
     c.spec = UnitSpec(c.name, tuple(specs), root=c.name == ROOT)

@@ -118,8 +118,7 @@ class Engine:
         self._by_name = {unit.name: unit for unit in self.units}
         self._update: ShardedOptimizer | None = None
         if self.optimizer is not None:
-            moments = TORCH_DTYPES[self.layout.moments.dtype]
-            self._update = ShardedOptimizer(self.optimizer, self.units, moments, self.timing.block)
+            self._update = ShardedOptimizer(self.optimizer, self.units, self.layout.moments.dtype, self.timing.block)
         self.actions = Actions(
             self.layout, self.mesh, self.units, self.store, self.agreement, self._update, clip_norm,
             scale=1.0 / (self.world_size * accumulate), timing=self.timing,
@@ -129,7 +128,8 @@ class Engine:
             model, self.layout, self.mesh, self.units, self.actions, self.agreement, self.store, self.timing,
             accumulate, clip=clip_norm is not None,
         )  # fmt: skip
-        narrow = TORCH_DTYPES[self.precision.compute] if self.precision.compute in ("bf16", "fp16") else None
+        policy = any(not s.spec.own for unit in self.units for s in unit.segments)  # some parameters follow it
+        narrow = TORCH_DTYPES[self.precision.compute] if policy and self.precision.compute in ("bf16", "fp16") else None
         self._hooks = Hooks(model, self.units, self._runner, cast=narrow)
         self._runner.forget = self._hooks.forget
         self.steps = 0

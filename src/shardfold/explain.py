@@ -32,7 +32,9 @@ def explain(
     lines += ["", f"{'unit':<28}{'parameters':>14}{'padding':>10}  segments"]
     for unit in units:
         numel, padding = sum(s.numel for s in unit.segments), sum(s.padding for s in unit.segments)
-        kinds = ", ".join(f"{s.dtype}{'' if s.trainable else ' frozen'}" for s in unit.segments)
+        kinds = ", ".join(
+            f"{s.dtype}{' own' if s.own else ''}{'' if s.trainable else ' frozen'}" for s in unit.segments
+        )
         held_long = "  (held through each pass)" if unit.root and bound.rest.over else ""
         lines.append(f"{unit.name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}")
     lines += ["", "bytes at rest on each rank:"]

@@ -272,14 +272,15 @@ class Layout:
             bound = replace(bound, held=None)
         return bound
 
-    def aliases(self) -> dict[str, str]:
+    def aliases(self, *, own: bool = False) -> dict[str, str]:
         """States of a bound table that need no bytes of their own, and the state whose bytes they are.
 
-        In equal dtype ``master`` is the owner's range of ``params`` (fp32: ``zero1`` is 8 + 8/N bytes per parameter).
+        ``own``: for parameters whose states all have the parameter's own dtype. In equal dtype ``master`` is the owner's range of ``params`` (fp32: ``zero1`` is 8 + 8/N bytes per parameter).
         A held copy that is not split is the gathered buffer itself.
         """
         alias: dict[str, str] = {}
-        if self.params is not None and self.params.dtype == self.master.dtype and self.params.tier == self.master.tier:
+        params = self.params
+        if params is not None and (own or params.dtype == self.master.dtype) and params.tier == self.master.tier:
             alias["master"] = "params"
         if self.held is not None and not self.held.over:
             alias["held"] = "gathered"

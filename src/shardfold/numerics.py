@@ -15,14 +15,16 @@ _ROW = 4096
 def square_sum(flats: Iterable[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of all elements, a 0-d fp64 tensor.
 
-    Squares are summed in fp32 over rows of 4096 elements, and rows in fp64: the error does not grow with the size.
+    Squares are summed in fp32 (of fp64 in fp64) over rows of 4096 elements, and rows in fp64: the error does not grow
+    with the size.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for flat in flats:
+        dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
         whole = flat.numel() // _ROW * _ROW
         for part in (flat[:whole].view(-1, _ROW), flat[whole:].view(1, -1)):
             if part.numel():
-                norms = torch.linalg.vector_norm(part, dim=1, dtype=torch.float32)
+                norms = torch.linalg.vector_norm(part, dim=1, dtype=dtype)
                 total += norms.double().square().sum()
     return total
 

@@ -51,6 +51,7 @@ class SegmentSpec:
     """Parameters of one unit with equal dtype, trainability and hyper-parameter group, laid out flat.
 
     ``length`` is in elements and includes all padding; it divides evenly by the number of data-parallel ranks.
+    ``own``: every state and both journeys are in ``dtype``, whatever the precision policy says.
     """
 
     slots: tuple[Slot, ...]
@@ -58,6 +59,11 @@ class SegmentSpec:
     dtype: str
     trainable: bool = True
     group: int = 0
+    own: bool = False
+
+    def dtype_for(self, policy: str) -> str:
+        """The dtype of a state or a wire of this segment for which the bound table says ``policy``."""
+        return self.dtype if self.own else policy
 
     @property
     def numel(self) -> int:

@@ -132,6 +132,10 @@ class Segment:
         """Whether the flat's memory comes and goes."""
         return self.rest_range != (0, self.spec.length)
 
+    def dtype_for(self, policy: str) -> torch.dtype:
+        """See :meth:`SegmentSpec.dtype_for`."""
+        return TORCH_DTYPES[self.spec.dtype_for(policy)]
+
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat of this segment's length, one per parameter, with its shape."""
         return [flat[s.offset : s.offset + s.numel].view(s.shape) for s in self.spec.slots]
@@ -151,12 +155,13 @@ class Segment:
         if not spec.trainable:
             return
         a, b = self.master_range
-        if self.rest is not None and self.dtype == TORCH_DTYPES[layout.master.dtype] and layout.params is not None:
+        master = self.dtype_for(layout.master.dtype)
+        if self.rest is not None and self.dtype == master and layout.params is not None:
             self.master = self.rest[a - start : b - start]
         else:
-            self.master = flat[a:b].to(TORCH_DTYPES[layout.master.dtype], copy=True)
+            self.master = flat[a:b].to(master, copy=True)
         size = spec.length if not layout.grads.over else spec.length // layout.grads.parts(mesh)
-        self.grads = torch.zeros(size, dtype=TORCH_DTYPES[layout.grads.dtype], device=flat.device)
+        self.grads = torch.zeros(size, dtype=self.dtype_for(layout.grads.dtype), device=flat.device)
 
     @property
     def master_grads(self) -> Tensor:
@@ -294,7 +299,7 @@ class Unit:
 
     # -- gradients
 
-    def accept(self, segment: int, slot: int, grad: Tensor, scale: float, dtype: torch.dtype) -> None:
+    def accept(self, segment: int, slot: int, grad: Tensor, scale: float, dtype: str) -> None:
         """Takes one gradient into the buffer that the next reduction sends, making it if need be."""
         if self.resting_buffer is not None and not self.reduced:
             self.resting_buffer.add(segment, slot, grad, scale)
@@ -303,7 +308,7 @@ class Unit:
             self.incoming = self.new_buffer(dtype)
         self.incoming.add(segment, slot, grad, scale)
 
-    def accept_waiting(self, scale: float, dtype: torch.dtype) -> None:
+    def accept_waiting(self, scale: float, dtype: str) -> None:
         """Takes the gradients that had to wait; each is given back as soon as it is copied."""
         while self.waiting:
             self.accept(*self.waiting.pop(0), scale, dtype)
@@ -313,8 +318,8 @@ class Unit:
         """Whether gradients are here that no reduction has taken."""
         return self.incoming is not None or bool(self.waiting)
 
-    def new_buffer(self, dtype: torch.dtype) -> GradientBuffer:
-        flats = [self._store.empty(segment.spec.length, dtype) for segment in self.trainable]
+    def new_buffer(self, dtype: str) -> GradientBuffer:
+        flats = [self._store.empty(s.spec.length, s.dtype_for(dtype)) for s in self.trainable]
         return GradientBuffer(self.trainable, flats)
 
     def end_reduce(self, waiter: Waiter) -> None:
@@ -324,7 +329,7 @@ class Unit:
     def show_gradients(self) -> None:
         """Where a rank has all gradients, users find them where PyTorch puts them."""
         buffer = self.resting_buffer
-        if buffer is None or any(segment.dtype != buffer.flats[0].dtype for segment in self.trainable):
+        if buffer is None or any(s.dtype != flat.dtype for s, flat in zip(self.trainable, buffer.flats, strict=True)):
             return
         for segment, views, touched in zip(self.trainable, buffer.views, buffer.touched, strict=True):
             for parameter, view, was in zip(segment.parameters, views, touched, strict=True):

@@ -114,10 +114,15 @@ class FusedShard:
     def _kernel(self, master: Tensor, grad: Tensor, a: int, b: int, count: Tensor, first: bool, group: Any) -> None:
         if self.kind is SGD:
             buffer = self.moments.get("momentum_buffer")
+            buffer = buffer[a:b] if buffer is not None and group["momentum"] else None
+            # torch's CPU kernel leaves 16-bit parameters as they are (2.13), so these go through fp32.
+            narrow = master.itemsize < 4 and not master.is_cuda
+            targets = [master, buffer] if buffer is not None else [master]
+            wide = [target.float() for target in targets] if narrow else targets
             torch._fused_sgd_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-                [master],
-                [grad],
-                [buffer[a:b]] if buffer is not None and group["momentum"] else [],
+                wide[:1],
+                [grad.to(wide[0].dtype)],
+                wide[1:],
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
                 lr=group["lr"],
@@ -128,6 +133,9 @@ class FusedShard:
                 grad_scale=None,
                 found_inf=None,
             )
+            if narrow:
+                for target, value in zip(targets, wide, strict=True):
+                    target.copy_(value)
             return
         decoupled = self.kind is AdamW or group.get("decoupled_weight_decay", False)
         kernel: Any = getattr(torch, "_fused_adamw_" if decoupled else "_fused_adam_")

@@ -72,11 +72,11 @@ class ShardedOptimizer:
     Args:
         optimizer: from :func:`build`; its groups are re-pointed in place.
         units: with their states bound.
-        moments_dtype: of the fused update's moments.
+        moments_dtype: of the fused update's moments, as the table names it.
         block: elements per fused call, 0 for the default of the device.
     """
 
-    def __init__(self, optimizer: Optimizer, units: Sequence[Unit], moments_dtype: torch.dtype, block: int) -> None:
+    def __init__(self, optimizer: Optimizer, units: Sequence[Unit], moments_dtype: str, block: int) -> None:
         self.torch_optimizer = optimizer
         self._block = block
         self._pieces: list[tuple[Segment, int, int, nn.Parameter]] = []  # segment, slot, start in shard, piece
@@ -91,7 +91,8 @@ class ShardedOptimizer:
                 by_group[segment.spec.group].extend(self._own_pieces(segment))
                 if names is not None:
                     assert segment.master is not None
-                    moments = {n: torch.zeros_like(segment.master, dtype=moments_dtype) for n in names}
+                    dtype = segment.dtype_for(moments_dtype)
+                    moments = {n: torch.zeros_like(segment.master, dtype=dtype) for n in names}
                     self._fused[id(segment)] = FusedShard(segment, type(optimizer), moments)
         for group, pieces in zip(optimizer.param_groups, by_group, strict=True):
             group["params"] = pieces
