@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import sha256
 from logging import getLogger
+from os import getpid
 from time import monotonic
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -28,7 +29,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from shardfold.errors import CollectiveError, ConfigError, OrderError
+from shardfold.errors import CollectiveError, ConfigError, OrderError, UsageError
 from shardfold.mesh import DataMesh
 from shardfold.watch import Watch, Whereabouts
 
@@ -69,6 +70,7 @@ class Agreement:
         self._deviated = -1  # its number
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
+        self._process = getpid()
         self._watch: Watch | None = None
         if mesh.world > 1:
             self._watch = Watch.of(mesh.default_store, mesh.rank, mesh.world)
@@ -89,6 +91,11 @@ class Agreement:
         """Gives the next collective its number; ``what`` prints as its name, which is the same on every rank."""
         if self._dead is not None:
             raise OrderError(self._dead)
+        if getpid() != self._process:
+            raise UsageError(
+                f"{what}: this process was forked from one that has an engine, whose connections to the other ranks "
+                "it can not use; make an engine in each process that trains."
+            )
         self.sequence += 1
         self._log.append((self.sequence, what))
         self._detail = detail

@@ -148,6 +148,12 @@ class Engine:
         """Names of the units as their forward in training runs them; definition order until that is known."""
         return self._runner.forward_order()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "an engine can not be copied or pickled, as it holds process groups and shards: copy or save engine.module "
+            "inside `with engine.gathered():`, or save engine.state_dict()."
+        )
+
     # -- the user's side
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

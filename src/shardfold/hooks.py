@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardfold.copies import copy_alone, copy_without_hooks, forget_hooks
 from shardfold.freed import apart
 from shardfold.unit import Life, Unit
 
@@ -95,18 +96,24 @@ class Hooks:
     ) -> None:
         self._listener = listener
         self._handles: list[RemovableHandle] = []
+        self._hooked: dict[int, tuple[nn.Module, list[int]]] = {}  # modules and the ids of their hooks
         self._queued = False
         self._cast = cast
         self._inside: list[tuple[Any, BaseException | None]] = []  # forwards under way, what was handled as they began
         self._pushed: list[nn.Module] = []  # those of them that remember what they save for backward
         units = list(units)
-        self._add(model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True))
-        self._add(model.register_forward_hook(self._after_model, always_call=True))
+        # torch.compile runs what is disabled as it is and compiles what lies between: the units' own work.
+        untraced: Any = torch.compiler.disable
+        self._on(model, model.register_forward_pre_hook(untraced(self._before_model), with_kwargs=True, prepend=True))
+        self._on(model, model.register_forward_hook(untraced(self._after_model), always_call=True))
         for unit in units:
             if unit.split and not unit.spec.root:
                 for module in unit.modules:
-                    self._add(module.register_forward_pre_hook(self._before_unit(unit), prepend=True))
-                    self._add(module.register_forward_hook(self._after_unit(unit), with_kwargs=True, always_call=True))
+                    before, after = untraced(self._before_unit(unit)), untraced(self._after_unit(unit))
+                    self._on(module, module.register_forward_pre_hook(before, prepend=True))
+                    self._on(module, module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            for _, parameter in unit.parameters():
+                copy_alone(parameter)
             for i, segment in enumerate(unit.trainable):
                 for j, parameter in enumerate(segment.parameters):
                     self._add(parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, i, j)))
@@ -116,6 +123,9 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for module, _ in self._hooked.values():
+            forget_hooks(module)
+        self._hooked.clear()
 
     def forget(self) -> None:
         """After an exception: what was under way is no longer, and the final callback of a backward will not come."""
@@ -127,6 +137,12 @@ class Hooks:
 
     def _add(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)
+
+    def _on(self, module: nn.Module, handle: RemovableHandle) -> None:
+        """Keeps a hook of a module, which copies of the module will not have."""
+        self._add(handle)
+        self._hooked.setdefault(id(module), (module, []))[1].append(handle.id)
+        copy_without_hooks(module, self._hooked[id(module)][1])
 
     # -- forward
 

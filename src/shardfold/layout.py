@@ -275,8 +275,9 @@ class Layout:
     def aliases(self, *, own: bool = False) -> dict[str, str]:
         """States of a bound table that need no bytes of their own, and the state whose bytes they are.
 
-        ``own``: for parameters whose states all have the parameter's own dtype. In equal dtype ``master`` is the owner's range of ``params`` (fp32: ``zero1`` is 8 + 8/N bytes per parameter).
-        A held copy that is not split is the gathered buffer itself.
+        In equal dtype ``master`` is the owner's range of ``params`` (fp32: ``zero1`` is 8 + 8/N bytes per parameter);
+        ``own`` is for parameters whose states all have one dtype anyway. A held copy that is not split is the gathered
+        buffer itself.
         """
         alias: dict[str, str] = {}
         params = self.params

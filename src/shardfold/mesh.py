@@ -86,6 +86,7 @@ class DataMesh:
         self.default_store: Any = None
         self._groups: dict[Axes, Any] = {}
         self._made: list[Any] = []  # groups that are this mesh's own
+        self._process = os.getpid()
         self.control: Any = None
         if self.owns_default_group:
             atexit.register(self.close)
@@ -147,6 +148,8 @@ class DataMesh:
         nobody closes is closed when the interpreter exits.
         """
         atexit.unregister(self.close)
+        if os.getpid() != self._process:  # forked: the threads that serve the groups are in the other process
+            return
         self._groups.clear()
         self.control = self.store = self.default_store = None
         initialized = dist.is_available() and dist.is_initialized()

@@ -1,0 +1,98 @@
+"""Copies and pickles of a model under an engine: plain modules with values of their own, and no engine in them.
+
+``copy.deepcopy`` and ``pickle`` (so ``torch.save`` too) ask an object for its ``__reduce_ex__``, on the instance first.
+Two things would go wrong with the usual answer: hooks of the engine would be copied with the module, or shared with the
+copy, and a parameter is a view of its unit's flat, whose whole storage would be written for each parameter. So hooked
+modules and parameters answer for themselves. Dictionaries of hooks can not be replaced or filtered where they are: the
+handles of the user's own hooks refer to them.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from shardfold.freed import FreedParameter
+
+__all__ = ["copy_alone", "copy_without_hooks", "forget_hooks"]
+
+_HOOK_DICTS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+_OWN_ANSWERS = ("__reduce_ex__", "__deepcopy__")
+
+
+def copy_without_hooks(module: nn.Module, hooks: Iterable[int]) -> None:
+    """From now on copies and pickles of ``module`` lack the hooks with these ids."""
+    ids, this = frozenset(hooks), weakref.ref(module)
+
+    def reduce(protocol: Any) -> Any:
+        module = _alive(this)
+        with _without(module, ids):
+            made = type(module).__reduce_ex__(module, protocol)
+            if isinstance(made, tuple) and len(made) > 2 and made[2] is vars(module):
+                made = (*made[:2], dict(vars(module)), *made[3:])
+        return made
+
+    def deepcopy(memo: dict[int, Any]) -> Any:
+        module = _alive(this)
+        with _without(module, ids):
+            return type(module).__deepcopy__(module, memo)  # pyright: ignore[reportAttributeAccessIssue]
+
+    module.__dict__["__reduce_ex__"] = reduce
+    if hasattr(type(module), "__deepcopy__"):  # torch.fx.GraphModule has one
+        module.__dict__["__deepcopy__"] = deepcopy
+
+
+def forget_hooks(module: nn.Module) -> None:
+    """Takes back :func:`copy_without_hooks`."""
+    for name in _OWN_ANSWERS:
+        module.__dict__.pop(name, None)
+
+
+def copy_alone(parameter: nn.Parameter) -> None:
+    """From now on a pickle of ``parameter`` holds its own elements only, not the flat that it is a view of."""
+    this = weakref.ref(parameter)
+
+    def reduce(protocol: Any) -> Any:
+        parameter: Any = _alive(this)
+        if isinstance(parameter, FreedParameter):
+            return type(parameter).__reduce_ex__(parameter, protocol)
+        alone = copy.deepcopy(parameter)
+        alone.__dict__.update({name: value for name, value in vars(parameter).items() if name != "__reduce_ex__"})
+        return type(parameter).__reduce_ex__(alone, protocol)
+
+    state: Any = parameter.__dict__
+    state["__reduce_ex__"] = reduce
+
+
+def _alive(reference: Callable[[], Any]) -> Any:
+    found = reference()
+    assert found is not None  # it is the object that was asked
+    return found
+
+
+@contextmanager
+def _without(module: nn.Module, ids: frozenset[int]) -> Iterator[None]:
+    """Inside, ``vars(module)`` is what it would be without the engine."""
+    state = module.__dict__
+    kept = {name: state[name] for name in (*_HOOK_DICTS, *_OWN_ANSWERS) if name in state}
+    for name in _OWN_ANSWERS:
+        state.pop(name, None)
+    for name in _HOOK_DICTS:
+        if name in kept:
+            state[name] = OrderedDict((key, hook) for key, hook in kept[name].items() if key not in ids)
+    try:
+        yield
+    finally:
+        state.update(kept)
