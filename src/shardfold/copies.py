@@ -38,8 +38,9 @@ def copy_without_hooks(module: nn.Module, hooks: Iterable[int]) -> None:
 
     def reduce(protocol: Any) -> Any:
         module = _alive(this)
+        kind: Any = type(module)
         with _without(module, ids):
-            made = type(module).__reduce_ex__(module, protocol)
+            made = kind.__reduce_ex__(module, protocol)
             if isinstance(made, tuple) and len(made) > 2 and made[2] is vars(module):
                 made = (*made[:2], dict(vars(module)), *made[3:])
         return made
@@ -65,12 +66,13 @@ def copy_alone(parameter: nn.Parameter) -> None:
     this = weakref.ref(parameter)
 
     def reduce(protocol: Any) -> Any:
-        parameter: Any = _alive(this)
+        parameter = _alive(this)
+        kind: Any = type(parameter)
         if isinstance(parameter, FreedParameter):
-            return type(parameter).__reduce_ex__(parameter, protocol)
+            return kind.__reduce_ex__(parameter, protocol)
         alone = copy.deepcopy(parameter)
         alone.__dict__.update({name: value for name, value in vars(parameter).items() if name != "__reduce_ex__"})
-        return type(parameter).__reduce_ex__(alone, protocol)
+        return kind.__reduce_ex__(alone, protocol)
 
     state: Any = parameter.__dict__
     state["__reduce_ex__"] = reduce

@@ -18,12 +18,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardfold.errors import ModelError, did_you_mean
+from shardfold.freed import FreedParameter
 from shardfold.layout import ITEMSIZE, Layout, Mesh, Precision
 from shardfold.shards import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
 from shardfold.unit import dtype_name, rest_itemsize
@@ -63,8 +66,10 @@ def cut(
         mesh: axis sizes.
 
     Raises:
-        ModelError: a pattern matches nothing, units nest, or a parameter has a dtype that can not be split.
+        ModelError: a pattern matches nothing, units nest, a parameter has a dtype that can not be split or no shape
+            yet, or elements share memory.
     """
+    _check_memory(model)
     chosen = _named(model, units) if units is not None else _found(model)
     cuts = [Cut(name, [module]) for name, module in chosen]
     root = Cut(ROOT, [model])
@@ -74,6 +79,34 @@ def cut(
     for c in found:
         _lay_out(c, groups, layout, precision, mesh, main)
     return found
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Every parameter must have a shape, and every element its own memory: flats would silently untie them."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{name!r} has no shape yet, because its lazy module has not run: run the model once before making the "
+                "engine."
+            )
+    ranges: list[tuple[str, int, int, str]] = []  # device, first byte, last byte + 1, name
+    for name, p in model.named_parameters():
+        if p.is_meta or isinstance(p, FreedParameter) or not p.numel():
+            continue
+        if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
+            raise ModelError(
+                f"{name!r} is an expanded tensor, so its elements share memory and can not be updated one by one: give "
+                "it memory of its own with nn.Parameter(tensor.clone())."
+            )
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+        if extent == p.numel():  # of others, elements may lie between those of another parameter
+            ranges.append((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name))
+    for (device, _, end, name), (other_device, start, _, other) in pairwise(sorted(ranges)):
+        if device == other_device and start < end:
+            raise ModelError(
+                f"{name!r} and {other!r} share memory but are two parameters: to tie them assign the parameter itself "
+                "(head.weight = embedding.weight), else clone one."
+            )
 
 
 def _named(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> list[tuple[str, nn.Module]]:

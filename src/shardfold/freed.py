@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +70,18 @@ _METADATA: frozenset[Any] = (
             "is_contiguous",
             "get_device",
             "has_names",
+            "is_signed",
+            "is_inference",
+            "is_conj",
+            "is_neg",
+            "new_empty",
+            "new_zeros",
+            "new_ones",
         )
         if hasattr(Tensor, name)
     )
+    | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like}
+    | {torch.numel, torch.is_floating_point, torch.is_complex}
     | {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
 )  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -115,6 +124,16 @@ class FreedParameter(nn.Parameter):
     def __deepcopy__(self, memo: Any) -> Any:
         _refuse("copy.deepcopy", (self,), None)
 
+    def __format__(self, spec: str) -> str:
+        return _refuse("formatting", (self,), None) if spec else repr(self)
+
+    # The two methods that reach memory without asking the class.
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse("Tensor.set_", (self,), None)
+
+    def as_subclass(self, cls: Any) -> Any:
+        _refuse("Tensor.as_subclass", (self,), None)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Parameter {_freed_names[self][0]!r} of shape {tuple(self.shape)} (only this rank's shard is in memory)"
 
@@ -127,7 +146,7 @@ def _freed_in(values: Any) -> Iterator[FreedParameter]:
             yield from _freed_in(value)
 
 
-def _refuse(what: str, args: Any, kwargs: Any) -> None:
+def _refuse(what: str, args: Any, kwargs: Any) -> NoReturn:
     freed = next(_freed_in([*args, *(kwargs or {}).values()]), None)
     name = _freed_names[freed][0] if freed is not None and freed in _freed_names else "a parameter"
     raise FreedParameterError(

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardfold.copies import copy_alone, copy_without_hooks, forget_hooks
 from shardfold.freed import apart
+from shardfold.nested import cast_floats
 from shardfold.unit import Life, Unit
 
 __all__ = ["Hooks", "Listener", "in_backward", "tensors_in"]
@@ -68,17 +69,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         for item in vars(value).values():  # an output object of the user's
             if isinstance(item, (Tensor, list, tuple, Mapping)):
                 yield from tensors_in(item)
-
-
-def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its fp32 tensors cast, through lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype == torch.float32 else value
-    if type(value) in (list, tuple):
-        return type(value)(_cast_floats(item, dtype) for item in value)
-    if type(value) is dict:
-        return {key: _cast_floats(item, dtype) for key, item in value.items()}
-    return value
 
 
 class Hooks:
@@ -155,7 +145,7 @@ class Hooks:
         self._inside.append((module, sys.exc_info()[1]))
         if self._cast is None:
             return None
-        return _cast_floats(args, self._cast), _cast_floats(kwargs, self._cast)
+        return cast_floats(args, self._cast), cast_floats(kwargs, self._cast)
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward() or (left := self._leave(module)) is None:
