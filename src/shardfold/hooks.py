@@ -28,6 +28,8 @@ from shardfold.freed import apart
 from shardfold.nested import cast_floats
 from shardfold.unit import Life, Unit
 
+_AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+
 __all__ = ["Hooks", "Listener", "in_backward", "tensors_in"]
 
 
@@ -122,7 +124,7 @@ class Hooks:
         self._queued = False
         self._inside.clear()
         for _ in self._pushed:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            _AUTOGRAD._pop_saved_tensors_default_hooks()
         self._pushed.clear()
 
     def _add(self, handle: RemovableHandle) -> None:
@@ -162,7 +164,7 @@ class Hooks:
         if not self._inside or self._inside[-1][0] is not module:
             return None
         if self._pushed and self._pushed[-1] is module:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            _AUTOGRAD._pop_saved_tensors_default_hooks()
             self._pushed.pop()
         return sys.exc_info()[1] is self._inside.pop()[1]
 
@@ -172,7 +174,7 @@ class Hooks:
         A backward that reaches it by another way than the unit's outputs (a loss of something kept on the side) then
         gathers the unit. Hooks that are already there (activation checkpointing) take precedence.
         """
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if _AUTOGRAD._top_saved_tensors_default_hooks(False) is not None:
             return
         storages = {segment.flat.untyped_storage()._cdata for segment in unit.segments}
 
@@ -194,7 +196,7 @@ class Hooks:
                     )
             return tensor
 
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        _AUTOGRAD._push_saved_tensors_default_hooks(pack, unpack)
         self._pushed.append(module)
 
     def _before_unit(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
