@@ -1,137 +1,53 @@
-"""Whole values out of shards and back: ``gathered``, ``state_dict``, ``load_state_dict``; and what is held."""
+"""Whole models out of shards and back: ``state_dict``, ``load_state_dict``; and reports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from shardfold.bundle import named_state, whole_segments
 from shardfold.cost import state_bytes
-from shardfold.errors import ModelError, did_you_mean
+from shardfold.errors import ModelError
+from shardfold.layout import Axes
+from shardfold.loans import refuse_during
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.program import Op
 from shardfold.report import MemoryReport, MemoryRow
-from shardfold.unit import Life, Segment, Unit
-from shardfold.wires.plain import Pending
+from shardfold.unit import Segment
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
 
-__all__ = ["gathered_units", "load_state", "memory_report", "state_dict"]
-
-
-@contextmanager
-def gathered_units(engine: Engine, names: tuple[str, ...], *, write: bool) -> Iterator[Any]:
-    """See :meth:`Engine.gathered`."""
-    units, values = _find(engine, names)
-    if engine.hold_in_pass(units):
-        yield values[names[0]] if len(names) == 1 else values
-        return
-    engine._meet(f"gathered({', '.join(names)})" + " for writing" * write)
-    for unit in units:
-        _pin(engine, unit)
-    try:
-        yield values[names[0]] if len(names) == 1 else values
-    finally:
-        for unit in units:
-            if write:
-                _write_back(engine, unit)
-            unit.pins -= 1
-            if not unit.pins and unit.pinned_here:
-                unit.pinned_here = False
-                unit.release()
-
-
-def _find(engine: Engine, names: tuple[str, ...]) -> tuple[list[Unit], dict[str, nn.Parameter]]:
-    """The units of the named parameters and their parameters by name; every name of a tied parameter is known."""
-    known = dict(engine.module.named_parameters(remove_duplicate=False))
-    for name in names:
-        if name not in known:
-            raise ModelError(f"gathered: the model has no parameter {name!r}.{did_you_mean(name, known)}")
-    values = {name: known[name] for name in names} if names else known
-    wanted = {id(parameter) for parameter in values.values()}
-    units = [unit for unit in engine.units if any(id(p) in wanted for _, p in unit.parameters())]
-    return units, values
-
-
-def _pin(engine: Engine, unit: Unit) -> None:
-    """Makes the unit full until it is unpinned; programs neither gather nor free it meanwhile."""
-    if unit.life is Life.GATHERING:
-        unit.end_gather(engine.agreement.wait)
-    if unit.life is Life.RESTING:
-        unit.begin_gather()
-        op = Op("ALL_GATHER", unit.name, engine.layout.rest.over)
-        with torch.no_grad():
-            for segment in unit.segments:
-                segment.fill_own_range()
-                engine.agreement.issue(f"{op} for gathered()")
-                unit.filling.append(engine.actions.wire.all_gather(segment.flat, engine.mesh.group(op.axes)))
-                engine.actions.meter.count(op, segment.flat, asked=True)
-        unit.end_gather(engine.agreement.wait)
-        unit.pinned_here = True
-    unit.pins += 1
-
-
-def _write_back(engine: Engine, unit: Unit) -> None:
-    with torch.no_grad():
-        for segment in unit.segments:
-            if engine.world_size > 1:
-                engine.agreement.issue(f"the values of {unit.name!r} written in gathered()")
-                engine.agreement.wait(
-                    dist.broadcast(segment.flat, group_src=0, group=engine.mesh.everyone, async_op=True)
-                )
-            segment.write_back()
-    torch.autograd.graph.increment_version([parameter for _, parameter in unit.parameters()])
+__all__ = ["load_state", "memory_report", "state_dict"]
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------
 
 
 def state_dict(engine: Engine) -> dict[str, Tensor]:
-    """See :meth:`Engine.state_dict`; one unit is whole at a time."""
+    """See :meth:`Engine.state_dict`; 16 MiB, or one segment, are whole at a time."""
     whole: dict[int, Tensor] = {}
-    for unit in engine.units:
-        for segment in unit.segments:
-            flat = _whole_master(engine, unit, segment).cpu()
-            for parameter, view in zip(segment.parameters, segment.views_of(flat), strict=True):
-                whole[id(parameter)] = view.clone()
-    state: dict[str, Tensor] = {}
-    for prefix, module in engine.module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                state[dot + name] = whole[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                state[dot + name] = buffer.detach().cpu().clone()
-    return state
+    shards = [_most_precise(engine, segment) for unit in engine.units for segment in unit.segments]
+    for segment, flat in whole_segments(engine.actions, shards, "engine.state_dict()"):
+        values = flat.cpu()
+        for parameter, view in zip(segment.parameters, segment.views_of(values), strict=True):
+            whole[id(parameter)] = view.clone()
+    return named_state(engine.module, whole)
 
 
-def _whole_master(engine: Engine, unit: Unit, segment: Segment) -> Tensor:
-    """All values of a segment in its most precise copy, on this rank's device; ``(length,)``."""
-    source, (start, stop) = segment.master, segment.master_range
-    over = engine.layout.master.over
-    if source is None:
-        assert segment.rest is not None
-        source, (start, stop), over = segment.rest, segment.rest_range, engine.layout.rest.over
-    if source.numel() == segment.spec.length:
-        return source.detach()
-    whole = torch.empty(segment.spec.length, dtype=source.dtype, device=source.device)
-    whole[start:stop].copy_(source)
-    op = Op("ALL_GATHER", unit.name, over)
-    engine.agreement.issue(f"{op} for state_dict()")
-    pending: Pending = engine.actions.wire.all_gather(whole, engine.mesh.group(over))
-    engine.actions.meter.count(op, whole, asked=True)
-    pending.wait(engine.agreement.wait)
-    return whole
+def _most_precise(engine: Engine, segment: Segment) -> tuple[Segment, Tensor, Axes]:
+    """This rank's shard of a segment's most precise copy, and the axes it is split over."""
+    if segment.master is not None:
+        return segment, segment.master, engine.layout.master.over
+    assert segment.rest is not None
+    return segment, segment.rest, engine.layout.rest.over
 
 
 def load_state(engine: Engine, state: Mapping[str, Tensor], *, strict: bool) -> None:
     """See :meth:`Engine.load_state_dict`; nothing is changed if anything does not fit."""
+    refuse_during(engine.loans, "engine.load_state_dict()")
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     buffers = {
         (f"{prefix}.{name}" if prefix else name): buffer
@@ -156,25 +72,12 @@ def load_state(engine: Engine, state: Mapping[str, Tensor], *, strict: bool) -> 
         by_id = {id(parameters[name]): state[name] for name in state.keys() & parameters.keys()}
         for unit in engine.units:
             for segment in unit.segments:
-                _load_segment(segment, by_id)
+                for slot, parameter in enumerate(segment.parameters):
+                    if id(parameter) in by_id:
+                        segment.take(slot, by_id[id(parameter)])
             torch.autograd.graph.increment_version([parameter for _, parameter in unit.parameters()])
         for name in state.keys() & buffers.keys():
             buffers[name].copy_(state[name])
-
-
-def _load_segment(segment: Segment, values: Mapping[int, Tensor]) -> None:
-    """Writes this rank's pieces of the given values into every state that mirrors them; nothing is sent."""
-    targets = [(segment.rest, segment.rest_range), (segment.held, segment.held_range)]
-    if not segment.master_is_rest:
-        targets.append((segment.master, segment.master_range))
-    for target, bounds in targets:
-        if target is None or bounds is None:
-            continue
-        for slot, start, stop in segment.spec.pieces(*bounds):
-            value = values.get(id(segment.parameters[slot]))
-            if value is not None:
-                offset = segment.spec.slots[slot].offset
-                target[start - bounds[0] : stop - bounds[0]].copy_(value.reshape(-1)[start - offset : stop - offset])
 
 
 # -- memory -----------------------------------------------------------------------------------------------------

@@ -23,14 +23,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfold import cost, presets
-from shardfold.access import gathered_units, load_state, memory_report, state_dict
+from shardfold.access import load_state, memory_report, state_dict
 from shardfold.actions import Actions, check_supported
 from shardfold.agreement import Agreement
 from shardfold.cut import cut
 from shardfold.errors import ConfigError, UsageError
 from shardfold.explain import explain
+from shardfold.gathered import gathered
 from shardfold.hooks import Hooks
 from shardfold.layout import Layout, Precision
+from shardfold.loans import Loan, refuse_during
 from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
 from shardfold.optim.sharded import ShardedOptimizer, build, group_numbers
@@ -124,6 +126,7 @@ class Engine:
             scale=1.0 / (self.world_size * accumulate), timing=self.timing,
         )  # fmt: skip
         self.schedule = schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
+        self.loans: list[Loan] = []  # whole values that are lent: no update meanwhile
         self._runner = Runner(
             model, self.layout, self.mesh, self.units, self.actions, self.agreement, self.store, self.timing,
             accumulate, clip=clip_norm is not None,
@@ -177,18 +180,17 @@ class Engine:
         """The optimizer step, at an accumulation boundary; before it, nothing happens.
 
         Raises:
-            UsageError: there is no optimizer, or no backward came since the last step.
+            UsageError: no optimizer, no backward since the last step, or whole values are lent.
         """
         if self.optimizer is None or self._update is None:
             raise UsageError("engine.step() needs an optimizer: pass optimizer= to the Engine.")
         runner = self._runner
         runner.settle()
         if runner.micro == 0:
-            raise UsageError(
-                "engine.step() was called with no backward since the last step: call engine.backward(loss)."
-            )
+            raise UsageError("engine.step() with no backward since the last step: call engine.backward(loss).")
         if not runner.boundary:
             return StepReport(self.steps, updated=False)
+        refuse_during(self.loans, "engine.step()")
         self._check_frozen()
         lr = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else None
         runner.meet("the optimizer step")
@@ -221,22 +223,25 @@ class Engine:
         self._runner.reset()
 
     @contextmanager
-    def gathered(self, *names: str, write: bool = False) -> Iterator[Any]:
-        """Full values of the named parameters (all, if none is named), on every rank.
+    def gathered(self, *names: str, write: bool = False, of: str = "params") -> Iterator[Any]:
+        """Whole values of the named parameters (all, if none is named), on every rank; gathered at once.
 
-        Yields the parameter for one name, else a dict by name. Inside, the model runs with no communication at all,
-        so ranks may do different things. With ``write=True`` rank 0's values are everyone's at the end, in every
-        state that mirrors them.
+        Yields the value for one name, else a dict by name. They are the parameters themselves: inside, the model runs
+        with no communication at all and ranks may do different things. ``of="grads"`` (as DDP has them before
+        ``step()``, not clipped), ``"master"`` or a state of the optimizer (``"exp_avg"``) gives copies in their own
+        dtype instead; None where there is nothing. With ``write=True`` rank 0's values are everyone's at the end.
 
         Raises:
-            ModelError: a name is unknown; the message suggests the nearest.
+            ModelError, ConfigError: a name, or ``of``, is unknown; the message suggests the nearest.
+            UsageError: frozen, or gradients not summed yet; at the end: changed without ``write=True`` or on another
+                rank than 0 only, or another rank left by an exception: then nothing is written.
         """
-        with gathered_units(self, names, write=write) as values:
+        with gathered(self, names, write=write, of=of) as values:
             yield values
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters (in the master's precision) and persistent buffers, on the CPU of every rank."""
-        self._meet("a state dict")
+        self._meet("engine.state_dict()")
         return state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:

@@ -31,13 +31,14 @@ class Meter:
         self._mesh = mesh
         self._forward, self._step, self._last = _counts(), _counts(), _counts()
         self._sections: Counter[str] = Counter()
-        self._control = self._asked = 0
-        self._last_control = self._last_asked = 0
+        self._control = self._asked = self._asked_calls = 0
+        self._last_control = self._last_asked = self._last_asked_calls = 0
         self.last_sections: Counter[str] = Counter()
         self._in_forward = False
 
     def begin_forward(self) -> None:
         self._asked += sum(sent for _, sent in self._forward.values())
+        self._asked_calls += sum(calls for calls, _ in self._forward.values())
         self._forward.clear()
         self._in_forward = True
 
@@ -57,12 +58,14 @@ class Meter:
         self.last_sections, self._sections = self._sections, Counter()
         self._last_control, self._control = self._control, 0
         self._last_asked, self._asked = self._asked, 0
+        self._last_asked_calls, self._asked_calls = self._asked_calls, 0
 
     def count(self, op: Op, flat: Tensor, *, asked: bool = False) -> None:
         """One collective by ``op`` on a whole tensor ``flat``."""
         sent = int(ring_bytes(op.verb, flat.nbytes, self._mesh.parts(op.axes)))
         if asked:
             self._asked += sent
+            self._asked_calls += 1
         else:
             into = self._forward if self._in_forward else self._step
             self._add(into, Sent(op.journey, op.verb, op.axes), 1, sent)
@@ -71,6 +74,11 @@ class Meter:
         """A small reduction of that many bytes; a ring sends them about twice."""
         self._control += int(ring_bytes("ALL_REDUCE", num_bytes, self._mesh.world))
 
+    @property
+    def asked(self) -> tuple[int, int]:
+        """Calls and bytes that were asked for since the last step."""
+        return self._asked_calls, self._asked
+
     def report(self, predicted: Mapping[Sent, tuple[int, float]]) -> TrafficReport:
         """The last completed step beside what the program predicts for the passes it had."""
         rows = []
@@ -78,7 +86,7 @@ class Meter:
             calls, sent = self._last.get(kind, [0, 0])
             program = predicted[kind][1] if kind in predicted else 0.0
             rows.append(TrafficRow(*kind, calls, program, sent))
-        return TrafficReport(tuple(rows), self._last_control, self._last_asked)
+        return TrafficReport(tuple(rows), self._last_control, self._last_asked, self._last_asked_calls)
 
     @staticmethod
     def _add(into: Counts, kind: Sent, calls: int, sent: int) -> None:

@@ -72,11 +72,12 @@ class TrafficRow(NamedTuple):
 
 class TrafficReport(NamedTuple):
     """Collectives of the last completed step. ``control`` bytes (norms, used parameters) and ``asked`` bytes
-    (``gathered()``, ``state_dict()`` since the step began) are apart."""
+    (``gathered()``, ``state_dict()``, evaluation since the step began; by ``asked_calls`` collectives) are apart."""
 
     rows: tuple[TrafficRow, ...]
     control: int
     asked: int
+    asked_calls: int = 0
 
     @property
     def sent(self) -> int:
@@ -93,7 +94,8 @@ class TrafficReport(NamedTuple):
             lines.append(
                 f"{row.journey:<9}{row.op:<16}{axes:<14}{row.calls:>6}{human(row.program):>13}{human(row.sent):>13}"
             )
-        lines.append(f"control {human(self.control)}, asked for besides {human(self.asked)}")
+        by = f" by {self.asked_calls} collectives" if self.asked_calls else ""
+        lines.append(f"control {human(self.control)}, asked for besides {human(self.asked)}{by}")
         return "\n".join(lines)
 
 

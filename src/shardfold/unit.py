@@ -190,15 +190,34 @@ class Segment:
         if source is not self.flat:
             self.flat[self.rest_range[0] : self.rest_range[1]].copy_(source)
 
-    def write_back(self) -> None:
-        """Takes the values in the (full) flat as the parameters' new values, in every state that mirrors them."""
-        start, stop = self.rest_range
-        if self.rest is not None and self.rest is not self.flat:
-            self.rest.copy_(self.flat[start:stop])
-        if self.held is not None and self.held_range is not None:
-            self.held.copy_(self.flat[self.held_range[0] : self.held_range[1]])
-        if self.master is not None and not self.master_is_rest:
-            self.master.copy_(self.flat[self.master_range[0] : self.master_range[1]])
+    def take(self, slot: int, values: Tensor, *, exact: bool = True) -> None:
+        """Takes a parameter's values (all of them, any shape) into every state that mirrors it; nothing is sent.
+
+        ``exact=False``: where a finer master already rounds to the new value, it keeps its own digits.
+        """
+        values = values.detach().reshape(-1)
+        targets = [(self.rest, self.rest_range), (self.held, self.held_range)]
+        if not self.master_is_rest:
+            targets.append((self.master, self.master_range))
+        for target, bounds in targets:
+            if target is None or bounds is None:
+                continue
+            piece, part = self._overlap(slot, bounds)
+            old, new = target[piece], values[part]
+            if exact or target is not self.master:
+                old.copy_(new)
+            else:
+                old.copy_(torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
+
+    def own_piece(self, slot: int) -> tuple[slice, slice]:
+        """Where this rank's master range meets a parameter: in the shard, and in the parameter; both may be empty."""
+        return self._overlap(slot, self.master_range)
+
+    def _overlap(self, slot: int, bounds: tuple[int, int]) -> tuple[slice, slice]:
+        offset, numel = self.spec.slots[slot].offset, self.spec.slots[slot].numel
+        a = min(max(offset, bounds[0]), bounds[1])
+        b = max(min(offset + numel, bounds[1]), a)
+        return slice(a - bounds[0], b - bounds[0]), slice(a - offset, b - offset)
 
     @property
     def master_is_rest(self) -> bool:

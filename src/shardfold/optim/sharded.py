@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from shardfold.errors import ConfigError
 from shardfold.optim.fused import FusedShard, fused_moments
@@ -78,7 +78,7 @@ class ShardedOptimizer:
 
     def __init__(self, optimizer: Optimizer, units: Sequence[Unit], moments_dtype: str, block: int) -> None:
         self.torch_optimizer = optimizer
-        self._block = block
+        self._block, self._moments_dtype = block, moments_dtype
         self._pieces: list[tuple[Segment, int, int, nn.Parameter]] = []  # segment, slot, start in shard, piece
         self._fused: dict[int, FusedShard] = {}
         self._used: dict[str, list[list[bool]]] = {}
@@ -114,6 +114,58 @@ class ShardedOptimizer:
         if self._names is not None:
             return [moment for shard in self._fused.values() for moment in shard.moments.values()]
         return [tensor for *_, piece in self._pieces for tensor in self._tensors(piece)]
+
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        """Names and dtypes of the state that has an element for each of a parameter's; of a class of the user's, what
+        this rank's pieces have so far."""
+        if self._names is not None:
+            return dict.fromkeys(self._names, self._moments_dtype)
+        return {
+            key: value.dtype
+            for *_, piece in self._pieces
+            for key, value in self.torch_optimizer.state.get(piece, {}).items()
+            if isinstance(value, Tensor) and value.shape == piece.shape
+        }
+
+    def has_state(self, segment: Segment, slot: int, name: str) -> bool:
+        """Whether this rank's piece of a parameter has that state; the fused update's is always there."""
+        if self._names is not None:
+            return name in self._names
+        return bool(self._own_state(segment, slot, name))
+
+    def state_shard(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
+        """That state of this rank's master range, ``(length / parts,)``; zeros where a class of the user's has none."""
+        if self._names is not None:
+            return self._fused[id(segment)].moments[name]
+        assert segment.master is not None
+        shard = torch.zeros_like(segment.master, dtype=dtype)
+        for slot in range(len(segment.parameters)):
+            for start, state in self._own_state(segment, slot, name):
+                shard[start : start + state.numel()].copy_(state)
+        return shard
+
+    def take_state(self, segment: Segment, slot: int, name: str, values: Tensor, *, changed: bool) -> None:
+        """Writes this rank's piece of a parameter's state from ``values`` ``(numel,)``."""
+        piece, part = segment.own_piece(slot)
+        if self._names is not None:
+            shard = self._fused[id(segment)]
+            shard.moments[name][piece].copy_(values[part])
+            if changed and shard.kind is SGD:  # a first step would overwrite the momentum instead of reading it
+                shard.steps[slot] = max(1, shard.steps[slot])
+            return
+        for _, state in self._own_state(segment, slot, name):
+            state.copy_(values[part])
+
+    def _own_state(self, segment: Segment, slot: int, name: str) -> list[tuple[int, Tensor]]:
+        """``(start in the shard, state)`` of this rank's piece of a parameter, if there is any."""
+        return [
+            (start, state)
+            for owner, number, start, piece in self._pieces
+            if owner is segment
+            and number == slot
+            and isinstance(state := self.torch_optimizer.state.get(piece, {}).get(name), Tensor)
+            and state.shape == piece.shape
+        ]
 
     def begin(self, units: Sequence[Unit], used: dict[str, list[list[bool]]], coefficient: Tensor | None) -> None:
         """Before the updates of one step; ``used`` says by unit which parameters some rank used."""

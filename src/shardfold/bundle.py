@@ -1,0 +1,228 @@
+"""A bundle: what many tensors lack, in one buffer, so that one collective brings it to all of them.
+
+What a rank has of the tensors, in their order, is its *stream* of bytes. A collective carries a range of every rank's
+stream, padded to the longest; a bundle of up to 64 MiB is one collective, and a larger one is several, so that its
+buffer stays small. Tensors of any dtype travel together. A tensor of 1 MiB or more travels by itself, in place: on two
+ranks of Gloo a copy through a buffer takes longer than one more collective from about there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardfold.layout import DATA_AXES, Axes
+from shardfold.program import Op
+from shardfold.shards import shard_index
+from shardfold.unit import Segment
+from shardfold.wires.plain import Pending
+
+if TYPE_CHECKING:
+    from shardfold.actions import Actions
+
+__all__ = ["BATCH", "Slice", "complete", "gather_slices", "named_state", "spread", "whole_segments"]
+
+BATCH = 64 * 1024 * 1024
+"""Bytes of the largest buffer."""
+
+LARGE = 1024 * 1024
+"""Bytes of a tensor that travels by itself."""
+
+
+class Stretch(NamedTuple):
+    """Bytes ``[start, stop)`` of one tensor of a bundle: what a stream is made of."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class Slice(NamedTuple):
+    """A parameter's part of a state of its segment: ``shard`` is this rank's range of it, ``(length / parts,)``."""
+
+    segment: Segment
+    slot: int
+    shard: Tensor
+
+
+def complete(actions: Actions, flats: Sequence[Tensor], over: Axes, what: str) -> None:
+    """Completes 1-D ``flats``, in each of which this rank's of ``parts`` equal chunks is in place.
+
+    Args:
+        actions: of the engine whose wire and meter are used.
+        flats: of any dtypes; their lengths divide by the number of chunks.
+        over: the axes that the chunks are split over.
+        what: the caller, for messages.
+    """
+    parts = actions.mesh.parts(over)
+    if parts == 1 or not flats:
+        return
+    small, large = _by_size(flats)
+    for one in [_all_gather(actions, flat, over, what) for flat in large]:
+        one.wait(actions.agreement.wait)
+    sizes = [flat.nbytes // parts for flat in small]
+    rows = [[Stretch(i, r * n, (r + 1) * n) for i, n in enumerate(sizes)] for r in range(parts)]
+    _exchange(actions, [_bytes(flat) for flat in small], rows, over, what)
+
+
+def gather_slices(actions: Actions, slices: Sequence[Slice], over: Axes, dtype: torch.dtype, what: str) -> list[Tensor]:
+    """New tensors of ``dtype`` with all values of parameters' states that are split ``over`` axes, in their shapes."""
+    sizes, parts = actions.mesh.sizes, actions.mesh.parts(over)
+    me = shard_index(over, sizes, actions.mesh.coords)
+    whole: list[Tensor] = []
+    rows: list[list[Stretch]] = [[] for _ in range(parts)]
+    for i, (segment, number, shard) in enumerate(slices):
+        slot = segment.spec.slots[number]
+        whole.append(torch.empty(slot.shape, dtype=dtype, device=shard.device))
+        length = segment.spec.length // parts
+        for r in range(parts):
+            a, b = max(slot.offset, r * length), min(slot.offset + slot.numel, (r + 1) * length)
+            if a < b:
+                rows[r].append(Stretch(i, (a - slot.offset) * dtype.itemsize, (b - slot.offset) * dtype.itemsize))
+                if r == me:
+                    whole[i].view(-1)[a - slot.offset : b - slot.offset].copy_(shard[a - r * length : b - r * length])
+    _exchange(actions, [_bytes(tensor) for tensor in whole], rows, over, what)
+    return whole
+
+
+def spread(actions: Actions, tensors: Sequence[Tensor], what: str) -> None:
+    """Rank 0's values of contiguous ``tensors`` become every rank's."""
+    if actions.mesh.world == 1:
+        return
+    small, large = _by_size(tensors)
+    for tensor in large:
+        _broadcast(actions, _bytes(tensor), what)
+    parts = [_bytes(tensor) for tensor in small]
+    stream = [Stretch(i, 0, part.numel()) for i, part in enumerate(parts)]
+    total = sum(part.numel() for part in parts)
+    for start in range(0, total, BATCH):
+        buffer = actions.store.empty(min(BATCH, total - start), torch.uint8)
+        if actions.mesh.rank == 0:
+            _copy(stream, parts, buffer, start, read=True)
+        _broadcast(actions, buffer, what)
+        if actions.mesh.rank:
+            _copy(stream, parts, buffer, start, read=False)
+
+
+def whole_segments(
+    actions: Actions, shards: Iterable[tuple[Segment, Tensor, Axes]], what: str
+) -> Iterator[tuple[Segment, Tensor]]:
+    """``(segment, flat)`` for each ``(segment, shard, over)``: all its values ``(length,)``; 16 MiB, or one, at a time.
+
+    Where nothing is split, ``flat`` is the shard itself.
+    """
+    batch: list[tuple[Segment, Tensor, Axes]] = []
+    for item in shards:
+        if batch and (item[2] != batch[0][2] or _whole_bytes([*batch, item]) > BATCH // 4):
+            yield from _whole_batch(actions, batch, what)
+            batch = []
+        batch.append(item)
+    yield from _whole_batch(actions, batch, what)
+
+
+def named_state(module: nn.Module, whole: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """A state dict of ``module``: parameters from ``whole`` by ``id``, persistent buffers as they are, on the CPU."""
+    state: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                state[dot + name] = whole[id(parameter)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                state[dot + name] = buffer.detach().cpu().clone()
+    return state
+
+
+def _whole_bytes(batch: Sequence[tuple[Segment, Tensor, Axes]]) -> int:
+    return sum(segment.spec.length * shard.itemsize for segment, shard, _ in batch)
+
+
+def _whole_batch(
+    actions: Actions, batch: Sequence[tuple[Segment, Tensor, Axes]], what: str
+) -> Iterator[tuple[Segment, Tensor]]:
+    if not batch:
+        return
+    over = batch[0][2]
+    index = shard_index(over, actions.mesh.sizes, actions.mesh.coords)
+    flats: list[Tensor] = []
+    for segment, shard, _ in batch:
+        if shard.numel() == segment.spec.length:
+            flats.append(shard.detach())
+            continue
+        flat = torch.empty(segment.spec.length, dtype=shard.dtype, device=shard.device)
+        flat[index * shard.numel() : (index + 1) * shard.numel()].copy_(shard)
+        flats.append(flat)
+    complete(actions, flats, over, what)
+    for (segment, _, _), flat in zip(batch, flats, strict=True):
+        yield segment, flat
+
+
+# -- streams ------------------------------------------------------------------------------------------------------
+
+
+def _exchange(
+    actions: Actions, tensors: Sequence[Tensor], rows: Sequence[Sequence[Stretch]], over: Axes, what: str
+) -> None:
+    """Brings each rank's stream (``rows``, by shard index) to all; what this rank has is in ``tensors``, as bytes."""
+    ranks, me = len(rows), shard_index(over, actions.mesh.sizes, actions.mesh.coords)
+    longest = max((sum(s.stop - s.start for s in row) for row in rows), default=0)
+    if ranks == 1 or longest == 0:
+        return
+    width = min(longest, max(BATCH // ranks, 1))
+    steps = [*range(0, longest, width), longest]
+    for start, stop in pairwise(steps):
+        buffer = actions.store.empty(ranks * (stop - start), torch.uint8)
+        chunks = buffer.chunk(ranks)
+        _copy(rows[me], tensors, chunks[me], start, read=True)
+        _all_gather(actions, buffer, over, what).wait(actions.agreement.wait)
+        for r, row in enumerate(rows):
+            if r != me:
+                _copy(row, tensors, chunks[r], start, read=False)
+
+
+def _copy(stream: Sequence[Stretch], tensors: Sequence[Tensor], chunk: Tensor, at: int, *, read: bool) -> None:
+    """Copies between ``chunk`` and that much of a stream, from its byte ``at`` on; ``read``: out of the tensors."""
+    position = 0
+    with torch.no_grad():
+        for tensor, start, stop in stream:
+            a, b = max(position, at), min(position + stop - start, at + chunk.numel())
+            if a < b:
+                part = tensors[tensor][start + a - position : start + b - position]
+                ours = chunk[a - at : b - at]
+                if read:
+                    ours.copy_(part)
+                else:
+                    part.copy_(ours)
+            position += stop - start
+
+
+def _by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors that share buffers, and those that travel by themselves."""
+    if len(tensors) == 1:
+        return [], list(tensors)
+    return [t for t in tensors if t.nbytes < LARGE], [t for t in tensors if t.nbytes >= LARGE]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, ``(nbytes,)``."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _all_gather(actions: Actions, flat: Tensor, over: Axes, what: str) -> Pending:
+    op = Op("ALL_GATHER", axes=over)
+    actions.agreement.issue(f"{op} for {what} on rank {actions.mesh.rank}")
+    actions.meter.count(op, flat, asked=True)
+    return actions.wire.all_gather(flat, actions.mesh.group(over))
+
+
+def _broadcast(actions: Actions, flat: Tensor, what: str) -> None:
+    op = Op("BROADCAST", axes=DATA_AXES)
+    actions.agreement.issue(f"BROADCAST for {what} on rank {actions.mesh.rank}")
+    actions.meter.count(op, flat, asked=True)
+    actions.agreement.wait(dist.broadcast(flat, src=0, group=actions.mesh.group(DATA_AXES), async_op=True))

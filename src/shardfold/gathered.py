@@ -1,0 +1,377 @@
+"""Whole values for a while: ``engine.gathered``, for parameters, gradients, master and the optimizer's state.
+
+Parameters are lent as they are: their units are made full and stay so, and programs neither gather nor free them
+meanwhile. Everything else is lent as new whole tensors. Either way many tensors come by one collective (see
+``bundle``). What comes back is rank 0's, if the user asked to write; a control message first tells every rank whether
+all ranks left the block well and who changed what, so that a misuse on one rank raises on all and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardfold.bundle import Slice, complete, gather_slices, spread
+from shardfold.errors import CollectiveError, ConfigError, ModelError, OrderError, UsageError, did_you_mean
+from shardfold.loans import Loan
+from shardfold.unit import TORCH_DTYPES, Life, Segment, Unit, dtype_name
+
+if TYPE_CHECKING:
+    from shardfold.engine import Engine
+
+__all__ = ["gathered"]
+
+
+class Place(NamedTuple):
+    """Where a parameter lies; ``name`` is the first that was asked for, of a tied one."""
+
+    name: str
+    parameter: nn.Parameter
+    unit: Unit
+    segment: Segment
+    slot: int
+
+
+class Lent(Protocol):
+    """What is behind one ``with`` block."""
+
+    values: dict[str, Any]  # by every name asked for
+    watched: dict[str, Tensor]  # by one name each: what must not change, or, when writing, only on rank 0
+    dropped: bool  # whether a change that is not written back is gone after the block
+
+    def write(self, changed: set[str]) -> None:
+        """Rank 0's values are everyone's; ``changed``: those that rank 0 is known to have changed."""
+        ...
+
+    def restore(self) -> None:
+        """As if nothing had been changed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def gathered(engine: Engine, names: tuple[str, ...], *, write: bool, of: str) -> Iterator[Any]:
+    """See :meth:`Engine.gathered`."""
+    what = _title(names, write, of)
+    if write and any(loan.what.startswith("average.") for loan in engine.loans):
+        raise UsageError(f"{what} inside `with average.applied():` would be lost when it ends: write outside of it.")
+    places, asked = _find(engine, names, of)
+    if write or of != "params" or not all(place.unit.pins for place in places):  # else nothing is sent
+        engine._meet(what)
+    lent: Lent
+    if of == "params":
+        lent = _Parameters(engine, places, asked, what, write)
+    else:
+        lent = _States(engine, places, asked, what, of)
+    loan = Loan(what, lent.watched)
+    engine.loans.append(loan)
+    try:
+        try:
+            yield lent.values[names[0]] if len(names) == 1 else lent.values
+        except BaseException as error:
+            if write:
+                _leave_by_exception(engine, lent, places, error)
+            raise
+        if write:
+            _write(engine, lent, loan, places)
+        elif changed := loan.changed():
+            raise UsageError(
+                f"{_listed(changed)} changed inside {what}, which only reads "
+                f"({'the change is dropped' if lent.dropped else 'the change is on this rank only'}): "
+                "pass write=True, which makes rank 0's values everyone's."
+            )
+    finally:
+        engine.loans.remove(loan)
+        lent.close()
+
+
+def _write(engine: Engine, lent: Lent, loan: Loan, places: Sequence[Place]) -> None:
+    """Writes rank 0's values, unless some rank left by an exception or changed what it must not."""
+    names, changed = [place.name for place in places], loan.changed()
+    if foreign := [name for name in changed if name not in names]:
+        error = UsageError(
+            f"{_listed(foreign)} changed inside {loan.what}, which did not ask for it: "
+            "name it too; nothing was written."
+        )
+        _leave_by_exception(engine, lent, places, error)
+        raise error
+    failed, first, other = _agree(engine, places, changed, failed=False)
+    stray = [name for name in names if name in other and name not in first]
+    if failed or stray:
+        lent.restore()
+    if failed:
+        raise UsageError(
+            f"{loan.what}: rank {', '.join(map(str, failed))} left the block with an exception, so nothing was written."
+        )
+    if stray:
+        raise UsageError(
+            f"{loan.what}: {_listed(stray)} changed on another rank than 0 only, so nothing was written: "
+            "change values on rank 0 (or on all ranks), whose values become everyone's."
+        )
+    lent.write(first)
+
+
+def _leave_by_exception(engine: Engine, lent: Lent, places: Sequence[Place], error: BaseException) -> None:
+    """Nothing is written, and the other ranks, which wait at the end of the block, are told; raises nothing."""
+    with suppress(Exception):
+        lent.restore()
+    if isinstance(error, Exception) and not isinstance(error, (OrderError, CollectiveError)):
+        with suppress(Exception):  # what the user's code raised is what the user shall see
+            _agree(engine, places, [], failed=True)
+
+
+def _agree(
+    engine: Engine, places: Sequence[Place], changed: Sequence[str], *, failed: bool
+) -> tuple[list[int], set[str], set[str]]:
+    """Ranks that left by an exception, and what was changed on rank 0 and on any other rank."""
+    world, mine = engine.world_size, set(changed)
+    flags = [0.0] * world
+    flags[engine.rank] = float(failed)
+    for zero in (True, False):
+        flags += [float(place.name in mine and (engine.rank == 0) is zero) for place in places]
+    said = engine.agree(flags)
+    first, other = said[world : world + len(places)], said[world + len(places) :]
+    return (
+        [rank for rank in range(world) if said[rank]],
+        {place.name for place, flag in zip(places, first, strict=True) if flag},
+        {place.name for place, flag in zip(places, other, strict=True) if flag},
+    )
+
+
+# -- who ----------------------------------------------------------------------------------------------------------
+
+
+def _find(engine: Engine, names: tuple[str, ...], of: str) -> tuple[list[Place], dict[str, nn.Parameter]]:
+    """Each wanted parameter once, in the order of units, and the parameters by every name asked for."""
+    known = dict(engine.module.named_parameters(remove_duplicate=False))
+    for name in names:
+        if name not in known:
+            raise ModelError(f"gathered: the model has no parameter {name!r}.{did_you_mean(name, known)}")
+    asked = {name: known[name] for name in names} if names else known
+    first: dict[int, str] = {}
+    for name, parameter in asked.items():
+        first.setdefault(id(parameter), name)
+    places = [
+        Place(first[id(parameter)], parameter, unit, segment, slot)
+        for unit in engine.units
+        for segment in unit.segments
+        for slot, parameter in enumerate(segment.parameters)
+        if id(parameter) in first
+    ]
+    if of == "params":
+        return places, asked
+    if engine.optimizer is None:
+        raise UsageError(f"gathered(of={of!r}) needs an optimizer: pass optimizer= to the Engine.")
+    frozen = [place.name for place in places if not place.segment.spec.trainable]
+    if names and frozen:
+        raise UsageError(
+            f"gathered(of={of!r}): {_listed(frozen)} {'is' if len(frozen) == 1 else 'are'} frozen with no gradient, "
+            "master copy or optimizer state: ask for trainable parameters only."
+        )
+    places = [place for place in places if place.segment.spec.trainable]
+    trainable = {id(place.parameter) for place in places}
+    return places, {name: parameter for name, parameter in asked.items() if id(parameter) in trainable}
+
+
+def _title(names: Sequence[str], write: bool, of: str) -> str:
+    words = [repr(name) for name in names[:3]] + (["..."] if len(names) > 3 else [])
+    words += ([f"of={of!r}"] if of != "params" else []) + (["write=True"] if write else [])
+    return f"engine.gathered({', '.join(words)})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(repr(name) for name in names[:3]) + more
+
+
+# -- parameters ---------------------------------------------------------------------------------------------------
+
+
+class _Parameters:
+    """Lends the parameters themselves; the units that own them are full meanwhile."""
+
+    def __init__(
+        self, engine: Engine, places: Sequence[Place], asked: Mapping[str, nn.Parameter], what: str, write: bool
+    ) -> None:
+        self._engine, self._places, self._what = engine, places, what
+        self.values: dict[str, Any] = dict(asked)
+        self._units = list(dict.fromkeys(place.unit for place in places))
+        stays = {id(unit) for unit in self._units if not unit.split or unit.life is not Life.RESTING}
+        self.dropped = not stays
+        _pin(engine, self._units, what)
+        named = {id(place.parameter): place.name for place in places}
+        self.watched: dict[str, Tensor] = {
+            named.get(id(parameter), name): parameter for unit in self._units for name, parameter in unit.parameters()
+        }
+        # What a failed write must be taken back from: memory that is not given back at the end of the block.
+        self._before: list[tuple[Tensor, Tensor]] = []
+        if write:
+            flats = [segment.flat for unit in self._units if id(unit) in stays for segment in unit.segments]
+            self._before = [(flat, flat.clone()) for flat in flats]
+
+    def write(self, changed: set[str]) -> None:
+        views = [place.segment.views_of(place.segment.flat)[place.slot] for place in self._places]
+        spread(self._engine.actions, views, self._what)
+        with torch.no_grad():
+            for place, view in zip(self._places, views, strict=True):
+                place.segment.take(place.slot, view, exact=place.name in changed)
+        _mark_written(self._engine, [place.parameter for place in self._places])
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for flat, before in self._before:
+                flat.copy_(before)
+
+    def close(self) -> None:
+        for unit in self._units:
+            unit.pins -= 1
+            if not unit.pins and unit.pinned_here:
+                unit.pinned_here = False
+                if unit.life is Life.GATHERED:
+                    unit.release()
+
+
+def _pin(engine: Engine, units: Sequence[Unit], what: str) -> None:
+    """Makes units full until they are unpinned, by one collective if they are small enough."""
+    resting: list[Unit] = []
+    for unit in units:
+        if unit.life is Life.GATHERING:
+            unit.end_gather(engine.agreement.wait)
+        elif unit.life is Life.RESTING:
+            resting.append(unit)
+    with torch.no_grad():
+        for unit in resting:
+            unit.begin_gather()
+            for segment in unit.segments:
+                segment.fill_own_range()
+    flats = [segment.flat for unit in resting for segment in unit.segments if segment.split]
+    try:
+        complete(engine.actions, flats, engine.layout.rest.over, what)
+    except BaseException:
+        for unit in resting:
+            unit.end_gather(engine.agreement.wait)
+            unit.release()
+        raise
+    for unit in resting:
+        unit.end_gather(engine.agreement.wait)
+        unit.pinned_here = True
+    for unit in units:
+        unit.pins += 1
+
+
+def _mark_written(engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
+    """A backward whose forward came before must raise; blocks around this one must not take it for a change."""
+    torch.autograd.graph.increment_version(list(parameters))
+    for loan in engine.loans:
+        for name, tensor in loan.tensors.items():
+            if any(tensor is parameter for parameter in parameters):
+                loan.versions[name] = tensor._version
+
+
+# -- gradients, master, moments -------------------------------------------------------------------------------------
+
+
+class _States:
+    """Lends whole copies of one state of parameters; None where there is nothing."""
+
+    dropped = True
+
+    def __init__(
+        self, engine: Engine, places: Sequence[Place], asked: Mapping[str, nn.Parameter], what: str, of: str
+    ) -> None:
+        self._engine, self._what, self._of = engine, what, of
+        if of == "grads":
+            there, dtype = _used(engine, places), TORCH_DTYPES[engine.layout.grads.dtype]
+        elif of == "master":
+            there, dtype = [True] * len(places), TORCH_DTYPES[engine.layout.master.dtype]
+        else:
+            there, dtype = _has_state(engine, places, of)
+        self._places = [place for place, is_there in zip(places, there, strict=True) if is_there]
+        shards: dict[int, Tensor] = {}
+        for place in self._places:
+            if id(place.segment) not in shards:
+                shards[id(place.segment)] = self._shard(place.segment, dtype)
+        slices = [Slice(place.segment, place.slot, shards[id(place.segment)]) for place in self._places]
+        over = engine.layout.master.over
+        with torch.no_grad():
+            whole = gather_slices(engine.actions, slices, over, dtype, what)
+        by_id = {id(place.parameter): value for place, value in zip(self._places, whole, strict=True)}
+        self.values: dict[str, Any] = {name: by_id.get(id(parameter)) for name, parameter in asked.items()}
+        self.watched = {place.name: value for place, value in zip(self._places, whole, strict=True)}
+
+    def _shard(self, segment: Segment, dtype: torch.dtype) -> Tensor:
+        if self._of == "grads":
+            return segment.master_grads
+        if self._of == "master":
+            assert segment.master is not None
+            return segment.master.detach()
+        assert self._engine._update is not None
+        return self._engine._update.state_shard(segment, self._of, dtype)
+
+    def write(self, changed: set[str]) -> None:
+        spread(self._engine.actions, list(self.watched.values()), self._what)
+        with torch.no_grad():
+            for place in self._places:
+                self._take(place, self.watched[place.name].view(-1), place.name in changed)
+        if self._of == "master":
+            _mark_written(self._engine, [place.parameter for place in self._places])
+
+    def _take(self, place: Place, values: Tensor, changed: bool) -> None:
+        if self._of == "master":
+            place.segment.take(place.slot, values)
+        elif self._of == "grads":
+            piece, part = place.segment.own_piece(place.slot)
+            place.segment.master_grads[piece].copy_(values[part])
+        else:
+            assert self._engine._update is not None
+            self._engine._update.take_state(place.segment, place.slot, self._of, values, changed=changed)
+
+    def restore(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def _used(engine: Engine, places: Sequence[Place]) -> list[bool]:
+    """Which parameters any rank used since the last step; gradients that came late are reduced first.
+
+    Raises:
+        UsageError: there are no gradients, or not all of them are reduced.
+    """
+    if not engine._boundary:
+        raise UsageError(
+            "gathered(of='grads'): gradients are summed over ranks in the last backward before engine.step(), which "
+            "has not come yet (accumulate=, no_sync(), or no backward since the last step): ask right before step()."
+        )
+    used, late = engine.actions.agree_on_use()
+    engine._reduce_late(late)
+    numbers = {id(segment): i for unit in engine.units for i, segment in enumerate(unit.trainable)}
+    return [used[place.unit.name][numbers[id(place.segment)]][place.slot] for place in places]
+
+
+def _has_state(engine: Engine, places: Sequence[Place], of: str) -> tuple[list[bool], torch.dtype]:
+    """Which parameters have that state on any rank, and its dtype; a control message.
+
+    Raises:
+        ConfigError: no rank knows a state of that name.
+    """
+    update = engine._update
+    assert update is not None
+    known, dtypes = update.state_dtypes(), list(TORCH_DTYPES)
+    code = 0.0
+    if of in known:
+        code = 1.0 + dtypes.index(dtype_name(known[of]) or "fp32")
+    mine = [float(update.has_state(place.segment, place.slot, of)) for place in places]
+    said = engine.actions.control([code, *mine], dist.ReduceOp.MAX)
+    if not said[0]:
+        near = did_you_mean(of, {"params", "grads", "master", *known})
+        more = "" if known else " The optimizer has no state of its own yet."
+        raise ConfigError(f"gathered(of={of!r}): there is no such state.{near}{more}")
+    return [bool(flag) for flag in said[1:]], TORCH_DTYPES[dtypes[int(said[0]) - 1]]
