@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from shardfold import optim
     from shardfold.engine import Engine
     from shardfold.materialize import meta_init
+    from shardfold.optim.average import Average
     from shardfold.report import MemoryReport, StepReport, TrafficReport
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "PRESETS",
+    "Average",
     "Cell",
     "Engine",
     "Layout",
@@ -57,6 +59,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Average": "shardfold.optim.average",
     "Engine": "shardfold.engine",
     "meta_init": "shardfold.materialize",
     "StepReport": "shardfold.report",

@@ -115,6 +115,7 @@ def memory_report(engine: Engine, update: ShardedOptimizer | None) -> MemoryRepo
             tier = str(cell.tier) if cell is not None else "device"
             table = exact.get(name, 0.0)
             rows.append(MemoryRow(name, tier, table, padded.get(name, 0.0) - table, held))
+    rows += [row() for row in engine.more_memory]
     return MemoryReport(tuple(rows), _live_bytes(transient, seen))
 
 

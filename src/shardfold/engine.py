@@ -38,7 +38,7 @@ from shardfold.mesh import DataMesh, pick_device
 from shardfold.optim.sharded import ShardedOptimizer, build, group_numbers
 from shardfold.passes import Schedule
 from shardfold.program import Program
-from shardfold.report import MemoryReport, StepReport, TrafficReport
+from shardfold.report import MemoryReport, MemoryRow, StepReport, TrafficReport
 from shardfold.runner import Runner
 from shardfold.stores.device import DeviceStore
 from shardfold.unit import TORCH_DTYPES, Life, Unit
@@ -126,6 +126,8 @@ class Engine:
             scale=1.0 / (self.world_size * accumulate), timing=self.timing,
         )  # fmt: skip
         self.schedule = schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
+        self.after_step: list[Callable[[], None]] = []  # called after each update
+        self.more_memory: list[Callable[[], MemoryRow]] = []  # rows of memory() that the table does not have
         self.loans: list[Loan] = []  # whole values that are lent: no update meanwhile
         self._runner = Runner(
             model, self.layout, self.mesh, self.units, self.actions, self.agreement, self.store, self.timing,
@@ -199,6 +201,8 @@ class Engine:
         if self.schedule is not None:
             self.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
             self.schedule.step()
+        for call in self.after_step:
+            call()
         return StepReport(self.steps, updated=True, lr=lr, norm=self.actions.grad_norm)
 
     @contextmanager

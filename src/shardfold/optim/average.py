@@ -1,0 +1,186 @@
+"""An exponential moving average of the master shards: each rank averages what it updates, so nothing is gathered.
+
+The same numbers as ``torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`` on the
+whole model: the first update copies, later ones give ``decay * average + (1 - decay) * value``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardfold.bundle import complete, named_state, whole_segments
+from shardfold.errors import ConfigError, ModelError, UsageError
+from shardfold.loans import Loan, refuse_during
+from shardfold.report import MemoryRow
+from shardfold.unit import Segment
+
+if TYPE_CHECKING:
+    from shardfold.engine import Engine
+
+__all__ = ["Average"]
+
+COUNT, PREFIX = "n_averaged", "module."  # AveragedModel's names
+
+
+class Average:
+    """An exponential moving average of an engine's trainable parameters, in fp32, split as master is.
+
+    It is updated by each ``engine.step()`` that updates. Frozen parameters and buffers are the model's own.
+
+    Args:
+        engine: must have an optimizer.
+        decay: weight of the average so far, in [0, 1).
+        warmup: the decay of update ``n`` (from 0) is at most ``(1 + n) / (10 + n)``, so that early values fade.
+
+    Attributes:
+        updates: how many updates it has seen.
+
+    Raises:
+        ConfigError: ``decay`` is out of range, or the engine has no optimizer.
+    """
+
+    def __init__(self, engine: Engine, decay: float = 0.999, *, warmup: bool = False) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError(f"Average(decay={decay!r}): it is the weight of the average so far, in [0, 1).")
+        if engine.optimizer is None:
+            raise ConfigError("Average needs an engine with an optimizer: what is not trained needs no average.")
+        self.decay, self.warmup, self.updates = decay, warmup, 0
+        self._engine = engine
+        self._segments = [segment for unit in engine.units for segment in unit.trainable]
+        self._shards = [_master(segment).to(torch.float32, copy=True) for segment in self._segments]
+        engine.after_step.append(self._update)
+        engine.more_memory.append(self._memory)
+
+    def close(self) -> None:
+        """Ends the averaging and gives the memory back."""
+        if self._update in self._engine.after_step:
+            self._engine.after_step.remove(self._update)
+            self._engine.more_memory.remove(self._memory)
+        self._segments, self._shards = [], []
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model's parameters are the average; afterwards they are what they were, bit for bit.
+
+        Every rank must enter it: layouts that keep all parameters on every rank gather them, others send nothing. A
+        copy of what is replaced is held meanwhile.
+
+        Raises:
+            UsageError: inside ``engine.gathered()``, whose values are lent, or after :meth:`close`.
+        """
+        engine = self._engine
+        if not self._segments:
+            raise UsageError("average.applied(): this average was closed.")
+        refuse_during(engine.loans, "average.applied()")
+        engine._meet("average.applied()")
+        kept: list[tuple[Tensor, Tensor]] = []
+        loan = Loan("average.applied()")
+        engine.loans.append(loan)
+        try:
+            self._put_in(kept)
+            yield
+        finally:
+            engine.loans.remove(loan)
+            with torch.no_grad():
+                for target, value in kept:
+                    target.copy_(value)
+            self._mark_written()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Whole tensors on the CPU of every rank, with the names of PyTorch's ``AveragedModel``, which can load it.
+
+        ``n_averaged``, and ``module.`` before every name of the model. Every rank must call it.
+        """
+        engine = self._engine
+        engine._meet("average.state_dict()")
+        over, rest_over = engine.layout.master.over, engine.layout.rest.over
+        shards = [(segment, shard, over) for segment, shard in zip(self._segments, self._shards, strict=True)]
+        for unit in engine.units:
+            for segment in unit.segments:
+                if not segment.spec.trainable:
+                    assert segment.rest is not None
+                    shards.append((segment, segment.rest, rest_over))
+        whole: dict[int, Tensor] = {}
+        for segment, flat in whole_segments(engine.actions, shards, "average.state_dict()"):
+            values = flat.cpu()
+            for parameter, view in zip(segment.parameters, segment.views_of(values), strict=True):
+                whole[id(parameter)] = view.clone()
+        state = {PREFIX + name: value for name, value in named_state(engine.module, whole).items()}
+        return {COUNT: torch.tensor(self.updates), **state}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what :meth:`state_dict` gave, under any layout; nothing is sent.
+
+        Raises:
+            ModelError: a trainable parameter is missing or has another shape.
+        """
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._engine.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(PREFIX + name)
+        found: list[list[Tensor]] = []
+        for segment in self._segments:
+            found.append([])
+            for parameter in segment.parameters:
+                value = next((state[name] for name in names[id(parameter)] if name in state), None)
+                if value is None or value.shape != parameter.shape:
+                    said = "missing" if value is None else f"of shape {tuple(value.shape)}"
+                    raise ModelError(
+                        f"average.load_state_dict(): {names[id(parameter)][0]!r} is {said}, but the model has it with "
+                        f"shape {tuple(parameter.shape)}: load what average.state_dict() of the same model gave."
+                    )
+                found[-1].append(value)
+        if COUNT not in state:
+            raise ModelError(f"average.load_state_dict(): {COUNT!r} is missing: load what average.state_dict() gave.")
+        for segment, shard, values in zip(self._segments, self._shards, found, strict=True):
+            for slot, value in enumerate(values):
+                piece, part = segment.own_piece(slot)
+                shard[piece].copy_(value.reshape(-1)[part])
+        self.updates = int(state[COUNT])
+
+    def _update(self) -> None:
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+        with torch.no_grad():
+            for segment, shard in zip(self._segments, self._shards, strict=True):
+                if self.updates:
+                    shard.lerp_(_master(segment).float(), 1 - decay)
+                else:
+                    shard.copy_(_master(segment))
+        self.updates += 1
+
+    def _put_in(self, kept: list[tuple[Tensor, Tensor]]) -> None:
+        """Writes the average into every state that forward reads or that is saved; ``kept`` gets what was there."""
+        layout = self._engine.layout
+        rests: list[Tensor] = []
+        with torch.no_grad():
+            for segment, shard in zip(self._segments, self._shards, strict=True):
+                master = None if segment.master_is_rest else segment.master
+                kept += [(t, t.clone()) for t in (segment.rest, segment.held, master) if t is not None]
+                for target in (segment.compute_range, master):
+                    if target is not None:
+                        target.copy_(shard)
+                if segment.rest is not None:
+                    rests.append(segment.rest)
+        if layout.params is not None:
+            complete(self._engine.actions, rests, layout.master.over[len(layout.params.over) :], "average.applied()")
+        self._mark_written()
+
+    def _mark_written(self) -> None:
+        """A backward whose forward came before must raise, as when weights change in plain PyTorch."""
+        torch.autograd.graph.increment_version([p for segment in self._segments for p in segment.parameters])
+
+    def _memory(self) -> MemoryRow:
+        parts: Any = self._engine.mesh.parts(self._engine.layout.master.over)
+        table = sum(segment.spec.numel for segment in self._segments) * 4 / parts
+        padding = sum(segment.spec.padding for segment in self._segments) * 4 / parts
+        held = sum(shard.untyped_storage().size() for shard in self._shards)
+        return MemoryRow("average", "device", table, padding, held)
+
+
+def _master(segment: Segment) -> Tensor:
+    assert segment.master is not None
+    return segment.master
