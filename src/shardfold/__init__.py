@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shardfold.materialize import meta_init
     from shardfold.optim.average import Average
     from shardfold.report import MemoryReport, StepReport, TrafficReport
+    from shardfold.stats import Stats
 
 __version__ = "0.1.0.dev0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "Precision",
     "Schedule",
     "ShardfoldError",
+    "Stats",
     "StepReport",
     "Tier",
     "TrafficReport",
@@ -60,6 +62,7 @@ __all__ = [
 
 _LAZY = {
     "Average": "shardfold.optim.average",
+    "Stats": "shardfold.stats",
     "Engine": "shardfold.engine",
     "meta_init": "shardfold.materialize",
     "StepReport": "shardfold.report",

@@ -15,12 +15,13 @@ from shardfold.layout import Axes
 from shardfold.loans import refuse_during
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.report import MemoryReport, MemoryRow
+from shardfold.stats import Clock, Stats
 from shardfold.unit import Segment
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
 
-__all__ = ["load_state", "memory_report", "state_dict"]
+__all__ = ["load_state", "memory_report", "state_dict", "stats"]
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------
@@ -117,6 +118,33 @@ def memory_report(engine: Engine, update: ShardedOptimizer | None) -> MemoryRepo
             rows.append(MemoryRow(name, tier, table, padded.get(name, 0.0) - table, held))
     rows += [row() for row in engine.more_memory]
     return MemoryReport(tuple(rows), _live_bytes(transient, seen))
+
+
+def stats(engine: Engine, clock: Clock, peak_flops: float | None) -> Stats:
+    """See :meth:`Engine.stats`."""
+    trainable = frozen = 0
+    for unit in engine.units:
+        for segment in unit.segments:
+            if segment.spec.trainable:
+                trainable += segment.spec.numel
+            else:
+                frozen += segment.spec.numel
+    mfu, formula = clock.mfu(trainable, frozen, peak_flops)
+    memory = engine.memory()
+    cuda = engine.device.type == "cuda"
+    return Stats(
+        steps=engine.steps,
+        skipped=clock.skipped,
+        step_seconds=clock.step_seconds,
+        tokens_per_second=clock.tokens_per_second,
+        samples_per_second=clock.samples_per_second,
+        mfu=mfu,
+        mfu_formula=formula,
+        exposed_seconds=None if engine.mesh.backend == "nccl" else clock.exposed_seconds,
+        traffic=engine.traffic(),
+        memory=memory,
+        transient_peak=torch.cuda.max_memory_allocated(engine.device) - memory.held if cuda else None,
+    )
 
 
 def _live_bytes(tensors: list[Tensor], seen: set[int]) -> int:

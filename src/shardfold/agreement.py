@@ -22,7 +22,7 @@ from datetime import timedelta
 from hashlib import sha256
 from logging import getLogger
 from os import getpid
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -218,11 +218,11 @@ class Agreement:
         if self._mesh.backend == "nccl" and not control:
             work.wait()
             return
-        begun = monotonic()
+        begun = perf_counter()
         try:
-            self._wait(work, begun)
+            self._wait(work, monotonic())
         finally:
-            self.waited += monotonic() - begun
+            self.waited += perf_counter() - begun
 
     def _wait(self, work: Any, begun: float) -> None:
         published = False

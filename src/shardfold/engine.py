@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfold import cost, presets
-from shardfold.access import load_state, memory_report, state_dict
+from shardfold.access import load_state, memory_report, state_dict, stats
 from shardfold.actions import Actions, check_supported
 from shardfold.agreement import Agreement
 from shardfold.cut import cut
@@ -40,6 +40,7 @@ from shardfold.passes import Schedule
 from shardfold.program import Program
 from shardfold.report import MemoryReport, MemoryRow, StepReport, TrafficReport
 from shardfold.runner import Runner
+from shardfold.stats import Clock, Stats
 from shardfold.stores.device import DeviceStore
 from shardfold.unit import TORCH_DTYPES, Life, Unit
 
@@ -129,6 +130,7 @@ class Engine:
         self.after_step: list[Callable[[], None]] = []  # called after each update
         self.more_memory: list[Callable[[], MemoryRow]] = []  # rows of memory() that the table does not have
         self.loans: list[Loan] = []  # whole values that are lent: no update meanwhile
+        self._clock = Clock(self.agreement.waited)
         self._runner = Runner(
             model, self.layout, self.mesh, self.units, self.actions, self.agreement, self.store, self.timing,
             accumulate, clip=clip_norm is not None,
@@ -178,8 +180,10 @@ class Engine:
                 "it from the unit's forward, or choose units= so that the unit contains its use."
             ) from error
 
-    def step(self) -> StepReport:
+    def step(self, *, tokens: float | None = None, samples: float | None = None) -> StepReport:
         """The optimizer step, at an accumulation boundary; before it, nothing happens.
+
+        ``tokens`` and ``samples`` are how many this rank has processed since the last call, for :meth:`stats`.
 
         Raises:
             UsageError: no optimizer, no backward since the last step, or whole values are lent.
@@ -190,6 +194,7 @@ class Engine:
         runner.settle()
         if runner.micro == 0:
             raise UsageError("engine.step() with no backward since the last step: call engine.backward(loss).")
+        self._clock.told(tokens, samples)
         if not runner.boundary:
             return StepReport(self.steps, updated=False)
         refuse_during(self.loans, "engine.step()")
@@ -203,6 +208,7 @@ class Engine:
             self.schedule.step()
         for call in self.after_step:
             call()
+        self._clock.end_step(self.agreement.waited)
         return StepReport(self.steps, updated=True, lr=lr, norm=self.actions.grad_norm)
 
     @contextmanager
@@ -266,6 +272,10 @@ class Engine:
         ran = self.actions.meter.last_sections
         predicted = cost.section_traffic(self.program, self.layout, specs, self.mesh.sizes, ran)
         return self.actions.meter.report(predicted)
+
+    def stats(self, *, peak_flops: float | None = None) -> Stats:
+        """Times, rates, waiting, bytes sent and held, as data; ``peak_flops`` of this rank's device is for the MFU."""
+        return stats(self, self._clock, peak_flops)
 
     def explain(self) -> str:
         """The table, the units and the program, as text."""
