@@ -70,14 +70,14 @@ def complete(actions: Actions, flats: Sequence[Tensor], over: Axes, what: str) -
     _exchange(actions, [_bytes(flat) for flat in small], rows, over, what)
 
 
-def gather_slices(actions: Actions, slices: Sequence[Slice], over: Axes, dtype: torch.dtype, what: str) -> list[Tensor]:
-    """New tensors of ``dtype`` with all values of parameters' states that are split ``over`` axes, in their shapes."""
+def gather_slices(actions: Actions, slices: Sequence[Slice], over: Axes, what: str) -> list[Tensor]:
+    """New tensors with all values of parameters' states that are split ``over`` axes, in their shapes and dtypes."""
     sizes, parts = actions.mesh.sizes, actions.mesh.parts(over)
     me = shard_index(over, sizes, actions.mesh.coords)
     whole: list[Tensor] = []
     rows: list[list[Stretch]] = [[] for _ in range(parts)]
     for i, (segment, number, shard) in enumerate(slices):
-        slot = segment.spec.slots[number]
+        slot, dtype = segment.spec.slots[number], shard.dtype
         whole.append(torch.empty(slot.shape, dtype=dtype, device=shard.device))
         length = segment.spec.length // parts
         for r in range(parts):
@@ -216,13 +216,13 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _all_gather(actions: Actions, flat: Tensor, over: Axes, what: str) -> Pending:
     op = Op("ALL_GATHER", axes=over)
-    actions.agreement.issue(f"{op} for {what} on rank {actions.mesh.rank}")
+    actions.agreement.issue(f"{op} for {what}")
     actions.meter.count(op, flat, asked=True)
     return actions.wire.all_gather(flat, actions.mesh.group(over))
 
 
 def _broadcast(actions: Actions, flat: Tensor, what: str) -> None:
     op = Op("BROADCAST", axes=DATA_AXES)
-    actions.agreement.issue(f"BROADCAST for {what} on rank {actions.mesh.rank}")
+    actions.agreement.issue(f"BROADCAST for {what}")
     actions.meter.count(op, flat, asked=True)
-    actions.agreement.wait(dist.broadcast(flat, src=0, group=actions.mesh.group(DATA_AXES), async_op=True))
+    actions.agreement.wait(dist.broadcast(flat, group_src=0, group=actions.mesh.everyone, async_op=True))

@@ -118,7 +118,6 @@ class Engine:
             values.load_buffers(model)
         move_buffers(model, self.device, self.mesh)
         self.units = make_units(model, cuts, self.layout, self.mesh, self.store, values, seed)
-        self._by_name = {unit.name: unit for unit in self.units}
         self._update: ShardedOptimizer | None = None
         if self.optimizer is not None:
             self._update = ShardedOptimizer(self.optimizer, self.units, self.layout.moments.dtype, self.timing.block)

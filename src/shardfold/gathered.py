@@ -62,6 +62,11 @@ def gathered(engine: Engine, names: tuple[str, ...], *, write: bool, of: str) ->
     if write and any(loan.what.startswith("average.") for loan in engine.loans):
         raise UsageError(f"{what} inside `with average.applied():` would be lost when it ends: write outside of it.")
     places, asked = _find(engine, names, of)
+    if of == "params" and engine.hold_in_pass(list(dict.fromkeys(place.unit for place in places))):
+        if write:
+            raise UsageError(f"{what} inside of a pass: change weights between steps.")
+        yield asked[names[0]] if len(names) == 1 else asked
+        return
     if write or of != "params" or not all(place.unit.pins for place in places):  # else nothing is sent
         engine._meet(what)
     lent: Lent
@@ -300,7 +305,7 @@ class _States:
         slices = [Slice(place.segment, place.slot, shards[id(place.segment)]) for place in self._places]
         over = engine.layout.master.over
         with torch.no_grad():
-            whole = gather_slices(engine.actions, slices, over, dtype, what)
+            whole = gather_slices(engine.actions, slices, over, what)
         by_id = {id(place.parameter): value for place, value in zip(self._places, whole, strict=True)}
         self.values: dict[str, Any] = {name: by_id.get(id(parameter)) for name, parameter in asked.items()}
         self.watched = {place.name: value for place, value in zip(self._places, whole, strict=True)}
@@ -345,13 +350,13 @@ def _used(engine: Engine, places: Sequence[Place]) -> list[bool]:
     Raises:
         UsageError: there are no gradients, or not all of them are reduced.
     """
-    if not engine._boundary:
+    if not engine._runner.boundary:
         raise UsageError(
             "gathered(of='grads'): gradients are summed over ranks in the last backward before engine.step(), which "
             "has not come yet (accumulate=, no_sync(), or no backward since the last step): ask right before step()."
         )
     used, late = engine.actions.agree_on_use()
-    engine._reduce_late(late)
+    engine._runner.reduce_late(late)
     numbers = {id(segment): i for unit in engine.units for i, segment in enumerate(unit.trainable)}
     return [used[place.unit.name][numbers[id(place.segment)]][place.slot] for place in places]
 

@@ -40,7 +40,7 @@ class Listener(Protocol):
     def end_forward(self) -> None: ...
     def interrupt(self) -> None: ...
     def enter_forward(self, unit: Unit) -> None: ...
-    def leave_forward(self, unit: Unit, *, interrupted: bool = False) -> None: ...
+    def leave_forward(self, unit: Unit, *, interrupted: bool = False, aliased: bool = False) -> None: ...
     def begin_backward(self, *, create_graph: bool = False) -> None: ...
     def remembers(self, unit: Unit) -> bool: ...
     def enter_backward(self, unit: Unit) -> None: ...
@@ -71,6 +71,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         for item in vars(value).values():  # an output object of the user's
             if isinstance(item, (Tensor, list, tuple, Mapping)):
                 yield from tensors_in(item)
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """What identifies a tensor's memory; None for tensors that have none of their own kind (sparse, fake)."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 class Hooks:
@@ -176,10 +181,10 @@ class Hooks:
         """
         if _AUTOGRAD._top_saved_tensors_default_hooks(False) is not None:
             return
-        storages = {segment.flat.untyped_storage()._cdata for segment in unit.segments}
+        storages = unit.storages()
 
         def pack(tensor: Tensor) -> tuple[Tensor, int | None]:
-            weight = tensor.untyped_storage()._cdata in storages
+            weight = _storage(tensor) in storages
             return tensor, unit.version if weight else None
 
         def unpack(packed: tuple[Tensor, int | None]) -> Tensor:
@@ -219,6 +224,8 @@ class Hooks:
     def _after_unit(self, unit: Unit) -> Callable[[nn.Module, Any, Any, Any], None]:
         listener = self._listener
 
+        storages = unit.storages()
+
         def backward(grad: Tensor) -> None:
             self._ensure_backward(create_graph=torch.is_grad_enabled())
             with apart():
@@ -233,10 +240,12 @@ class Hooks:
                     return
             # What a unit only passes through is not its own: its gradient says nothing about this unit's backward.
             inputs = {id(tensor) for tensor in tensors_in((args, kwargs))}
-            self._watch([tensor for tensor in tensors_in(output) if id(tensor) not in inputs], backward)
+            outputs = [tensor for tensor in tensors_in(output) if id(tensor) not in inputs]
+            self._watch(outputs, backward)
             if not in_backward():
+                weights = any(_storage(tensor) in storages for tensor in outputs)  # what it gives is a view of a weight
                 with apart():
-                    listener.leave_forward(unit)
+                    listener.leave_forward(unit, aliased=weights)
 
         return hook
 

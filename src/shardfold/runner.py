@@ -316,9 +316,14 @@ class Runner:
         self._run.enter(unit)
         unit.running += 1
 
-    def leave_forward(self, unit: Unit, *, interrupted: bool = False) -> None:
+    def leave_forward(self, unit: Unit, *, interrupted: bool = False, aliased: bool = False) -> None:
+        """``interrupted``: by an exception. ``aliased``: what it returned is a view of one of its weights."""
         unit.running -= 1
-        if self._run is not None and not interrupted:
+        if self._run is None or interrupted:
+            return
+        if aliased and unit.name not in self.roots:
+            self.touch(unit)
+        else:
             self._run.leave(unit)
 
     def touch(self, unit: Unit) -> bool:

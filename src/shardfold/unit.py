@@ -260,6 +260,10 @@ class Unit:
         self._store = store
         self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
 
+    def storages(self) -> set[int]:
+        """What identifies the memory of the flats."""
+        return {segment.flat.untyped_storage()._cdata for segment in self.segments}
+
     @property
     def version(self) -> int:
         """Changes when a parameter's values are changed, but not when the flat is freed and filled again."""

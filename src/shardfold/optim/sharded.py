@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from shardfold.errors import ConfigError
 from shardfold.optim.fused import FusedShard, fused_moments
-from shardfold.unit import Segment, Unit
+from shardfold.unit import TORCH_DTYPES, Segment, Unit
 
 __all__ = ["ShardedOptimizer", "build", "group_numbers"]
 
@@ -119,7 +119,7 @@ class ShardedOptimizer:
         """Names and dtypes of the state that has an element for each of a parameter's; of a class of the user's, what
         this rank's pieces have so far."""
         if self._names is not None:
-            return dict.fromkeys(self._names, self._moments_dtype)
+            return dict.fromkeys(self._names, TORCH_DTYPES[self._moments_dtype])
         return {
             key: value.dtype
             for *_, piece in self._pieces
@@ -138,7 +138,7 @@ class ShardedOptimizer:
         if self._names is not None:
             return self._fused[id(segment)].moments[name]
         assert segment.master is not None
-        shard = torch.zeros_like(segment.master, dtype=dtype)
+        shard = torch.zeros_like(segment.master, dtype=segment.master.dtype if segment.spec.own else dtype)
         for slot in range(len(segment.parameters)):
             for start, state in self._own_state(segment, slot, name):
                 shard[start : start + state.numel()].copy_(state)
