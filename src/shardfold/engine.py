@@ -312,6 +312,7 @@ class Engine:
 
     def _apply_step(self) -> None:
         assert self._update is not None
+        self.actions.meter.begin_step()
         used, late = self.actions.agree_on_use()
         self._runner.reduce_late(late)
         for unit in self.units:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +94,7 @@ class Hooks:
         self._listener = listener
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, tuple[nn.Module, list[int]]] = {}  # modules and the ids of their hooks
+        self._accumulators: list[Any] = []  # a parameter refers to its node weakly
         self._queued = False
         self._cast = cast
         self._inside: list[tuple[Any, BaseException | None]] = []  # forwards under way, what was handled as they began
@@ -113,7 +114,12 @@ class Hooks:
                 copy_alone(parameter)
             for i, segment in enumerate(unit.trainable):
                 for j, parameter in enumerate(segment.parameters):
-                    self._add(parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, i, j)))
+                    # On the node that accumulates, because its hooks run after all of the parameter's: a hook of the
+                    # user's that is registered later still finds ``parameter.grad``.
+                    with torch._C.DisableTorchFunctionSubclass():  # a freed parameter has such a node too
+                        node = torch.autograd.graph.get_gradient_edge(parameter).node
+                    self._accumulators.append(node)
+                    self._add(node.register_hook(self._on_gradient(parameter, unit, i, j)))
 
     def remove(self) -> None:
         """Takes every hook off the model."""
@@ -123,6 +129,7 @@ class Hooks:
         for module, _ in self._hooked.values():
             forget_hooks(module)
         self._hooked.clear()
+        self._accumulators.clear()
 
     def forget(self) -> None:
         """After an exception: what was under way is no longer, and the final callback of a backward will not come."""
@@ -141,12 +148,20 @@ class Hooks:
         self._hooked.setdefault(id(module), (module, []))[1].append(handle.id)
         copy_without_hooks(module, self._hooked[id(module)][1])
 
+    def _stay_last(self, module: nn.Module) -> None:
+        """What is behind the forward hook may give the values back: the user's own hooks run before, whenever they were
+        registered."""
+        own = self._hooked[id(module)][1][-1]
+        if next(reversed(module._forward_hooks)) != own:
+            module._forward_hooks.move_to_end(own)  # pyright: ignore[reportAttributeAccessIssue]
+
     # -- forward
 
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_backward():  # a checkpoint around the whole model runs it again, before any gradient came
             self._ensure_backward()
             return None
+        self._stay_last(module)
         with apart():
             self._listener.begin_forward()
         self._inside.append((module, sys.exc_info()[1]))
@@ -208,6 +223,7 @@ class Hooks:
         listener = self._listener
 
         def hook(module: nn.Module, args: Any) -> None:
+            self._stay_last(module)
             if in_backward():
                 self._ensure_backward()
                 with apart():
@@ -276,10 +292,14 @@ class Hooks:
         with apart():
             self._listener.end_backward()
 
-    def _on_gradient(self, unit: Unit, segment: int, slot: int) -> Callable[[Tensor], None]:
+    def _on_gradient(
+        self, parameter: nn.Parameter, unit: Unit, segment: int, slot: int
+    ) -> Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], None]:
         listener = self._listener
 
-        def hook(parameter: Tensor) -> None:
+        def hook(_: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
+            if arrived[0] is None:  # a node above had no gradient to give
+                return
             grad, parameter.grad = parameter.grad, None  # first, because a backward that begins clears what is shown
             self._ensure_backward()
             assert grad is not None

@@ -52,6 +52,12 @@ class Meter:
             self._add(self._step, kind, calls, sent)
         self._forward.clear()
 
+    def begin_step(self) -> None:
+        """A forward that no backward followed was asked for; what comes now is the step's."""
+        self._asked += sum(sent for _, sent in self._forward.values())
+        self._forward.clear()
+        self._in_forward = False
+
     def end_step(self) -> None:
         self._sections["step"] += 1
         self._last, self._step = self._step, _counts()
