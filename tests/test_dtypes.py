@@ -113,10 +113,13 @@ def test_an_fp64_model_trains_in_fp64_under_every_policy(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bf16_parts_of_an_fp32_model_stay_bf16_and_train_as_in_plain_pytorch(ranks: Ranks, layout: str) -> None:
+def test_16_bit_parts_of_an_fp32_model_stay_so_and_train_as_in_plain_pytorch(
+    ranks: Ranks, layout: str, narrow: torch.dtype
+) -> None:
     same_training(
-        partial(Mixed, torch.float32, torch.bfloat16), batches(), layout=layout, world_size=2, mesh=mesh_for(layout),
+        partial(Mixed, torch.float32, narrow), batches(), layout=layout, world_size=2, mesh=mesh_for(layout),
         optimizer=SGD, steps=6, tol=2e-3, parameter_tol=4e-2, ranks=ranks,
     )  # fmt: skip
 

@@ -56,7 +56,8 @@ class Engine:
             optimizer of a list of parameters, or an optimizer that has not stepped; its groups are kept. None: the
             engine only runs forward.
         layout: a preset's name or a :class:`Layout`.
-        precision: ``"fp32"``, ``"bf16"``, ``"bf16-pure"`` or a :class:`Precision`.
+        precision: ``"fp32"``, ``"bf16"``, ``"bf16-pure"`` or a :class:`Precision`, for parameters of the floating dtype
+            that most elements have; those of others, and of fp64, keep their own dtype in every state.
         accumulate: micro-batches per optimizer step.
         clip_norm: the largest norm of all gradients; None does not clip.
         schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer; stepped after each update.
