@@ -299,6 +299,8 @@ def test_bad_arguments_end_in_one_sentence(ranks: Ranks):
         ranks.run(give_back_a_lock, world_size=1)
     with pytest.raises(UsageError, match="equal slices"):
         same_training(tiny, [torch.ones(6, 4)], layout="ddp", world_size=2, accumulate=2)
+    with pytest.raises(UsageError, match="equal slices"):
+        same_training(tiny, [{"x": torch.ones(3, 4)}], layout="ddp", world_size=2)
 
 
 class Tiny(nn.Module):
@@ -320,6 +322,18 @@ def test_slices_cover_the_global_batch():
     parts = [_slice(batch, index, 3) for index in range(3)]
     assert torch.cat([part[0] for part in parts]).equal(batch[0])
     assert {part[1] for part in parts} == {"as it is"}
+    assert _slice({"x": batch[0], "how": "as it is"}, 1, 3).keys() == {"x", "how"}
+
+
+def test_a_batch_may_be_keyword_arguments(ranks: Ranks):
+    """A mapping is what forward is called with, whole: the training is that of positional arguments."""
+    values = [torch.randn(8, 4, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    matches = [
+        same_training(tiny, batches, layout="zero2", world_size=2, steps=3, ranks=ranks)
+        for batches in (values, [{"x": value} for value in values])
+    ]
+    assert matches[0].losses == matches[1].losses
+    assert matches[0].reference_losses == matches[1].reference_losses
 
 
 def test_the_reference_is_plain_pytorch(ranks: Ranks):

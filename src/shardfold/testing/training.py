@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardfold.errors import UsageError
 from shardfold.testing.ranks import Ranks
 
-Batch: TypeAlias = "Tensor | tuple[Any, ...]"
+Batch: TypeAlias = "Tensor | tuple[Any, ...] | Mapping[str, Any]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +42,22 @@ class _Job:
     """What both trainings share; picklable."""
 
     build: Callable[[], nn.Module]
-    batches: list[tuple[Any, ...]]  # global batches, repeated from the start when there are fewer than steps
+    batches: list[
+        tuple[Any, ...] | dict[str, Any]
+    ]  # global batches, repeated from the start when there are fewer than steps
     optimizer: Callable[..., torch.optim.Optimizer]
-    loss: Callable[[Any, tuple[Any, ...]], Tensor] | None
+    loss: Callable[[Any, Any], Tensor] | None
     clip_norm: float | None
     steps: int
     seed: int
     want_parameters: bool
 
-    def model_inputs(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        """With a separate loss the last element of a longer batch is its target and not the model's business."""
-        return batch[:-1] if self.loss is not None and len(batch) > 1 else batch
-
-    def loss_of(self, output: Any, batch: tuple[Any, ...]) -> Tensor:
+    def loss_on(self, model: Callable[..., Any], batch: tuple[Any, ...] | dict[str, Any]) -> Tensor:
+        """Runs ``model``. With a separate loss the last element of a longer tuple is its target and not the model's."""
+        if isinstance(batch, dict):
+            output = model(**batch)
+        else:
+            output = model(*(batch[:-1] if self.loss is not None and len(batch) > 1 else batch))
         return output if self.loss is None else self.loss(output, batch)
 
 
@@ -80,7 +83,7 @@ def same_training(
     mesh: Mapping[str, int] | None = None,
     tol: float = 1e-6,
     parameter_tol: float | None = None,
-    loss: Callable[[Any, tuple[Any, ...]], Tensor] | None = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
     ranks: Ranks | None = None,
     seed: int = 0,
     timeout: float = 120.0,
@@ -90,18 +93,19 @@ def same_training(
 
     ``build``: picklable, gives the module; its forward on ``*batch`` returns the loss, or, with ``loss``, on
     ``*batch[:-1]`` an output from which ``loss(output, batch)`` makes the loss. The loss is a mean over dim 0.
-    ``batches``: global batches, repeated as needed; dim 0 of each tensor divides by ``world_size * accumulate``, other
-    values go to every rank as they are. ``optimizer`` takes the parameters (default: SGD with momentum). The reference
-    stays in fp32 whatever ``precision`` is: give a ``tol`` that fits. ``tol`` bounds the relative difference of each
-    step's loss; ``parameter_tol``, if given, that of each final parameter, relative to its largest element. ``ranks``
-    is a pool to run in; further options go to the engine.
+    ``batches``: global batches, repeated as needed; one that is a mapping goes to forward whole, as keyword arguments.
+    Dim 0 of each tensor divides by ``world_size * accumulate``, other values go to every rank as they are.
+    ``optimizer`` takes the parameters (default: SGD with momentum). The reference stays in fp32 whatever ``precision``
+    is: give a ``tol`` that fits. ``tol`` bounds the relative difference of each step's loss; ``parameter_tol``, if
+    given, that of each final parameter, relative to its largest element. ``ranks`` is a pool to run in; further options
+    go to the engine.
 
     Raises `AssertionError` where the trainings differ, `RanksFailed` if one of them fails, and `UsageError` for
     batches that can not be cut evenly.
     """
     job = _Job(
         build=build,
-        batches=[batch if isinstance(batch, tuple) else (batch,) for batch in batches],
+        batches=[_as_arguments(batch) for batch in batches],
         optimizer=optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
         loss=loss,
         clip_norm=clip_norm,
@@ -138,7 +142,7 @@ def _train_plain(job: _Job) -> _Trained:
     norms: list[float] = []
     for step in range(job.steps):
         batch = job.batches[step % len(job.batches)]
-        loss = job.loss_of(model(*job.model_inputs(batch)), batch)
+        loss = job.loss_on(model, batch)
         loss.backward()
         if job.clip_norm is not None:
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm).item())
@@ -164,7 +168,7 @@ def _train_sharded(job: _Job, options: dict[str, Any]) -> _Trained:
             batch = job.batches[step % len(job.batches)]
             micro_losses, updated = [], []
             for part in _parts(batch, rank, dist.get_world_size(), options["accumulate"]):
-                loss = job.loss_of(engine(*job.model_inputs(part)), part)
+                loss = job.loss_on(engine, part)
                 engine.backward(loss)
                 reports.append(engine.step())
                 micro_losses.append(loss.item())
@@ -182,21 +186,31 @@ def _train_sharded(job: _Job, options: dict[str, Any]) -> _Trained:
     return _Trained(losses=losses, parameters=parameters, norms=norms, reports=boundaries)
 
 
-def _parts(batch: tuple[Any, ...], rank: int, world_size: int, accumulate: int) -> list[tuple[Any, ...]]:
+def _as_arguments(batch: Batch) -> tuple[Any, ...] | dict[str, Any]:
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def _parts(
+    batch: tuple[Any, ...] | dict[str, Any], rank: int, world_size: int, accumulate: int
+) -> list[tuple[Any, ...] | dict[str, Any]]:
     """The micro-batches of one rank."""
     return [_slice(batch, micro * world_size + rank, world_size * accumulate) for micro in range(accumulate)]
 
 
-def _slice(batch: tuple[Any, ...], index: int, count: int) -> tuple[Any, ...]:
+def _slice(batch: tuple[Any, ...] | dict[str, Any], index: int, count: int) -> tuple[Any, ...] | dict[str, Any]:
     """Slice ``index`` of ``count`` equal ones of dim 0 of each tensor."""
+    if isinstance(batch, dict):
+        return dict(zip(batch, _slice(tuple(batch.values()), index, count), strict=True))
     return tuple(value.chunk(count)[index] if isinstance(value, Tensor) else value for value in batch)
 
 
-def _check_batches(batches: Sequence[tuple[Any, ...]], count: int) -> None:
+def _check_batches(batches: Sequence[tuple[Any, ...] | dict[str, Any]], count: int) -> None:
     if not batches:
         raise UsageError("same_training needs at least one batch.")
     for number, batch in enumerate(batches):
-        for value in batch:
+        for value in batch.values() if isinstance(batch, dict) else batch:
             if isinstance(value, Tensor) and (value.dim() == 0 or value.shape[0] % count):
                 raise UsageError(
                     f"batch {number} has a tensor of shape {tuple(value.shape)}: "
