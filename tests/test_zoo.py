@@ -82,6 +82,10 @@ def _plain_gradients(name: str, slices: int) -> dict[str, Tensor]:
     }
 
 
+def _whole_and_sliced(name: str, slices: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return _plain_gradients(name, 1), _plain_gradients(name, slices)
+
+
 def _sharded_gradients(name: str, layout: str, mesh: Mapping[str, int] | None) -> dict[str, Tensor]:
     import torch.distributed as dist
 
@@ -108,7 +112,7 @@ def check_gradients(ranks: Ranks, name: str, setting: Setting) -> None:
     as there are ranks: those may depart by as much again.
     """
     layout, world, mesh = setting
-    whole, sliced = (ranks.run(_plain_gradients, name, n, world_size=1, distributed=False)[0] for n in (1, world))
+    whole, sliced = ranks.run(_whole_and_sliced, name, world, world_size=1, distributed=False)[0]
     actual = ranks.run(_sharded_gradients, name, layout, mesh, world_size=world)[0]
     assert actual.keys() == whole.keys()
     largest = max(value.norm().item() for value in whole.values())
