@@ -39,13 +39,17 @@ class Experts(nn.Module):
         return self.head(x)
 
 
-#: Which experts rank r uses in step s, of four. In the last one none is used by anybody in odd steps.
+#: Which experts rank r uses in step s, of four. In "unused by all" none is used by anybody in odd steps; in the last two
+#: experts run in another order than they are defined in, from the first step on.
 CHOICES: dict[str, Any] = {
     "alternate": lambda r, s: [(r + s) % 2],
     "one skips half": lambda r, s: [0, 1, 2, 3] if r == 0 else [1],
     "grow apart": lambda r, s: [0, 1] if s < 2 else [[2], [0, 3]][r % 2],
     "unused by all": lambda r, s: [] if s % 2 else [r % 4],
+    "downwards": lambda r, s: [[3, 1], [2, 0], [3, 2, 1, 0], [1]][(r + s) % 4],
+    "again": lambda r, s: [[2, 0, 2], [0, 2]][(r + s) % 2],
 }
+STEPS = 20
 
 
 def _compare(layout: str, choice: str, optimizer: str, equal_shapes: bool, accumulate: int) -> float:
@@ -62,7 +66,7 @@ def _compare(layout: str, choice: str, optimizer: str, equal_shapes: bool, accum
     engine = sf.Engine(
         build(), optimizer=OPTIMIZERS[optimizer], layout=layout, mesh=mesh, units=["experts.*"], accumulate=accumulate
     )
-    for step in range(6):
+    for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + rank)
         for micro in range(accumulate):
             x, y = torch.randn(4, WIDTH, generator=generator), torch.randint(3, (4,), generator=generator)
@@ -74,6 +78,12 @@ def _compare(layout: str, choice: str, optimizer: str, equal_shapes: bool, accum
         plain.zero_grad()
     state = engine.state_dict()
     worst = max((state[k] - v).abs().max().item() for k, v in reference.module.state_dict().items())
+    named = dict(reference.module.named_parameters())
+    for key in ("exp_avg", "exp_avg_sq") if optimizer == "AdamW" else ():
+        with engine.gathered(of=key) as moments:
+            for name, value in moments.items():
+                expected = plain.state[named[name]].get(key, torch.zeros(()))  # none of a parameter that never ran
+                worst = max(worst, (value - expected).abs().max().item())
     traffic = engine.traffic()
     assert engine.memory().transient == 0
     engine.close()

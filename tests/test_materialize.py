@@ -105,3 +105,44 @@ def test_buffers_stay_real_and_the_context_ends() -> None:
         norm = nn.BatchNorm1d(4)
     assert norm.weight.is_meta and not norm.running_var.is_meta  # type: ignore[union-attr]
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+class Recurrent(nn.Module):
+    """Its module keeps weak references to its weights; a buffer is made from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4)
+        self.head = nn.Linear(4, 1)
+        self.register_buffer("scale", torch.ones_like(self.head.bias))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.head(self.rnn(x)[0]) * self.scale).mean()
+
+
+def _recurrent(layout: str) -> tuple[float, float]:
+    torch.manual_seed(0)
+    plain = Recurrent()
+    x = torch.ones(3, 2, 4)
+    with sf.meta_init():
+        model = Recurrent()
+    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, weights=plain.state_dict(), units=["rnn", "head"])
+    loss = engine(x)
+    engine.backward(loss)
+    engine.step()
+    return loss.item(), plain(x).item()
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_recurrent_modules_and_buffers_made_from_weights_can_be_built_without_memory(
+    ranks: Ranks, layout: str
+) -> None:
+    for mine, plain in ranks.run(_recurrent, layout, world_size=2):
+        assert mine == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_buffer_that_nothing_gives_values_is_named() -> None:
+    with sf.meta_init():
+        model = Recurrent()
+    with pytest.raises(ModelError, match="the buffer scale"):
+        sf.Engine(model, optimizer=ADAMW, layout="ddp")

@@ -12,6 +12,7 @@ generator seeded by ``(seed, path of the module)``, so they do not depend on the
 from __future__ import annotations
 
 import json
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,6 +64,9 @@ def make_units(
     The root stays gathered (the caller releases it): modules of other units may be tied to it.
     """
     units: list[Unit] = []
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:  # they keep weak references to their weights, and such tensors can not be made real
+        module._flat_weight_refs = []
     for c in cuts:
         assert c.spec is not None
         segments = [
@@ -84,11 +88,22 @@ def make_units(
         if unit.split and not c.spec.root:
             unit.release()
         units.append(unit)
+    for module in recurrent:
+        module._flat_weight_refs = [weakref.ref(w) if w is not None else None for w in module._flat_weights]
     return units
 
 
 def move_buffers(model: nn.Module, device: torch.device, mesh: DataMesh) -> None:
-    """Moves buffers to the device and gives every rank rank 0's values, as DDP does."""
+    """Moves buffers to the device and gives every rank rank 0's values, as DDP does.
+
+    Raises:
+        ModelError: a buffer was made of a parameter that had no memory, and no weights gave it values.
+    """
+    if left := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise ModelError(
+            f"nothing gives values to the buffer{'s' * (len(left) > 1)} {', '.join(left)}, made from parameters that had "
+            "no memory yet: pass weights= that have them, or make them from shapes in the constructor."
+        )
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -116,7 +131,13 @@ def _bind_parameters(unit: Unit) -> set[str]:
             if parameter.is_meta:
                 empty.add(slot.name)
                 fresh = nn.Parameter(view.new_empty(0), requires_grad=False)
-                torch.utils.swap_tensors(parameter, fresh.requires_grad_(parameter.requires_grad))
+                try:
+                    torch.utils.swap_tensors(parameter, fresh.requires_grad_(parameter.requires_grad))
+                except RuntimeError as error:
+                    raise ModelError(
+                        f"parameter {slot.name!r}, built under meta_init(), can not be made real while something keeps a "
+                        "weak reference to it: build this model without meta_init()."
+                    ) from error
             else:
                 view.copy_(parameter.detach())
             # Through .data the parameter keeps a version counter of its own: filling the flat again is no change.
@@ -217,9 +238,16 @@ class Weights:
 
     def load_buffers(self, model: nn.Module) -> None:
         """Gives values to the buffers that have any stored."""
-        for name, buffer in model.named_buffers():
-            if name in (self._source if self._source is not None else self._files):
-                buffer.copy_(self.read(name))
+        given = self._source if self._source is not None else self._files
+        for prefix, module in model.named_modules():
+            for name, buffer in list(module._buffers.items()):
+                path = f"{prefix}.{name}" if prefix else name
+                if buffer is None or path not in given:
+                    continue
+                if buffer.is_meta:
+                    module._buffers[name] = self.read(path).to(buffer.dtype, copy=True)
+                else:
+                    buffer.copy_(self.read(path))
 
 
 def _find_files(path: Path) -> dict[str, Path]:
