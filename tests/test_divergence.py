@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardfold as sf
-from shardfold.errors import OrderError
 from shardfold.testing import Ranks
 
 WIDTH = 12
 OPTIMIZERS: dict[str, Any] = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
-    "AdamW": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "AdamW": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
 }
 
 
@@ -39,8 +38,8 @@ class Experts(nn.Module):
         return self.head(x)
 
 
-#: Which experts rank r uses in step s, of four. In "unused by all" none is used by anybody in odd steps; in the last two
-#: experts run in another order than they are defined in, from the first step on.
+#: Which experts rank r uses in step s, of four. In "unused by all" none is used by anybody in odd steps; in the last
+#: two experts run in another order than they are defined in, from the first step on.
 CHOICES: dict[str, Any] = {
     "alternate": lambda r, s: [(r + s) % 2],
     "one skips half": lambda r, s: [0, 1, 2, 3] if r == 0 else [1],
@@ -97,24 +96,4 @@ def test_ranks_that_use_different_parts_end_with_ddps_parameters(ranks: Ranks, c
     world = 4 if layout in ("hsdp", "hpz") else 2
     for optimizer, equal, accumulate in (("AdamW", True, 1), ("AdamW", False, 2), ("SGD", False, 1)):
         answers = ranks.run(_compare, layout, choice, optimizer, equal, accumulate, world_size=world)
-        assert max(answers) < 2e-6, (optimizer, equal, accumulate, answers)
-
-
-def _contradict() -> str:
-    torch.manual_seed(0)
-    engine = sf.Engine(Experts((8, 8)), optimizer=OPTIMIZERS["SGD"], layout="zero3", units=["experts.*"], patience=3.0)
-    x = torch.randn(4, WIDTH)
-    try:
-        for _ in range(2):
-            engine.backward(engine(x, [0, 1]).sum())
-            engine.step()
-        engine.backward(engine(x, [1, 0] if engine.rank else [0, 1]).sum())
-        engine.step()
-    except OrderError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_contradicting_orders_raise_on_every_rank_with_the_names(ranks: Ranks) -> None:
-    for said in ranks.run(_contradict, world_size=2, timeout=60):
-        assert "rank 1 asks for the forward of 'experts.0'" in said and "rank 0" in said
+        assert max(answers) < 1e-6, (optimizer, equal, accumulate, answers)

@@ -134,9 +134,7 @@ def _recurrent(layout: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
-def test_recurrent_modules_and_buffers_made_from_weights_can_be_built_without_memory(
-    ranks: Ranks, layout: str
-) -> None:
+def test_recurrent_modules_and_buffers_made_from_weights_can_be_built_without_memory(ranks: Ranks, layout: str) -> None:
     for mine, plain in ranks.run(_recurrent, layout, world_size=2):
         assert mine == pytest.approx(plain, rel=1e-6)
 

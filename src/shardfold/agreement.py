@@ -2,13 +2,12 @@
 
 ``[Note: nothing is issued before it is agreed]`` Gloo ends the process when ranks bring different shapes to a
 collective, and gives wrong sums in silence when the shapes happen to be equal. So every collective of an engine has a
-number, and ranks can only disagree at three places, each of which asks before it acts:
+number, and ranks can only disagree at two places, each of which asks before it acts:
 
     meet       before each pass, step or gathered(): one small reduction tells whether all ranks are about to do the
-               same. If not, all raise, each naming what every rank asked for.
-    ask        while the order of units is not known yet: a small reduction tells who needs which unit next.
-    deviate    a rank needs a unit that the recorded order has passed: it says so in the store and waits until all
-               ranks ask at the same number; a rank that waits for a later one makes all raise.
+               same. Ranks that still evaluate, or that need units which their last pass has given back already, are
+               helped by the others; else all raise, each naming what every rank asked for.
+    ask        while the order of units is not known: a small reduction tells who needs which unit next.
 
 What can not be asked (a collective of the user's own in the middle, a rank that left) shows as ranks that do not move:
 see ``watch``. Waiting is done in slices; after each, a rank reads whether somebody gave up and what the others do.
@@ -37,15 +36,23 @@ __all__ = ["Agreement", "Meeting"]
 
 SLICE = timedelta(seconds=1)
 EVALUATION = 1 << 40  # above every crc32
+MORE = 1 << 41  # above that; the section's number is added
 SETTLE = 2.0  # seconds that published whereabouts are behind what they tell of
 LOG = getLogger("shardfold")
 
 
 class Meeting(NamedTuple):
-    """What a meeting found. ``together`` is False if other ranks evaluate and this one is asked to help them."""
+    """What a meeting found.
+
+    Attributes:
+        together: all ranks, or those that are being helped and this is one of them, do what they asked for.
+        flags: those that any rank set.
+        more: if this rank is asked to help: the section of which others need more; None: they evaluate.
+    """
 
     together: bool
     flags: list[bool]
+    more: int | None = None
 
 
 class Agreement:
@@ -66,8 +73,6 @@ class Agreement:
         self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=8)
         self._detail = ""  # what the last of them is for on this rank
         self._dead: str | None = None  # the sentence with which this engine was given up
-        self._published: str | None = None  # this rank's last deviation
-        self._deviated = -1  # its number
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
         self._process = getpid()
@@ -102,30 +107,43 @@ class Agreement:
 
     # -- asking before acting
 
-    def meet(self, what: str, *, evaluating: bool, evaluated: bool, flags: Sequence[bool] = ()) -> Meeting:
+    def meet(
+        self,
+        what: str,
+        *,
+        evaluating: bool = False,
+        evaluated: bool = False,
+        more: int | None = None,
+        flags: Sequence[bool] = (),
+    ) -> Meeting:
         """Whether all ranks are about to do ``what``.
 
         Ranks may evaluate different numbers of batches: when one asks for a forward in evaluation and all have
-        evaluated since the last step, those who want something else help it (``together`` is False) and meet again.
+        evaluated since the last step, those who want something else help it and meet again. So they do when one needs
+        more of the pass that the others have ended.
 
         Args:
             what: the same text on every rank, or it is a disagreement.
             evaluating: whether ``what`` is a forward in evaluation.
             evaluated: whether this rank evaluated since the last step.
+            more: the number of the section that this rank needs more of.
             flags: up to 4, of which the answer tells whether any rank set them.
 
         Raises:
             OrderError: on every rank, naming what each asked for.
         """
-        code = EVALUATION if evaluating else crc32(what.encode())
+        code = MORE + more if more is not None else EVALUATION if evaluating else crc32(what.encode())
         padded = [*flags, *[False] * (4 - len(flags))]
         values = [code, -code, int(not evaluated), 0, *map(int, padded)]
         said = self._maximum("a meeting", values, f"the meeting before {what}")
         high, low, not_evaluated = said[0], -said[1], said[2]
+        set_by_any = [bool(flag) for flag in said[4:]]
         if high == low:
-            return Meeting(True, [bool(flag) for flag in said[4:]])
+            return Meeting(True, set_by_any)
+        if high >= MORE:
+            return Meeting(more is not None, set_by_any, high - MORE)
         if high == EVALUATION and not not_evaluated:
-            return Meeting(evaluating, [bool(flag) for flag in said[4:]])
+            return Meeting(evaluating, set_by_any)
         asked = self.exchange(f"meeting/{self.sequence}", what)
         raise self._give_up(
             f"after operation {self.sequence - 1} the ranks are about to do different things: {_by_text(asked)}. Every "
@@ -147,28 +165,6 @@ class Agreement:
         self.wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._mesh.control, async_op=True), control=True)
         self.control_bytes += tensor.nbytes
         return tensor.tolist()
-
-    def deviate(self, what: str) -> None:
-        """Returns when every rank asks for something out of order at this sequence number.
-
-        Raises:
-            OrderError: on every rank, when one goes on in order.
-        """
-        store, world, rank = self._mesh.store, self._mesh.world, self._mesh.rank
-        if store is None or self._watch is None:
-            return
-        keys = [f"deviation/{self.sequence}/{r}" for r in range(world)]
-        store.set(keys[rank], what)
-        self._publish("deviate", what)
-        begun = monotonic()
-        while not store.check(keys):
-            self._look(begun)
-            self._pause(store, keys)
-        self._watch.clear()
-        self._watch.waiting = False
-        if self._published is not None:  # every rank has read the one before
-            store.delete_key(self._published)
-        self._published, self._deviated = keys[rank], self.sequence
 
     def same(self, what: str, text: str) -> None:
         """Every rank must say the same; texts are compared by their hash.
@@ -234,7 +230,7 @@ class Agreement:
                 if "timed out" not in str(error).lower():
                     raise self._failure(error) from error
             if not published:
-                self._publish("wait", self.doing)
+                self._publish(self.doing)
                 published = True
             self._look(begun)
         if published and self._watch is not None:
@@ -258,11 +254,11 @@ class Agreement:
             "its output."
         )
 
-    def _publish(self, kind: str, what: str) -> None:
+    def _publish(self, what: str) -> None:
         assert self._watch is not None
         self._watch.waiting = True
         log = [(number, str(entry)) for number, entry in self._log]
-        self._watch.publish(kind, what, engine=self._mesh.name, log=log)
+        self._watch.publish("wait", what, engine=self._mesh.name, log=log)
         self._unmoved: tuple[Any, float] = (None, 0.0)
         self._warned = False
 
@@ -271,73 +267,55 @@ class Agreement:
         assert self._watch is not None
         self._check()
         others, now = self._watch.read(), monotonic()
-        mine = {"kind": "deviate" if self._watch._said == "deviate" else "wait", "what": self.doing}
-        self._find_contradiction(others, mine)
+        self._find_contradiction(others)
         state: Any = tuple((rank, entry.nonce) for rank, entry in sorted(others.items()))
         if state != self._unmoved[0]:
             self._unmoved = state, now
         stuck = len(others) + 1 == self._mesh.world and all(entry.blocked for entry in others.values())
-        if (
-            stuck
-            and now - self._unmoved[1] > max(1.0, self._patience - 2 * SETTLE)
-            and self._nothing_moves(others, mine)
-        ):
+        if stuck and now - self._unmoved[1] > max(1.0, self._patience - 2 * SETTLE) and self._nothing_moves(others):
             users = [rank for rank, entry in others.items() if entry.kind == "user"]
-            self._abort(f"no rank can go on: {self._describe(others, mine)}.", wake=users)
+            self._abort(f"no rank can go on: {self._describe(others)}.", wake=users)
         if now - begun > self._patience and not self._warned:
             self._warned = True
             LOG.warning(
-                "waiting for %.0f s: %s.%s", now - begun, self._describe(others, mine), " Still waiting." * (not stuck)
+                "waiting for %.0f s: %s.%s", now - begun, self._describe(others), " Still waiting." * (not stuck)
             )
         if now - begun > self._limit:
             raise CollectiveError(
                 f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, did not finish within "
-                f"{self._limit:.0f} s: {self._describe(others, mine)}."
+                f"{self._limit:.0f} s: {self._describe(others)}."
             )
 
-    def _find_contradiction(self, others: dict[int, Whereabouts], mine: dict[str, str]) -> None:
+    def _find_contradiction(self, others: dict[int, Whereabouts]) -> None:
         """What proves by itself that this rank and another will never meet."""
-        me = self._mesh.rank
         for rank, other in others.items():
             if other.engine != self._mesh.name:
                 continue
             theirs = dict(other.log)
             for number, entry in self._log:
                 if number in theirs and theirs[number] != str(entry):
-                    self._abort(f"operation {number} is {entry} on rank {me} but {theirs[number]} on rank {rank}.")
-            if other.kind == "deviate" and self._deviated != max(theirs) < self.sequence:
-                self._abort(_deviation(rank, other.what, max(theirs), me, self.doing))
-            if mine["kind"] == "deviate" and max(theirs) > self.sequence:
-                what = self._mesh.store.get(f"deviation/{self.sequence}/{me}").decode()
-                self._abort(_deviation(me, what, self.sequence, rank, theirs[max(theirs)]))
+                    mine = f"{entry} on rank {self._mesh.rank}"
+                    self._abort(f"operation {number} is {mine} but {theirs[number]} on rank {rank}.")
 
-    def _nothing_moves(self, others: dict[int, Whereabouts], mine: dict[str, str]) -> bool:
+    def _nothing_moves(self, others: dict[int, Whereabouts]) -> bool:
         """Every rank is blocked. False if it may be that a collective that all have issued is just slow."""
         name = self._mesh.name
-        if any(entry.kind != "wait" for entry in others.values()) or mine["kind"] != "wait":
+        if any(entry.kind != "wait" for entry in others.values()):
             return True
-        counts = [entry.issued for entry in others.values()]
+        counts = [{name: self.sequence}, *(entry.issued for entry in others.values())]
         waits = [(entry.engine, max(n for n, _ in entry.log)) for entry in others.values()] + [(name, self.sequence)]
-        mine_issued = {name: self.sequence}
-        return not any(
-            all(count.get(engine, number) >= number for count in [*counts, mine_issued]) for engine, number in waits
-        )
+        return not any(all(count.get(engine, number) >= number for count in counts) for engine, number in waits)
 
-    def _describe(self, others: dict[int, Whereabouts], mine: dict[str, str]) -> str:
-        said = [f"waits for operation {self.sequence}, {mine['what']}" if mine["kind"] == "wait" else "asks"]
-        texts = {self._mesh.rank: said[0]}
+    def _describe(self, others: dict[int, Whereabouts]) -> str:
+        texts = {self._mesh.rank: f"waits for operation {self.sequence}, {self.doing}"}
         for rank, entry in others.items():
             last = max((number for number, _ in entry.log), default=entry.issued.get(self._mesh.name, 0))
             texts[rank] = {
                 "wait": f"waits for operation {last}, {entry.what}",
-                "deviate": f"asks for {entry.what} out of order after operation {last}",
                 "user": f"is in {entry.what}, after operation {last}",
                 "busy": f"is {entry.what}, after operation {last}",
             }.get(entry.kind, f"has {entry.kind}")
-        missing = [rank for rank in range(self._mesh.world) if rank not in texts]
-        if missing:
-            texts |= dict.fromkeys(missing, "moves")
-        return _by_text([texts[rank] for rank in range(self._mesh.world)])
+        return _by_text([texts.get(rank, "moves") for rank in range(self._mesh.world)])
 
     # -- giving up
 
@@ -373,14 +351,6 @@ class Agreement:
                 self._pause(self._mesh.store, ["never"])
             self._mesh.abandon()
         raise self._give_up(self._aborted() or message)
-
-
-def _deviation(rank: int, what: str, number: int, other: int, doing: str) -> str:
-    return (
-        f"rank {rank} asks for {what} out of order after operation {number}, while rank {other} went on in the "
-        f"recorded order to {doing}: ranks may leave parts of the model out, but must run them in one order, or pass "
-        'timing=Schedule(order="any") to ask before every unit.'
-    )
 
 
 def _by_text(texts: Sequence[str]) -> str:

@@ -101,8 +101,8 @@ def move_buffers(model: nn.Module, device: torch.device, mesh: DataMesh) -> None
     """
     if left := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ModelError(
-            f"nothing gives values to the buffer{'s' * (len(left) > 1)} {', '.join(left)}, made from parameters that had "
-            "no memory yet: pass weights= that have them, or make them from shapes in the constructor."
+            f"nothing gives values to the buffer{'s' * (len(left) > 1)} {', '.join(left)}, made from parameters that "
+            "had no memory yet: pass weights= that have them, or make them from shapes in the constructor."
         )
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -135,8 +135,8 @@ def _bind_parameters(unit: Unit) -> set[str]:
                     torch.utils.swap_tensors(parameter, fresh.requires_grad_(parameter.requires_grad))
                 except RuntimeError as error:
                     raise ModelError(
-                        f"parameter {slot.name!r}, built under meta_init(), can not be made real while something keeps a "
-                        "weak reference to it: build this model without meta_init()."
+                        f"parameter {slot.name!r}, built under meta_init(), can not be made real while something keeps "
+                        "a weak reference to it: build this model without meta_init()."
                     ) from error
             else:
                 view.copy_(parameter.detach())

@@ -41,6 +41,7 @@ from shardfold.unit import Life, Unit
 
 __all__ = ["Runner"]
 
+SECTIONS = ("train", "eval", "backward", "last", "quiet")
 RECORDINGS = 8  # a model that changes its order more often than this is asked at every unit
 LOG = getLogger("shardfold")
 
@@ -90,6 +91,7 @@ class Runner:
         self._grad_forward = True
         self._run: Run | None = None  # of the pass under way
         self._section = ""
+        self._own: list[str] = []  # what this rank ran in the pass before
         self.forget: Callable[[], None] = lambda: None  # the hooks forget what was under way
         self._touched: set[str] = set()  # units whose weights this rank's model reads outside of their forward
         self._interrupted = False  # an exception left the model's forward
@@ -111,8 +113,7 @@ class Runner:
         shape = partial(passes.apply, schedule=self.timing, late=frozenset(self._late))
         self.program: Program = shape(lower(forward=train, backward=back))
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for runs that ask
-            name: lower().section("forward" if name in ("train", "eval") else name)
-            for name in ("train", "eval", "backward", "last", "quiet")
+            name: lower().section("forward" if name in ("train", "eval") else name) for name in SECTIONS
         }
         sections = {name: self.program.section(name) for name in ("backward", "last", "quiet", "step")}
         sections["train"] = self.program.forward
@@ -146,22 +147,29 @@ class Runner:
             return RecordedRun(verb, self.tracks[section], roots, self.actions, self._deviate)
         return self._asked(section, nested=nested)
 
-    def _asked(self, section: str, *, behind: RecordedRun | None = None, nested: bool = False) -> AskedRun:
+    def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> AskedRun:
         ops = [(op, self.actions.bind(_kind(section), op)) for op in self._lists[section]]
         verb = "F" if section in ("train", "eval") else "B"
-        return AskedRun(
-            verb, ops, self.by_name, set(self.roots), self.agreement, self.actions, behind=behind, nested=nested
-        )
+        return AskedRun(verb, ops, self.by_name, set(self.roots), self.agreement, self.actions, own=own, nested=nested)
 
     def _deviate(self, unit: Unit) -> None:
-        """A unit is needed that the recorded order has passed: all ranks go on by asking."""
-        run = self._run
+        """A unit is needed that the recorded order has passed."""
+        assert self._run is not None
+        self._run.own.pop()
+        self._go_on_asking().enter(unit)
+
+    def _go_on_asking(self) -> AskedRun:
+        """[Note: more of a pass] The recorded run is finished as by a rank that needs nothing more, so that all ranks
+        end it together; what this rank still needs it asks for in a second run, in which the others, who wait at
+        their next meeting, take part."""
+        run, section = self._run, self._section
         assert isinstance(run, RecordedRun)
-        forward = self._section in ("train", "eval")
-        self.agreement.deviate(f"the {'forward' if forward else 'backward'} of {unit.name!r}")
-        run.own.pop()
-        self._run = self._asked(self._section, behind=run)
-        self._run.enter(unit)
+        run.finish()
+        self.meet(f"more of {_title(section)}", more=SECTIONS.index(section))
+        again = self._asked(section, own=run.own)
+        self._run, self._section = again, section
+        again.begin()
+        return again
 
     def _finish(self) -> None:
         """Ends the run under way on all ranks; what an asked run found becomes the order of the next."""
@@ -169,6 +177,7 @@ class Runner:
         assert run is not None
         run.finish()
         self._run = None
+        self._own = run.own
         if isinstance(run, AskedRun) and not self._outer:
             self._adopt(_mode(section), run)
 
@@ -200,8 +209,10 @@ class Runner:
 
     # -- meetings
 
-    def meet(self, what: str, *, evaluating: bool = False, flags: Sequence[bool] = ()) -> list[bool]:
-        """All ranks are about to do ``what``; ranks that still evaluate are helped first.
+    def meet(
+        self, what: str, *, evaluating: bool = False, more: int | None = None, flags: Sequence[bool] = ()
+    ) -> list[bool]:
+        """All ranks are about to do ``what``; ranks that still evaluate, or need more of a pass, are helped first.
 
         Raises:
             OrderError: they are not.
@@ -209,12 +220,24 @@ class Runner:
         if self.mesh.world == 1:
             return list(flags)
         while True:
-            met = self.agreement.meet(what, evaluating=evaluating, evaluated=self._evaluated or evaluating, flags=flags)
+            evaluated = self._evaluated or evaluating
+            met = self.agreement.meet(what, evaluating=evaluating, evaluated=evaluated, more=more, flags=flags)
             if met.together:
                 return met.flags
-            self._help(met.flags)
+            if met.more is not None:
+                self._help_on(SECTIONS[met.more])
+            else:
+                self._help_evaluate(met.flags)
 
-    def _help(self, flags: list[bool]) -> None:
+    def _help_on(self, section: str) -> None:
+        """Takes part in what other ranks still need of the pass that this rank has ended."""
+        outer, self._run = self._run, self._asked(section, own=self._own)
+        before, self._section = self._section, section
+        self._run.begin()
+        self._finish()
+        self._run, self._section = outer, before
+
+    def _help_evaluate(self, flags: list[bool]) -> None:
         """Takes part in the forward of ranks that evaluate more batches than this one."""
         self.buffers.synchronize(any(flags[:1]))
         self.actions.meter.begin_forward()
@@ -334,8 +357,7 @@ class Runner:
             self._run.enter(unit)
             return True
         if isinstance(self._run, RecordedRun):
-            self.agreement.deviate(f"the weights of {unit.name!r} outside of its forward")
-            self._run = self._asked(self._section, behind=self._run)
+            self._go_on_asking()
         assert isinstance(self._run, AskedRun)
         self._run.touch(unit)
         return True
@@ -364,13 +386,13 @@ class Runner:
             self.settle()
         self._delivered, self._boundary_before = False, self.boundary
         nested = self._run is not None
-        if self._run is not None:  # torch.autograd.grad inside of the model's forward
-            self._outer.append((self._run, self._section))
         self.boundary = not nested and self.synchronize and self.micro + 1 >= self.accumulate
         section = "quiet" if nested or not self.synchronize else "last" if self.boundary else "backward"
         if self._collective[section]:
             kind = "inside a forward" if nested else f"{self.micro + 1} of {self.accumulate}"
             self.meet(f"a backward pass ({kind}{'' if self.synchronize else ', no_sync'})")
+        if self._run is not None:  # torch.autograd.grad inside of the model's forward
+            self._outer.append((self._run, self._section))
         self.actions.meter.begin_backward(section)
         self.store.after_compute()
         for unit in self.units:
@@ -446,6 +468,11 @@ class Runner:
 def _mode(section: str) -> str:
     """Which order a section follows."""
     return section if section in ("train", "eval") else "backward"
+
+
+def _title(section: str) -> str:
+    forwards = {"train": "a forward pass in training", "eval": "a forward pass in evaluation"}
+    return forwards.get(section, "a backward pass")
 
 
 def _kind(section: str) -> str:

@@ -118,10 +118,6 @@ class RecordedRun:
         self.track.finish()
         self._actions.release_detours()
 
-    def reduced(self) -> set[str]:
-        """Units whose gradients were reduced so far in this pass."""
-        return {op.unit for op in self.track.ops[: self.track.position] if op.verb in REDUCTIONS}
-
 
 class AskedRun:
     """Asks before every unit.
@@ -133,7 +129,7 @@ class AskedRun:
         roots: names of the units that are held through the pass.
         agreement: carries the rounds of asking.
         actions: to gather, finish and free.
-        behind: the recorded run that this one takes over in the middle of.
+        own: what this rank ran already, when this run goes on where a recorded one has ended too early.
         nested: this pass runs inside another, which holds units of its own.
     """
 
@@ -146,10 +142,10 @@ class AskedRun:
         agreement: Agreement,
         actions: Actions,
         *,
-        behind: RecordedRun | None = None,
+        own: Sequence[str] | None = None,
         nested: bool = False,
     ) -> None:
-        self.own: list[str] = list(behind.own) if behind is not None else []
+        self.own: list[str] = list(own or ())
         self.record: list[str] = []  # what all ranks asked for, in order
         self.touched: list[Unit] = []  # units read outside of their own forward: held to the end of the pass
         self._verb, self._agreement, self._actions = verb, agreement, actions
@@ -165,13 +161,10 @@ class AskedRun:
         self._gathers = any(self._enter[name] for name in self._places)
         self._left: dict[str, Unit] = {}  # no longer used here; given back when another is gathered
         self._ready: set[str] = set()
-        self._reduced: set[str] = behind.reduced() if behind is not None else set()
+        # What a recorded run has reduced is not reduced again here but, if more came, at the step.
+        self._reduced: set[str] = set(units) if own is not None else set()
         self._last: Unit | None = None
         self._kept = {u.name for u in units.values() if nested and u.life is not Life.RESTING}
-        if behind is not None:
-            for unit in units.values():
-                if unit.split and unit.name not in roots and unit.life is not Life.RESTING and not unit.running:
-                    self._left[unit.name] = unit
 
     def begin(self) -> None:
         for name in self._places_of_roots():
@@ -225,7 +218,8 @@ class AskedRun:
                 self._give_back(unit)
         for name in self._places_of_roots():
             if name not in self._kept:
-                self._call(self._reduce, name)
+                if name not in self._reduced:
+                    self._call(self._reduce, name)
                 self._call(self._leave, name)
         self._actions.release_detours()
 

@@ -39,8 +39,8 @@ class Whereabouts:
     """What one rank published.
 
     Attributes:
-        kind: ``wait`` (for a collective of an engine), ``deviate`` (for all ranks to ask for something out of order),
-            ``user`` (in a collective of the user's own), ``busy`` (elsewhere), ``gave up`` (told to raise).
+        kind: ``wait`` (for a collective of an engine), ``user`` (in a collective of the user's own), ``busy``
+            (elsewhere), ``gave up`` (told to raise).
         what: where, for people.
         engine: whose collective.
         issued: collectives issued so far, by engine.
@@ -57,7 +57,7 @@ class Whereabouts:
 
     @property
     def blocked(self) -> bool:
-        return self.kind in ("wait", "deviate", "user")
+        return self.kind in ("wait", "user")
 
 
 _watches: dict[int, Watch] = {}  # by the id of their store, which they keep alive; those with engines
