@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardfold import presets
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.layout import PRECISIONS, Cell, Layout
+from shardfold.order import with_missing
 from shardfold.passes import Schedule, apply, defer_reduce, prefetch
 from shardfold.presets import PRESETS, ddp, fsdp2, zero1, zero2
 from shardfold.program import (
@@ -169,6 +170,39 @@ def test_every_unit_runs_once_per_pass_and_backward_reverses_forward(made: Made)
         assert [op.unit for op in ops if op.verb == "B"] == roots + inner[::-1]
     for ops in (program.forward, program.backward, program.last):
         assert [op.verb for op in ops].count("END") == 1
+
+
+@given(st.sampled_from(LAYOUTS), meshes, st.data(), schedules)
+def test_units_may_run_in_any_order_and_several_times(
+    layout: Layout, mesh: dict[str, int], data: st.DataObject, schedule: Schedule
+):
+    units = [unit("(root)", root=True), *(unit(name) for name in "abc")]
+    orders = st.lists(st.sampled_from("abc"), max_size=6).map(
+        lambda order: [name for i, name in enumerate(order) if not i or order[i - 1] != name]
+    )
+    forward, backward = with_missing(data.draw(orders), "abc"), with_missing(data.draw(orders), "cba")
+    bound = layout.bind(BF16, mesh)
+    program = apply(lower(bound, units, mesh, forward=forward, backward=backward), schedule)
+    assert [op.unit for op in program.forward if op.verb == "F"] == ["(root)", *forward]
+    for ops in (program.backward, program.last):
+        assert [op.unit for op in ops if op.verb == "B"] == ["(root)", *backward]
+    full: set[str] = set()  # some layouts keep units full from forward to backward
+    for ops in (program.forward, program.last):
+        for op in ops:
+            if op.verb == "ALL_GATHER":
+                full.add(op.unit)
+            elif op.verb == "FREE":
+                assert op.unit in full
+                full.remove(op.unit)
+            elif op.verb in ("F", "B") and bound.rest.over:
+                assert op.unit in full, f"{op} finds its unit freed"
+    for name in "abc":  # gradients are complete when a unit ran for the last time: reduced then, and once
+        mine = [op for op in program.last if op.unit == name]
+        sums = [op for op in mine if op.verb in REDUCTIONS]
+        assert len(sums) == len({op.axes for op in sums})
+        if sums:
+            final = max(i for i, op in enumerate(mine) if op.verb == "B")
+            assert mine.index(sums[0]) > final
 
 
 @given(programs())

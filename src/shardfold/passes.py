@@ -13,6 +13,8 @@ from shardfold.program import MARKERS, Op, Program
 
 __all__ = ["Schedule", "apply", "defer_reduce", "prefetch"]
 
+FETCHES = ("CAST", "ALL_GATHER")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -48,17 +50,24 @@ class Schedule:
 
 
 def prefetch(ops: tuple[Op, ...], depth: int) -> tuple[Op, ...]:
-    """Moves the fetching of each unit ``depth`` markers earlier, but never before the pass begins."""
+    """Moves the fetching of each unit ``depth`` markers earlier, but never before the pass begins or the unit is freed."""
     if depth == 0:
         return ops
     groups = _between_markers(ops)
-    fetches = [[op for op in group if op.verb in ("CAST", "ALL_GATHER")] for group in groups]
-    # The last group follows END: nothing is fetched there.
-    out: list[Op] = []
+    fetched: list[list[Op]] = [
+        [] for _ in groups
+    ]  # by the group they move to; the last follows END and fetches nothing
+    freed: dict[str, int] = {}  # the group in which a unit was freed last
     for i, group in enumerate(groups):
-        out.extend(op for op in group if op.verb not in ("CAST", "ALL_GATHER", *MARKERS))
-        wanted = range(depth + 1) if i == 0 else range(i + depth, i + depth + 1)
-        out.extend(op for j in wanted if j < len(fetches) for op in fetches[j])
+        for op in group:
+            if op.verb == "FREE":
+                freed[op.unit] = i
+            elif op.verb in FETCHES:
+                fetched[max(0, i - depth, freed.get(op.unit, 0))].append(op)
+    out: list[Op] = []
+    for group, fetches in zip(groups, fetched, strict=True):
+        out.extend(op for op in group if op.verb not in (*FETCHES, *MARKERS))
+        out.extend(fetches)
         out.extend(op for op in group if op.verb in MARKERS)
     return tuple(out)
 
