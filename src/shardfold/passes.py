@@ -50,7 +50,7 @@ class Schedule:
 
 
 def prefetch(ops: tuple[Op, ...], depth: int) -> tuple[Op, ...]:
-    """Moves the fetching of each unit ``depth`` markers earlier, but never before the pass begins or the unit is freed."""
+    """Moves the fetching of each unit ``depth`` markers earlier; never before the pass begins or the unit is freed."""
     if depth == 0:
         return ops
     groups = _between_markers(ops)

@@ -169,14 +169,17 @@ def lower(
         yield from fill(unit.name, cell.over, layout.params is None and cell is layout.master)
         yield Op("F" if forward else "B", unit.name)
 
-    def leave(unit: UnitSpec, *, forward: bool, reduce: Iterator[Op] | tuple[Op, ...] = ()) -> Iterator[Op]:
+    def leave(
+        unit: UnitSpec, *, forward: bool, reduce: Iterator[Op] | tuple[Op, ...] = (), again: bool = False
+    ) -> Iterator[Op]:
         after = layout.kept if forward else layout.rest
         if forward and layout.held is not None and layout.held.over:
             yield Op("HOLD", unit.name, layout.held.over)
         # Gradients can leave as soon as all are there; the values stay until another unit begins, because a node of
         # this unit's backward may still read them (a weight that was detached has no gradient to announce it).
         yield from reduce
-        if after.over:
+        # What backward finds full (because forward kept it) it can not fill again: it stays until it ran the last time.
+        if after.over and not (again and not forward and layout.held is not None and not layout.held.over):
             yield Op("FREE", unit.name)
 
     def reduces(unit: UnitSpec, last: bool) -> Iterator[Op]:
@@ -195,9 +198,10 @@ def lower(
         order = onward if forward else back
         final = {unit.name: i for i, unit in enumerate(order)}  # gradients are complete when it ran for the last time
         for i, unit in enumerate(order):
-            complete = not forward and final[unit.name] == i
+            again = final[unit.name] > i
             yield from enter(unit, forward=forward)
-            yield from leave(unit, forward=forward, reduce=reduces(unit, last) if complete else ())
+            reduce = () if forward or again else reduces(unit, last)
+            yield from leave(unit, forward=forward, reduce=reduce, again=again)
         yield Op("END")
         for unit in roots:
             yield from leave(unit, forward=forward, reduce=() if forward else reduces(unit, last))
