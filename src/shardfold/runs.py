@@ -215,7 +215,7 @@ class AskedRun:
                 self._call(self._reduce, name)
         for name, unit in self._units.items():
             if unit.split and name not in self._roots and unit.life is not Life.RESTING:
-                self._give_back(unit)
+                self._give_back(unit, last=True)
         for name in self._places_of_roots():
             if name not in self._kept:
                 if name not in self._reduced:
@@ -252,8 +252,9 @@ class AskedRun:
                 self.record.append(name)
         return any(said)
 
-    def _give_back(self, unit: Unit) -> None:
-        if not unit.running and unit.name not in self._kept:
+    def _give_back(self, unit: Unit, *, last: bool = False) -> None:
+        # What this pass does not gather (backward, where forward kept it full) it can not fill again before its end.
+        if not unit.running and unit.name not in self._kept and (last or self._enter[unit.name]):
             self._call(self._leave, unit.name)
 
     def _places_of_roots(self) -> list[str]:
