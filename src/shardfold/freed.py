@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfold.errors import FreedParameterError
 
 __all__ = ["FreedParameter", "apart", "seal", "unseal"]
 
-_freed_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (name, class to give back, gather)
+_FREED = "_shardfold_freed"
+"""Where a freed parameter keeps ``(name, class to give back, gather)``: in its own ``__dict__``, because a weak table
+beside it costs several times as much, and would keep the parameter alive, which ``gather`` refers to."""
 
 _METADATA: frozenset[Any] = (
     frozenset(
@@ -113,7 +114,7 @@ class FreedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         freed = list(_freed_in([*args, *(kwargs or {}).values()]))
         with apart():
-            gathered = all([_freed_names[parameter][2]() for parameter in freed])
+            gathered = all([parameter.__dict__[_FREED][2]() for parameter in freed])
         if gathered and not any(isinstance(parameter, FreedParameter) for parameter in freed):
             return func(*args, **(kwargs or {}))  # they were gathered: they are ordinary parameters now
         _refuse(getattr(func, "__qualname__", None) or str(func), args, kwargs)
@@ -135,7 +136,7 @@ class FreedParameter(nn.Parameter):
         _refuse("Tensor.as_subclass", (self,), None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Parameter {_freed_names[self][0]!r} of shape {tuple(self.shape)} (only this rank's shard is in memory)"
+        return f"Parameter {_name(self)!r} of shape {tuple(self.shape)} (only this rank's shard is in memory)"
 
 
 def _freed_in(values: Any) -> Iterator[FreedParameter]:
@@ -146,9 +147,13 @@ def _freed_in(values: Any) -> Iterator[FreedParameter]:
             yield from _freed_in(value)
 
 
+def _name(freed: FreedParameter) -> str:
+    return freed.__dict__[_FREED][0]
+
+
 def _refuse(what: str, args: Any, kwargs: Any) -> NoReturn:
     freed = next(_freed_in([*args, *(kwargs or {}).values()]), None)
-    name = _freed_names[freed][0] if freed is not None and freed in _freed_names else "a parameter"
+    name = _name(freed) if freed is not None else "a parameter"
     raise FreedParameterError(
         f"{what} touched {name!r} while only this rank's shard of it is in memory: "
         f"wrap the access in `with engine.gathered({name!r}):`, which all ranks enter."
@@ -163,11 +168,13 @@ def seal(parameter: nn.Parameter, name: str, gather: Callable[[], bool]) -> None
         name: for messages.
         gather: called when it is touched; True if its memory is there again.
     """
-    _freed_names[parameter] = (name, type(parameter), gather)
+    state: Any = parameter.__dict__
+    state[_FREED] = (name, type(parameter), gather)
     parameter.__class__ = FreedParameter
 
 
 def unseal(parameter: nn.Parameter) -> None:
     """Back to the class it had."""
-    if isinstance(parameter, FreedParameter):
-        parameter.__class__ = _freed_names[parameter][1]
+    if type(parameter) is FreedParameter:
+        state: Any = parameter.__dict__
+        parameter.__class__ = state.pop(_FREED)[1]
