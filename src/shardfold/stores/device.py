@@ -10,8 +10,7 @@ collective that fills it run on the side stream; waiting for that collective mak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -19,6 +18,8 @@ from torch import Tensor
 from shardfold.stores.exact import exact
 
 __all__ = ["DeviceStore"]
+
+_NOTHING = nullcontext()
 
 
 class DeviceStore:
@@ -30,14 +31,9 @@ class DeviceStore:
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @contextmanager
-    def side(self) -> Iterator[None]:
+    def side(self) -> AbstractContextManager[object]:
         """What runs inside is queued beside the computation (CUDA); on the CPU it runs as it is."""
-        if self._side is None:
-            yield
-        else:
-            with torch.cuda.stream(self._side):
-                yield
+        return _NOTHING if self._side is None else torch.cuda.stream(self._side)
 
     def after_compute(self) -> None:
         """The side stream waits for everything computed so far."""
@@ -48,7 +44,7 @@ class DeviceStore:
         """A flat for a short while, whose memory is really gone when it is; ``(numel,)``."""
         if spares := self._spare.get((numel, dtype)):
             return spares.pop()
-        with exact() if self._side is None else nullcontext():
+        with exact() if self._side is None else _NOTHING:
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     def recycle(self, flat: Tensor) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 __all__ = ["exact"]
 
@@ -31,15 +31,22 @@ def _find_mallopt() -> Callable[[int, int], int] | None:
 _mallopt = _find_mallopt()
 
 
-@contextmanager
-def exact() -> Iterator[None]:
+class _Exact:
+    """A class and not a generator: it is entered twice per unit and pass."""
+
+    def __enter__(self) -> None:
+        if _mallopt is not None:
+            _mallopt(M_MMAP_THRESHOLD, SMALL)
+
+    def __exit__(self, *_: object) -> None:
+        if _mallopt is not None:
+            _mallopt(M_MMAP_THRESHOLD, LARGE)
+            _mallopt(M_TRIM_THRESHOLD, TRIM)
+
+
+_EXACT = _Exact()
+
+
+def exact() -> AbstractContextManager[None]:
     """Host memory allocated inside is returned to the system as soon as it is freed."""
-    if _mallopt is None:
-        yield
-        return
-    _mallopt(M_MMAP_THRESHOLD, SMALL)
-    try:
-        yield
-    finally:
-        _mallopt(M_MMAP_THRESHOLD, LARGE)
-        _mallopt(M_TRIM_THRESHOLD, TRIM)
+    return _EXACT
