@@ -158,7 +158,8 @@ class Actions:
                 return
             if unit.resting_buffer is None:
                 other.end_reduce(self.agreement.wait)
-        unit.accept_waiting(self.scale, self._reduce_dtype)
+        if unit.waiting:
+            unit.accept_waiting(self.scale, self._reduce_dtype)
         unit.accept(segment, slot, grad, self.scale, self._reduce_dtype)
 
     def reduce(self, unit: Unit, op: Op) -> None:

@@ -30,6 +30,7 @@ class Meter:
     def __init__(self, mesh: DataMesh) -> None:
         self._mesh = mesh
         self._forward, self._step, self._last = _counts(), _counts(), _counts()
+        self._known: dict[tuple[Op, int], tuple[Sent, int]] = {}  # what operations on so many bytes count as
         self._sections: Counter[str] = Counter()
         self._control = self._asked = self._asked_calls = 0
         self._last_control = self._last_asked = self._last_asked_calls = 0
@@ -68,13 +69,17 @@ class Meter:
 
     def count(self, op: Op, flat: Tensor, *, asked: bool = False) -> None:
         """One collective by ``op`` on a whole tensor ``flat``."""
-        sent = int(ring_bytes(op.verb, flat.nbytes, self._mesh.parts(op.axes)))
+        key = op, flat.nbytes
+        if key not in self._known:
+            sent = int(ring_bytes(op.verb, flat.nbytes, self._mesh.parts(op.axes)))
+            self._known[key] = Sent(op.journey, op.verb, op.axes), sent
+        kind, sent = self._known[key]
         if asked:
             self._asked += sent
             self._asked_calls += 1
         else:
             into = self._forward if self._in_forward else self._step
-            self._add(into, Sent(op.journey, op.verb, op.axes), 1, sent)
+            self._add(into, kind, 1, sent)
 
     def control(self, num_bytes: int) -> None:
         """A small reduction of that many bytes; a ring sends them about twice."""

@@ -418,12 +418,17 @@ class Runner:
 
     def gradient(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
         self._delivered = True
-        with torch.no_grad():
-            dense = grad.to_dense() if grad.is_sparse else grad
-            self.actions.accept(unit, segment, slot, dense)
+        if torch.is_grad_enabled():  # create_graph=True: otherwise entering no_grad() would cost as much as the rest
+            with torch.no_grad():
+                self._take(unit, segment, slot, grad)
+        else:
+            self._take(unit, segment, slot, grad)
         unit.seen.add((segment, slot))
         if len(unit.seen) == unit.num_trainable and self._run is not None and unit.name not in self.roots:
             self._run.complete(unit)
+
+    def _take(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
+        self.actions.accept(unit, segment, slot, grad.to_dense() if grad.is_sparse else grad)
 
     def end_backward(self) -> None:
         if self._run is not None:
