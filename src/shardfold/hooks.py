@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,23 +54,31 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in nested lists, tuples, mappings, dataclasses and plain objects that hold such."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        return [value]
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
-            yield from tensors_in(item)
+            _collect(item, found)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            _collect(getattr(value, field.name, None), found)
     elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
         for item in vars(value).values():  # an output object of the user's
             if isinstance(item, (Tensor, list, tuple, Mapping)):
-                yield from tensors_in(item)
+                _collect(item, found)
 
 
 def _storage(tensor: Tensor) -> int | None:

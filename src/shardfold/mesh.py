@@ -135,6 +135,8 @@ class DataMesh:
 
     def group(self, axes: Axes) -> Any:
         """The process group of the ranks that differ from this one on ``axes`` only, in row-major order."""
+        if axes in self._groups:
+            return self._groups[axes]
         return self._groups[tuple(axis for axis in axes if self.sizes[axis] > 1)]
 
     def parts(self, axes: Iterable[str]) -> int:
