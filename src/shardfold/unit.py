@@ -87,7 +87,7 @@ class GradientBuffer:
         """Zeroes what no gradient reached: on this rank those parameters contribute nothing to the sum."""
         for segment, flat, touched in zip(self._segments, self.flats, self.touched, strict=True):
             if segment.gaps:  # as one call: each would cost as much as the gradient of a small parameter
-                pads = [flat.as_strided((stop - start,), (1,), start) for start, stop in segment.gaps]
+                pads = [flat[start:stop] for start, stop in segment.gaps]
                 torch._foreach_zero_(pads)  # pyright: ignore[reportPrivateImportUsage]
             if not all(touched):
                 for slot, was in zip(segment.spec.slots, touched, strict=True):
