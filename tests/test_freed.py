@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -234,3 +236,20 @@ def test_every_touch_of_a_freed_parameter_raises_one_sentence_with_its_name(rank
         assert len(raised) > 80
         assert silent == {}
         assert wrong == {}
+
+
+def _dropped() -> list[str]:
+    engine = sf.Engine(models.Small(layers=2), optimizer=SGD, layout="zero3")
+    tokens, targets = models.batches(1)[0]
+    engine.backward(engine(tokens, targets))
+    engine.step()
+    parameters = {name: weakref.ref(p) for name, p in engine.module.named_parameters()}
+    assert NAME in parameters
+    engine.close()
+    del engine
+    gc.collect()
+    return [name for name, parameter in parameters.items() if parameter() is not None]
+
+
+def test_a_model_that_is_dropped_while_its_parameters_are_freed_is_collected(ranks: Ranks) -> None:
+    assert ranks.run(_dropped, world_size=2) == [[], []]
