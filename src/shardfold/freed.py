@@ -113,8 +113,9 @@ class FreedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         freed = list(_freed_in([*args, *(kwargs or {}).values()]))
+        gathers = [parameter.__dict__[_FREED][2] for parameter in freed]  # the first may gather all of them
         with apart():
-            gathered = all([parameter.__dict__[_FREED][2]() for parameter in freed])
+            gathered = all([gather() for gather in gathers])
         if gathered and not any(isinstance(parameter, FreedParameter) for parameter in freed):
             return func(*args, **(kwargs or {}))  # they were gathered: they are ordinary parameters now
         _refuse(getattr(func, "__qualname__", None) or str(func), args, kwargs)
