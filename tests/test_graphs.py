@@ -255,21 +255,6 @@ def test_ranks_that_build_different_models_are_told_so(ranks: Ranks) -> None:
         assert "of rank 1 differ from rank 0's" in said
 
 
-def _unfreeze() -> str:
-    model = Base()
-    model.inp.weight.requires_grad_(False)
-    engine = sf.Engine(model, optimizer=SGD)
-    model.inp.weight.requires_grad_(True)
-    engine.backward(engine(*batches()[0]))
-    with pytest.raises(sf.ShardfoldError) as raised:
-        engine.step()
-    return str(raised.value)
-
-
-def test_unfreezing_after_the_engine_is_made_is_refused() -> None:
-    assert "'inp.weight' was frozen when the engine was made" in _unfreeze()
-
-
 def test_narrow_compute_casts_inputs() -> None:
     engine = sf.Engine(Base(), optimizer=SGD, precision="bf16")
     loss = engine(*batches()[0])

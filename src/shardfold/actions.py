@@ -72,6 +72,12 @@ class Actions:
         self._reduce_dtype = layout.reduce.dtype
         self._reducing: Unit | None = None  # whose gradients are on their way
 
+    def renew(self, units: Sequence[Unit]) -> None:
+        """These are the units from now on."""
+        self.units = {unit.name: unit for unit in units}
+        self.detours.clear()
+        self._reducing = None
+
     def bind(self, section: str, op: Op) -> Callable[[], None] | None:
         if op.verb in MARKERS:
             return None

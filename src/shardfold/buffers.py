@@ -31,11 +31,12 @@ class Buffers:
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
-        """Looks for the model's buffers anew; their present values count as known."""
+        """Looks for the model's buffers anew; their present values count as known, unless one was changed before."""
+        changed = self.changed()
         modules = list(model.modules())
         self._places = [(module, name) for module in modules for name, b in module._buffers.items() if b is not None]
         self.any = bool(self._places)
-        self._known = self._state()
+        self._known = [] if changed else self._state()
 
     def changed(self) -> bool:
         """Whether this rank changed one since they were last equal."""

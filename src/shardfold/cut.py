@@ -15,7 +15,7 @@ that several units share belongs to the root too.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -54,16 +54,18 @@ def cut(
     layout: Layout,
     precision: Precision,
     mesh: Mesh,
+    keeps: Callable[[nn.Parameter], bool] | None = None,
 ) -> list[Cut]:
     """The units of a model in definition order, with their places laid out.
 
     Args:
         model: the whole model.
         units: paths or classes of the modules that are units; None: found as the module's docstring says.
-        groups: hyper-parameter group of each trainable parameter, by ``id``; others are frozen.
+        groups: hyper-parameter group of each parameter that has states, by ``id``; others are frozen.
         layout: bound.
         precision: parameters of the model's main dtype follow it; others keep their own (see :func:`main_dtype`).
         mesh: axis sizes.
+        keeps: whether a parameter keeps its own dtype; None: if it has another than the main one.
 
     Raises:
         ModelError: a pattern matches nothing, units nest, a parameter has a dtype that can not be split or no shape
@@ -77,7 +79,7 @@ def cut(
     found = [c for c in (root, *cuts) if c.parameters]
     main = main_dtype(model)
     for c in found:
-        _lay_out(c, groups, layout, precision, mesh, main)
+        _lay_out(c, groups, layout, precision, mesh, keeps or (lambda p: p.dtype != main))
     return found
 
 
@@ -218,7 +220,12 @@ def main_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def _lay_out(
-    c: Cut, groups: dict[int, int], layout: Layout, precision: Precision, mesh: Mesh, main: torch.dtype | None
+    c: Cut,
+    groups: dict[int, int],
+    layout: Layout,
+    precision: Precision,
+    mesh: Mesh,
+    own_dtype: Callable[[nn.Parameter], bool],
 ) -> None:
     """Sorts the parameters into segments by (dtype, own, trainable, group) and gives each its slot."""
     parts = 1
@@ -231,8 +238,8 @@ def _lay_out(
             raise ModelError(
                 f"parameter {name!r} has dtype {parameter.dtype}, which can not be split; known: {', '.join(ITEMSIZE)}."
             )
-        keeps = parameter.dtype != main and any(role != own for role in vars(precision).values())
-        trainable = parameter.requires_grad and id(parameter) in groups
+        keeps = own_dtype(parameter) and any(role != own for role in vars(precision).values())
+        trainable = id(parameter) in groups
         key = (own if keeps else precision.compute, keeps, trainable, groups.get(id(parameter), 0))
         segments[key][name] = parameter
     specs: list[SegmentSpec] = []

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold import cost, presets
+from shardfold import cost, presets, rebuild
 from shardfold.access import load_state, memory_report, state_dict, stats
 from shardfold.actions import Actions, check_supported
 from shardfold.agreement import Agreement
-from shardfold.cut import cut
+from shardfold.changes import Changes
 from shardfold.errors import ConfigError, UsageError
 from shardfold.explain import explain
 from shardfold.gathered import gathered
@@ -35,7 +35,8 @@ from shardfold.layout import Layout, Precision
 from shardfold.loans import Loan, refuse_during
 from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
-from shardfold.optim.sharded import ShardedOptimizer, build, group_numbers
+from shardfold.optim.average import Average
+from shardfold.optim.sharded import ShardedOptimizer, build
 from shardfold.passes import Schedule
 from shardfold.program import Program
 from shardfold.report import MemoryReport, MemoryRow, StepReport, TrafficReport
@@ -109,15 +110,15 @@ class Engine:
         self.agreement = Agreement(self.mesh, patience, limit)
         self.store = DeviceStore(self.device, debug=debug)
         self.optimizer = build(optimizer, model) if optimizer is not None else None
-        groups = group_numbers(self.optimizer) if self.optimizer is not None else {}
-        cuts = cut(model, units, groups, self.layout, self.precision, self.mesh.sizes)
+        self._changes = Changes(self, units, seed, made_here=not isinstance(optimizer, torch.optim.Optimizer))
+        cuts = self._changes.cut()
         values = Weights(weights, model) if weights is not None else None
         self.agreement.same(
             "the model's parameters, the optimizer's groups and the layout", repr((self.layout, [c.spec for c in cuts]))
         )
         if values is not None:
             values.load_buffers(model)
-        move_buffers(model, self.device, self.mesh)
+        move_buffers(dict(model.named_modules()), self.device, self.mesh)
         self.units = make_units(model, cuts, self.layout, self.mesh, self.store, values, seed)
         self._update: ShardedOptimizer | None = None
         if self.optimizer is not None:
@@ -129,6 +130,7 @@ class Engine:
         self.schedule = schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         self.after_step: list[Callable[[], None]] = []  # called after each update
         self.more_memory: list[Callable[[], MemoryRow]] = []  # rows of memory() that the table does not have
+        self.averages: list[Average] = []
         self.loans: list[Loan] = []  # whole values that are lent: no update meanwhile
         self._clock = Clock(self.agreement.waited)
         self._runner = Runner(
@@ -139,11 +141,12 @@ class Engine:
         narrow = TORCH_DTYPES[self.precision.compute] if policy and self.precision.compute in ("bf16", "fp16") else None
         self._hooks = Hooks(model, self.units, self._runner, cast=narrow)
         self._runner.forget = self._hooks.forget
+        self._runner.follow = self._follow_model
         self.steps = 0
-        self._frozen = [(name, p) for unit in self.units for name, p in unit.parameters() if not p.requires_grad]
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
                 unit.release()
+        self._changes.renew()
 
     @property
     def program(self) -> Program:
@@ -198,7 +201,7 @@ class Engine:
         if not runner.boundary:
             return StepReport(self.steps, updated=False)
         refuse_during(self.loans, "engine.step()")
-        self._check_frozen()
+        rebuild.secure(self)
         lr = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else None
         runner.meet("the optimizer step")
         self._apply_step()
@@ -246,12 +249,19 @@ class Engine:
             UsageError: frozen, or gradients not summed yet; at the end: changed without ``write=True`` or on another
                 rank than 0 only, or another rank left by an exception: then nothing is written.
         """
+        if not self._runner.under_way:
+            self._follow_model()
         with gathered(self, names, write=write, of=of) as values:
-            yield values
+            try:
+                yield values
+            finally:
+                rebuild.secure(self)
+        if not self._runner.under_way:
+            self._follow_model()
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters (in the master's precision) and persistent buffers, on the CPU of every rank."""
-        self._meet("engine.state_dict()")
+        self._meet("engine.state_dict()", follow=True)
         return state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -260,6 +270,8 @@ class Engine:
         Raises:
             ModelError: a shape differs, or (strict) names are missing or unexpected; all are listed.
         """
+        self._runner.settle()
+        self._follow_model()
         load_state(self, state, strict=strict)
 
     def memory(self) -> MemoryReport:
@@ -296,6 +308,7 @@ class Engine:
 
     def close(self) -> None:
         """Takes the hooks off the model and leaves ``torch.distributed`` as it was found."""
+        self._changes.close()
         self._hooks.remove()
         self.agreement.close()
         self.mesh.close()
@@ -304,9 +317,16 @@ class Engine:
         """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
         return self._runner.hold(units)
 
-    def _meet(self, what: str) -> None:
-        """All ranks are about to do ``what``, or all raise."""
+    def _follow_model(self) -> None:
+        """Makes units anew where the structure of the model changed since they were made."""
+        if rebuild.needed(self):
+            rebuild.apply(self)
+
+    def _meet(self, what: str, *, follow: bool = False) -> None:
+        """All ranks are about to do ``what``, or all raise; ``follow`` the model first if it changed."""
         self._runner.settle()
+        if follow:
+            self._follow_model()
         self._runner.meet(what)
 
     # -- the step
@@ -335,15 +355,6 @@ class Engine:
             unit.forget_gradients()
             torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
         self._runner.end_step()
-
-    def _check_frozen(self) -> None:
-        """States exist for what was trainable when the engine was made."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UsageError(
-                    f"{name!r} was frozen when the engine was made and has no optimizer state here: "
-                    "set requires_grad before making the engine."
-                )
 
 
 def _check_arguments(accumulate: Any, clip_norm: Any) -> None:

@@ -74,7 +74,7 @@ def gathered(engine: Engine, names: tuple[str, ...], *, write: bool, of: str) ->
         lent = _Parameters(engine, places, asked, what, write)
     else:
         lent = _States(engine, places, asked, what, of)
-    loan = Loan(what, lent.watched)
+    loan = Loan(what, lent.watched, writes=write)
     engine.loans.append(loan)
     try:
         try:
@@ -317,7 +317,8 @@ class _States:
             assert segment.master is not None
             return segment.master.detach()
         assert self._engine._update is not None
-        return self._engine._update.state_shard(segment, self._of, dtype)
+        own = segment.master.dtype if segment.spec.own and segment.master is not None else dtype
+        return self._engine._update.state_shard(segment, self._of, own)
 
     def write(self, changed: set[str]) -> None:
         spread(self._engine.actions, list(self.watched.values()), self._what)

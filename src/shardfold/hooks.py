@@ -99,7 +99,7 @@ class Hooks:
     def __init__(
         self, model: nn.Module, units: Iterable[Unit], listener: Listener, cast: torch.dtype | None = None
     ) -> None:
-        self._listener = listener
+        self._listener, self._model = listener, model
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, tuple[nn.Module, list[int]]] = {}  # modules and the ids of their hooks
         self._accumulators: list[Any] = []  # a parameter refers to its node weakly
@@ -107,7 +107,12 @@ class Hooks:
         self._cast = cast
         self._inside: list[tuple[Any, BaseException | None]] = []  # forwards under way, what was handled as they began
         self._pushed: list[nn.Module] = []  # those of them that remember what they save for backward
-        units = list(units)
+        self.attach(units)
+
+    def attach(self, units: Iterable[Unit]) -> None:
+        """Hooks for these units, in place of those that there are."""
+        self.remove()
+        model = self._model
         # torch.compile runs what is disabled as it is and compiles what lies between: the units' own work.
         untraced: Any = torch.compiler.disable
         self._on(model, model.register_forward_pre_hook(untraced(self._before_model), with_kwargs=True, prepend=True))
@@ -125,7 +130,10 @@ class Hooks:
                     # On the node that accumulates, because its hooks run after all of the parameter's: a hook of the
                     # user's that is registered later still finds ``parameter.grad``.
                     with torch._C.DisableTorchFunctionSubclass():  # a freed parameter has such a node too
+                        wanted = parameter.requires_grad  # not now, if it is frozen for a while
+                        parameter.requires_grad_(True)
                         node = torch.autograd.graph.get_gradient_edge(parameter).node
+                        parameter.requires_grad_(wanted)
                     self._accumulators.append(node)
                     self._add(node.register_hook(self._on_gradient(parameter, unit, i, j)))
 

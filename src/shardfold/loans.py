@@ -14,11 +14,15 @@ __all__ = ["Loan", "refuse_during"]
 
 @dataclass(eq=False)
 class Loan:
-    """Tensors by name, lent until the end of a ``with`` block; ``what`` names the block in messages."""
+    """Tensors by name, lent until the end of a ``with`` block; ``what`` names the block in messages.
+
+    ``writes``: at the end of the block rank 0's values become everyone's.
+    """
 
     what: str
     tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     versions: dict[str, int] = field(default_factory=dict[str, int])
+    writes: bool = False
 
     def __post_init__(self) -> None:
         self.look()

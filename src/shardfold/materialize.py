@@ -93,23 +93,28 @@ def make_units(
     return units
 
 
-def move_buffers(model: nn.Module, device: torch.device, mesh: DataMesh) -> None:
-    """Moves buffers to the device and gives every rank rank 0's values, as DDP does.
+def move_buffers(modules: Mapping[str, nn.Module], device: torch.device, mesh: DataMesh) -> None:
+    """Moves the own buffers of modules (by path) to the device and gives every rank rank 0's values, as DDP does.
 
     Raises:
         ModelError: a buffer was made of a parameter that had no memory, and no weights gave it values.
     """
-    if left := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+    buffers = {
+        id(buffer): (f"{path}.{name}" if path else name, buffer)
+        for path, module in modules.items()
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+    if left := [name for name, buffer in buffers.values() if buffer.is_meta]:
         raise ModelError(
             f"nothing gives values to the buffer{'s' * (len(left) > 1)} {', '.join(left)}, made from parameters that "
             "had no memory yet: pass weights= that have them, or make them from shapes in the constructor."
         )
-    for module in model.modules():
+    for module in modules.values():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
     if mesh.world > 1:
-        for buffer in model.buffers():
+        for buffer in {id(b): b for module in modules.values() for b in module.buffers(recurse=False)}.values():
             # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
             values = buffer.detach().clone(memory_format=torch.contiguous_format)
             if values.numel():

@@ -17,7 +17,7 @@ from itertools import combinations, pairwise, permutations
 
 from shardfold.program import MARKERS, Op
 
-__all__ = ["Track", "contradiction", "merge_orders", "with_missing"]
+__all__ = ["Track", "contradiction", "describe", "merge_orders", "with_missing"]
 
 Call = Callable[[], None]
 
@@ -87,6 +87,15 @@ def contradiction(orders: Sequence[Sequence[str]]) -> tuple[int, int, str, str] 
             if one[u][1] < one[v][0] and other[v][1] < other[u][0]:
                 return i, j, u, v
     return None
+
+
+def describe(i: int, j: int, u: str, v: str) -> str:
+    """What :func:`contradiction` found between the orders of ranks ``i`` and ``j``, as a sentence."""
+    return (
+        f"rank {i} ran {u!r} before {v!r} in forward, and rank {j} ran {v!r} before {u!r}: under a layout that splits "
+        "parameters ranks may leave parts of the model out, but must run them in one order, or pass "
+        'timing=Schedule(order="any") to ask before every unit.'
+    )
 
 
 def _bounds(order: Sequence[str]) -> dict[str, tuple[int, int]]:

@@ -32,7 +32,7 @@ from shardfold.errors import OrderError, UsageError
 from shardfold.hooks import in_backward
 from shardfold.layout import Layout
 from shardfold.mesh import DataMesh
-from shardfold.order import Track, contradiction, merge_orders, with_missing
+from shardfold.order import Track, contradiction, describe, merge_orders, with_missing
 from shardfold.passes import Schedule
 from shardfold.program import COLLECTIVES, REDUCTIONS, Op, Program
 from shardfold.runs import AskedRun, IdleRun, RecordedRun, Run
@@ -72,14 +72,10 @@ class Runner:
         *,
         clip: bool,
     ) -> None:
-        self.model, self.layout, self.mesh, self.units = model, layout, mesh, list(units)
+        self.model, self.layout, self.mesh = model, layout, mesh
         self.actions, self.agreement, self.store = actions, agreement, store
         self.timing, self.accumulate, self._clip = timing, accumulate, clip
-        self.by_name = {unit.name: unit for unit in units}
-        self.roots = {unit.name for unit in units if unit.spec.root}
-        self.orders: dict[str, list[str] | None] = dict.fromkeys(("train", "eval", "backward"))
-        self._seen: dict[str, list[list[str]]] = {"train": [], "eval": [], "backward": []}
-        self._recordings = dict.fromkeys(self.orders, 0)
+        self.roots: set[str] = set()
         self._late: set[str] = set()
         self.micro = 0
         self.boundary = self._boundary_before = False
@@ -93,14 +89,27 @@ class Runner:
         self._section = ""
         self._own: list[str] = []  # what this rank ran in the pass before
         self.forget: Callable[[], None] = lambda: None  # the hooks forget what was under way
+        self.follow: Callable[[], None] = lambda: None  # makes units anew where the model changed
         self._touched: set[str] = set()  # units whose weights this rank's model reads outside of their forward
         self._interrupted = False  # an exception left the model's forward
         self._outer: list[tuple[Run, str]] = []  # forwards that a backward inside of them interrupts
+        self.renew(units)
+
+    # -- programs
+
+    def renew(self, units: Sequence[Unit]) -> None:
+        """These are the units from now on; in which order they run is to be found out."""
+        self.units = list(units)
+        self.by_name = {unit.name: unit for unit in units}
+        self.roots = (self.roots & self.by_name.keys()) | {unit.name for unit in units if unit.spec.root}
+        self.orders: dict[str, list[str] | None] = dict.fromkeys(("train", "eval", "backward"))
+        self._seen: dict[str, list[list[str]]] = {"train": [], "eval": [], "backward": []}
+        self._recordings = dict.fromkeys(self.orders, 0)
+        self._late &= self.by_name.keys()
+        self._touched &= self.by_name.keys()
         for unit in units:
             unit.on_touch = partial(self.touch, unit)
         self.compile()
-
-    # -- programs
 
     def compile(self) -> None:
         """Lowers the layout for the present orders and binds every operation to its handler."""
@@ -197,7 +206,7 @@ class Runner:
             self.roots |= held
         orders = [[name for name in order if name not in self.roots] for order, _ in said]
         if mode != "backward" and (found := contradiction(orders)) is not None:
-            raise OrderError(_contradiction(*found))
+            raise OrderError(describe(*found))
         self._seen[mode] += [
             order for order in map(list, dict.fromkeys(map(tuple, orders))) if order not in self._seen[mode]
         ]
@@ -247,9 +256,14 @@ class Runner:
         self._finish()
         self._free_all()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass runs, or was interrupted and is not settled."""
+        return self._run is not None or self._interrupted
+
     def settle(self) -> None:
         """Ends what an exception interrupted, so that all ranks are where a pass begins."""
-        if self._run is not None or self._interrupted:
+        if self.under_way:
             self.reset()
 
     def interrupt(self) -> None:
@@ -294,6 +308,7 @@ class Runner:
 
     def begin_forward(self) -> None:
         self.settle()
+        self.follow()
         grad = torch.is_grad_enabled()
         section = "train" if grad else "eval"
         local = all(unit.pins or not unit.split for unit in self.units) and any(unit.pins for unit in self.units)
@@ -405,6 +420,7 @@ class Runner:
                 self._run.touch(self.by_name[name])
 
     def enter_backward(self, unit: Unit) -> None:
+        unit.check_current()
         if self._run is not None:
             self._run.enter(unit)
 
@@ -483,11 +499,3 @@ def _title(section: str) -> str:
 def _kind(section: str) -> str:
     """The section as handlers know it."""
     return "forward" if section in ("train", "eval") else section
-
-
-def _contradiction(i: int, j: int, u: str, v: str) -> str:
-    return (
-        f"rank {i} ran {u!r} before {v!r} in forward, and rank {j} ran {v!r} before {u!r}: under a layout that splits "
-        "parameters ranks may leave parts of the model out, but must run them in one order, or pass "
-        'timing=Schedule(order="any") to ask before every unit.'
-    )

@@ -261,6 +261,7 @@ class Unit:
         self.used = [[False] * len(s.parameters) for s in self.trainable]
         self._shown: list[nn.Parameter] = []  # parameters whose .grad is a view of the resting buffer
         self.num_trainable = sum(len(s.parameters) for s in self.trainable)
+        self.replaced = False  # the model changed, and its parameters are other units' now
         self._store = store
         self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
 
@@ -323,6 +324,18 @@ class Unit:
                     unseal(parameter)
                 if self.life is Life.GATHERING:
                     _take_back_version(segment.parameters)
+
+    def check_current(self) -> None:
+        """A backward arrives.
+
+        Raises:
+            UsageError: its forward was that of a model that has changed since.
+        """
+        if self.replaced:
+            raise UsageError(
+                f"backward reached {self.name!r} through a forward that ran before the structure of the model changed: "
+                "call backward before the change, or forward after it."
+            )
 
     # -- gradients
 

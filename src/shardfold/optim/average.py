@@ -1,5 +1,7 @@
 """An exponential moving average of the master shards: each rank averages what it updates, so nothing is gathered.
 
+It follows a model whose structure changes: what is new enters with its value, what leaves is forgotten.
+
 The same numbers as ``torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`` on the
 whole model: the first update copies, later ones give ``decay * average + (1 - decay) * value``.
 """
@@ -17,7 +19,7 @@ from shardfold.bundle import complete, named_state, whole_segments
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.loans import Loan, refuse_during
 from shardfold.report import MemoryRow
-from shardfold.unit import Segment
+from shardfold.unit import Segment, Unit
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
@@ -50,18 +52,43 @@ class Average:
         if engine.optimizer is None:
             raise ConfigError("Average needs an engine with an optimizer: what is not trained needs no average.")
         self.decay, self.warmup, self.updates = decay, warmup, 0
-        self._engine = engine
-        self._segments = [segment for unit in engine.units for segment in unit.trainable]
-        self._shards = [_master(segment).to(torch.float32, copy=True) for segment in self._segments]
+        self._engine, self._closed = engine, False
+        self._by_segment: dict[int, Tensor] = {}
+        for unit in engine.units:
+            self.add(unit)
         engine.after_step.append(self._update)
         engine.more_memory.append(self._memory)
+        engine.averages.append(self)
 
     def close(self) -> None:
         """Ends the averaging and gives the memory back."""
         if self._update in self._engine.after_step:
             self._engine.after_step.remove(self._update)
             self._engine.more_memory.remove(self._memory)
-        self._segments, self._shards = [], []
+            self._engine.averages.remove(self)
+        self._by_segment, self._closed = {}, True
+
+    def add(self, unit: Unit) -> None:
+        """From now on the unit is averaged too, beginning with its values."""
+        for segment in unit.trainable:
+            self._by_segment[id(segment)] = _master(segment).to(torch.float32, copy=True)
+
+    def drop(self, unit: Unit) -> None:
+        """Forgets a unit that is no more."""
+        for segment in unit.trainable:
+            del self._by_segment[id(segment)]
+
+    def shard(self, segment: Segment) -> Tensor:
+        """The average of a segment's master range, ``(length / parts,)``."""
+        return self._by_segment[id(segment)]
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return [] if self._closed else [segment for unit in self._engine.units for segment in unit.trainable]
+
+    @property
+    def _shards(self) -> list[Tensor]:
+        return [self._by_segment[id(segment)] for segment in self._segments]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -74,10 +101,10 @@ class Average:
             UsageError: inside ``engine.gathered()``, whose values are lent, or after :meth:`close`.
         """
         engine = self._engine
-        if not self._segments:
+        if self._closed:
             raise UsageError("average.applied(): this average was closed.")
         refuse_during(engine.loans, "average.applied()")
-        engine._meet("average.applied()")
+        engine._meet("average.applied()", follow=True)
         kept: list[tuple[Tensor, Tensor]] = []
         loan = Loan("average.applied()")
         engine.loans.append(loan)
@@ -97,7 +124,7 @@ class Average:
         ``n_averaged``, and ``module.`` before every name of the model. Every rank must call it.
         """
         engine = self._engine
-        engine._meet("average.state_dict()")
+        engine._meet("average.state_dict()", follow=True)
         over, rest_over = engine.layout.master.over, engine.layout.rest.over
         shards = [(segment, shard, over) for segment, shard in zip(self._segments, self._shards, strict=True)]
         for unit in engine.units:

@@ -8,8 +8,10 @@ then updated by the fused pass of ``fused``; any other class by its own ``step``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from shardfold.errors import ConfigError
 from shardfold.optim.fused import FusedShard, fused_moments
 from shardfold.unit import TORCH_DTYPES, Segment, Unit
 
-__all__ = ["ShardedOptimizer", "build", "group_numbers"]
+__all__ = ["PerElement", "ShardedOptimizer", "build", "group_numbers"]
 
 #: Not element-wise: their update of one element reads others, which may lie on another rank.
 NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
@@ -66,6 +68,23 @@ def group_numbers(optimizer: Optimizer) -> dict[int, int]:
     return {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
+@dataclass(frozen=True)
+class PerElement:
+    """A part of an optimizer's state that has one value for each element of its parameter."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """This rank's part of one parameter: ``start`` is its place in the master shard of the segment."""
+
+    segment: Segment
+    slot: int
+    start: int
+    tensor: nn.Parameter
+
+
 class ShardedOptimizer:
     """Updates the master shards of units with a torch optimizer whose groups now hold this rank's pieces.
 
@@ -79,93 +98,21 @@ class ShardedOptimizer:
     def __init__(self, optimizer: Optimizer, units: Sequence[Unit], moments_dtype: str, block: int) -> None:
         self.torch_optimizer = optimizer
         self._block, self._moments_dtype = block, moments_dtype
-        self._pieces: list[tuple[Segment, int, int, nn.Parameter]] = []  # segment, slot, start in shard, piece
+        self._pieces: dict[int, list[_Piece]] = {}  # by segment
         self._fused: dict[int, FusedShard] = {}
         self._used: dict[str, list[list[bool]]] = {}
         self._coefficient: Tensor | None = None
-        names = fused_moments(optimizer)
-        self._names = names
-        by_group: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        self._names = fused_moments(optimizer)
         for unit in units:
-            for segment in unit.trainable:
-                by_group[segment.spec.group].extend(self._own_pieces(segment))
-                if names is not None:
-                    assert segment.master is not None
-                    dtype = segment.dtype_for(moments_dtype)
-                    moments = {n: torch.zeros_like(segment.master, dtype=dtype) for n in names}
-                    self._fused[id(segment)] = FusedShard(segment, type(optimizer), moments)
-        for group, pieces in zip(optimizer.param_groups, by_group, strict=True):
-            group["params"] = pieces
+            self.add(unit)
+        self.point_groups(units)
 
     @property
     def fused(self) -> bool:
         """Whether the cache-blocked update is used."""
         return self._names is not None
 
-    def num_moments(self) -> int:
-        """How many moments each element has; for a class of the user's, as seen in its state so far."""
-        if self._names is not None:
-            return len(self._names)
-        sizes = (sum(t.numel() == p.numel() for t in self._tensors(p) if t.dim()) for *_, p in self._pieces)
-        return max(sizes, default=0)
-
-    def state_tensors(self) -> list[Tensor]:
-        """Every tensor of the optimizer's own state."""
-        if self._names is not None:
-            return [moment for shard in self._fused.values() for moment in shard.moments.values()]
-        return [tensor for *_, piece in self._pieces for tensor in self._tensors(piece)]
-
-    def state_dtypes(self) -> dict[str, torch.dtype]:
-        """Names and dtypes of the state that has an element for each of a parameter's; of a class of the user's, what
-        this rank's pieces have so far."""
-        if self._names is not None:
-            return dict.fromkeys(self._names, TORCH_DTYPES[self._moments_dtype])
-        return {
-            key: value.dtype
-            for *_, piece in self._pieces
-            for key, value in self.torch_optimizer.state.get(piece, {}).items()
-            if isinstance(value, Tensor) and value.shape == piece.shape
-        }
-
-    def has_state(self, segment: Segment, slot: int, name: str) -> bool:
-        """Whether this rank's piece of a parameter has that state; the fused update's is always there."""
-        if self._names is not None:
-            return name in self._names
-        return bool(self._own_state(segment, slot, name))
-
-    def state_shard(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
-        """That state of this rank's master range, ``(length / parts,)``; zeros where a class of the user's has none."""
-        if self._names is not None:
-            return self._fused[id(segment)].moments[name]
-        assert segment.master is not None
-        shard = torch.zeros_like(segment.master, dtype=segment.master.dtype if segment.spec.own else dtype)
-        for slot in range(len(segment.parameters)):
-            for start, state in self._own_state(segment, slot, name):
-                shard[start : start + state.numel()].copy_(state)
-        return shard
-
-    def take_state(self, segment: Segment, slot: int, name: str, values: Tensor, *, changed: bool) -> None:
-        """Writes this rank's piece of a parameter's state from ``values`` ``(numel,)``."""
-        piece, part = segment.own_piece(slot)
-        if self._names is not None:
-            shard = self._fused[id(segment)]
-            shard.moments[name][piece].copy_(values[part])
-            if changed and shard.kind is SGD:  # a first step would overwrite the momentum instead of reading it
-                shard.steps[slot] = max(1, shard.steps[slot])
-            return
-        for _, state in self._own_state(segment, slot, name):
-            state.copy_(values[part])
-
-    def _own_state(self, segment: Segment, slot: int, name: str) -> list[tuple[int, Tensor]]:
-        """``(start in the shard, state)`` of this rank's piece of a parameter, if there is any."""
-        return [
-            (start, state)
-            for owner, number, start, piece in self._pieces
-            if owner is segment
-            and number == slot
-            and isinstance(state := self.torch_optimizer.state.get(piece, {}).get(name), Tensor)
-            and state.shape == piece.shape
-        ]
+    # -- the update
 
     def begin(self, units: Sequence[Unit], used: dict[str, list[list[bool]]], coefficient: Tensor | None) -> None:
         """Before the updates of one step; ``used`` says by unit which parameters some rank used."""
@@ -186,24 +133,174 @@ class ShardedOptimizer:
     def _own_step(self, units: Sequence[Unit]) -> None:
         """The user's class steps once over all pieces; unused parameters have no gradient, as in PyTorch."""
         used = {id(s): flags for unit in units for s, flags in zip(unit.trainable, self._used[unit.name], strict=True)}
-        for segment, slot, start, piece in self._pieces:
-            if used[id(segment)][slot]:
-                grad = segment.master_grads[start : start + piece.numel()].to(piece.dtype)
-                piece.grad = grad if self._coefficient is None else grad * self._coefficient
+        for piece in self._every_piece():
+            if used[id(piece.segment)][piece.slot]:
+                stop = piece.start + piece.tensor.numel()
+                grad = piece.segment.master_grads[piece.start : stop].to(piece.tensor.dtype)
+                piece.tensor.grad = grad if self._coefficient is None else grad * self._coefficient
+        for _, stranger in self.strangers():  # trained from the next forward on; its gradient here is this rank's own
+            stranger.grad = None
         self.torch_optimizer.step()
-        for *_, piece in self._pieces:
-            piece.grad = None
+        for piece in self._every_piece():
+            piece.tensor.grad = None
 
-    def _own_pieces(self, segment: Segment) -> list[nn.Parameter]:
+    # -- pieces come and go
+
+    def add(self, unit: Unit) -> None:
+        """Makes this rank's pieces of a unit, with no state yet; :meth:`point_groups` shows them to the optimizer."""
+        for segment in unit.trainable:
+            assert segment.master is not None
+            a, b = segment.master_range
+            self._pieces[id(segment)] = [
+                _Piece(segment, slot, start - a, nn.Parameter(segment.master[start - a : stop - a]))
+                for slot, start, stop in segment.spec.pieces(a, b)
+            ]
+            if self._names is not None:
+                self._fused[id(segment)] = FusedShard(segment, type(self.torch_optimizer), self._no_moments(segment))
+
+    def drop(self, unit: Unit) -> None:
+        """Forgets a unit that is no more, and its state."""
+        for segment in unit.trainable:
+            self._fused.pop(id(segment), None)
+            for piece in self._pieces.pop(id(segment), ()):
+                self.torch_optimizer.state.pop(piece.tensor, None)
+
+    def point_groups(self, units: Sequence[Unit]) -> None:
+        """Gives every group this rank's pieces of its parameters; the groups themselves stay the same dicts."""
+        by_group: list[list[nn.Parameter]] = [[] for _ in self.torch_optimizer.param_groups]
+        for unit in units:
+            for segment in unit.trainable:
+                by_group[segment.spec.group].extend(piece.tensor for piece in self._pieces[id(segment)])
+        for group, pieces in zip(self.torch_optimizer.param_groups, by_group, strict=True):
+            group["params"] = pieces
+
+    def strangers(self) -> list[tuple[int, nn.Parameter]]:
+        """What users put into the groups since :meth:`point_groups`, each with the number of its group."""
+        groups = self.torch_optimizer.param_groups
+        if sum(len(group["params"]) for group in groups) == sum(map(len, self._pieces.values())):
+            return []
+        own = {id(piece.tensor) for piece in self._every_piece()}
+        return [(i, p) for i, group in enumerate(groups) for p in group["params"] if id(p) not in own]
+
+    def adapt(self) -> None:
+        """Takes in groups that were added.
+
+        Raises:
+            ConfigError: one needs an update of another kind than the states that there are were made for.
+        """
+        names = fused_moments(self.torch_optimizer)
+        if (names is None) != (self._names is None):
+            raise ConfigError(
+                f"a group added to {type(self.torch_optimizer).__name__} has options (amsgrad, differentiable or a "
+                "tensor as lr) that its other groups do not have: give them to the optimizer from the start."
+            )
+        if names is not None and names != self._names:  # momentum, in a group of an SGD that had none
+            self._names = names
+            for shard in self._fused.values():
+                shard.moments = self._no_moments(shard.segment)
+
+    # -- the state
+
+    def num_moments(self) -> int:
+        """How many moments each element has; for a class of the user's, as seen in its state so far."""
+        if self._names is not None:
+            return len(self._names)
+        every = (sum(_is_per_element(v, p) for v in self._state(p).values()) for p in self._every_piece())
+        return max(every, default=0)
+
+    def state_tensors(self) -> list[Tensor]:
+        """Every tensor of the optimizer's own state."""
+        if self._names is not None:
+            return [moment for shard in self._fused.values() for moment in shard.moments.values()]
+        every = (value for piece in self._every_piece() for value in self._state(piece).values())
+        return [value for value in every if isinstance(value, Tensor)]
+
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        """Names and dtypes of the state that has an element for each of a parameter's; of a class of the user's, what
+        this rank's pieces have so far."""
+        if self._names is not None:
+            return dict.fromkeys(self._names, TORCH_DTYPES[self._moments_dtype])
+        return {
+            name: value.dtype
+            for piece in self._every_piece()
+            for name, value in self._state(piece).items()
+            if _is_per_element(value, piece)
+        }
+
+    def describe(self, segment: Segment) -> dict[int, tuple[int, dict[str, Any]]]:
+        """What is kept for each slot of which this rank has a piece: ``{slot: (elements, {name: value})}``, with
+        :class:`PerElement` in place of what has a value for each element. The fused update knows it of every slot."""
+        if self._names is not None:
+            shard = self._fused[id(segment)]
+            each = {name: PerElement(moment.dtype) for name, moment in shard.moments.items()}
+            return {slot: (1, {**each, "step": step}) for slot, step in enumerate(shard.steps)}
+        said: dict[int, tuple[int, dict[str, Any]]] = {}
+        for piece in self._pieces[id(segment)]:
+            state = {
+                name: PerElement(value.dtype) if _is_per_element(value, piece) else value
+                for name, value in self._state(piece).items()
+            }
+            said[piece.slot] = (piece.tensor.numel(), state)
+        return said
+
+    def has_state(self, segment: Segment, slot: int, name: str) -> bool:
+        """Whether this rank's piece of a parameter has that state; the fused update's is always there."""
+        if self._names is not None:
+            return name in self._names
+        return any(_is_per_element(self._state(p).get(name), p) for p in self._pieces_of(segment, slot))
+
+    def state_shard(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
+        """That state of this rank's master range, ``(length / parts,)``; zeros where a class of the user's has none."""
+        if self._names is not None:
+            return self._fused[id(segment)].moments[name]
         assert segment.master is not None
-        a, b = segment.master_range
-        own: list[nn.Parameter] = []
-        for slot, start, stop in segment.spec.pieces(a, b):
-            piece = nn.Parameter(segment.master[start - a : stop - a])
-            self._pieces.append((segment, slot, start - a, piece))
-            own.append(piece)
-        return own
+        shard = torch.zeros_like(segment.master, dtype=dtype)
+        for piece in self._pieces[id(segment)]:
+            value = self._state(piece).get(name)
+            if _is_per_element(value, piece):
+                shard[piece.start : piece.start + piece.tensor.numel()].copy_(value)
+        return shard
 
-    def _tensors(self, piece: nn.Parameter) -> list[Tensor]:
-        state = self.torch_optimizer.state.get(piece, {})
-        return [value for value in state.values() if isinstance(value, Tensor)]
+    def take_state(self, segment: Segment, slot: int, name: str, values: Tensor, *, changed: bool = False) -> None:
+        """Writes this rank's piece of a parameter's state from ``values`` ``(numel,)``, or makes it.
+
+        ``changed``: a user gave them, so that a first step must read them too.
+        """
+        part = segment.own_piece(slot)
+        if self._names is not None:
+            shard = self._fused[id(segment)]
+            shard.moments[name][part[0]].copy_(values[part[1]])
+            if changed and shard.kind is SGD:  # a first step would overwrite the momentum instead of reading it
+                shard.steps[slot] = max(1, shard.steps[slot])
+            return
+        for piece in self._pieces_of(segment, slot):
+            state = self.torch_optimizer.state[piece.tensor]
+            if _is_per_element(state.get(name), piece):
+                state[name].copy_(values[part[1]])
+            else:
+                state[name] = values[part[1]].clone()
+
+    def take_value(self, segment: Segment, slot: int, name: str, value: Any) -> None:
+        """Sets a state that a parameter has once, such as its step count."""
+        if self._names is not None:
+            self._fused[id(segment)].steps[slot] = value
+        for piece in self._pieces_of(segment, slot) if self._names is None else ():
+            self.torch_optimizer.state[piece.tensor][name] = copy.deepcopy(value)
+
+    def _no_moments(self, segment: Segment) -> dict[str, Tensor]:
+        assert segment.master is not None
+        dtype = segment.dtype_for(self._moments_dtype)
+        return {name: torch.zeros_like(segment.master, dtype=dtype) for name in self._names or ()}
+
+    def _every_piece(self) -> Iterator[_Piece]:
+        return (piece for pieces in self._pieces.values() for piece in pieces)
+
+    def _pieces_of(self, segment: Segment, slot: int) -> Iterator[_Piece]:
+        return (piece for piece in self._pieces[id(segment)] if piece.slot == slot)
+
+    def _state(self, piece: _Piece) -> dict[str, Any]:
+        return self.torch_optimizer.state.get(piece.tensor, {})
+
+
+def _is_per_element(value: Any, piece: _Piece) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.shape == piece.tensor.shape

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-__all__ = ["exact"]
+__all__ = ["exact", "trim"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALL, LARGE, TRIM = 64 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
@@ -29,6 +29,12 @@ def _find_mallopt() -> Callable[[int, int], int] | None:
 
 
 _mallopt = _find_mallopt()
+
+
+def trim() -> None:
+    """Returns to the system what was allocated outside of :func:`exact` and is free; for rare moments: it walks all."""
+    if _mallopt is not None:
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _Exact:
