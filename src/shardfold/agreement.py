@@ -35,8 +35,10 @@ from shardfold.watch import Watch, Whereabouts
 __all__ = ["Agreement", "Meeting"]
 
 SLICE = timedelta(seconds=1)
-EVALUATION = 1 << 40  # above every crc32
-MORE = 1 << 41  # above that; the section's number is added
+# Places in a message; MORE holds the section's number + 1. Behind the flags: a hash and its complement, then bits.
+MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, FLAGS, HEADER = 0, 1, 2, 3, 4, 5, 9
+CODE = 4  # bytes of the hash
+BITS = HEADER + 2 * CODE
 SETTLE = 2.0  # seconds that published whereabouts are behind what they tell of
 LOG = getLogger("shardfold")
 
@@ -51,7 +53,7 @@ class Meeting(NamedTuple):
     """
 
     together: bool
-    flags: list[bool]
+    flags: list[int]
     more: int | None = None
 
 
@@ -68,6 +70,7 @@ class Agreement:
         self._mesh = mesh
         self._patience, self._limit = patience, limit
         self.sequence = 0  # collectives issued by this engine so far
+        self.places = 0  # how many bits a round of asking has at most
         self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
         self.waited = 0.0  # seconds that the host waited for collectives
         self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=8)
@@ -132,39 +135,47 @@ class Agreement:
         Raises:
             OrderError: on every rank, naming what each asked for.
         """
-        code = MORE + more if more is not None else EVALUATION if evaluating else crc32(what.encode())
-        padded = [*flags, *[False] * (4 - len(flags))]
-        values = [code, -code, int(not evaluated), 0, *map(int, padded)]
-        said = self._maximum("a meeting", values, f"the meeting before {what}")
-        high, low, not_evaluated = said[0], -said[1], said[2]
-        set_by_any = [bool(flag) for flag in said[4:]]
-        if high == low:
-            return Meeting(True, set_by_any)
-        if high >= MORE:
-            return Meeting(more is not None, set_by_any, high - MORE)
-        if high == EVALUATION and not not_evaluated:
-            return Meeting(evaluating, set_by_any)
+        said = self._say([1, 0, evaluating, 0 if more is None else more + 1, not evaluated], what, flags)
+        if said[MEETS] and said[ASKS]:
+            raise self._disagree(what)
+        if all(said[i] == 255 - said[i + CODE] for i in range(HEADER, HEADER + CODE)):  # the least is the greatest
+            return Meeting(True, said[FLAGS:HEADER])
+        if said[MORE]:
+            return Meeting(more is not None, said[FLAGS:HEADER], said[MORE] - 1)
+        if said[EVALUATES] and not said[NOT_EVALUATED]:
+            return Meeting(evaluating, said[FLAGS:HEADER])
+        raise self._disagree(what)
+
+    def ask(self, bits: Sequence[bool]) -> list[int]:
+        """One round of asking: for each place whether any rank set it."""
+        what = "more of the pass under way"
+        said = self._say([0, 1, 0, 0, 0], what, (), bits)
+        if said[MEETS]:
+            raise self._disagree(what)
+        return said[BITS : BITS + len(bits)]
+
+    def _say(self, kind: Sequence[int], what: str, flags: Sequence[bool], bits: Sequence[bool] = ()) -> list[int]:
+        """The greatest over all ranks of each byte of a message; of one form for meetings and for asking, because ranks
+        that do not do the same must find that out from it."""
+        code = crc32(what.encode()).to_bytes(CODE, "big")
+        padded = [*flags, *[False] * (HEADER - FLAGS - len(flags))]
+        values = [*map(int, kind), *map(int, padded), *code, *(255 - byte for byte in code), *map(int, bits)]
+        if self._mesh.world == 1:
+            return values
+        tensor = torch.zeros(BITS + self.places, dtype=torch.uint8)
+        tensor[: len(values)] = torch.tensor(values, dtype=torch.uint8)
+        self.issue("a message", f"the meeting before {what}" if kind[MEETS] else f"a round of asking for {what}")
+        self.wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._mesh.control, async_op=True), control=True)
+        self.control_bytes += tensor.nbytes
+        return tensor.tolist()
+
+    def _disagree(self, what: str) -> OrderError:
         asked = self.exchange(f"meeting/{self.sequence}", what)
-        raise self._give_up(
+        return self._give_up(
             f"after operation {self.sequence - 1} the ranks are about to do different things: {_by_text(asked)}. Every "
             "rank must run the same passes, steps and gathered() in one order; to run a part on some ranks only "
             "(evaluation, generation, saving) do it inside `with engine.gathered():` that all ranks enter."
         )
-
-    def ask(self, bits: Sequence[bool]) -> list[bool]:
-        """One round of asking: for each place whether any rank set it."""
-        return [bool(bit) for bit in self._maximum("a round of asking", [int(bit) for bit in bits], dtype=torch.uint8)]
-
-    def _maximum(
-        self, what: str, values: list[int], detail: str = "", *, dtype: torch.dtype = torch.int64
-    ) -> list[int]:
-        if self._mesh.world == 1:
-            return values
-        tensor = torch.tensor(values, dtype=dtype)
-        self.issue(what, detail)
-        self.wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._mesh.control, async_op=True), control=True)
-        self.control_bytes += tensor.nbytes
-        return tensor.tolist()
 
     def same(self, what: str, text: str) -> None:
         """Every rank must say the same; texts are compared by their hash.

@@ -42,7 +42,8 @@ class Listener(Protocol):
     def enter_forward(self, unit: Unit) -> None: ...
     def leave_forward(self, unit: Unit, *, interrupted: bool = False, aliased: bool = False) -> None: ...
     def begin_backward(self, *, create_graph: bool = False) -> None: ...
-    def remembers(self, unit: Unit) -> bool: ...
+    def remembers(self, unit: Unit | None = None) -> bool: ...
+    def saved(self, unit: Unit) -> None: ...
     def enter_backward(self, unit: Unit) -> None: ...
     def enter_aside(self, unit: Unit) -> None: ...
     def gradient(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None: ...
@@ -113,6 +114,8 @@ class Hooks:
         """Hooks for these units, in place of those that there are."""
         self.remove()
         model = self._model
+        units = list(units)
+        self._units = [unit for unit in units if unit.split and not unit.spec.root]  # whose memory comes and goes
         # torch.compile runs what is disabled as it is and compiles what lies between: the units' own work.
         untraced: Any = torch.compiler.disable
         self._on(model, model.register_forward_pre_hook(untraced(self._before_model), with_kwargs=True, prepend=True))
@@ -181,6 +184,8 @@ class Hooks:
         with apart():
             self._listener.begin_forward()
         self._inside.append((module, sys.exc_info()[1]))
+        if torch.is_grad_enabled() and self._listener.remembers():
+            self._remember(self._units, module)
         if self._cast is None:
             return None
         return cast_floats(args, self._cast), cast_floats(kwargs, self._cast)
@@ -204,25 +209,29 @@ class Hooks:
             self._pushed.pop()
         return sys.exc_info()[1] is self._inside.pop()[1]
 
-    def _remember(self, unit: Unit, module: nn.Module) -> None:
-        """Until the forward is over, each weight that autograd saves is marked as the unit's.
+    def _remember(self, units: Iterable[Unit], module: nn.Module) -> None:
+        """Until the module's forward is over, each weight that autograd saves is marked as its unit's.
 
         A backward that reaches it by another way than the unit's outputs (a loss of something kept on the side) then
         gathers the unit. Hooks that are already there (activation checkpointing) take precedence.
         """
         if _AUTOGRAD._top_saved_tensors_default_hooks(False) is not None:
             return
-        storages = unit.storages()
+        owners = {storage: unit for unit in units for storage in unit.storages()}
 
-        def pack(tensor: Tensor) -> tuple[Tensor, int | None]:
-            weight = _storage(tensor) in storages
-            return tensor, unit.version if weight else None
+        def pack(tensor: Tensor) -> tuple[Tensor, Unit | None, int]:
+            unit = owners.get(_storage(tensor))
+            if unit is None:
+                return tensor, None, 0
+            with apart():
+                self._listener.saved(unit)
+            return tensor, unit, unit.version
 
-        def unpack(packed: tuple[Tensor, int | None]) -> Tensor:
-            tensor, version = packed
-            if version is not None:
+        def unpack(packed: tuple[Tensor, Unit | None, int]) -> Tensor:
+            tensor, unit, version = packed
+            if unit is not None:
                 if unit.life is not Life.GATHERED:
-                    self._ensure_backward(create_graph=False)
+                    self._ensure_backward()
                     with apart():
                         self._listener.enter_aside(unit)
                 if unit.version != version:
@@ -249,7 +258,7 @@ class Hooks:
                     listener.enter_forward(unit)
                 self._inside.append((module, sys.exc_info()[1]))
                 if torch.is_grad_enabled() and listener.remembers(unit):
-                    self._remember(unit, module)
+                    self._remember([unit], module)
 
         return hook
 

@@ -113,6 +113,7 @@ class Runner:
 
     def compile(self) -> None:
         """Lowers the layout for the present orders and binds every operation to its handler."""
+        self.agreement.places = 2 * len(self.units) + 1
         specs = [replace(unit.spec, root=unit.name in self.roots) for unit in self.units]
         inner = [unit.name for unit in self.units if unit.name not in self.roots]
         lower = partial(program.lower, self.layout, specs, self.mesh.sizes, clip=self._clip)
@@ -220,14 +221,14 @@ class Runner:
 
     def meet(
         self, what: str, *, evaluating: bool = False, more: int | None = None, flags: Sequence[bool] = ()
-    ) -> list[bool]:
+    ) -> Sequence[bool | int]:
         """All ranks are about to do ``what``; ranks that still evaluate, or need more of a pass, are helped first.
 
         Raises:
             OrderError: they are not.
         """
         if self.mesh.world == 1:
-            return list(flags)
+            return flags
         while True:
             evaluated = self._evaluated or evaluating
             met = self.agreement.meet(what, evaluating=evaluating, evaluated=evaluated, more=more, flags=flags)
@@ -246,7 +247,7 @@ class Runner:
         self._finish()
         self._run, self._section = outer, before
 
-    def _help_evaluate(self, flags: list[bool]) -> None:
+    def _help_evaluate(self, flags: Sequence[int]) -> None:
         """Takes part in the forward of ranks that evaluate more batches than this one."""
         self.buffers.synchronize(any(flags[:1]))
         self.actions.meter.begin_forward()
@@ -315,7 +316,7 @@ class Runner:
         changed = False
         if self.mesh.world > 1 and not local and (self._collective[section] or self.buffers.due):
             what = f"a forward pass {'in training' if grad else 'in evaluation (without gradients)'}"
-            changed = self.meet(what, evaluating=not grad, flags=[self.buffers.changed()])[0]
+            changed = bool(self.meet(what, evaluating=not grad, flags=[self.buffers.changed()])[0])
             self.buffers.synchronize(changed)
         if grad and self.synchronize and not local:
             self.buffers.due = self.buffers.any
@@ -368,6 +369,8 @@ class Runner:
         """A freed weight is read outside of its unit's forward: gathers it if a pass is under way."""
         if self._run is None or isinstance(self._run, IdleRun):
             return False
+        if unit.life is Life.GATHERING:
+            self.actions.finish_gather(unit)
         if in_backward():
             self._run.enter(unit)
             return True
@@ -424,9 +427,18 @@ class Runner:
         if self._run is not None:
             self._run.enter(unit)
 
-    def remembers(self, unit: Unit) -> bool:
-        """Whether the unit's forward marks the weights that it saves: until it is known that nobody needs that."""
-        return unit.aside or isinstance(self._run, AskedRun)
+    def remembers(self, unit: Unit | None = None) -> bool:
+        """Whether a forward (of a unit, or of the model) marks the weights that it saves.
+
+        All of an asked run do, until it is known which units need that.
+        """
+        return unit.aside if unit is not None else isinstance(self._run, AskedRun)
+
+    def saved(self, unit: Unit) -> None:
+        """A weight was saved for backward by a module outside of its unit's forward: it is held like one that was freed
+        when it was read."""
+        if not unit.running and unit.name not in self.roots and isinstance(self._run, AskedRun):
+            self._run.touch(unit)
 
     def enter_aside(self, unit: Unit) -> None:
         unit.aside = True

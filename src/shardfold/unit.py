@@ -278,9 +278,7 @@ class Unit:
 
     def touch(self) -> bool:
         """A parameter is read while it is freed; whether its values are there now."""
-        return (self.life is Life.RESTING and self.on_touch is not None and self.on_touch()) or (
-            self.life is Life.GATHERED
-        )
+        return self.life is Life.GATHERED or (self.on_touch is not None and self.on_touch())
 
     def begin_gather(self) -> None:
         """RESTING -> GATHERING: the flat gets its memory and this rank's shard."""
