@@ -204,6 +204,38 @@ def test_collectives_of_the_users_at_the_same_place_are_theirs(ranks: Ranks) -> 
     ] * 2
 
 
+def _asynchronous_between(engine: sf.Engine) -> None:
+    """As above, with a work that is waited for."""
+
+    def between(i: int) -> None:
+        if i == (2, 0)[engine.rank]:
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            work.wait()
+
+    _train(engine, [0, 1, 2], between)
+
+
+def test_a_work_of_the_users_that_is_waited_for_raises_on_every_rank(ranks: Ranks) -> None:
+    answers = ranks.run(_raised, _asynchronous_between, world_size=2, timeout=60)
+    _check(answers, "no rank can go on", "the wait for a work", "test_disagreement.py")
+
+
+def _two_engines() -> tuple[str, float]:
+    """Two engines, which the ranks use in different order."""
+    engines = [_engine(), _engine()]
+    begun = time.monotonic()
+    try:
+        for engine in engines[:: -1 if engines[0].rank else 1]:
+            _train(engine, [0])
+    except ShardfoldError as error:
+        return str(error), time.monotonic() - begun
+    return "nothing was raised", 0.0
+
+
+def test_engines_used_in_different_order_raise_on_every_rank(ranks: Ranks) -> None:
+    _check(ranks.run(_two_engines, world_size=2, timeout=60), "no rank can go on", "of engine")
+
+
 def _late(engine: sf.Engine) -> None:
     """One rank is slow between and inside passes: nobody gives up for that."""
     for _ in range(2):

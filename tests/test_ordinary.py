@@ -147,6 +147,85 @@ def test_gathered_may_be_entered_inside_forward(ranks: Ranks, layout: str) -> No
         assert losses == pytest.approx(plain, rel=1e-6)
 
 
+class ReadsBehind(Base):
+    """A weight is read right behind its own block, while it has not been given back yet."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.inp(x)
+        for block in self.blocks:
+            h = block(h)
+            h = h + 0.1 * F.linear(h, self.blocks[1].a.weight[:WIDTH]) if block is self.blocks[1] else h
+        return F.cross_entropy(self.out(h), y)
+
+
+class ReadsLater(Base):
+    """From the third step on a weight is read that the recorded order has on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.blocks[0](self.inp(x))
+        if self.calls > 2:
+            h = h + 0.1 * F.linear(h, self.blocks[1].a.weight[:WIDTH])
+        return F.cross_entropy(self.out(self.blocks[2](self.blocks[1](h))), y)
+
+
+class CallsItself(Base):
+    """The model's forward calls the model, once as a target without gradients and once as a part of itself."""
+
+    depth = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.depth:
+            return self.features(x)
+        self.depth = 1
+        try:
+            with torch.no_grad():
+                target = self(x, y)
+            h = self(x + 0.1, y)
+        finally:
+            self.depth = 0
+        return F.cross_entropy(self.out(h), y) + (h - target).square().mean()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("build", [ReadsBehind, ReadsLater, CallsItself])
+def test_a_weight_read_behind_its_block_or_later_and_a_model_that_calls_itself(
+    ranks: Ranks, build: Any, layout: str
+) -> None:
+    check(ranks, build, layout, units=["blocks.*", "out"], accumulate=1 if build is ReadsLater else 2)
+
+
+class Reports(Base):
+    """Calls the engine inside of its own forward."""
+
+    engine: Any = None
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y)
+        self.engine.mean(loss.detach())
+        return loss
+
+
+def _reports(layout: str) -> str:
+    model = Reports()
+    model.engine = engine = sf.Engine(model, optimizer=SGD, layout=layout)
+    try:
+        engine.backward(engine(*batches(1)[0]))
+    except UsageError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
+def test_a_call_of_the_engine_inside_of_a_pass_is_refused_in_a_sentence(ranks: Ranks, layout: str) -> None:
+    for said in ranks.run(_reports, layout, world_size=2):
+        assert "engine.mean() inside of the model's forward or backward" in said
+
+
 # -- modules used in unusual ways
 
 

@@ -292,10 +292,12 @@ class Agreement:
                 "waiting for %.0f s: %s.%s", now - begun, self._describe(others), " Still waiting." * (not stuck)
             )
         if now - begun > self._limit:
-            raise CollectiveError(
+            message = (
                 f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, did not finish within "
                 f"{self._limit:.0f} s: {self._describe(others)}."
             )
+            self._mesh.store.set("abort", message)
+            raise CollectiveError(message)
 
     def _find_contradiction(self, others: dict[int, Whereabouts]) -> None:
         """What proves by itself that this rank and another will never meet."""
@@ -313,20 +315,24 @@ class Agreement:
         name = self._mesh.name
         if any(entry.kind != "wait" for entry in others.values()):
             return True
-        counts = [{name: self.sequence}, *(entry.issued for entry in others.values())]
+        assert self._watch is not None
+        counts = [self._watch.issued(), *(entry.issued for entry in others.values())]
         waits = [(entry.engine, max(n for n, _ in entry.log)) for entry in others.values()] + [(name, self.sequence)]
-        return not any(all(count.get(engine, number) >= number for count in counts) for engine, number in waits)
+        return not any(all(count.get(engine, 0) >= number for count in counts) for engine, number in waits)
 
     def _describe(self, others: dict[int, Whereabouts]) -> str:
         texts = {self._mesh.rank: f"waits for operation {self.sequence}, {self.doing}"}
         for rank, entry in others.items():
             last = max((number for number, _ in entry.log), default=entry.issued.get(self._mesh.name, 0))
             texts[rank] = {
-                "wait": f"waits for operation {last}, {entry.what}",
+                "wait": f"waits for operation {last}, {entry.what}{self._of_engine(entry.engine)}",
                 "user": f"is in {entry.what}, after operation {last}",
                 "busy": f"is {entry.what}, after operation {last}",
             }.get(entry.kind, f"has {entry.kind}")
         return _by_text([texts.get(rank, "moves") for rank in range(self._mesh.world)])
+
+    def _of_engine(self, name: str) -> str:
+        return f" (of engine {name}, where this is {self._mesh.name})" if name != self._mesh.name else ""
 
     # -- giving up
 

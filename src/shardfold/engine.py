@@ -140,7 +140,7 @@ class Engine:
         policy = any(not s.spec.own for unit in self.units for s in unit.segments)  # some parameters follow it
         narrow = TORCH_DTYPES[self.precision.compute] if policy and self.precision.compute in ("bf16", "fp16") else None
         self._hooks = Hooks(model, self.units, self._runner, cast=narrow)
-        self._runner.forget = self._hooks.forget
+        self._runner.forget, self._runner.inside = self._hooks.forget, self._hooks.inside
         self._runner.follow = self._follow_model
         self.steps = 0
         for unit in self.units:  # the root was kept until all ties were made
@@ -194,7 +194,7 @@ class Engine:
         if self.optimizer is None or self._update is None:
             raise UsageError("engine.step() needs an optimizer: pass optimizer= to the Engine.")
         runner = self._runner
-        runner.settle()
+        runner.settle("engine.step()")
         if runner.micro == 0:
             raise UsageError("engine.step() with no backward since the last step: call engine.backward(loss).")
         self._clock.told(tokens, samples)
@@ -225,7 +225,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
-        self._runner.settle()
+        self._runner.settle("engine.zero_grad()")
         self._runner.zero_grad()
 
     def reset(self) -> None:
@@ -270,7 +270,7 @@ class Engine:
         Raises:
             ModelError: a shape differs, or (strict) names are missing or unexpected; all are listed.
         """
-        self._runner.settle()
+        self._runner.settle("engine.load_state_dict()")
         self._follow_model()
         load_state(self, state, strict=strict)
 
@@ -298,12 +298,12 @@ class Engine:
 
     def mean(self, value: float | Tensor) -> float:
         """The mean of a number over all ranks; a control message."""
-        self._meet("a mean over ranks")
+        self._meet("engine.mean()")
         return self.actions.control([float(value)], dist.ReduceOp.SUM)[0] / self.world_size
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """The largest of each number over all ranks; a control message."""
-        self._meet("the largest of numbers over ranks")
+        self._meet("engine.agree()")
         return self.actions.control(list(values), dist.ReduceOp.MAX)
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ class Engine:
 
     def _meet(self, what: str, *, follow: bool = False) -> None:
         """All ranks are about to do ``what``, or all raise; ``follow`` the model first if it changed."""
-        self._runner.settle()
+        self._runner.settle(what)
         if follow:
             self._follow_model()
         self._runner.meet(what)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -115,7 +116,7 @@ class Hooks:
         self.remove()
         model = self._model
         units = list(units)
-        self._units = [unit for unit in units if unit.split and not unit.spec.root]  # whose memory comes and goes
+        self._units = [unit for unit in units if unit.split]  # whose memory comes and goes
         # torch.compile runs what is disabled as it is and compiles what lies between: the units' own work.
         untraced: Any = torch.compiler.disable
         self._on(model, model.register_forward_pre_hook(untraced(self._before_model), with_kwargs=True, prepend=True))
@@ -181,6 +182,9 @@ class Hooks:
             self._ensure_backward()
             return None
         self._stay_last(module)
+        if self._calls(2):  # the model calls itself: a part of the pass that is under way
+            self._inside.append((module, sys.exc_info()[1]))
+            return None
         with apart():
             self._listener.begin_forward()
         self._inside.append((module, sys.exc_info()[1]))
@@ -193,12 +197,30 @@ class Hooks:
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward() or (left := self._leave(module)) is None:
             return
+        if any(other is module for other, _ in self._inside):
+            return
         if not left:
             self._listener.interrupt()
             return
         self._watch(output, self._model_backward)
         with apart():
             self._listener.end_forward()
+
+    def inside(self) -> bool:
+        """Whether this thread is inside of the model's forward, or of a backward."""
+        return in_backward() or self._calls(1)
+
+    def _calls(self, count: int) -> bool:
+        """Whether the model's forward is on the stack that many times. What was noted when forwards began is not enough:
+        an exception that is none of ``Exception`` leaves them without a word."""
+        if not any(module is self._model for module, _ in self._inside):
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and count:
+            if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is self._model:
+                count -= 1
+            frame = frame.f_back
+        return count == 0
 
     def _leave(self, module: nn.Module) -> bool | None:
         """Whether a forward ended well, or with an exception; None if it never began (its own begin raised)."""
@@ -220,7 +242,8 @@ class Hooks:
         owners = {storage: unit for unit in units for storage in unit.storages()}
 
         def pack(tensor: Tensor) -> tuple[Tensor, Unit | None, int]:
-            unit = owners.get(_storage(tensor))
+            storage = _storage(tensor)
+            unit = owners.get(storage) if storage is not None else None
             if unit is None:
                 return tensor, None, 0
             with apart():

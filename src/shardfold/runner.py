@@ -89,6 +89,7 @@ class Runner:
         self._section = ""
         self._own: list[str] = []  # what this rank ran in the pass before
         self.forget: Callable[[], None] = lambda: None  # the hooks forget what was under way
+        self.inside: Callable[[], bool] = lambda: False  # whether the hooks find this thread inside of a pass
         self.follow: Callable[[], None] = lambda: None  # makes units anew where the model changed
         self._touched: set[str] = set()  # units whose weights this rank's model reads outside of their forward
         self._interrupted = False  # an exception left the model's forward
@@ -262,10 +263,17 @@ class Runner:
         """Whether a pass runs, or was interrupted and is not settled."""
         return self._run is not None or self._interrupted
 
-    def settle(self) -> None:
-        """Ends what an exception interrupted, so that all ranks are where a pass begins."""
-        if self.under_way:
-            self.reset()
+    def settle(self, what: str = "this call") -> None:
+        """Ends what an exception interrupted, so that all ranks are where a pass begins.
+
+        Raises:
+            UsageError: ``what`` was called inside of a pass, which goes on.
+        """
+        if not self.under_way:
+            return
+        if self.inside():
+            raise UsageError(f"{what} inside of the model's forward or backward: call it between passes.")
+        self.reset()
 
     def interrupt(self) -> None:
         """An exception leaves the model's forward."""
@@ -401,7 +409,7 @@ class Runner:
                 "layout that keeps parameters whole (ddp, zero1, zero2)."
             )
         if self._interrupted:
-            self.settle()
+            self.reset()
         self._delivered, self._boundary_before = False, self.boundary
         nested = self._run is not None
         self.boundary = not nested and self.synchronize and self.micro + 1 >= self.accumulate
@@ -432,7 +440,9 @@ class Runner:
 
         All of an asked run do, until it is known which units need that.
         """
-        return unit.aside if unit is not None else isinstance(self._run, AskedRun)
+        if unit is not None:
+            return unit.aside
+        return isinstance(self._run, AskedRun) or any(u.aside for u in self.units if u.spec.root)
 
     def saved(self, unit: Unit) -> None:
         """A weight was saved for backward by a module outside of its unit's forward: it is held like one that was freed

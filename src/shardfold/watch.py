@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import linecache
 import sys
 import threading
 from collections.abc import Callable
@@ -110,12 +111,15 @@ class Watch:
 
     # -- the store
 
+    def issued(self) -> dict[str, int]:
+        """How many collectives each engine of this process has issued."""
+        return {name: count() for name, (count, _) in self._engines.items()}
+
     def publish(self, kind: str, what: str, *, engine: str = "", log: list[tuple[int, str]] | None = None) -> None:
         """Says where this rank is; stays until :meth:`clear`."""
         with self._lock:
             self._nonce += 1
-            issued = {name: count() for name, (count, _) in self._engines.items()}
-            entry = Whereabouts(kind, what, engine, issued, log or [], self._nonce)
+            entry = Whereabouts(kind, what, engine, self.issued(), log or [], self._nonce)
             self._store.set(self._keys[self.rank], json.dumps(asdict(entry)))
             self._said = kind
 
@@ -186,10 +190,13 @@ class Watch:
 def _user_collective(frame: FrameType | None) -> str | None:
     """The call of ``torch.distributed`` that the stack ends in, if nothing of Shardfold's made it."""
     inside: str | None = None
+    innermost = frame
     while frame is not None:
         name, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
-        if name.startswith("torch.distributed"):
+        if name.startswith(("torch.distributed", "torch.nn.parallel.distributed")):
             inside = frame.f_code.co_name if not frame.f_code.co_name.startswith(("wrapper", "_")) else inside
+        elif frame is innermost and not file.startswith(HERE) and ".wait(" in linecache.getline(file, frame.f_lineno):
+            return f"the wait for a work, at {_place(frame)}"  # of C++, else its own frame would be the innermost
         elif inside is None or file.startswith(HERE):
             return None
         else:
