@@ -204,6 +204,18 @@ def test_collectives_of_the_users_at_the_same_place_are_theirs(ranks: Ranks) -> 
     ] * 2
 
 
+def _subgroup(engine: sf.Engine) -> None:
+    """Rank 0 alone enters a collective of a group of its own with rank 1."""
+    group = dist.new_group([0, 1])
+    if engine.rank == 0:
+        dist.all_reduce(torch.ones(1), group=group)
+    _train(engine, [0, 1])
+
+
+def test_a_rank_stuck_in_a_group_of_the_users_is_waked(ranks: Ranks) -> None:
+    _check(ranks.run(_raised, _subgroup, world_size=3, timeout=60), "no rank can go on", "all_reduce", "ranks 1, 2")
+
+
 def _asynchronous_between(engine: sf.Engine) -> None:
     """As above, with a work that is waited for."""
 

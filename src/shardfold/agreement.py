@@ -284,8 +284,7 @@ class Agreement:
             self._unmoved = state, now
         stuck = len(others) + 1 == self._mesh.world and all(entry.blocked for entry in others.values())
         if stuck and now - self._unmoved[1] > max(1.0, self._patience - 2 * SETTLE) and self._nothing_moves(others):
-            users = [rank for rank, entry in others.items() if entry.kind == "user"]
-            self._abort(f"no rank can go on: {self._describe(others)}.", wake=users)
+            self._abort(f"no rank can go on: {self._describe(others)}.")
         if now - begun > self._patience and not self._warned:
             self._warned = True
             LOG.warning(
@@ -344,30 +343,32 @@ class Agreement:
         """Raises what another rank gave up with, if one did."""
         message = self._aborted()
         if message is not None:
+            self._wake()
             raise self._give_up(message)
 
     def _give_up(self, message: str) -> OrderError:
         self._dead = message
         return OrderError(message)
 
-    def _abort(self, message: str, wake: Sequence[int] = ()) -> None:
-        """Raises ``message`` here and, at their next look, on all other ranks.
-
-        Args:
-            message: one sentence.
-            wake: ranks in collectives of the user's own, which end when this rank leaves the user's group.
-        """
+    def _abort(self, message: str) -> None:
+        """Raises ``message`` here and, at their next look, on all other ranks."""
         if self._aborted() is None:
             self._mesh.store.set("abort", message)
-        if wake and self._watch is not None:
-            deadline = monotonic() + 3 * SETTLE
-            while monotonic() < deadline:
-                others = self._watch.read()
-                if all(rank in others and others[rank].kind == "gave up" for rank in wake):
-                    break
-                self._pause(self._mesh.store, ["never"])
-            self._mesh.abandon()
+        self._wake()
         raise self._give_up(self._aborted() or message)
+
+    def _wake(self) -> None:
+        """Ranks in collectives of the user's own end when this rank leaves the user's groups; first they shall know
+        why (see ``watch``)."""
+        assert self._watch is not None
+        deadline = monotonic() + 3 * SETTLE
+        stuck = [entry.kind for entry in self._watch.read().values() if entry.kind in ("user", "gave up")]
+        if not stuck:
+            return
+        while "user" in stuck and monotonic() < deadline:
+            self._pause(self._mesh.store, ["never"])
+            stuck = [entry.kind for entry in self._watch.read().values()]
+        self._mesh.abandon()
 
 
 def _by_text(texts: Sequence[str]) -> str:

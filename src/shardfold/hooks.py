@@ -211,7 +211,7 @@ class Hooks:
         return in_backward() or self._calls(1)
 
     def _calls(self, count: int) -> bool:
-        """Whether the model's forward is on the stack that many times. What was noted when forwards began is not enough:
+        """Whether the model's forward is on the stack that many times. What was noted when forwards began does not do:
         an exception that is none of ``Exception`` leaves them without a word."""
         if not any(module is self._model for module, _ in self._inside):
             return False

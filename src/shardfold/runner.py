@@ -13,6 +13,9 @@ second backward follows. It waits in the unit's incoming buffer; at the step all
 reduction that agrees on used parameters) to reduce such units once more. Sums are linear, so nothing is lost.
 """
 
+# Long because it is the one place where the events of a pass meet; what a pass does is in runs, what an operation does
+# in actions.
+
 from __future__ import annotations
 
 import json
@@ -20,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +91,7 @@ class Runner:
         self._grad_forward = True
         self._run: Run | None = None  # of the pass under way
         self._section = ""
+        self._thread = get_ident()  # that runs forward
         self._own: list[str] = []  # what this rank ran in the pass before
         self.forget: Callable[[], None] = lambda: None  # the hooks forget what was under way
         self.inside: Callable[[], bool] = lambda: False  # whether the hooks find this thread inside of a pass
@@ -316,7 +321,9 @@ class Runner:
     # -- forward events
 
     def begin_forward(self) -> None:
-        self.settle()
+        if self.under_way:  # of an interrupted pass: the hooks deliver no forward inside of another
+            self.reset()
+        self._thread = get_ident()
         self.follow()
         grad = torch.is_grad_enabled()
         section = "train" if grad else "eval"
@@ -375,7 +382,7 @@ class Runner:
 
     def touch(self, unit: Unit) -> bool:
         """A freed weight is read outside of its unit's forward: gathers it if a pass is under way."""
-        if self._run is None or isinstance(self._run, IdleRun):
+        if self._run is None or isinstance(self._run, IdleRun) or not self._in_its_thread():
             return False
         if unit.life is Life.GATHERING:
             self.actions.finish_gather(unit)
@@ -388,9 +395,13 @@ class Runner:
         self._run.touch(unit)
         return True
 
+    def _in_its_thread(self) -> bool:
+        """Whether the caller is what the pass runs: another thread that reads a weight must issue no collectives."""
+        return in_backward() or get_ident() == self._thread
+
     def hold(self, units: Sequence[Unit]) -> bool:
         """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
-        if self._run is None or self._interrupted:
+        if self._run is None or self._interrupted or not self._in_its_thread():
             return False
         for unit in units:
             if unit.life is Life.GATHERING:
