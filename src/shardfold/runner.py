@@ -1,3 +1,5 @@
+# Long because it is the one place where the events of a pass meet; what a pass does is in runs, what an operation does
+# in actions.
 """Events in, operations out: which pass is running, in which order, and what surrounds it.
 
 A pass (a forward, a backward) is a *run* (see ``runs``): it follows the recorded order of units where there is one and
@@ -12,9 +14,6 @@ collectives of their forward and computes nothing.
 second backward follows. It waits in the unit's incoming buffer; at the step all ranks agree (in the same small
 reduction that agrees on used parameters) to reduce such units once more. Sums are linear, so nothing is lost.
 """
-
-# Long because it is the one place where the events of a pass meet; what a pass does is in runs, what an operation does
-# in actions.
 
 from __future__ import annotations
 
