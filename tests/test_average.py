@@ -17,6 +17,8 @@ import shardfold as sf
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.testing import Ranks
 
+pytestmark = pytest.mark.product
+
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)  # large steps: the average must be far from the last values
 LAYOUTS = list(sf.PRESETS)
 DECAY = 0.8

@@ -22,6 +22,8 @@ import shardfold as sf
 from shardfold.errors import FreedParameterError, UsageError
 from shardfold.testing import Ranks
 
+pytestmark = pytest.mark.product
+
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 LAYOUTS = list(sf.PRESETS)
 SPLIT = ["zero3", "fsdp2", "hsdp", "hpz"]

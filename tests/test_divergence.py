@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import shardfold as sf
 from shardfold.testing import Ranks
 
+pytestmark = pytest.mark.product
+
 WIDTH = 12
 OPTIMIZERS: dict[str, Any] = {
     "SGD": partial(torch.optim.SGD, lr=0.1),

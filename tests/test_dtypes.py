@@ -14,6 +14,8 @@ import shardfold as sf
 from shardfold.errors import ModelError
 from shardfold.testing import Ranks, same_training
 
+pytestmark = pytest.mark.product
+
 WIDTH = 16
 LAYOUTS = list(sf.PRESETS)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)

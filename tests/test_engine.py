@@ -18,6 +18,8 @@ import shardfold as sf
 from shardfold.errors import ConfigError, FreedParameterError, LayoutError, ModelError, UsageError
 from shardfold.testing import Ranks, RanksFailed
 
+pytestmark = pytest.mark.product
+
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 LAYOUTS = list(sf.PRESETS)
 

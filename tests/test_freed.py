@@ -23,6 +23,8 @@ import shardfold as sf
 from shardfold.errors import FreedParameterError
 from shardfold.testing import Ranks
 
+pytestmark = pytest.mark.product
+
 NAME = "blocks.1.up.weight"
 SHAPE = (4 * models.WIDTH, models.WIDTH)
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -17,6 +17,8 @@ from shardfold import bundle
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.testing import Ranks
 
+pytestmark = pytest.mark.product
+
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.1)
 RMSPROP = partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9, eps=1e-2)  # not so small that it divides rounding by it

@@ -17,6 +17,8 @@ import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks, same_training
 
+pytestmark = pytest.mark.product
+
 WIDTH = 16
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 SPLIT = ["zero3", "fsdp2", "hsdp", "hpz"]

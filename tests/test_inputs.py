@@ -20,6 +20,8 @@ from shardfold.errors import ModelError
 from shardfold.nested import cast_floats
 from shardfold.testing import Ranks, same_training
 
+pytestmark = pytest.mark.product
+
 WIDTH = 16
 LAYOUTS = list(sf.PRESETS)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

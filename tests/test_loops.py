@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.testing import Ranks
 
+pytestmark = pytest.mark.product
+
 WIDTH = 12
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 LAYOUTS = list(sf.PRESETS)

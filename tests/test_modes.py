@@ -14,6 +14,8 @@ import models
 import shardfold as sf
 from shardfold.testing import Ranks
 
+pytestmark = pytest.mark.product
+
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 LAYOUTS = list(sf.PRESETS)
 MODES: dict[str, Any] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}

@@ -16,6 +16,8 @@ import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks, same_training
 
+pytestmark = pytest.mark.product
+
 
 class Lion(torch.optim.Optimizer):
     """A user's class (arXiv 2302.06675): element-wise, with state of its own."""

@@ -16,6 +16,8 @@ import shardfold as sf
 from shardfold.errors import UsageError
 from shardfold.testing import Ranks, same_training
 
+pytestmark = pytest.mark.product
+
 WIDTH = 16
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)

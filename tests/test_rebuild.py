@@ -31,6 +31,8 @@ from models import WIDTH
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
 
+pytestmark = pytest.mark.product
+
 CARRIED = [("fp32", "zero3"), ("bf16", "zero1"), ("bf16", "zero3"), ("bf16-pure", "hpz")]  # the others are long tests
 
 

@@ -30,6 +30,8 @@ from models import WIDTH
 from shardfold.errors import ConfigError, FreedParameterError, OrderError, UsageError
 from shardfold.testing import Ranks
 
+pytestmark = pytest.mark.product
+
 # -- values given by hand -------------------------------------------------------------------------------------------
 
 

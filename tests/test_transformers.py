@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.testing import Ranks, same_training
 
+pytestmark = pytest.mark.product
+
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
