@@ -17,7 +17,10 @@ import shardfold as sf
 from shardfold.testing import Ranks
 
 # Dynamo looks at ``.grad`` of every input, also of those that are no leaves; in plain PyTorch the same.
-pytestmark = [pytest.mark.product, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]
+pytestmark = [
+    pytest.mark.product,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 LAYOUTS = list(sf.PRESETS)
