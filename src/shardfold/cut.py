@@ -213,7 +213,7 @@ def main_dtype(model: nn.Module) -> torch.dtype | None:
     """
     elements: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if not is_lazy(parameter) and parameter.is_floating_point():
             elements[parameter.dtype] += parameter.numel()
     main = max(elements, key=lambda dtype: (elements[dtype], dtype.itemsize), default=None)
     return None if main == torch.float64 else main
