@@ -82,7 +82,7 @@ class Agreement:
         self._watch: Watch | None = None
         if mesh.world > 1:
             self._watch = Watch.of(mesh.default_store, mesh.rank, mesh.world)
-            self._watch.join(mesh.name, lambda: self.sequence, self._aborted)
+            self._watch.join(mesh.name, self)
 
     def close(self) -> None:
         """The other ranks learn that this one has left."""
@@ -335,13 +335,14 @@ class Agreement:
 
     # -- giving up
 
-    def _aborted(self) -> str | None:
+    def aborted(self) -> str | None:
+        """The sentence with which some rank gave this engine up."""
         store = self._mesh.store
         return store.get("abort").decode() if store is not None and store.check(["abort"]) else None
 
     def _check(self) -> None:
         """Raises what another rank gave up with, if one did."""
-        message = self._aborted()
+        message = self.aborted()
         if message is not None:
             self._wake()
             raise self._give_up(message)
@@ -352,10 +353,10 @@ class Agreement:
 
     def _abort(self, message: str) -> None:
         """Raises ``message`` here and, at their next look, on all other ranks."""
-        if self._aborted() is None:
+        if self.aborted() is None:
             self._mesh.store.set("abort", message)
         self._wake()
-        raise self._give_up(self._aborted() or message)
+        raise self._give_up(self.aborted() or message)
 
     def _wake(self) -> None:
         """Ranks in collectives of the user's own end when this rank leaves the user's groups; first they shall know

@@ -17,12 +17,14 @@ import json
 import linecache
 import sys
 import threading
-from collections.abc import Callable
+import weakref
 from dataclasses import asdict, dataclass, field
 from logging import getLogger
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from shardfold.errors import OrderError
 
@@ -61,6 +63,16 @@ class Whereabouts:
         return self.kind in ("wait", "user")
 
 
+class Watched(Protocol):
+    """What is asked of an engine."""
+
+    sequence: int  # collectives issued so far
+
+    def aborted(self) -> str | None:
+        """The sentence with which some rank gave it up."""
+        ...
+
+
 _watches: dict[int, Watch] = {}  # by the id of their store, which they keep alive; those with engines
 
 
@@ -75,7 +87,7 @@ class Watch:
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self.rank, self.world = store, rank, world
         self._keys = [f"shardfold/watch/{r}" for r in range(world)]
-        self._engines: dict[str, tuple[Callable[[], int], Callable[[], str | None]]] = {}
+        self._engines: dict[str, weakref.ref[Watched]] = {}
         self._main = threading.get_ident()
         self._lock = threading.Lock()
         self._nonce = 0
@@ -91,9 +103,10 @@ class Watch:
 
     # -- engines come and go
 
-    def join(self, engine: str, issued: Callable[[], int], aborted: Callable[[], str | None]) -> None:
-        """An engine is made: how many collectives it issued, and the sentence with which some rank gave it up."""
-        self._engines[engine] = issued, aborted
+    def join(self, engine: str, watched: Watched) -> None:
+        """An engine is made; one that nobody closes leaves when it is collected."""
+        self._engines[engine] = weakref.ref(watched)
+        weakref.finalize(watched, self.leave, engine).atexit = False
         _watches[id(self._store)] = self
         if self._thread is None:
             self._stop.clear()
@@ -105,15 +118,19 @@ class Watch:
         self._engines.pop(engine, None)
         if not self._engines and self._thread is not None:
             self._stop.set()
-            self._thread.join()
+            if threading.current_thread() is not self._thread:  # it may be the one that collects
+                self._thread.join()
             self._thread = None
-            del _watches[id(self._store)]
+            _watches.pop(id(self._store), None)
 
     # -- the store
 
     def issued(self) -> dict[str, int]:
         """How many collectives each engine of this process has issued."""
-        return {name: count() for name, (count, _) in self._engines.items()}
+        return {name: watched.sequence for name, watched in self._present()}
+
+    def _present(self) -> list[tuple[str, Watched]]:
+        return [(name, watched) for name, ref in list(self._engines.items()) if (watched := ref()) is not None]
 
     def publish(self, kind: str, what: str, *, engine: str = "", log: list[tuple[int, str]] | None = None) -> None:
         """Says where this rank is; stays until :meth:`clear`."""
@@ -143,14 +160,18 @@ class Watch:
 
     def _run(self) -> None:
         still, before = 0, -1
-        while not self._stop.wait(TICK):
-            moved = sum(count() for count, _ in list(self._engines.values()))
+        while not self._stop.wait(TICK) and not self._is_over():
+            moved = sum(self.issued().values())
             still = still + 1 if moved == before and not self.waiting else 0
             before = moved
             try:
                 self._look(still)
             except RuntimeError:  # the store is gone: so is the run
                 return
+
+    def _is_over(self) -> bool:
+        """Whether the process group is no longer the one that this thread was started for."""
+        return not dist.is_initialized() or dist.distributed_c10d._get_default_store() is not self._store
 
     def _look(self, still: int) -> None:
         if still == 0:
@@ -167,8 +188,8 @@ class Watch:
         elif still >= STILL and self._said != "user":
             self.publish("user", called)
         elif self._said == "user":
-            for _, aborted in list(self._engines.values()):
-                if (message := aborted()) is not None:
+            for _, watched in self._present():
+                if (message := watched.aborted()) is not None:
                     self._raise_in_main(message)
                     return
 
