@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -388,3 +391,21 @@ def _dies() -> None:
 def test_a_rank_that_dies_is_named_by_the_others(ranks: Ranks) -> None:
     with pytest.raises(RanksFailed, match="rank 1 gives up"):
         ranks.run(_dies, world_size=2, timeout=60)
+
+
+def _dropped(layout: str) -> tuple[bool, bool, list[str]]:
+    """Drops an engine that has trained and that nobody closed."""
+    model = models.small()
+    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), layout=layout)
+    engine.backward(engine(*models.batches(1)[0]))
+    engine.step()
+    references = weakref.ref(engine), weakref.ref(model)
+    del engine, model
+    gc.collect()
+    names = [thread.name for thread in threading.enumerate() if thread.name == "shardfold-watch"]
+    return references[0]() is None, references[1]() is None, names
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_an_engine_that_nobody_closes_is_collected_with_its_model_and_its_thread(ranks: Ranks, layout: str) -> None:
+    assert ranks.run(_dropped, layout, world_size=2) == [(True, True, [])] * 2

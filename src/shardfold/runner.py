@@ -91,6 +91,7 @@ class Runner:
         self._run: Run | None = None  # of the pass under way
         self._section = ""
         self._thread = get_ident()  # that runs forward
+        self._full: set[str] = set()  # units that a forward found full: kept for the backward of an earlier one
         self._own: list[str] = []  # what this rank ran in the pass before
         self.forget: Callable[[], None] = lambda: None  # the hooks forget what was under way
         self.inside: Callable[[], bool] = lambda: False  # whether the hooks find this thread inside of a pass
@@ -163,14 +164,19 @@ class Runner:
         return self._asked(section, nested=nested)
 
     def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> AskedRun:
-        ops = [(op, self.actions.bind(_kind(section), op)) for op in self._lists[section]]
+        bind = self.actions.bind
+        lists = {n: [(op, bind(_kind(n), op)) for op in self._lists[n]] for n in (section, "train")}
         verb = "F" if section in ("train", "eval") else "B"
-        return AskedRun(verb, ops, self.by_name, set(self.roots), self.agreement, self.actions, own=own, nested=nested)
+        return AskedRun(
+            verb, lists[section], self.by_name, set(self.roots), self.agreement, self.actions,
+            refill=lists["train"], own=own, nested=nested,
+        )  # fmt: skip
 
     def _deviate(self, unit: Unit) -> None:
         """A unit is needed that the recorded order has passed."""
         assert self._run is not None
-        self._run.own.pop()
+        if unit.name not in self.roots:
+            self._run.own.pop()
         self._go_on_asking().enter(unit)
 
     def _go_on_asking(self) -> AskedRun:
@@ -257,6 +263,7 @@ class Runner:
         self.buffers.synchronize(any(flags[:1]))
         self.actions.meter.begin_forward()
         self.actions.backward_follows = False
+        self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._run = self._start("eval")
         self._run.begin()
         self._finish()
@@ -343,6 +350,7 @@ class Runner:
         self.store.after_compute()
         for unit in self.units:
             unit.hide_gradients()
+        self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._run = IdleRun() if local else self._start(section)
         self._run.begin()
 
@@ -354,7 +362,8 @@ class Runner:
 
     def _free_all(self) -> None:
         for unit in self.units:
-            self.actions.free(unit)
+            if unit.name not in self._full:
+                self.actions.free(unit)
         self.actions.detours.clear()
 
     def enter_forward(self, unit: Unit) -> None:

@@ -18,6 +18,7 @@ from typing import Protocol
 from shardfold.actions import Actions
 from shardfold.agreement import Agreement
 from shardfold.order import Track
+from shardfold.passes import FETCHES
 from shardfold.program import REDUCTIONS, Op
 from shardfold.unit import Life, Unit
 
@@ -90,6 +91,9 @@ class RecordedRun:
             self.track.reach(self._verb, unit.name)
             if unit.life is Life.GATHERING:
                 self._actions.finish_gather(unit)
+            elif unit.life is Life.RESTING:  # forward kept it full, but an earlier backward gave it back
+                self._deviate(unit)
+                return
 
     def enter(self, unit: Unit) -> None:
         if unit.name in self._held or (self.track.at(self._verb, unit.name) and unit.life is Life.GATHERED):
@@ -129,6 +133,8 @@ class AskedRun:
         roots: names of the units that are held through the pass.
         agreement: carries the rounds of asking.
         actions: to gather, finish and free.
+        refill: what fills a unit that this section expects to be full, because forward kept it, and that is not:
+            an earlier backward of the same forward gave it back.
         own: what this rank ran already, when this run goes on where a recorded one has ended too early.
         nested: this pass runs inside another, which holds units of its own.
     """
@@ -142,6 +148,7 @@ class AskedRun:
         agreement: Agreement,
         actions: Actions,
         *,
+        refill: Sequence[tuple[Op, Call | None]] = (),
         own: Sequence[str] | None = None,
         nested: bool = False,
     ) -> None:
@@ -158,6 +165,10 @@ class AskedRun:
         for op, call in ops:
             if call is not None and op.unit in units:
                 sorts.get(op.verb, self._leave)[op.unit].append(call)
+        self._full = {name for name in units if not self._enter[name]}
+        for op, call in refill:
+            if call is not None and op.unit in self._full and op.verb in FETCHES:
+                self._enter[op.unit].append(call)
         self._gathers = any(self._enter[name] for name in self._places)
         self._left: dict[str, Unit] = {}  # no longer used here; given back when another is gathered
         self._ready: set[str] = set()
@@ -168,7 +179,8 @@ class AskedRun:
 
     def begin(self) -> None:
         for name in self._places_of_roots():
-            self._call(self._enter, name)
+            if name not in self._full or self._units[name].life is Life.RESTING:
+                self._call(self._enter, name)
             if self._units[name].life is Life.GATHERING:
                 self._actions.finish_gather(self._units[name])
 
@@ -215,7 +227,7 @@ class AskedRun:
                 self._call(self._reduce, name)
         for name, unit in self._units.items():
             if unit.split and name not in self._roots and unit.life is not Life.RESTING:
-                self._give_back(unit, last=True)
+                self._give_back(unit)
         for name in self._places_of_roots():
             if name not in self._kept:
                 if name not in self._reduced:
@@ -252,9 +264,8 @@ class AskedRun:
                 self.record.append(name)
         return any(said)
 
-    def _give_back(self, unit: Unit, *, last: bool = False) -> None:
-        # What this pass does not gather (backward, where forward kept it full) it can not fill again before its end.
-        if not unit.running and unit.name not in self._kept and (last or self._enter[unit.name]):
+    def _give_back(self, unit: Unit) -> None:
+        if not unit.running and unit.name not in self._kept:
             self._call(self._leave, unit.name)
 
     def _places_of_roots(self) -> list[str]:

@@ -17,6 +17,7 @@ A unit's life is one enum; the transitions are three lines each and an illegal o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import lru_cache
@@ -264,6 +265,8 @@ class Unit:
         self.replaced = False  # the model changed, and its parameters are other units' now
         self._store = store
         self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
+        this = weakref.ref(self)  # a parameter that autograd holds must not hold the engine
+        self._touch = lambda: (unit := this()) is not None and unit.touch()
 
     def storages(self) -> set[int]:
         """What identifies the memory of the flats."""
@@ -301,7 +304,7 @@ class Unit:
         for segment in self.segments:
             if segment.split:
                 for slot, parameter in zip(segment.spec.slots, segment.parameters, strict=True):
-                    seal(parameter, slot.name, self.touch)
+                    seal(parameter, slot.name, self._touch)
                 # A backward that reads the values without asking for them first must not find freed memory: it sees a
                 # version that is not the one it saved, and autograd raises. ``open`` takes this back.
                 torch.autograd.graph.increment_version(segment.parameters)
