@@ -402,8 +402,10 @@ def _dropped(layout: str) -> tuple[bool, bool, list[str]]:
     references = weakref.ref(engine), weakref.ref(model)
     del engine, model
     gc.collect()
-    names = [thread.name for thread in threading.enumerate() if thread.name == "shardfold-watch"]
-    return references[0]() is None, references[1]() is None, names
+    watching = [thread for thread in threading.enumerate() if thread.name == "shardfold-watch"]
+    for thread in watching:
+        thread.join(10)
+    return references[0]() is None, references[1]() is None, [thread.name for thread in watching if thread.is_alive()]
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])

@@ -26,7 +26,8 @@ from shardfold.passes import Schedule
 from shardfold.program import MARKERS, Op
 from shardfold.stores.device import DeviceStore
 from shardfold.unit import GradientBuffer, Life, Unit
-from shardfold.wires.plain import Pending, plain_wire
+from shardfold.wires.choice import data_wire
+from shardfold.wires.plain import Pending
 
 __all__ = ["Actions", "check_supported"]
 
@@ -59,7 +60,10 @@ class Actions:
         self.units = {unit.name: unit for unit in units}
         self.optimizer = optimizer
         self.clip_norm = clip_norm
-        self.wire = plain_wire(mesh.backend, store.empty, store.recycle)
+        self.wire = data_wire(
+            mesh.backend, store.device, mesh.groups(), mesh.rank, empty=store.empty, recycle=store.recycle,
+            exchange=agreement.exchange, waiter=agreement.wait,
+        )  # fmt: skip
         self.meter = Meter(mesh)
         self.detours: set[str] = set()
         self.backward_follows = True
@@ -125,7 +129,8 @@ class Actions:
                     else:
                         segment.fill_own_range()
         for segment in unit.segments:
-            self._collective(op, segment.flat, unit.filling)
+            lasting = segment.rest if not held and segment.split else None
+            self._collective(op, segment.flat, unit.filling, lasting=lasting)
         if again:
             unit._drain(unit.filling, self.agreement.wait)
 
@@ -218,7 +223,14 @@ class Actions:
         unit.summed, unit.extra = True, None
 
     def _collective(
-        self, op: Op, flat: Tensor, pending: list[Pending], *, out: Tensor | None = None, add: bool = False
+        self,
+        op: Op,
+        flat: Tensor,
+        pending: list[Pending],
+        *,
+        out: Tensor | None = None,
+        add: bool = False,
+        lasting: Tensor | None = None,
     ) -> None:
         """Hands one flat to the wire and counts what this rank sends."""
         self.agreement.issue(op)
@@ -227,7 +239,7 @@ class Actions:
             self.store.after_compute()
         with self.store.side():
             if op.verb == "ALL_GATHER":
-                pending.append(self.wire.all_gather(flat, group))
+                pending.append(self.wire.all_gather(flat, group, lasting=lasting))
             elif op.verb == "REDUCE_SCATTER":
                 assert out is not None
                 pending.append(self.wire.reduce_scatter(flat, out, group, add=add))

@@ -310,6 +310,7 @@ class Engine:
         """Takes the hooks off the model and leaves ``torch.distributed`` as it was found."""
         self._changes.close()
         self._hooks.remove()
+        self.actions.wire.close()
         self.agreement.close()
         self.mesh.close()
 

@@ -266,7 +266,9 @@ def _pin(engine: Engine, units: Sequence[Unit], what: str) -> None:
     for unit in resting:
         unit.end_gather(engine.agreement.wait)
         unit.pinned_here = True
+    engine.actions.wire.settle(engine.agreement.wait)
     for unit in units:
+        unit.settle()  # users may write
         unit.pins += 1
 
 

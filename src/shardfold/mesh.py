@@ -139,6 +139,10 @@ class DataMesh:
             return self._groups[axes]
         return self._groups[tuple(axis for axis in axes if self.sizes[axis] > 1)]
 
+    def groups(self) -> list[tuple[Any, list[int]]]:
+        """Every group that carries data, with its ranks; in one order on all ranks."""
+        return [(group, dist.get_process_group_ranks(group)) for group in self._groups.values()]
+
     def parts(self, axes: Iterable[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)
 

@@ -197,6 +197,7 @@ class Runner:
         run, section = self._run, self._section
         assert run is not None
         run.finish()
+        self.actions.wire.settle(self.agreement.wait)
         self._run = None
         self._own = run.own
         if isinstance(run, AskedRun) and not self._outer:

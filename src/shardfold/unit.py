@@ -20,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -250,6 +250,7 @@ class Unit:
         self.running = 0  # forwards of its modules that are under way
         self.aside = False  # a backward reached it by another way than its outputs
         self.filling: list[Pending] = []
+        self._lending: list[Callable[[], None]] = []  # to wait until the others have read what they need of this rank
         # gradients
         self.resting_buffer: GradientBuffer | None = None  # over grads itself, where they are not split
         self.incoming: GradientBuffer | None = None
@@ -294,13 +295,21 @@ class Unit:
     def end_gather(self, waiter: Waiter) -> None:
         """GATHERING -> GATHERED: the values are there and the parameters may be touched."""
         self._expect(Life.GATHERING)
-        self._drain(self.filling, waiter)
+        for pending in self.filling:
+            pending.arrive(waiter)
+        self._lending, self.filling = [partial(pending.wait, waiter) for pending in self.filling], []
         self.open()
         self.life = Life.GATHERED
+
+    def settle(self) -> None:
+        """Waits until no other rank reads from this one what the last gather gave."""
+        while self._lending:
+            self._lending.pop()()
 
     def release(self) -> None:
         """GATHERED -> RESTING: the parameters are sealed and the flat's memory is given back."""
         self._expect(Life.GATHERED)
+        self.settle()
         for segment in self.segments:
             if segment.split:
                 for slot, parameter in zip(segment.spec.slots, segment.parameters, strict=True):

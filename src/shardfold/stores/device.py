@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from shardfold.stores.exact import exact
+from shardfold.stores.exact import exact, huge
 
 __all__ = ["DeviceStore"]
 
@@ -45,7 +45,9 @@ class DeviceStore:
         if spares := self._spare.get((numel, dtype)):
             return spares.pop()
         with exact() if self._side is None else _NOTHING:
-            return torch.empty(numel, dtype=dtype, device=self.device)
+            flat = torch.empty(numel, dtype=dtype, device=self.device)
+        self._prefer_huge(flat)
+        return flat
 
     def recycle(self, flat: Tensor) -> None:
         """``flat`` from :meth:`empty` is no longer needed: two of each kind (a unit's gradients and what arrives for
@@ -66,6 +68,11 @@ class DeviceStore:
         if storage.size() != size:
             with self.side() if self._side is not None else exact():
                 storage.resize_(size)
+            self._prefer_huge(flat)
+
+    def _prefer_huge(self, flat: Tensor) -> None:
+        if self.device.type == "cpu":
+            huge(flat.data_ptr(), flat.nbytes)
 
     def take_back(self, flat: Tensor) -> None:
         """Frees the memory of ``flat`` once the computation so far has read it."""

@@ -1,6 +1,7 @@
-"""The plain wire: elements travel as they are. The only file that calls data collectives.
+"""The plain wire: elements travel as they are, by the collectives of ``torch.distributed``.
 
-Which algorithm carries a collective depends on the backend and is nobody else's business:
+Which algorithm carries a collective depends on the backend and is nobody else's business (see ``choice``; ranks of one
+host that run on its CPU have a wire of their own, ``near``):
 
     backend        gather                              reduce-scatter                       all-reduce
     NCCL           all-gather in place                 reduce-scatter                       all-reduce
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["GlooWire", "NcclWire", "Pending", "Waiter", "plain_wire"]
+__all__ = ["GlooWire", "NcclWire", "Pending", "PlainWire", "Waiter", "sum_into"]
 
 Waiter = Callable[[Any], None]
 """Waits for one ``torch.distributed`` work; it may raise when another rank gave up."""
@@ -34,7 +35,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Pending:
-    """A collective on its way. ``wait`` returns when its result may be read; the buffers it uses live until then."""
+    """A collective on its way. ``wait`` returns when its result may be read and its buffers be changed or freed."""
 
     def __init__(self, works: list[Any], finish: Callable[[], object] | None = None) -> None:
         self._works = works
@@ -43,6 +44,10 @@ class Pending:
     def done(self) -> bool:
         """Whether :meth:`wait` would not have to wait."""
         return all(work.is_completed() for work in self._works)
+
+    def arrive(self, waiter: Waiter) -> None:
+        """Returns when the result may be read; what this rank gave may still be needed until :meth:`wait`."""
+        self.wait(waiter)
 
     def wait(self, waiter: Waiter) -> None:
         for work in self._works:
@@ -55,8 +60,11 @@ class Pending:
 class PlainWire(Protocol):
     """What the engine asks of a wire. All tensors are 1-D and contiguous."""
 
-    def all_gather(self, full: Tensor, group: Any) -> Pending:
-        """Completes ``full``, in which this rank's chunk (its group rank's) is already in place."""
+    def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
+        """Completes ``full``, in which this rank's chunk (its group rank's) is already in place.
+
+        ``lasting`` holds the same values as that chunk, and will until :meth:`settle`.
+        """
         ...
 
     def reduce_scatter(self, full: Tensor, out: Tensor, group: Any, *, add: bool) -> Pending:
@@ -66,6 +74,14 @@ class PlainWire(Protocol):
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
         """Sums ``tensor`` over the group, in place."""
+        ...
+
+    def settle(self, waiter: Waiter) -> None:
+        """Returns when no other rank reads what was ``lasting``; at the end of a pass."""
+        ...
+
+    def close(self) -> None:
+        """The wire is not used any more."""
         ...
 
     def temporary(self, num_bytes: int, ranks: int) -> int:
@@ -84,7 +100,7 @@ class GlooWire:
     def __init__(self, empty: Callable[[int, torch.dtype], Tensor], recycle: Callable[[Tensor], None]) -> None:
         self._empty, self._recycle = empty, recycle
 
-    def all_gather(self, full: Tensor, group: Any) -> Pending:
+    def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
         chunks = full.chunk(dist.get_world_size(group))
         works = [dist.broadcast(c, group=group, group_src=i, async_op=True) for i, c in enumerate(chunks)]
         return Pending(works)
@@ -99,13 +115,19 @@ class GlooWire:
         work = dist.all_to_all_single(received, full, group=group, async_op=True)
 
         def finish() -> None:
-            _sum_into(out, received.chunk(ranks), add)
+            sum_into(out, received.chunk(ranks), add)
             self._recycle(received)
 
         return Pending([work], finish)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
         return Pending([dist.all_reduce(tensor, group=group, async_op=True)])
+
+    def settle(self, waiter: Waiter) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def temporary(self, num_bytes: int, ranks: int) -> int:
         return num_bytes
@@ -114,7 +136,7 @@ class GlooWire:
 class NcclWire:
     """NCCL: each collective as it is. ``wait`` orders streams and does not stop the host."""
 
-    def all_gather(self, full: Tensor, group: Any) -> Pending:
+    def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
         mine = full.chunk(dist.get_world_size(group))[dist.get_rank(group)]
         return Pending([_all_gather_single(full, mine, group=group, async_op=True)])
 
@@ -128,15 +150,14 @@ class NcclWire:
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
         return Pending([dist.all_reduce(tensor, group=group, async_op=True)])
 
+    def settle(self, waiter: Waiter) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def temporary(self, num_bytes: int, ranks: int) -> int:
         return num_bytes // ranks
-
-
-def plain_wire(
-    backend: str, empty: Callable[[int, torch.dtype], Tensor], recycle: Callable[[Tensor], None]
-) -> PlainWire:
-    """The plain wire of a backend (``gloo``, ``nccl``; ``none`` for one rank, where it is never asked)."""
-    return NcclWire() if backend == "nccl" else GlooWire(empty, recycle)
 
 
 def _put(out: Tensor, value: Tensor, add: bool) -> None:
@@ -146,7 +167,7 @@ def _put(out: Tensor, value: Tensor, add: bool) -> None:
         out.copy_(value)
 
 
-def _sum_into(out: Tensor, rows: Sequence[Tensor], add: bool) -> None:
+def sum_into(out: Tensor, rows: Sequence[Tensor], add: bool) -> None:
     """Sums ``rows`` in order into ``out``; narrow rows go through fp32, as each partial sum would be rounded."""
     if out.itemsize < 4:
         wide = rows[0].float()

@@ -1,0 +1,171 @@
+"""The near wire gives bit for bit what the Gloo wire gives, depends on no rank's timing, and says who is gone."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import models
+import shardfold as sf
+from shardfold.mesh import DataMesh
+from shardfold.testing import Ranks, RanksFailed
+from shardfold.wires import near
+from shardfold.wires.near import NearWire
+from shardfold.wires.plain import GlooWire
+
+pytestmark = pytest.mark.skipif(near._readv is None, reason="this system has no cross memory attach")
+LIMIT = timedelta(seconds=30)
+
+
+def _wait(work: Any) -> None:
+    work.wait(LIMIT)
+
+
+def _exchange(key: str, text: str) -> list[str]:
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, text)
+    return said
+
+
+def _wires() -> tuple[GlooWire, NearWire, Any, DataMesh]:
+    mesh = DataMesh(None, torch.device("cpu"), LIMIT)
+    gloo = GlooWire(lambda n, dtype: torch.empty(n, dtype=dtype), lambda flat: None)
+    wire = NearWire(gloo, mesh.groups(), mesh.rank, _exchange, _wait)
+    assert wire.near(mesh.everyone)
+    return gloo, wire, mesh.everyone, mesh
+
+
+def _values(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def _compare() -> list[str]:
+    gloo, wire, group, mesh = _wires()
+    world, rank = mesh.world, mesh.rank
+    wrong: list[str] = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for chunk in (1, 1000, near.BLOCK // 4, near.BLOCK // 2 + 12345):
+            values = _values(world * chunk, dtype)
+            answers: list[list[torch.Tensor]] = []
+            for each in (gloo, wire):
+                full, lasting = torch.zeros_like(values), values.chunk(world)[rank].clone()
+                full.chunk(world)[rank].copy_(lasting)
+                again = full.clone()
+                each.all_gather(full, group).wait(_wait)
+                each.all_gather(again, group, lasting=lasting).wait(_wait)
+                each.settle(_wait)
+                inside, wide = values.clone(), torch.ones(chunk, dtype=torch.float32)
+                each.reduce_scatter(inside, inside.chunk(world)[rank], group, add=False).wait(_wait)
+                if dtype.itemsize <= 4:
+                    each.reduce_scatter(values.clone(), wide, group, add=True).wait(_wait)
+                answers.append([full, again, inside.chunk(world)[rank], wide])
+            for name, a, b in zip(("gather", "lasting", "inside", "added"), *answers, strict=True):
+                if not torch.equal(a, b):
+                    wrong.append(f"{name} {dtype} {chunk}")
+            summed, parts = values.clone(), [torch.empty_like(values) for _ in range(world)]
+            wire.all_reduce(summed, group).wait(_wait)
+            dist.all_gather(parts, summed)
+            dist.all_reduce(values.clone())
+            whole = _values(0, dtype)
+            dist.all_gather(parts, values)
+            whole = torch.stack([part.double() for part in parts]).sum(0)
+            error = (summed.double() - whole).abs().max() / whole.abs().max()
+            if error > 2 * torch.finfo(dtype).eps:
+                wrong.append(f"sum {dtype} {chunk}: {error}")
+    mesh.close()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_what_is_read_is_bit_for_bit_what_gloo_brings(ranks: Ranks, world_size: int) -> None:
+    assert ranks.run(_compare, world_size=world_size) == [[]] * world_size
+
+
+def _many() -> bool:
+    _, wire, group, mesh = _wires()
+    right = True
+    full = torch.empty(2 * mesh.world)
+    for i in range(near.SLOTS * 2 + 7):
+        full.chunk(mesh.world)[mesh.rank].fill_(float(i + mesh.rank))
+        wire.all_gather(full, group).wait(_wait)
+        right &= full[::2].tolist() == [float(i + rank) for rank in range(mesh.world)]
+    mesh.close()
+    return right
+
+
+def test_a_board_has_room_for_any_number_of_collectives(ranks: Ranks) -> None:
+    assert ranks.run(_many, world_size=3) == [True] * 3
+
+
+def _late() -> float:
+    """Rank 0 waits for two sums that rank 1 has begun but does not wait for, as it stands in something else."""
+    _, wire, group, mesh = _wires()
+    tensor = torch.full((100_000,), 1.0 + mesh.rank)
+    pending = wire.all_reduce(tensor, group)
+    if mesh.rank == 0:
+        pending.wait(_wait)
+    dist.barrier()
+    pending.wait(_wait)
+    mesh.close()
+    return float(tensor.sum())
+
+
+def test_a_rank_goes_on_with_what_it_began_while_it_stands_elsewhere(ranks: Ranks) -> None:
+    assert ranks.run(_late, world_size=2) == [300_000.0] * 2
+
+
+def _losses(off: tuple[int, ...], layout: str) -> tuple[list[float], bool]:
+    """Of a few steps in bf16; ``off``: ranks on which the wire is switched off."""
+    if dist.get_rank() in off:
+        os.environ["SHARDFOLD_NEAR"] = "0"
+    try:
+        mesh = {"inter": 2, "intra": 2} if layout in ("hsdp", "hpz") else None
+        torch.manual_seed(0)
+        adamw = partial(torch.optim.AdamW, lr=1e-2)
+        engine = sf.Engine(models.small(), optimizer=adamw, layout=layout, precision="bf16", mesh=mesh, accumulate=2)
+    finally:
+        os.environ.pop("SHARDFOLD_NEAR", None)
+    wire: Any = engine.actions.wire
+    used = wire.near(engine.mesh.everyone)
+    losses: list[float] = []
+    for batch in models.batches(6):
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.close()
+    return losses, used
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2", "hsdp", "hpz"])
+def test_training_is_the_same_to_the_bit_over_either_wire(ranks: Ranks, layout: str) -> None:
+    world = 4 if layout in ("hsdp", "hpz") else 2
+    read = ranks.run(_losses, (), layout, world_size=world)
+    sent = ranks.run(_losses, (1,), layout, world_size=world)
+    assert [used for _, used in read] == [True] * world
+    assert [used for _, used in sent] == [False] * world, "one rank that can not be read sends its group to Gloo"
+    if layout in ("ddp", "hsdp"):  # Gloo's all-reduce adds in an order, and for bf16 in a dtype, of its own
+        flat = zip([x for losses, _ in read for x in losses], [x for losses, _ in sent for x in losses], strict=True)
+        assert all(a == pytest.approx(b, rel=2e-2) for a, b in flat)
+    else:
+        assert [losses for losses, _ in read] == [losses for losses, _ in sent]
+
+
+def _ends() -> None:
+    _, wire, group, mesh = _wires()
+    if mesh.rank == 1:
+        os._exit(3)
+    full = torch.zeros(1000)
+    wire.all_gather(full, group).wait(_wait)
+
+
+def test_a_rank_that_has_ended_is_told_of(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match="a rank on this host, has ended"):
+        ranks.run(_ends, world_size=2, timeout=60)
