@@ -158,16 +158,17 @@ class Actions:
             self.free(self.units[name])
         self.detours.clear()
 
-    def accept(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
+    def accept(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
         """Takes a gradient. While another unit's are on their way it stays as autograd made it, so that no more than
         two units' gradients are in memory."""
+        segment, slot = place
         unit.used[segment][slot] = True
         other = self._reducing
         if other is not None and other is not unit and other.reducing and unit.incoming is None:
-            if unit.resting_buffer is None and not all(pending.done() for pending in other.reducing):
+            if unit.resting is None and not all(pending.done() for pending in other.reducing):
                 unit.waiting.append((segment, slot, grad))
                 return
-            if unit.resting_buffer is None:
+            if unit.resting is None:
                 other.end_reduce(self.agreement.wait)
         if unit.waiting:
             unit.accept_waiting(self.scale, self._reduce_dtype)
@@ -187,7 +188,7 @@ class Actions:
 
     def _send(self, unit: Unit, op: Op) -> None:
         """Hands a unit's gradients to the wire. When this returns, only what is pending keeps their buffer alive."""
-        buffer = unit.resting_buffer
+        buffer = unit.resting
         with torch.no_grad():
             unit.accept_waiting(self.scale, self._reduce_dtype)
             if buffer is None or unit.reduced:
@@ -205,7 +206,7 @@ class Actions:
                 self._collective(op, flat, unit.reducing)
                 if add:
                     unit.reducing.append(Pending([], partial(segment.add_to_grads, flat)))
-        if buffer is not unit.resting_buffer:
+        if buffer is not unit.resting:
             unit.reducing.append(Pending([], partial(self._recycle, buffer)))
 
     def _recycle(self, buffer: GradientBuffer) -> None:

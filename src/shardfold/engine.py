@@ -338,8 +338,8 @@ class Engine:
         used, late = self.actions.agree_on_use()
         self._runner.reduce_late(late)
         for unit in self.units:
-            if unit.resting_buffer is not None and not unit.reduced:  # one rank: nothing reduced, so nothing completed
-                unit.resting_buffer.complete()
+            if unit.resting is not None and not unit.reduced:  # one rank: nothing reduced, so nothing completed
+                unit.resting.complete()
         self.actions.grad_norm = self.actions.coefficient = None
         track = self._runner.tracks["step"]
         track.restart()

@@ -8,7 +8,7 @@ its gradient, when a pass begins and ends. What follows from an event is the eng
     backward of the model            begin_backward  (gradient of an output of the model, or of any unit, arrives)
     backward of a unit's module        enter_backward(unit)  (gradient of one of its outputs arrives)
     backward by another way            enter_aside(unit)     (a weight it saved is needed; see ``remembers``)
-    gradient of a parameter            gradient(unit, segment, slot, grad)
+    gradient of a parameter            gradient(unit, place, grad)
     end of the outermost backward    end_backward
 """
 
@@ -47,7 +47,7 @@ class Listener(Protocol):
     def saved(self, unit: Unit) -> None: ...
     def enter_backward(self, unit: Unit) -> None: ...
     def enter_aside(self, unit: Unit) -> None: ...
-    def gradient(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None: ...
+    def gradient(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None: ...
     def end_backward(self) -> None: ...
 
 
@@ -343,15 +343,16 @@ class Hooks:
     def _on_gradient(
         self, parameter: nn.Parameter, unit: Unit, segment: int, slot: int
     ) -> Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], None]:
-        listener = self._listener
+        deliver, place = self._listener.gradient, (segment, slot)
 
         def hook(_: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
             if arrived[0] is None:  # a node above had no gradient to give
                 return
             grad, parameter.grad = parameter.grad, None  # first, because a backward that begins clears what is shown
-            self._ensure_backward()
+            if not self._queued:
+                self._ensure_backward()
             assert grad is not None
             with apart():
-                listener.gradient(unit, segment, slot, grad)
+                deliver(unit, place, grad)
 
         return hook

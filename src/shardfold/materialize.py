@@ -84,7 +84,7 @@ def make_units(
             segment.bind(layout, mesh.sizes, mesh.coords)
         if unit.trainable and not layout.grads.over:
             flats = [segment.grads for segment in unit.trainable if segment.grads is not None]
-            unit.resting_buffer = GradientBuffer(unit.trainable, flats)
+            unit.resting = GradientBuffer(unit.trainable, flats)
         if unit.split and not c.spec.root:
             unit.release()
         units.append(unit)

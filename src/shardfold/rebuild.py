@@ -198,7 +198,7 @@ def _forget(engine: Engine, unit: Unit) -> None:
         engine._update.drop(unit)
     for average in engine.averages:
         average.drop(unit)
-    unit.resting_buffer = None
+    unit.resting = None
     for segment in unit.segments:
         segment.rest = segment.held = segment.grads = segment.master = None
         segment.flat = segment.flat.new_empty(0)

@@ -474,19 +474,20 @@ class Runner:
         unit.aside = True
         self.enter_backward(unit)
 
-    def gradient(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
+    def gradient(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
+        """``place``: number of the trainable segment and of the slot."""
         self._delivered = True
+        if grad.is_sparse:
+            grad = grad.to_dense()
         if torch.is_grad_enabled():  # create_graph=True: otherwise entering no_grad() would cost as much as the rest
             with torch.no_grad():
-                self._take(unit, segment, slot, grad)
+                self.actions.accept(unit, place, grad)
         else:
-            self._take(unit, segment, slot, grad)
-        unit.seen.add((segment, slot))
-        if len(unit.seen) == unit.num_trainable and self._run is not None and unit.name not in self.roots:
+            self.actions.accept(unit, place, grad)
+        seen = unit.seen
+        seen.add(place)
+        if len(seen) == unit.num_trainable and self._run is not None and unit.name not in self.roots:
             self._run.complete(unit)
-
-    def _take(self, unit: Unit, segment: int, slot: int, grad: Tensor) -> None:
-        self.actions.accept(unit, segment, slot, grad.to_dense() if grad.is_sparse else grad)
 
     def end_backward(self) -> None:
         if self._run is not None:
@@ -499,6 +500,7 @@ class Runner:
             self.boundary = self._boundary_before
         for unit in self.units:
             unit.end_reduce(self.agreement.wait)
+            unit.flush()
         self.store.forget_spares()
         if not self.layout.master.over:
             for unit in self.units:

@@ -62,43 +62,91 @@ class Life(Enum):
 # -- gradients on their way ---------------------------------------------------------------------------------
 
 
-class GradientBuffer:
-    """One flat per trainable segment into which gradients of one or more passes are written, slot by slot.
+SMALL = 16 * 1024
+"""Gradients of at most so many bytes are copied together: a call of its own costs as much as copying this."""
+BATCH = 64 * 1024
+"""So many bytes of small gradients wait at most."""
 
-    ``touched`` says which slots hold anything; the memory of the others, and of the padding, is undefined until
-    :meth:`complete` zeroes it.
+
+class Gradients:
+    """Gradients of one or more passes, one tensor per parameter of a unit's trainable segments.
+
+    Attributes:
+        views: by segment and slot, each with its parameter's shape.
+        touched: which of them hold anything since :meth:`clear`; what the others hold means nothing.
     """
 
-    def __init__(self, segments: Sequence[Segment], flats: Sequence[Tensor]) -> None:
-        self.flats = list(flats)
-        self.views = [segment.views_of(flat) for segment, flat in zip(segments, flats, strict=True)]
-        self.touched = [[False] * len(views) for views in self.views]
-        self._segments = segments
+    def __init__(self, views: list[list[Tensor]]) -> None:
+        self.views = views
+        self.touched = [[False] * len(row) for row in views]
 
     def add(self, segment: int, slot: int, grad: Tensor, scale: float) -> None:
-        """Adds ``scale * grad``; the first gradient of a slot overwrites what was there."""
-        view = self.views[segment][slot]
-        if self.touched[segment][slot]:
-            view.add_(grad, alpha=scale)
-        else:
-            self.touched[segment][slot] = True
-            torch.mul(grad, _factor(scale) if grad.dim() else scale, out=view)
+        """Adds ``scale * grad``; the first gradient of a slot replaces what was there."""
+        raise NotImplementedError
 
-    def complete(self) -> None:
-        """Zeroes what no gradient reached: on this rank those parameters contribute nothing to the sum."""
-        for segment, flat, touched in zip(self._segments, self.flats, self.touched, strict=True):
-            if segment.gaps:  # as one call: each would cost as much as the gradient of a small parameter
-                pads = [flat[start:stop] for start, stop in segment.gaps]
-                torch._foreach_zero_(pads)  # pyright: ignore[reportPrivateImportUsage]
-            if not all(touched):
-                for slot, was in zip(segment.spec.slots, touched, strict=True):
-                    if not was:
-                        flat[slot.offset : slot.offset + slot.numel].zero_()
+    def flush(self) -> None:
+        """From now on all that was added is in ``views``."""
 
     def clear(self) -> None:
         """Forgets all gradients; the memory stays."""
         for touched in self.touched:
             touched[:] = [False] * len(touched)
+
+
+class GradientBuffer(Gradients):
+    """Gradients in one flat per segment, as they are sent; the memory of slots that are not touched, and of the
+    padding, is undefined until :meth:`complete` zeroes it."""
+
+    def __init__(self, segments: Sequence[Segment], flats: Sequence[Tensor]) -> None:
+        self.flats = list(flats)
+        parts = [segment.parts_of(flat) for segment, flat in zip(segments, flats, strict=True)]
+        super().__init__([views for views, _ in parts])
+        self._pads = [pad for _, pads in parts for pad in pads]
+        self._waiting: tuple[list[Tensor], list[Tensor]] = [], []  # views, and the small gradients that go there
+        self._waiting_bytes, self._scale = 0, 1.0
+
+    def add(self, segment: int, slot: int, grad: Tensor, scale: float) -> None:
+        view, touched = self.views[segment][slot], self.touched[segment]
+        if touched[slot]:
+            self.flush()
+            view.add_(grad, alpha=scale)
+            return
+        touched[slot] = True
+        size = grad.nbytes
+        if size > SMALL:
+            torch.mul(grad, _factor(scale), out=view)
+            return
+        self._waiting[0].append(view)
+        self._waiting[1].append(grad)
+        self._waiting_bytes += size
+        self._scale = scale
+        if self._waiting_bytes >= BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        views, grads = self._waiting
+        if views:
+            torch._foreach_copy_(views, grads)  # pyright: ignore[reportPrivateImportUsage]
+            if self._scale != 1.0:
+                torch._foreach_mul_(views, self._scale)  # pyright: ignore[reportPrivateImportUsage]
+            self._drop_waiting()
+
+    def complete(self) -> None:
+        """Zeroes what no gradient reached: on this rank those parameters contribute nothing to the sum."""
+        self.flush()
+        zero = [view for row, touched in zip(self.views, self.touched, strict=True) if not all(touched)
+                for view, was in zip(row, touched, strict=True) if not was]  # fmt: skip
+        if self._pads or zero:  # as one call: each would cost as much as the gradient of a small parameter
+            torch._foreach_zero_(self._pads + zero)  # pyright: ignore[reportPrivateImportUsage]
+
+    def clear(self) -> None:
+        super().clear()
+        self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        self._waiting[0].clear()
+        self._waiting[1].clear()
+        self._waiting_bytes = 0
 
 
 # -- segments and units ---------------------------------------------------------------------------------------
@@ -125,6 +173,13 @@ class Segment:
         self.flat = store.empty(spec.length, self.dtype)
         self.gaps = _gaps(spec)
         self._places = [(s.shape, torch.empty(s.shape, device="meta").stride(), s.offset) for s in spec.slots]
+        ranges = sorted(
+            [(s.offset, s.offset + s.numel, 0, i) for i, s in enumerate(spec.slots)]
+            + [(*gap, 1, 0) for gap in self.gaps]
+        )
+        self._sizes = [stop - start for start, stop, _, _ in ranges]
+        self._slots_at = [i for i, (_, _, gap, _) in enumerate(ranges) if not gap]
+        self._gaps_at = [i for i, (_, _, gap, _) in enumerate(ranges) if gap]
         self.rest: Tensor | None = None
         self.held: Tensor | None = None
         self.held_range: tuple[int, int] | None = None
@@ -144,6 +199,16 @@ class Segment:
         """Views of a flat of this segment's length, one per parameter, with its shape."""
         start = flat.storage_offset()
         return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in self._places]
+
+    def parts_of(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """As :meth:`views_of`, and the ranges of padding; made in one call, because each by itself costs as much as
+        copying a small parameter's gradient."""
+        parts = torch.unsafe_split_with_sizes(flat, self._sizes)
+        views = [
+            parts[i] if len(shape) == 1 else parts[i].view(shape)
+            for i, (shape, _, _) in zip(self._slots_at, self._places, strict=True)
+        ]
+        return views, [parts[i] for i in self._gaps_at]
 
     def bind(self, layout: Layout, mesh: Mesh, coords: Mesh) -> None:
         """Makes the states that rest, from the values in the flat. The flat must be full."""
@@ -252,7 +317,7 @@ class Unit:
         self.filling: list[Pending] = []
         self._lending: list[Callable[[], None]] = []  # to wait until the others have read what they need of this rank
         # gradients
-        self.resting_buffer: GradientBuffer | None = None  # over grads itself, where they are not split
+        self.resting: GradientBuffer | None = None  # over grads itself, where they are not split
         self.incoming: GradientBuffer | None = None
         self.waiting: list[tuple[int, int, Tensor]] = []  # gradients that came while there was no room for incoming
         self.reducing: list[Pending] = []
@@ -351,12 +416,18 @@ class Unit:
 
     def accept(self, segment: int, slot: int, grad: Tensor, scale: float, dtype: str) -> None:
         """Takes one gradient into the buffer that the next reduction sends, making it if need be."""
-        if self.resting_buffer is not None and not self.reduced:
-            self.resting_buffer.add(segment, slot, grad, scale)
+        if self.resting is not None and not self.reduced:
+            self.resting.add(segment, slot, grad, scale)
             return
         if self.incoming is None:
             self.incoming = self.new_buffer(dtype)
         self.incoming.add(segment, slot, grad, scale)
+
+    def flush(self) -> None:
+        """At the end of a pass: no gradient waits to be copied."""
+        for gradients in (self.resting, self.incoming):
+            if gradients is not None:
+                gradients.flush()
 
     def accept_waiting(self, scale: float, dtype: str) -> None:
         """Takes the gradients that had to wait; each is given back as soon as it is copied."""
@@ -378,7 +449,7 @@ class Unit:
 
     def show_gradients(self) -> None:
         """Where a rank has all gradients, users find them where PyTorch puts them."""
-        buffer = self.resting_buffer
+        buffer = self.resting
         if buffer is None or any(s.dtype != flat.dtype for s, flat in zip(self.trainable, buffer.flats, strict=True)):
             return
         for segment, views, touched in zip(self.trainable, buffer.views, buffer.touched, strict=True):
@@ -401,8 +472,8 @@ class Unit:
         self.seen.clear()
         for used in self.used:
             used[:] = [False] * len(used)
-        if self.resting_buffer is not None:
-            self.resting_buffer.clear()
+        if self.resting is not None:
+            self.resting.clear()
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for segment in self.segments:
