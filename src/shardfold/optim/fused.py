@@ -97,6 +97,10 @@ class FusedShard:
         count = torch.full((), float(step), device=master.device)  # a fill, where torch.tensor would stop the host
         if segment.master_is_rest:
             out = None
+        # Where nothing is cast or multiplied there is nothing to do while a block is in cache.
+        narrow = self.kind is SGD and master.itemsize < 4
+        if not block and coefficient is None and out is None and grads.dtype == master.dtype and not narrow:
+            block = stop - start
         block = block or (CUDA_BLOCK if master.is_cuda else CPU_BLOCK)
         for a in range(start, stop, block):
             b = min(a + block, stop)
