@@ -1,5 +1,5 @@
 """Optimizers on flat shards, and learning-rate schedules."""
 
-from shardfold.optim.schedules import warmup_cosine
+from shardfold.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, warmup_cosine
 
-__all__ = ["warmup_cosine"]
+__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "warmup_cosine"]
