@@ -87,9 +87,9 @@ def load_state(engine: Engine, state: Mapping[str, Tensor], *, strict: bool) -> 
 def memory_report(engine: Engine, update: ShardedOptimizer | None) -> MemoryReport:
     """See :meth:`Engine.memory`."""
     specs = [unit.spec for unit in engine.units]
-    moments = update.num_moments() if update is not None else 0
-    exact = state_bytes(engine.layout, specs, engine.mesh.sizes, num_moments=moments)
-    padded = state_bytes(engine.layout, specs, engine.mesh.sizes, num_moments=moments, padded=True)
+    moments, kept = (update.num_moments(), update.kept_bytes()) if update is not None else (0, None)
+    exact = state_bytes(engine.layout, specs, engine.mesh.sizes, num_moments=moments, kept=kept)
+    padded = state_bytes(engine.layout, specs, engine.mesh.sizes, num_moments=moments, padded=True, kept=kept)
     tensors: dict[str, list[Tensor]] = {name: [] for name in ("params", "held", "grads", "master", "moments")}
     transient: list[Tensor] = []
     for unit in engine.units:

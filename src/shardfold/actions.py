@@ -21,6 +21,7 @@ from shardfold.layout import DATA_AXES, Layout, Precision, Tier
 from shardfold.mesh import DataMesh
 from shardfold.meter import Meter
 from shardfold.numerics import clip_coefficient, square_sum
+from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.passes import Schedule
 from shardfold.program import MARKERS, Op
@@ -65,6 +66,8 @@ class Actions:
             exchange=agreement.exchange, waiter=agreement.wait,
         )  # fmt: skip
         self.meter = Meter(mesh)
+        if optimizer is not None:
+            optimizer.connect(RankLink(mesh, layout.master.over, agreement, self.wire, self.meter))
         self.detours: set[str] = set()
         self.backward_follows = True
         self.grad_norm: Tensor | None = None

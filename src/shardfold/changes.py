@@ -22,7 +22,7 @@ from shardfold.cut import Cut, cut, main_dtype
 from shardfold.errors import ConfigError, UsageError
 from shardfold.freed import FreedParameter
 from shardfold.loans import Loan
-from shardfold.optim.sharded import group_numbers
+from shardfold.optim.sharded import alignment, group_numbers
 from shardfold.unit import TORCH_DTYPES, Life, Segment, Unit
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Changes:
         usual = {self._main} | ({TORCH_DTYPES[engine.precision.compute]} if own and self._main is not None else set())
         return cut(
             engine.module, self._units, trained, engine.layout, engine.precision, engine.mesh.sizes,
-            keeps=lambda p: own.get(id(p), p.dtype not in usual),
+            keeps=lambda p: own.get(id(p), p.dtype not in usual), align=alignment(engine.optimizer),
         )  # fmt: skip
 
     def close(self) -> None:

@@ -56,15 +56,22 @@ def segment_bytes(
 
 
 def state_bytes(
-    layout: Layout, units: Iterable[UnitSpec], mesh: Mesh, *, num_moments: int = 2, padded: bool = False
+    layout: Layout,
+    units: Iterable[UnitSpec],
+    mesh: Mesh,
+    *,
+    num_moments: int = 2,
+    padded: bool = False,
+    kept: Callable[[SegmentSpec], float] | None = None,
 ) -> dict[str, float]:
-    """Bytes at rest on one rank by state; ``padded=True`` counts what is really allocated."""
+    """Bytes at rest on one rank by state; ``padded=True`` counts what is really allocated. ``kept`` says what the
+    optimizer keeps of a trainable segment on that rank, where it is no number of moments per element."""
     total: dict[str, float] = dict.fromkeys(STATES, 0.0)
     for unit in units:
         for segment in unit.segments:
             elements = segment.length if padded else segment.numel
             for state, n in segment_bytes(layout, segment, mesh, num_moments, elements).items():
-                total[state] += n
+                total[state] += kept(segment) if kept is not None and state == "moments" else n
     return {state: n for state, n in total.items() if n}
 
 

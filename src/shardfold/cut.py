@@ -55,6 +55,7 @@ def cut(
     precision: Precision,
     mesh: Mesh,
     keeps: Callable[[nn.Parameter], bool] | None = None,
+    align: int = 1,
 ) -> list[Cut]:
     """The units of a model in definition order, with their places laid out.
 
@@ -66,6 +67,7 @@ def cut(
         precision: parameters of the model's main dtype follow it; others keep their own (see :func:`main_dtype`).
         mesh: axis sizes.
         keeps: whether a parameter keeps its own dtype; None: if it has another than the main one.
+        align: a power of 2; no rank boundary cuts so many elements of a trainable parameter, counted from its start.
 
     Raises:
         ModelError: a pattern matches nothing, units nest, a parameter has a dtype that can not be split or no shape
@@ -79,7 +81,7 @@ def cut(
     found = [c for c in (root, *cuts) if c.parameters]
     main = main_dtype(model)
     for c in found:
-        _lay_out(c, groups, layout, precision, mesh, keeps or (lambda p: p.dtype != main))
+        _lay_out(c, groups, layout, precision, mesh, keeps or (lambda p: p.dtype != main), align)
     return found
 
 
@@ -226,6 +228,7 @@ def _lay_out(
     precision: Precision,
     mesh: Mesh,
     own_dtype: Callable[[nn.Parameter], bool],
+    align: int,
 ) -> None:
     """Sorts the parameters into segments by (dtype, own, trainable, group) and gives each its slot."""
     parts = 1
@@ -244,8 +247,9 @@ def _lay_out(
         segments[key][name] = parameter
     specs: list[SegmentSpec] = []
     for (dtype, keeps, trainable, group), members in segments.items():
-        align = max(1, ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout))))
-        slots, length = pack({name: p.shape for name, p in members.items()}, parts, align)
+        least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
+        step = max(1, least, align if trainable else 1)
+        slots, length = pack({name: p.shape for name, p in members.items()}, parts, step)
         specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps))
         c.by_segment.append(list(members.values()))
     c.spec = UnitSpec(c.name, tuple(specs), root=c.name == ROOT)

@@ -36,6 +36,7 @@ from shardfold.loans import Loan, refuse_during
 from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
 from shardfold.optim.average import Average
+from shardfold.optim.link import exchange_kind
 from shardfold.optim.sharded import ShardedOptimizer, build
 from shardfold.passes import Schedule
 from shardfold.program import Program
@@ -283,6 +284,8 @@ class Engine:
         specs = [unit.spec for unit in self.units]
         ran = self.actions.meter.last_sections
         predicted = cost.section_traffic(self.program, self.layout, specs, self.mesh.sizes, ran)
+        if ran["step"] and self._update is not None and (own := self._update.traffic())[0]:
+            predicted[exchange_kind(self.layout.master.over)] = own
         return self.actions.meter.report(predicted)
 
     def stats(self, *, peak_flops: float | None = None) -> Stats:
@@ -291,9 +294,11 @@ class Engine:
 
     def explain(self) -> str:
         """The table, the units and the program, as text."""
-        moments = self._update.num_moments() if self._update is not None else 0
+        moments, kept = (
+            (self._update.num_moments(), self._update.kept_bytes()) if self._update is not None else (0, None)
+        )
         specs = [unit.spec for unit in self.units]
-        held = cost.state_bytes(self.layout, specs, self.mesh.sizes, num_moments=moments, padded=True)
+        held = cost.state_bytes(self.layout, specs, self.mesh.sizes, num_moments=moments, padded=True, kept=kept)
         return explain(self.table, self.layout, self.program, specs, self.mesh.sizes, held, self.accumulate)
 
     def mean(self, value: float | Tensor) -> float:

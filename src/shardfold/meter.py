@@ -85,6 +85,10 @@ class Meter:
             into = self._forward if self._in_forward else self._step
             self._add(into, kind, 1, sent)
 
+    def exchange(self, kind: Sent, num_bytes: int) -> None:
+        """One collective of the step in which this rank sends that many bytes to others."""
+        self._add(self._step, kind, 1, num_bytes)
+
     def control(self, num_bytes: int) -> None:
         """A small reduction of that many bytes; a ring sends them about twice."""
         self._control += int(ring_bytes("ALL_REDUCE", num_bytes, self._mesh.world))

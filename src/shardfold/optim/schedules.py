@@ -297,7 +297,7 @@ class OneCycle(_Curve):
     """One cycle up and down, then decay; momentum goes the other way (arXiv 1803.09820).
 
     Up from ``cycle_min_lr`` to ``cycle_max_lr`` in ``cycle_first_step_size`` updates, down again in
-    ``cycle_second_step_size``, then ``cycle_min_lr / (1 + decay_lr_rate * n / decay_step_size)``. Momentum (the first of
+    ``cycle_second_step_size``, then ``cycle_min_lr / (1 + decay_lr_rate * n / decay_step_size)``. Momentum (first of
     a group's ``betas``, or its ``momentum``; of a group that has neither, nothing) goes from ``cycle_max_mom`` to
     ``cycle_min_mom`` and back, then it is ``cycle_max_mom * (1 + decay_mom_rate * n / decay_step_size)``.
 

@@ -3,15 +3,16 @@
 The user's optimizer object stays what it is: its class, its parameter groups (the same dicts, so a learning-rate
 schedule made before or after keeps working), its hyper-parameters. Only the tensors in its groups change: each
 parameter is replaced by the piece of it that this rank owns, a 1-D view of the master shard. AdamW, Adam and SGD are
-then updated by the fused pass of ``fused``; any other class by its own ``step`` on the pieces.
+then updated by the fused pass of ``fused``; any other class by its own ``step`` on the pieces. Optimizers of ours
+(``parts``) are told where their pieces lie, have a piece of every parameter on every rank, and may ask other ranks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,15 @@ from torch.optim import SGD, Optimizer
 
 from shardfold.errors import ConfigError
 from shardfold.optim.fused import FusedShard, fused_moments
+from shardfold.optim.parts import Link, PartOptimizer, Place
+from shardfold.shards import SegmentSpec
 from shardfold.unit import TORCH_DTYPES, Segment, Unit
 
-__all__ = ["PerElement", "ShardedOptimizer", "build", "group_numbers"]
+__all__ = ["PerElement", "ShardedOptimizer", "alignment", "build", "group_numbers"]
 
-#: Not element-wise: their update of one element reads others, which may lie on another rank.
+#: Not element-wise: their update of one element reads others, which may lie on another rank. Some have one of ours.
 NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
+OURS = ("Muon", "Adafactor")
 
 
 def build(optimizer: Any, model: nn.Module) -> Optimizer:
@@ -55,10 +59,12 @@ def build(optimizer: Any, model: nn.Module) -> Optimizer:
             f"the {type(optimizer).__name__} given as optimizer= holds {foreign} tensors that are no parameters of the "
             "model: make it of the model's parameters, and update others with an optimizer of their own."
         )
-    if type(optimizer).__name__ in NOT_ELEMENTWISE:
+    name = type(optimizer).__name__
+    if name in NOT_ELEMENTWISE and not isinstance(optimizer, PartOptimizer):
+        instead = "AdamW, Adam, SGD, Adagrad, RMSprop or another element-wise class"
         raise ConfigError(
-            f"{type(optimizer).__name__} is not element-wise: its update of a shard would need the other shards; "
-            "use AdamW, Adam, SGD, Adagrad, RMSprop or another element-wise class."
+            f"torch's {name} is not element-wise: its update of a shard would need the other shards; "
+            f"use {f'shardfold.optim.{name}, which asks them' if name in OURS else instead}."
         )
     return optimizer
 
@@ -66,6 +72,11 @@ def build(optimizer: Any, model: nn.Module) -> Optimizer:
 def group_numbers(optimizer: Optimizer) -> dict[int, int]:
     """``{id(parameter): number of its group}``."""
     return {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def alignment(optimizer: Optimizer | None) -> int:
+    """Elements that no rank boundary may cut, for this optimizer."""
+    return optimizer.align if isinstance(optimizer, PartOptimizer) else 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,7 @@ class ShardedOptimizer:
 
     def __init__(self, optimizer: Optimizer, units: Sequence[Unit], moments_dtype: str, block: int) -> None:
         self.torch_optimizer = optimizer
+        self._ours = optimizer if isinstance(optimizer, PartOptimizer) else None
         self._block, self._moments_dtype = block, moments_dtype
         self._pieces: dict[int, list[_Piece]] = {}  # by segment
         self._fused: dict[int, FusedShard] = {}
@@ -111,6 +123,11 @@ class ShardedOptimizer:
     def fused(self) -> bool:
         """Whether the cache-blocked update is used."""
         return self._names is not None
+
+    def connect(self, link: Link) -> None:
+        """The ranks that hold the other pieces, for an optimizer that asks them."""
+        if self._ours is not None:
+            self._ours.link = link
 
     # -- the update
 
@@ -135,8 +152,7 @@ class ShardedOptimizer:
         used = {id(s): flags for unit in units for s, flags in zip(unit.trainable, self._used[unit.name], strict=True)}
         for piece in self._every_piece():
             if used[id(piece.segment)][piece.slot]:
-                stop = piece.start + piece.tensor.numel()
-                grad = piece.segment.master_grads[piece.start : stop].to(piece.tensor.dtype)
+                grad = _gradient(piece)
                 piece.tensor.grad = grad if self._coefficient is None else grad * self._coefficient
         for _, stranger in self.strangers():  # trained from the next forward on; its gradient here is this rank's own
             stranger.grad = None
@@ -150,11 +166,16 @@ class ShardedOptimizer:
         """Makes this rank's pieces of a unit, with no state yet; :meth:`point_groups` shows them to the optimizer."""
         for segment in unit.trainable:
             assert segment.master is not None
-            a, b = segment.master_range
+            places = [(slot, segment.own_piece(slot)[0]) for slot in range(len(segment.spec.slots))]
             self._pieces[id(segment)] = [
-                _Piece(segment, slot, start - a, nn.Parameter(segment.master[start - a : stop - a]))
-                for slot, start, stop in segment.spec.pieces(a, b)
+                _Piece(segment, slot, place.start, nn.Parameter(segment.master[place]))
+                for slot, place in places
+                if place.start < place.stop or self._ours is not None
             ]
+            if self._ours is not None:
+                for piece in self._pieces[id(segment)]:
+                    place = self._ours.places[piece.tensor] = _place(segment, piece.slot)
+                    self._ours.prepare(self._ours.param_groups[segment.spec.group], piece.tensor, place)
             if self._names is not None:
                 self._fused[id(segment)] = FusedShard(segment, type(self.torch_optimizer), self._no_moments(segment))
 
@@ -164,6 +185,8 @@ class ShardedOptimizer:
             self._fused.pop(id(segment), None)
             for piece in self._pieces.pop(id(segment), ()):
                 self.torch_optimizer.state.pop(piece.tensor, None)
+                if self._ours is not None:
+                    del self._ours.places[piece.tensor]
 
     def point_groups(self, units: Sequence[Unit]) -> None:
         """Gives every group this rank's pieces of its parameters; the groups themselves stay the same dicts."""
@@ -205,27 +228,39 @@ class ShardedOptimizer:
         """How many moments each element has; for a class of the user's, as seen in its state so far."""
         if self._names is not None:
             return len(self._names)
-        every = (sum(_is_per_element(v, p) for v in self._state(p).values()) for p in self._every_piece())
-        return max(every, default=0)
+        return max((len(self._state(piece)[0]) for piece in self._every_piece()), default=0)
+
+    def kept_bytes(self) -> Callable[[SegmentSpec], float] | None:
+        """Of an optimizer of ours: bytes that it keeps of a segment on this rank. None: a number of moments says it."""
+        ours = self._ours
+        if ours is None:
+            return None
+        kept: dict[SegmentSpec, float] = {}
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                spec = piece.segment.spec
+                place, group = ours.places[piece.tensor], ours.param_groups[spec.group]
+                kept[spec] = kept.get(spec, 0.0) + ours.state_bytes(group, place, piece.tensor.itemsize)
+        return lambda spec: kept.get(spec, 0.0)
+
+    def traffic(self) -> tuple[int, int]:
+        """Collectives of the optimizer's own in a step, and bytes this rank sends in them."""
+        return self._ours.traffic() if self._ours is not None else (0, 0)
 
     def state_tensors(self) -> list[Tensor]:
         """Every tensor of the optimizer's own state."""
         if self._names is not None:
             return [moment for shard in self._fused.values() for moment in shard.moments.values()]
-        every = (value for piece in self._every_piece() for value in self._state(piece).values())
-        return [value for value in every if isinstance(value, Tensor)]
+        states = (self.torch_optimizer.state.get(piece.tensor, {}) for piece in self._every_piece())
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def state_dtypes(self) -> dict[str, torch.dtype]:
         """Names and dtypes of the state that has an element for each of a parameter's; of a class of the user's, what
         this rank's pieces have so far."""
         if self._names is not None:
             return dict.fromkeys(self._names, TORCH_DTYPES[self._moments_dtype])
-        return {
-            name: value.dtype
-            for piece in self._every_piece()
-            for name, value in self._state(piece).items()
-            if _is_per_element(value, piece)
-        }
+        states = (self._state(piece)[0] for piece in self._every_piece())
+        return {name: value.dtype for state in states for name, value in state.items()}
 
     def describe(self, segment: Segment) -> dict[int, tuple[int, dict[str, Any]]]:
         """What is kept for each slot of which this rank has a piece: ``{slot: (elements, {name: value})}``, with
@@ -236,10 +271,8 @@ class ShardedOptimizer:
             return {slot: (1, {**each, "step": step}) for slot, step in enumerate(shard.steps)}
         said: dict[int, tuple[int, dict[str, Any]]] = {}
         for piece in self._pieces[id(segment)]:
-            state = {
-                name: PerElement(value.dtype) if _is_per_element(value, piece) else value
-                for name, value in self._state(piece).items()
-            }
+            each, once = self._state(piece)
+            state = {name: PerElement(value.dtype) for name, value in each.items()} | once
             said[piece.slot] = (piece.tensor.numel(), state)
         return said
 
@@ -247,7 +280,7 @@ class ShardedOptimizer:
         """Whether this rank's piece of a parameter has that state; the fused update's is always there."""
         if self._names is not None:
             return name in self._names
-        return any(_is_per_element(self._state(p).get(name), p) for p in self._pieces_of(segment, slot))
+        return any(name in self._state(piece)[0] for piece in self._pieces_of(segment, slot))
 
     def state_shard(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
         """That state of this rank's master range, ``(length / parts,)``; zeros where a class of the user's has none."""
@@ -256,8 +289,8 @@ class ShardedOptimizer:
         assert segment.master is not None
         shard = torch.zeros_like(segment.master, dtype=dtype)
         for piece in self._pieces[id(segment)]:
-            value = self._state(piece).get(name)
-            if _is_per_element(value, piece):
+            value = self._state(piece)[0].get(name)
+            if value is not None:
                 shard[piece.start : piece.start + piece.tensor.numel()].copy_(value)
         return shard
 
@@ -274,18 +307,22 @@ class ShardedOptimizer:
                 shard.steps[slot] = max(1, shard.steps[slot])
             return
         for piece in self._pieces_of(segment, slot):
-            state = self.torch_optimizer.state[piece.tensor]
-            if _is_per_element(state.get(name), piece):
-                state[name].copy_(values[part[1]])
+            if self._ours is not None:
+                self._ours.take_values(piece.tensor, name, values[part[1]])
+            elif name in (each := self._state(piece)[0]):
+                each[name].copy_(values[part[1]])
             else:
-                state[name] = values[part[1]].clone()
+                self.torch_optimizer.state[piece.tensor][name] = values[part[1]].clone()
 
     def take_value(self, segment: Segment, slot: int, name: str, value: Any) -> None:
         """Sets a state that a parameter has once, such as its step count."""
         if self._names is not None:
             self._fused[id(segment)].steps[slot] = value
         for piece in self._pieces_of(segment, slot) if self._names is None else ():
-            self.torch_optimizer.state[piece.tensor][name] = copy.deepcopy(value)
+            if self._ours is not None:
+                self._ours.take_once(piece.tensor, name, value)
+            else:
+                self.torch_optimizer.state[piece.tensor][name] = copy.deepcopy(value)
 
     def _no_moments(self, segment: Segment) -> dict[str, Tensor]:
         assert segment.master is not None
@@ -298,9 +335,28 @@ class ShardedOptimizer:
     def _pieces_of(self, segment: Segment, slot: int) -> Iterator[_Piece]:
         return (piece for piece in self._pieces[id(segment)] if piece.slot == slot)
 
-    def _state(self, piece: _Piece) -> dict[str, Any]:
-        return self.torch_optimizer.state.get(piece.tensor, {})
+    def _state(self, piece: _Piece) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What is kept of a piece, by name: with a value for each element, and once."""
+        if self._ours is not None:
+            return self._ours.values(piece.tensor), self._ours.once(piece.tensor)
+        state = self.torch_optimizer.state.get(piece.tensor, {})
+        shape = piece.tensor.shape
+        each = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
+        return each, {name: value for name, value in state.items() if name not in each}
 
 
-def _is_per_element(value: Any, piece: _Piece) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.shape == piece.tensor.shape
+def _gradient(piece: _Piece) -> Tensor:
+    """The gradient of a piece, of its shape and dtype."""
+    grads = piece.segment.master_grads[piece.start : piece.start + piece.tensor.numel()]
+    return grads.to(piece.tensor.dtype)
+
+
+def _place(segment: Segment, slot: int) -> Place:
+    """Where the pieces of a parameter lie on all ranks that its master is split over."""
+    spec, (a, b) = segment.spec, segment.master_range
+    offset, numel = spec.slots[slot].offset, spec.slots[slot].numel
+    shares: list[tuple[int, int]] = []
+    for low in range(0, spec.length, b - a):
+        start, stop = max(low - offset, 0), min(low + b - a - offset, numel)
+        shares.append((start, stop) if start < stop else (0, 0))
+    return Place(spec.slots[slot].shape, tuple(shares), a // (b - a))

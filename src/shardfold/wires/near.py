@@ -535,6 +535,9 @@ class NearWire:
 
         return self._begin(near, [(first, sum_own), (second, read_sums)], tensor)
 
+    def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
+        return self._gloo.exchange(sent, to, received, by, group)
+
     def settle(self, waiter: Waiter) -> None:
         for reading in self._unsettled:
             reading.settle(waiter)

@@ -18,6 +18,7 @@ are summed in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +85,11 @@ class PlainWire(Protocol):
         """The wire is not used any more."""
         ...
 
+    def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
+        """Sends the next ``to[r]`` elements of ``sent`` to rank ``r`` of the group; its ``by[r]`` come one after the
+        other into ``received``."""
+        ...
+
     def temporary(self, num_bytes: int, ranks: int) -> int:
         """Bytes that :meth:`reduce_scatter` of ``num_bytes`` holds besides its arguments."""
         ...
@@ -129,6 +135,11 @@ class GlooWire:
     def close(self) -> None:
         pass
 
+    def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
+        out, source = (received.cpu(), sent.cpu()) if sent.is_cuda else (received, sent)
+        work = dist.all_to_all_single(out, source, list(by), list(to), group=group, async_op=True)
+        return Pending([work], partial(received.copy_, out) if sent.is_cuda else None)
+
     def temporary(self, num_bytes: int, ranks: int) -> int:
         return num_bytes
 
@@ -155,6 +166,9 @@ class NcclWire:
 
     def close(self) -> None:
         pass
+
+    def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
+        return Pending([dist.all_to_all_single(received, sent, list(by), list(to), group=group, async_op=True)])
 
     def temporary(self, num_bytes: int, ranks: int) -> int:
         return num_bytes // ranks

@@ -1,0 +1,155 @@
+"""Adafactor: the second moment of a matrix as one value per row and one per column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfold.errors import ConfigError
+from shardfold.optim.parts import PartOptimizer, Place, Use, check_number
+
+__all__ = ["Adafactor"]
+
+
+class Adafactor(PartOptimizer):
+    """Adafactor (Shazeer & Stern, arXiv 1804.04235, algorithms 4 and 5), with the arguments and the numbers of
+    ``torch.optim.Adafactor``.
+
+    Rows and columns are those of the last two dims; parameters with fewer have a second moment per element. On shards
+    the sums over rows and columns of all parts go by one all-reduce of 4 bytes per row, column and parameter, and the
+    squares of the update by one of 8 bytes per parameter. State: 4 bytes per row and column, on every rank; a vector's
+    is split as it is.
+
+    Args:
+        params: parameters or groups of them.
+        lr: largest relative step size; the step size is ``max(eps[1], rms(x)) * min(lr, 1 / sqrt(step))``.
+        beta2_decay: the second moment's beta is ``1 - step ** beta2_decay``.
+        eps: least root of the second moment (None: of the dtype), and least ``rms(x)``.
+        d: updates whose root mean square is larger than this are scaled down to it.
+        weight_decay: decoupled.
+
+    Raises:
+        ConfigError: a hyper-parameter is out of its range.
+    """
+
+    per_element = ("variance",)
+    per_parameter = ("step", "row_var", "col_var")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        numbers = {"lr": lr, "eps": eps[1], "weight_decay": weight_decay, **({"eps": eps[0]} if eps[0] else {})}
+        for name, value in numbers.items():
+            check_number(Adafactor, name, value)
+        check_number(Adafactor, "d", d, low=1.0)
+        if not beta2_decay <= 0:
+            raise ConfigError(f"Adafactor(beta2_decay={beta2_decay!r}): it is a number <= 0.")
+        super().__init__(params, dict(lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay))
+
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+        if len(place.shape) < 2:
+            return {"step": 0, "variance": torch.zeros_like(tensor)}
+        *batch, rows, columns = place.shape
+        row_var = torch.zeros(*batch, rows, 1, dtype=torch.float32, device=tensor.device)
+        return {"step": 0, "row_var": row_var, "col_var": row_var.new_zeros(*batch, 1, columns)}
+
+    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+        if len(place.shape) < 2:
+            return itemsize * place.held
+        return 4 * (place.numel // place.shape[-1] + place.numel // place.shape[-2])
+
+    def update(self, uses: list[Use]) -> None:
+        if not uses:
+            return
+        sums = [_sums(use) for use in uses]
+        every = torch.cat(sums)
+        self.link.sum(every)
+        steps: list[Tensor] = []
+        squares = torch.zeros(len(uses), dtype=torch.float64, device=every.device)
+        for i, (use, summed) in enumerate(zip(uses, every.split([len(one) for one in sums]), strict=True)):
+            use.state["step"] += 1
+            steps.append(_step_size(use, summed[0]))
+            _follow(use, summed[1:])
+            squares[i] = _direction(use).double().square().sum()
+        self.link.sum(squares)
+        for use, size, square in zip(uses, steps, squares, strict=True):
+            rms = (square / use.place.numel).sqrt().float()
+            size = size / (rms / use.group["d"]).clamp(min=1.0)
+            use.tensor.mul_(1 - use.group["lr"] * use.group["weight_decay"])
+            # The direction is made twice, as keeping it would take as much memory as a moment of every element.
+            use.tensor.sub_(_direction(use).mul_(size).view(use.tensor.shape))
+
+
+def _sums(use: Use) -> Tensor:
+    """This rank's part of the sum of squares of the values, and of the gradients by row and by column."""
+    values = use.tensor.float().square().sum().view(1)
+    if len(use.place.shape) < 2:
+        return values
+    rows, columns = use.place.shape[-2:]
+    squares, first = _in_rows(use.place, use.grad.reshape(-1).float().square_())
+    by_row = squares.new_zeros(use.place.numel // columns)
+    by_row[first : first + len(squares)] = squares.sum(1)
+    by_column = squares.new_zeros(use.place.numel // rows // columns, columns)
+    by_column.index_add_(0, _matrix_of(squares, first, rows), squares)
+    return torch.cat([values, by_row, by_column.view(-1)])
+
+
+def _follow(use: Use, sums: Tensor) -> None:
+    """Moves the second moment towards the squares of this step."""
+    state, weight = use.state, use.state["step"] ** use.group["beta2_decay"]
+    if "variance" in state:
+        state["variance"].lerp_(use.grad.square(), weight)
+        return
+    rows, columns = use.place.shape[-2:]
+    by_row, by_column = sums.split([state["row_var"].numel(), state["col_var"].numel()])
+    state["row_var"].lerp_((by_row / columns).view_as(state["row_var"]), weight)
+    state["col_var"].lerp_((by_column / rows).view_as(state["col_var"]), weight)
+
+
+def _direction(use: Use) -> Tensor:
+    """The gradient over the root of its second moment, ``(place.held,)``, a new tensor."""
+    grad, least = use.grad.reshape(-1), use.group["eps"][0]
+    least = torch.finfo(use.tensor.dtype).eps if least is None else least
+    if "variance" in use.state:
+        return use.state["variance"].reshape(-1).clamp(min=least * least).rsqrt_().mul_(grad)
+    rows, columns = use.place.shape[-2:]
+    row_var, col_var = use.state["row_var"], use.state["col_var"]
+    first, stop = use.place.start // columns, -(-(use.place.start + use.place.held) // columns)
+    mine = row_var.view(-1, 1)[first:stop]
+    matrix = _matrix_of(mine, first, rows)
+    mean = row_var.mean(dim=-2).view(-1, 1).clamp(min=least)
+    estimate = (mine * col_var.view(-1, columns)[matrix]).div_(mean[matrix])
+    offset = use.place.start - first * columns
+    part = estimate.view(-1)[offset : offset + use.place.held]
+    return part.clamp_(min=least * least).rsqrt_().to(grad.dtype).mul_(grad)
+
+
+def _step_size(use: Use, square: Tensor) -> Tensor:
+    """The step size before clipping, a 0-d tensor."""
+    rms = (square / use.place.numel).sqrt()
+    return rms.clamp(min=use.group["eps"][1]) * min(float(use.group["lr"]), use.state["step"] ** -0.5)
+
+
+def _in_rows(place: Place, part: Tensor) -> tuple[Tensor, int]:
+    """A part ``(place.held,)`` as the rows that it touches, zeros where others have them; and the first's number."""
+    columns = place.shape[-1]
+    first, stop = place.start // columns, -(-(place.start + place.held) // columns)
+    offset, size = place.start - first * columns, (stop - first) * columns
+    if size != place.held:
+        whole = part.new_zeros(size)
+        whole[offset : offset + place.held] = part
+        part = whole
+    return part.view(-1, columns), first
+
+
+def _matrix_of(rows: Tensor, first: int, per_matrix: int) -> Tensor:
+    """The matrix that each of these rows, of which ``first`` is the first's number, belongs to."""
+    return torch.arange(first, first + len(rows), device=rows.device) // per_matrix

@@ -1,0 +1,175 @@
+"""AdamW with both moments in 8 bits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfold.errors import ConfigError
+from shardfold.optim.adamw import adamw_
+from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
+
+__all__ = ["AdamW8bit", "dequantize", "quantize"]
+
+AT_ONCE = 256 * 1024  # elements that are in fp32 at a time
+
+
+class AdamW8bit(PartOptimizer):
+    """AdamW (arXiv 1711.05101) whose moments are one byte per element and one fp32 scale per block (Dettmers et al.,
+    arXiv 2110.02861): block-wise, with the dynamic map.
+
+    Element-wise but for the blocks, which on shards no rank boundary cuts: nothing is sent. State: ``2 + 8 / block``
+    bytes per element; 8 of parameters with fewer than ``min_8bit_size`` elements, which stay in fp32.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        betas: of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled.
+        block: elements that share a scale, a power of 2 from 16 up; one for all groups.
+        min_8bit_size: elements from which a parameter's moments are in 8 bits.
+
+    Raises:
+        ConfigError: a hyper-parameter is out of its range.
+    """
+
+    per_element = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        block: int = 256,
+        min_8bit_size: int = 4096,
+    ) -> None:
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "min_8bit_size": min_8bit_size}
+        for name, value in numbers.items():
+            check_number(AdamW8bit, name, value)
+        check_betas(AdamW8bit, betas)
+        if not isinstance(block, int) or block < 16 or block & (block - 1):
+            raise ConfigError(f"AdamW8bit(block={block!r}): it is a power of 2 from 16 up, such as 256 or 2048.")
+        self.block, self.min_8bit_size = block, min_8bit_size
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "block": self.block, "min_8bit_size": self.min_8bit_size}
+
+    @property
+    def align(self) -> int:
+        return self.block
+
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+        if place.numel < self.min_8bit_size:
+            wide = torch.zeros_like(tensor, dtype=torch.float32)
+            return {"step": 0, "exp_avg": wide, "exp_avg_sq": wide.clone()}
+        state: dict[str, Any] = {"step": 0}
+        for name in self.per_element:
+            zero = _code_of_zero(signed=name == "exp_avg")
+            state[f"{name}_codes"] = torch.full((place.held,), zero, dtype=torch.uint8, device=tensor.device)
+            state[f"{name}_scales"] = torch.zeros(-(-place.held // self.block), device=tensor.device)
+        return state
+
+    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+        if place.numel < self.min_8bit_size:
+            return 8 * place.held
+        return 2 * (place.held + 4 * -(-place.held // self.block))
+
+    def update(self, uses: list[Use]) -> None:
+        for use in uses:
+            use.state["step"] += 1
+            x, grad = use.tensor.reshape(-1), use.grad.reshape(-1)
+            step = AT_ONCE // self.block * self.block or self.block
+            for a in range(0, x.numel(), step):
+                b = min(a + step, x.numel())
+                m, v = (self._read(use.state, name, a, b) for name in self.per_element)
+                wide = x[a:b].float()
+                adamw_(wide, grad[a:b].float(), m, v, use.state["step"], use.group, use.group["eps"])
+                if wide.data_ptr() != x[a:b].data_ptr():
+                    x[a:b].copy_(wide)
+                for name, moment in (("exp_avg", m), ("exp_avg_sq", v)):
+                    self._write(use.state, name, a, moment)
+            if not use.tensor.is_contiguous():
+                use.tensor.copy_(x.view(use.tensor.shape))
+
+    def values(self, tensor: Tensor) -> dict[str, Tensor]:
+        state = self.state.get(tensor, {})
+        if "step" not in state:
+            return {}
+        return {name: self._read(state, name, 0, tensor.numel()).view(tensor.shape) for name in self.per_element}
+
+    def take_values(self, tensor: Tensor, name: str, values: Tensor) -> None:
+        self._write(self.state[tensor], name, 0, values.reshape(-1).float())
+
+    def _read(self, state: dict[str, Any], name: str, a: int, b: int) -> Tensor:
+        """Elements ``[a, b)`` of a moment in fp32; ``a`` is a multiple of the block."""
+        if name in state:
+            return state[name].view(-1)[a:b]
+        scales = state[f"{name}_scales"][a // self.block : -(-b // self.block)]
+        return dequantize(state[f"{name}_codes"][a:b], scales, self.block, signed=name == "exp_avg")
+
+    def _write(self, state: dict[str, Any], name: str, a: int, values: Tensor) -> None:
+        if name in state:
+            state[name].view(-1)[a : a + values.numel()].copy_(values)
+            return
+        codes, scales = quantize(values, self.block, signed=name == "exp_avg")
+        state[f"{name}_codes"][a : a + values.numel()].copy_(codes)
+        state[f"{name}_scales"][a // self.block : a // self.block + scales.numel()].copy_(scales)
+
+
+def quantize(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes ``(n,)`` uint8 and scales ``(ceil(n / block),)`` fp32 of 1-D fp32 ``values``: of each block the largest
+    magnitude, and of each element the nearest value of the map to its part of that."""
+    blocks = _in_blocks(values, block)
+    scales = blocks.abs().amax(dim=1) if blocks.numel() else blocks.new_zeros(len(blocks))
+    parts = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    codes = torch.bucketize(parts, _borders(signed).to(values.device), out_int32=True)
+    return codes.to(torch.uint8).view(-1)[: values.numel()], scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, block: int, *, signed: bool) -> Tensor:
+    """What :func:`quantize` kept, ``(n,)`` fp32."""
+    values = _in_blocks(_dynamic_map(signed).to(codes.device)[codes.int()], block)
+    return (values * scales.unsqueeze(1)).view(-1)[: codes.numel()]
+
+
+def _in_blocks(values: Tensor, block: int) -> Tensor:
+    """``(blocks, block)``; the last one is filled up with zeros."""
+    missing = -values.numel() % block
+    return (torch.cat([values, values.new_zeros(missing)]) if missing else values).view(-1, block)
+
+
+@lru_cache
+def _dynamic_map(signed: bool) -> Tensor:
+    """The 256 values of a byte, rising, ``(256,)`` fp32 (the paper's section 1.3 and figure 2).
+
+    Behind the sign (if there is one) the number of leading zeros is an exponent of 10, a 1 ends it, and the bits that
+    are left divide that decade from 0.1 to 1 into equal parts, of which the middle is taken. 0 and 1 are kept exactly.
+    """
+    magnitudes: list[Tensor] = []
+    for exponent in range(7):
+        parts = 2 ** (exponent + (0 if signed else 1))
+        middles = 0.1 + 0.9 * (torch.arange(parts, dtype=torch.float64) + 0.5) / parts
+        magnitudes.append(middles * 10.0 ** (exponent - 6))
+    positive = torch.cat(magnitudes)
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    return torch.cat([positive, -positive, ends] if signed else [positive, ends]).sort().values.float()
+
+
+@lru_cache
+def _borders(signed: bool) -> Tensor:
+    """Between which values the next lower or the next higher one is nearer, ``(255,)``."""
+    values = _dynamic_map(signed).double()
+    return ((values[1:] + values[:-1]) / 2).float()
+
+
+@lru_cache
+def _code_of_zero(signed: bool) -> int:
+    return int((_dynamic_map(signed) == 0).nonzero())

@@ -1,0 +1,181 @@
+"""Muon: momentum whose singular values are made equal, for the matrices of hidden layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.errors import ConfigError, did_you_mean
+from shardfold.optim.adamw import adamw_
+from shardfold.optim.owners import balanced, exchanged, on_owners
+from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
+
+__all__ = ["Muon", "muon_groups"]
+
+SCALES = ("original", "match_rms_adamw")
+
+
+class Muon(PartOptimizer):
+    """Muon (K. Jordan, https://kellerjordan.github.io/posts/muon/; at scale arXiv 2502.16982), with the arguments and
+    the numbers of ``torch.optim.Muon``, and AdamW (arXiv 1711.05101) for groups with ``adamw=True``.
+
+    Newton-Schulz needs whole matrices. Momentum is element-wise and stays split; what is to be orthogonalized goes to
+    one rank per matrix and its result comes back, both in ``ns_dtype``, so that a rank sends about
+    ``2 * ns_dtype.itemsize`` bytes per element of its own. State: 1 value per element (AdamW's groups: 2).
+
+    Args:
+        params: groups, as :func:`muon_groups` makes them; all parameters of a group without ``adamw`` are matrices.
+        lr, weight_decay: of every group that has none of its own.
+        momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: as in ``torch.optim.Muon``.
+        eps: least norm that a matrix is divided by.
+        ns_dtype: in which matrices travel and are orthogonalized.
+        adamw: whether a group is AdamW's.
+        betas, adamw_eps: of AdamW.
+
+    Raises:
+        ConfigError: a hyper-parameter is out of its range, or a group for matrices has something else.
+    """
+
+    per_element = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        adamw: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+    ) -> None:
+        numbers = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "adamw_eps": adamw_eps}
+        for name, value in numbers.items():
+            check_number(Muon, name, value)
+        check_number(Muon, "momentum", momentum, high=1.0)
+        check_betas(Muon, betas)
+        if not isinstance(ns_steps, int) or not 0 < ns_steps < 100:
+            raise ConfigError(f"Muon(ns_steps={ns_steps!r}): it is an integer from 1 to 99.")
+        if adjust_lr_fn is not None and adjust_lr_fn not in SCALES:
+            raise ConfigError(
+                f"Muon(adjust_lr_fn={adjust_lr_fn!r}) is unknown.{did_you_mean(str(adjust_lr_fn), SCALES)}"
+            )
+        super().__init__(params, dict(
+            lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients,
+            eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, ns_dtype=ns_dtype, adamw=adamw, betas=betas,
+            adamw_eps=adamw_eps,
+        ))  # fmt: skip
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        wrong = [tuple(p.shape) for p in group["params"] if p.dim() != 2]
+        if wrong and not group["adamw"]:
+            self.param_groups.pop()
+            raise ConfigError(
+                f"Muon got a parameter of shape {wrong[0]} in a group for matrices: put biases, norms, embeddings and "
+                "heads into a group with adamw=True; sf.optim.muon_groups(model) makes both groups."
+            )
+
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+        if group["adamw"]:
+            return {"step": 0, "exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
+        return {"momentum_buffer": torch.zeros_like(tensor)}
+
+    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+        return (2 if group["adamw"] else 1) * itemsize * place.held
+
+    def update(self, uses: list[Use]) -> None:
+        for use in uses:
+            if use.group["adamw"]:
+                use.state["step"] += 1
+                adamw_(use.tensor, use.grad, use.state["exp_avg"], use.state["exp_avg_sq"], use.state["step"],
+                       use.group, use.group["adamw_eps"])  # fmt: skip
+        matrices = [use for use in uses if not use.group["adamw"]]
+        for dtype in dict.fromkeys(use.group["ns_dtype"] for use in matrices):
+            self._orthogonalize([use for use in matrices if use.group["ns_dtype"] is dtype], dtype)
+
+    def _orthogonalize(self, uses: list[Use], dtype: torch.dtype) -> None:
+        parts: list[Tensor] = []
+        for use in uses:
+            momentum, average = use.group["momentum"], use.state["momentum_buffer"]
+            average.lerp_(use.grad, 1 - momentum)
+            direction = use.grad.lerp(average, momentum) if use.group["nesterov"] else average
+            parts.append(direction.reshape(-1).to(dtype))
+        places = [use.place for use in uses]
+        owners = balanced([_cost(place, use.group) for place, use in zip(places, uses, strict=True)], self.link.ranks)
+        for i, part in on_owners(parts, places, owners, self.link, lambda i, x: _equalized(x, uses[i].group)):
+            group, tensor = uses[i].group, uses[i].tensor
+            tensor.mul_(1 - group["lr"] * group["weight_decay"])
+            scale = _scale(group["adjust_lr_fn"], *places[i].shape)
+            tensor.sub_(part.view(tensor.shape).to(tensor.dtype).mul_(group["lr"] * scale))
+
+    def traffic(self) -> tuple[int, int]:
+        calls = sent = 0
+        matrices = [(group, place) for group, _, place in self.parts() if not group["adamw"] and place.numel]
+        for dtype in dict.fromkeys(group["ns_dtype"] for group, _ in matrices):
+            places = [place for group, place in matrices if group["ns_dtype"] is dtype]
+            costs = [_cost(place, group) for group, place in matrices if group["ns_dtype"] is dtype]
+            more = exchanged(places, balanced(costs, self.link.ranks), dtype.itemsize, self.link)
+            calls, sent = calls + more[0], sent + more[1]
+        return calls, sent
+
+
+def muon_groups(
+    model: nn.Module, *, lr: float, adamw_lr: float, others: Sequence[str] = ("*head*",), **adamw: Any
+) -> list[dict[str, Any]]:
+    """Two groups for :class:`Muon`: the matrices of hidden layers, and everything else for AdamW.
+
+    Everything else is what has not two dims, what an ``nn.Embedding`` holds (and what is tied to it), and what a
+    pattern of ``others`` names.
+
+    Args:
+        model: whose trainable parameters are sorted.
+        lr: of the matrices.
+        adamw_lr: of the others.
+        others: patterns of names of parameters that are no hidden layers, such as the output layer's.
+        adamw: more options of the second group.
+    """
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, p in model.named_parameters():
+        hidden = p.dim() == 2 and id(p) not in embeddings and not any(fnmatchcase(name, o) for o in others)
+        if p.requires_grad:
+            (matrices if hidden else rest).append(p)
+    return [{"params": matrices, "lr": lr}, {"params": rest, "lr": adamw_lr, "adamw": True, **adamw}]
+
+
+def _equalized(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    """Newton-Schulz: the same singular vectors, with singular values near 1. ``(rows, columns)``."""
+    a, b, c = group["ns_coefficients"]
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def _cost(place: Place, group: dict[str, Any]) -> float:
+    """Multiplications of :func:`_equalized`."""
+    small, large = sorted(place.shape)
+    return group["ns_steps"] * (2.0 * small * small * large + small**3)
+
+
+def _scale(kind: str | None, rows: int, columns: int) -> float:
+    """What the rate of a matrix is multiplied by, so that updates of all shapes are of one size."""
+    if kind == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))

@@ -1,0 +1,234 @@
+"""What an optimizer of ours sees: parts of parameters, and the ranks that have the other parts.
+
+On a plain model every part is a whole parameter and there are no other ranks. On shards a part is the elements of a
+parameter that lie in this rank's master range, a 1-D view that may be empty; every rank has a part of every parameter,
+in the same order, so that ranks which sum or exchange something per parameter mean the same ones.
+
+    elementwise          reads its part only                                       Lion, AdamW8bit
+    sums per parameter   ``link.sum`` of one small vector for all parameters       LAMB, Adafactor
+    whole matrices       ``owners.on_owners``: parts go to a rank that completes   Muon
+                         the matrix, what it makes of it comes back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardfold.errors import ConfigError
+
+__all__ = ["Alone", "Link", "PartOptimizer", "Place", "Use", "check_betas", "check_number"]
+
+
+class Place(NamedTuple):
+    """Where parts of one parameter are.
+
+    Attributes:
+        shape: of the whole parameter.
+        shares: ``(start, stop)`` in the flattened parameter of each rank's part, by rank of the link.
+        rank: whose part is this one.
+    """
+
+    shape: tuple[int, ...]
+    shares: tuple[tuple[int, int], ...]
+    rank: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return prod(self.shape)
+
+    @property
+    def start(self) -> int:
+        return self.shares[self.rank][0]
+
+    @property
+    def held(self) -> int:
+        """Elements of this rank's part."""
+        return self.shares[self.rank][1] - self.start
+
+
+class Use(NamedTuple):
+    """A part that has a gradient in this step, which all ranks agree on.
+
+    Attributes:
+        tensor: the part, ``(place.held,)`` on shards and ``place.shape`` of a whole parameter; updated in place.
+        grad: of the same shape and dtype.
+    """
+
+    group: dict[str, Any]
+    tensor: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    place: Place
+
+
+class Link(Protocol):
+    """The ranks that hold parts of the same parameters."""
+
+    rank: int
+    ranks: int
+
+    def sum(self, numbers: Tensor) -> None:
+        """Sums a small vector over the ranks, in place."""
+        ...
+
+    def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int]) -> None:
+        """Sends the next ``to[r]`` elements of 1-D ``sent`` to rank ``r``; its ``by[r]`` come in the order of ranks."""
+        ...
+
+
+class Alone:
+    """One process that holds all of every parameter."""
+
+    rank, ranks = 0, 1
+
+    def sum(self, numbers: Tensor) -> None:
+        return
+
+    def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int]) -> None:
+        received.copy_(sent)
+
+
+class PartOptimizer(Optimizer):
+    """A ``torch.optim`` optimizer whose update is right on parts of parameters.
+
+    It works on a plain model as any other. An engine gives it a link and the place of every part.
+
+    Attributes:
+        per_element: names of the states that have a value for each element.
+        per_parameter: names of the states that a parameter has once; equal on all ranks.
+        places: of parts; what is not in it is a whole parameter.
+    """
+
+    per_element: ClassVar[tuple[str, ...]] = ()
+    per_parameter: ClassVar[tuple[str, ...]] = ("step",)
+    link: Link = Alone()
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self.places: dict[Tensor, Place] = {}
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("places", {})  # a copy is an optimizer of whole parameters
+
+    @property
+    def align(self) -> int:
+        """A part begins and ends at a multiple of this many elements of its parameter (but for the parameter's end)."""
+        return 1
+
+    # -- what each optimizer says of itself
+
+    def update(self, uses: list[Use]) -> None:
+        """One step of the parts that have gradients; called without autograd."""
+        raise NotImplementedError
+
+    def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
+        """The state of a part before its first step."""
+        raise NotImplementedError
+
+    def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
+        """Bytes of a part's state, in tensors, for elements of ``itemsize`` bytes."""
+        raise NotImplementedError
+
+    def traffic(self) -> tuple[int, int]:
+        """Collectives, and bytes that this rank sends in them, in a step that uses all parameters; sums are not counted
+        here, as they are control messages."""
+        return 0, 0
+
+    # -- a step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Updates the parameters that have gradients; gives what ``closure`` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self.update(self._uses())
+        return loss
+
+    def _uses(self) -> list[Use]:
+        uses: list[Use] = []
+        for group, parameter, place in self.parts():
+            grad = parameter.grad
+            if grad is None or not place.numel:
+                continue
+            if grad.is_sparse or grad.is_complex():
+                raise ConfigError(
+                    f"{type(self).__name__} takes no sparse or complex gradients: make the embedding with "
+                    "sparse=False, or update that parameter with another optimizer."
+                )
+            self.prepare(group, parameter, place)
+            uses.append(Use(group, parameter, grad, self.state[parameter], place))
+        return uses
+
+    def parts(self) -> Iterable[tuple[dict[str, Any], Tensor, Place]]:
+        """Every part with its group and place, in an order that all ranks share."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                yield group, p, self.places.get(p) or Place(tuple(p.shape), ((0, p.numel()),))
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As of any optimizer; every state keeps its own dtype, where PyTorch would give it the parameter's."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, (_, p, _) in zip(numbers, self.parts(), strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
+
+    # -- the state, for who keeps shards
+
+    def prepare(self, group: dict[str, Any], tensor: Tensor, place: Place) -> None:
+        """Makes the state of a part that has none."""
+        if not self.state[tensor]:
+            self.state[tensor].update(self.new_state(group, tensor, place))
+
+    def values(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The states of a part that have a value for each element, by name, each of the shape of the part."""
+        state = self.state.get(tensor, {})
+        return {name: state[name] for name in self.per_element if name in state}
+
+    def take_values(self, tensor: Tensor, name: str, values: Tensor) -> None:
+        """Writes one of :meth:`values`."""
+        self.state[tensor][name].copy_(values)
+
+    def once(self, tensor: Tensor) -> dict[str, Any]:
+        """The states that a parameter has once, by name."""
+        state = self.state.get(tensor, {})
+        return {name: state[name] for name in self.per_parameter if name in state}
+
+    def take_once(self, tensor: Tensor, name: str, value: Any) -> None:
+        """Sets one of :meth:`once`."""
+        self.state[tensor][name] = value.to(tensor.device, copy=True) if isinstance(value, Tensor) else value
+
+
+def check_number(kind: type, name: str, value: Any, low: float = 0.0, high: float = float("inf")) -> None:
+    """Refuses a hyper-parameter outside of ``[low, high)``; tensors are taken as they are.
+
+    Raises:
+        ConfigError: with one sentence.
+    """
+    if isinstance(value, Tensor):
+        return
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value < high:
+        wanted = f"a number >= {low:g}" + (f" and < {high:g}" if high < float("inf") else "")
+        raise ConfigError(f"{kind.__name__}({name}={value!r}): it is {wanted}.")
+
+
+def check_betas(kind: type, betas: Any) -> None:
+    """Refuses what is not a pair of numbers in [0, 1).
+
+    Raises:
+        ConfigError: with one sentence.
+    """
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(f"{kind.__name__}(betas={betas!r}): it is a pair of numbers >= 0 and < 1.")
+    for beta in betas:
+        check_number(kind, "betas", beta, high=1.0)
