@@ -94,7 +94,7 @@ def _sums(use: Use) -> Tensor:
     if len(use.place.shape) < 2:
         return values
     rows, columns = use.place.shape[-2:]
-    squares, first = _in_rows(use.place, use.grad.reshape(-1).float().square_())
+    squares, first = _in_rows(use.place, use.grad.reshape(-1).float().square())
     by_row = squares.new_zeros(use.place.numel // columns)
     by_row[first : first + len(squares)] = squares.sum(1)
     by_column = squares.new_zeros(use.place.numel // rows // columns, columns)

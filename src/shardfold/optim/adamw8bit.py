@@ -125,13 +125,16 @@ class AdamW8bit(PartOptimizer):
 
 
 def quantize(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes ``(n,)`` uint8 and scales ``(ceil(n / block),)`` fp32 of 1-D fp32 ``values``: of each block the largest
-    magnitude, and of each element the nearest value of the map to its part of that."""
+    """Codes ``(n,)`` uint8 and scales ``(ceil(n / block),)`` fp32 of 1-D fp32 ``values``: of each block the element of
+    the largest magnitude, with its sign, and of each element the nearest value of the map to its part of that.
+
+    The map has 1 but not -1: with its sign the largest is kept exactly, and quantizing again changes nothing.
+    """
     blocks = _in_blocks(values, block)
-    scales = blocks.abs().amax(dim=1) if blocks.numel() else blocks.new_zeros(len(blocks))
-    parts = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    scales = blocks.gather(1, blocks.abs().argmax(dim=1, keepdim=True))
+    parts = blocks / torch.where(scales == 0, 1.0, scales)
     codes = torch.bucketize(parts, _borders(signed).to(values.device), out_int32=True)
-    return codes.to(torch.uint8).view(-1)[: values.numel()], scales
+    return codes.to(torch.uint8).view(-1)[: values.numel()], scales.view(-1)
 
 
 def dequantize(codes: Tensor, scales: Tensor, block: int, *, signed: bool) -> Tensor:

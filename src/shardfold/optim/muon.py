@@ -117,9 +117,9 @@ class Muon(PartOptimizer):
         owners = balanced([_cost(place, use.group) for place, use in zip(places, uses, strict=True)], self.link.ranks)
         for i, part in on_owners(parts, places, owners, self.link, lambda i, x: _equalized(x, uses[i].group)):
             group, tensor = uses[i].group, uses[i].tensor
-            tensor.mul_(1 - group["lr"] * group["weight_decay"])
-            scale = _scale(group["adjust_lr_fn"], *places[i].shape)
-            tensor.sub_(part.view(tensor.shape).to(tensor.dtype).mul_(group["lr"] * scale))
+            lr = float(group["lr"])
+            tensor.mul_(1 - lr * group["weight_decay"])
+            tensor.add_(part.view(tensor.shape), alpha=-lr * _scale(group["adjust_lr_fn"], *places[i].shape))
 
     def traffic(self) -> tuple[int, int]:
         calls = sent = 0
