@@ -36,7 +36,6 @@ from shardfold.loans import Loan, refuse_during
 from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
 from shardfold.optim.average import Average
-from shardfold.optim.link import exchange_kind
 from shardfold.optim.sharded import ShardedOptimizer, build
 from shardfold.passes import Schedule
 from shardfold.program import Program
@@ -284,8 +283,8 @@ class Engine:
         specs = [unit.spec for unit in self.units]
         ran = self.actions.meter.last_sections
         predicted = cost.section_traffic(self.program, self.layout, specs, self.mesh.sizes, ran)
-        if ran["step"] and self._update is not None and (own := self._update.traffic())[0]:
-            predicted[exchange_kind(self.layout.master.over)] = own
+        if ran["step"] and self._update is not None:
+            predicted |= self._update.traffic()
         return self.actions.meter.report(predicted)
 
     def stats(self, *, peak_flops: float | None = None) -> Stats:
@@ -299,7 +298,8 @@ class Engine:
         )
         specs = [unit.spec for unit in self.units]
         held = cost.state_bytes(self.layout, specs, self.mesh.sizes, num_moments=moments, padded=True, kept=kept)
-        return explain(self.table, self.layout, self.program, specs, self.mesh.sizes, held, self.accumulate)
+        sent = self._update.traffic() if self._update is not None else None
+        return explain(self.table, self.layout, self.program, specs, self.mesh.sizes, held, self.accumulate, sent)
 
     def mean(self, value: float | Tensor) -> float:
         """The mean of a number over all ranks; a control message."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardfold.cost import state_bytes, traffic
+from shardfold.cost import Sent, state_bytes, traffic
 from shardfold.layout import Layout, Mesh, Precision
 from shardfold.passes import Schedule, apply
 from shardfold.presets import named
@@ -22,8 +22,9 @@ def explain(
     mesh: Mesh,
     held: Mapping[str, float],
     micro_batches: int = 1,
+    update: Mapping[Sent, tuple[int, float]] | None = None,
 ) -> str:
-    """The table, the units, what they cost and the program, as text."""
+    """The table, the units, what they cost and the program, as text; ``update``: what the optimizer itself sends."""
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
     lines += ["", "on this mesh and in this precision:", str(bound)]
     alias = bound.aliases()
@@ -41,7 +42,8 @@ def explain(
     lines += [f"  {state:<9}{num_bytes:>18,.0f}" for state, num_bytes in held.items()]
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     lines += ["", f"bytes sent by each rank in a step of {batches}:"]
-    for kind, (calls, sent) in traffic(program, bound, units, mesh, micro_batches=micro_batches).items():
+    every = {**traffic(program, bound, units, mesh, micro_batches=micro_batches), **(update or {})}
+    for kind, (calls, sent) in every.items():
         lines.append(f"  {kind.journey:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
     return "\n".join([*lines, "", str(program)])
 

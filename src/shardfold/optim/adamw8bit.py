@@ -99,13 +99,13 @@ class AdamW8bit(PartOptimizer):
             if not use.tensor.is_contiguous():
                 use.tensor.copy_(x.view(use.tensor.shape))
 
-    def values(self, tensor: Tensor) -> dict[str, Tensor]:
-        state = self.state.get(tensor, {})
-        if "step" not in state:
-            return {}
-        return {name: self._read(state, name, 0, tensor.numel()).view(tensor.shape) for name in self.per_element}
+    def dtypes(self, tensor: Tensor) -> dict[str, torch.dtype]:
+        return dict.fromkeys(self.per_element, torch.float32) if self.state.get(tensor) else {}
 
-    def take_values(self, tensor: Tensor, name: str, values: Tensor) -> None:
+    def value(self, tensor: Tensor, name: str) -> Tensor:
+        return self._read(self.state[tensor], name, 0, tensor.numel()).view(tensor.shape)
+
+    def take_value(self, tensor: Tensor, name: str, values: Tensor) -> None:
         self._write(self.state[tensor], name, 0, values.reshape(-1).float())
 
     def _read(self, state: dict[str, Any], name: str, a: int, b: int) -> Tensor:

@@ -15,12 +15,7 @@ from shardfold.meter import Meter
 from shardfold.shards import shard_index
 from shardfold.wires.plain import PlainWire
 
-__all__ = ["RankLink", "exchange_kind"]
-
-
-def exchange_kind(over: Axes) -> Sent:
-    """What :meth:`RankLink.exchange` counts as."""
-    return Sent("update", "ALL_TO_ALL", over)
+__all__ = ["RankLink"]
 
 
 class RankLink:
@@ -28,6 +23,7 @@ class RankLink:
 
     def __init__(self, mesh: DataMesh, over: Axes, agreement: Agreement, wire: PlainWire, meter: Meter) -> None:
         self.rank, self.ranks = shard_index(over, mesh.sizes, mesh.coords), mesh.parts(over)
+        self.kind = Sent("update", "ALL_TO_ALL", over)
         self._mesh, self._over, self._agreement, self._wire, self._meter = mesh, over, agreement, wire, meter
 
     def sum(self, numbers: Tensor) -> None:
@@ -41,4 +37,4 @@ class RankLink:
         self._agreement.issue("the optimizer's exchange of matrices")
         group = self._mesh.group(self._over)
         self._wire.exchange(sent, to, received, by, group).wait(self._agreement.wait)
-        self._meter.exchange(exchange_kind(self._over), (sum(to) - to[self.rank]) * sent.itemsize)
+        self._meter.exchange(self.kind, (sum(to) - to[self.rank]) * sent.itemsize)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardfold.cost import Sent
 from shardfold.errors import ConfigError
 
 __all__ = ["Alone", "Link", "PartOptimizer", "Place", "Use", "check_betas", "check_number"]
@@ -69,10 +70,11 @@ class Use(NamedTuple):
 
 
 class Link(Protocol):
-    """The ranks that hold parts of the same parameters."""
+    """The ranks that hold parts of the same parameters; ``kind``: what an exchange is counted as."""
 
     rank: int
     ranks: int
+    kind: Sent
 
     def sum(self, numbers: Tensor) -> None:
         """Sums a small vector over the ranks, in place."""
@@ -87,6 +89,7 @@ class Alone:
     """One process that holds all of every parameter."""
 
     rank, ranks = 0, 1
+    kind = Sent("update", "ALL_TO_ALL", ())
 
     def sum(self, numbers: Tensor) -> None:
         return
@@ -190,13 +193,17 @@ class PartOptimizer(Optimizer):
         if not self.state[tensor]:
             self.state[tensor].update(self.new_state(group, tensor, place))
 
-    def values(self, tensor: Tensor) -> dict[str, Tensor]:
-        """The states of a part that have a value for each element, by name, each of the shape of the part."""
+    def dtypes(self, tensor: Tensor) -> dict[str, torch.dtype]:
+        """The states of a part that have a value for each element, by name."""
         state = self.state.get(tensor, {})
-        return {name: state[name] for name in self.per_element if name in state}
+        return {name: state[name].dtype for name in self.per_element if name in state}
 
-    def take_values(self, tensor: Tensor, name: str, values: Tensor) -> None:
-        """Writes one of :meth:`values`."""
+    def value(self, tensor: Tensor, name: str) -> Tensor:
+        """One of these, of the shape of the part."""
+        return self.state[tensor][name]
+
+    def take_value(self, tensor: Tensor, name: str, values: Tensor) -> None:
+        """Writes one of these."""
         self.state[tensor][name].copy_(values)
 
     def once(self, tensor: Tensor) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from shardfold.cost import Sent
 from shardfold.errors import ConfigError
 from shardfold.optim.fused import FusedShard, fused_moments
 from shardfold.optim.parts import Link, PartOptimizer, Place
@@ -228,7 +229,7 @@ class ShardedOptimizer:
         """How many moments each element has; for a class of the user's, as seen in its state so far."""
         if self._names is not None:
             return len(self._names)
-        return max((len(self._state(piece)[0]) for piece in self._every_piece()), default=0)
+        return max((len(self._dtypes(piece)) for piece in self._every_piece()), default=0)
 
     def kept_bytes(self) -> Callable[[SegmentSpec], float] | None:
         """Of an optimizer of ours: bytes that it keeps of a segment on this rank. None: a number of moments says it."""
@@ -243,9 +244,10 @@ class ShardedOptimizer:
                 kept[spec] = kept.get(spec, 0.0) + ours.state_bytes(group, place, piece.tensor.itemsize)
         return lambda spec: kept.get(spec, 0.0)
 
-    def traffic(self) -> tuple[int, int]:
-        """Collectives of the optimizer's own in a step, and bytes this rank sends in them."""
-        return self._ours.traffic() if self._ours is not None else (0, 0)
+    def traffic(self) -> dict[Sent, tuple[int, float]]:
+        """Collectives of the optimizer's own in a step, and bytes this rank sends in them, by kind."""
+        calls, sent = self._ours.traffic() if self._ours is not None else (0, 0)
+        return {self._ours.link.kind: (calls, sent)} if self._ours is not None and calls else {}
 
     def state_tensors(self) -> list[Tensor]:
         """Every tensor of the optimizer's own state."""
@@ -259,8 +261,7 @@ class ShardedOptimizer:
         this rank's pieces have so far."""
         if self._names is not None:
             return dict.fromkeys(self._names, TORCH_DTYPES[self._moments_dtype])
-        states = (self._state(piece)[0] for piece in self._every_piece())
-        return {name: value.dtype for state in states for name, value in state.items()}
+        return {name: dtype for piece in self._every_piece() for name, dtype in self._dtypes(piece).items()}
 
     def describe(self, segment: Segment) -> dict[int, tuple[int, dict[str, Any]]]:
         """What is kept for each slot of which this rank has a piece: ``{slot: (elements, {name: value})}``, with
@@ -271,16 +272,15 @@ class ShardedOptimizer:
             return {slot: (1, {**each, "step": step}) for slot, step in enumerate(shard.steps)}
         said: dict[int, tuple[int, dict[str, Any]]] = {}
         for piece in self._pieces[id(segment)]:
-            each, once = self._state(piece)
-            state = {name: PerElement(value.dtype) for name, value in each.items()} | once
-            said[piece.slot] = (piece.tensor.numel(), state)
+            each = {name: PerElement(dtype) for name, dtype in self._dtypes(piece).items()}
+            said[piece.slot] = (piece.tensor.numel(), {**self._once(piece), **each})
         return said
 
     def has_state(self, segment: Segment, slot: int, name: str) -> bool:
         """Whether this rank's piece of a parameter has that state; the fused update's is always there."""
         if self._names is not None:
             return name in self._names
-        return any(name in self._state(piece)[0] for piece in self._pieces_of(segment, slot))
+        return any(name in self._dtypes(piece) for piece in self._pieces_of(segment, slot))
 
     def state_shard(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
         """That state of this rank's master range, ``(length / parts,)``; zeros where a class of the user's has none."""
@@ -289,9 +289,8 @@ class ShardedOptimizer:
         assert segment.master is not None
         shard = torch.zeros_like(segment.master, dtype=dtype)
         for piece in self._pieces[id(segment)]:
-            value = self._state(piece)[0].get(name)
-            if value is not None:
-                shard[piece.start : piece.start + piece.tensor.numel()].copy_(value)
+            if name in self._dtypes(piece):
+                shard[piece.start : piece.start + piece.tensor.numel()].copy_(self._value(piece, name))
         return shard
 
     def take_state(self, segment: Segment, slot: int, name: str, values: Tensor, *, changed: bool = False) -> None:
@@ -308,9 +307,9 @@ class ShardedOptimizer:
             return
         for piece in self._pieces_of(segment, slot):
             if self._ours is not None:
-                self._ours.take_values(piece.tensor, name, values[part[1]])
-            elif name in (each := self._state(piece)[0]):
-                each[name].copy_(values[part[1]])
+                self._ours.take_value(piece.tensor, name, values[part[1]])
+            elif name in self._dtypes(piece):
+                self._value(piece, name).copy_(values[part[1]])
             else:
                 self.torch_optimizer.state[piece.tensor][name] = values[part[1]].clone()
 
@@ -335,14 +334,25 @@ class ShardedOptimizer:
     def _pieces_of(self, segment: Segment, slot: int) -> Iterator[_Piece]:
         return (piece for piece in self._pieces[id(segment)] if piece.slot == slot)
 
-    def _state(self, piece: _Piece) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What is kept of a piece, by name: with a value for each element, and once."""
+    def _dtypes(self, piece: _Piece) -> dict[str, torch.dtype]:
+        """Of what is kept of a piece with a value for each element, by name."""
         if self._ours is not None:
-            return self._ours.values(piece.tensor), self._ours.once(piece.tensor)
-        state = self.torch_optimizer.state.get(piece.tensor, {})
-        shape = piece.tensor.shape
-        each = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
-        return each, {name: value for name, value in state.items() if name not in each}
+            return self._ours.dtypes(piece.tensor)
+        state, shape = self.torch_optimizer.state.get(piece.tensor, {}), piece.tensor.shape
+        return {name: v.dtype for name, v in state.items() if isinstance(v, Tensor) and v.shape == shape}
+
+    def _value(self, piece: _Piece, name: str) -> Tensor:
+        """One of these; of a class of the user's, the tensor itself."""
+        if self._ours is not None:
+            return self._ours.value(piece.tensor, name)
+        return self.torch_optimizer.state[piece.tensor][name]
+
+    def _once(self, piece: _Piece) -> dict[str, Any]:
+        """What is kept of a piece's parameter once, by name."""
+        if self._ours is not None:
+            return self._ours.once(piece.tensor)
+        each = self._dtypes(piece)
+        return {n: value for n, value in self.torch_optimizer.state.get(piece.tensor, {}).items() if n not in each}
 
 
 def _gradient(piece: _Piece) -> Tensor:
