@@ -76,7 +76,7 @@ OURS: dict[str, tuple[Callable[[Iterable[Any]], torch.optim.Optimizer], float]] 
     "Lion": (partial(sf.optim.Lion, lr=1e-3, weight_decay=0.1), 1e-4),
     "Adafactor": (partial(sf.optim.Adafactor, lr=1e-2, weight_decay=0.1), 1e-4),
     "Muon": (muon, 1e-4),
-    "AdamW8bit": (partial(sf.optim.AdamW8bit, lr=1e-3, block=64, min_8bit_size=256), 5e-3),
+    "AdamW8bit": (partial(sf.optim.AdamW8bit, lr=1e-3, block=256, min_8bit_size=256), 5e-3),
 }
 PLACES = [("ddp", 2), ("zero1", 3), ("zero2", 2), ("zero3", 2), ("zero3", 3), ("fsdp2", 3), ("hpz", 4), ("hsdp", 4)]
 
