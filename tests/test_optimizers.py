@@ -116,6 +116,30 @@ def test_ours_under_bf16_compute_updates_an_fp32_master(ranks: Ranks, name: str)
     )  # fmt: skip
 
 
+class Mixed(models.Small):
+    """Of several dtypes, which parameters keep in every state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.double()
+        self.blocks[1].bfloat16()
+
+    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x.to(block.up.weight.dtype)).float()
+        return self.norm(x.double()).float()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_update_parameters_of_several_dtypes(ranks: Ranks, name: str) -> None:
+    """As alone on the whole model; bf16 gradients are summed in another order, so that last bits may differ."""
+    same_training(
+        Mixed, models.batches(6), layout="zero3", world_size=2, optimizer=OURS[name][0], steps=6, tol=1e-3,
+        parameter_tol=0.1, ranks=ranks,
+    )  # fmt: skip
+
+
 def _books(layout: str, name: str) -> tuple[list[tuple[float, int]], tuple[float, int], tuple[int, int], int]:
     """Of the optimizer's states, (table, held) before and after a step; bytes of the exchange; what tensors take; what
     the state of the whole model takes."""

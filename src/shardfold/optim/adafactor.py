@@ -58,13 +58,13 @@ class Adafactor(PartOptimizer):
         if len(place.shape) < 2:
             return {"step": 0, "variance": torch.zeros_like(tensor)}
         *batch, rows, columns = place.shape
-        row_var = torch.zeros(*batch, rows, 1, dtype=torch.float32, device=tensor.device)
+        row_var = torch.zeros(*batch, rows, 1, dtype=_wide(tensor.dtype), device=tensor.device)
         return {"step": 0, "row_var": row_var, "col_var": row_var.new_zeros(*batch, 1, columns)}
 
     def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
         if len(place.shape) < 2:
             return itemsize * place.held
-        return 4 * (place.numel // place.shape[-1] + place.numel // place.shape[-2])
+        return max(itemsize, 4) * (place.numel // place.shape[-1] + place.numel // place.shape[-2])
 
     def update(self, uses: list[Use]) -> None:
         if not uses:
@@ -81,7 +81,7 @@ class Adafactor(PartOptimizer):
             squares[i] = _direction(use).double().square().sum()
         self.link.sum(squares)
         for use, size, square in zip(uses, steps, squares, strict=True):
-            rms = (square / use.place.numel).sqrt().float()
+            rms = (square / use.place.numel).sqrt()
             size = size / (rms / use.group["d"]).clamp(min=1.0)
             use.tensor.mul_(1 - use.group["lr"] * use.group["weight_decay"])
             # The direction is made twice, as keeping it would take as much memory as a moment of every element.
@@ -90,11 +90,11 @@ class Adafactor(PartOptimizer):
 
 def _sums(use: Use) -> Tensor:
     """This rank's part of the sum of squares of the values, and of the gradients by row and by column."""
-    values = use.tensor.float().square().sum().view(1)
+    values = use.tensor.to(_wide(use.tensor.dtype)).square().sum().view(1)
     if len(use.place.shape) < 2:
         return values
     rows, columns = use.place.shape[-2:]
-    squares, first = _in_rows(use.place, use.grad.reshape(-1).float().square())
+    squares, first = _in_rows(use.place, use.grad.reshape(-1).to(values.dtype).square())
     by_row = squares.new_zeros(use.place.numel // columns)
     by_row[first : first + len(squares)] = squares.sum(1)
     by_column = squares.new_zeros(use.place.numel // rows // columns, columns)
@@ -109,7 +109,7 @@ def _follow(use: Use, sums: Tensor) -> None:
         state["variance"].lerp_(use.grad.square(), weight)
         return
     rows, columns = use.place.shape[-2:]
-    by_row, by_column = sums.split([state["row_var"].numel(), state["col_var"].numel()])
+    by_row, by_column = sums.to(state["row_var"].dtype).split([state["row_var"].numel(), state["col_var"].numel()])
     state["row_var"].lerp_((by_row / columns).view_as(state["row_var"]), weight)
     state["col_var"].lerp_((by_column / rows).view_as(state["col_var"]), weight)
 
@@ -148,6 +148,11 @@ def _in_rows(place: Place, part: Tensor) -> tuple[Tensor, int]:
         whole[offset : offset + place.held] = part
         part = whole
     return part.view(-1, columns), first
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which statistics are summed and kept."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _matrix_of(rows: Tensor, first: int, per_matrix: int) -> Tensor:

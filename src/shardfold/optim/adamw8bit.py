@@ -86,13 +86,14 @@ class AdamW8bit(PartOptimizer):
         for use in uses:
             use.state["step"] += 1
             x, grad = use.tensor.reshape(-1), use.grad.reshape(-1)
+            dtype = torch.promote_types(x.dtype, torch.float32)
             step = AT_ONCE // self.block * self.block or self.block
             for a in range(0, x.numel(), step):
                 b = min(a + step, x.numel())
-                m, v = (self._read(use.state, name, a, b) for name in self.per_element)
-                wide = x[a:b].float()
-                adamw_(wide, grad[a:b].float(), m, v, use.state["step"], use.group, use.group["eps"])
-                if wide.data_ptr() != x[a:b].data_ptr():
+                m, v = (self._read(use.state, name, a, b).to(dtype) for name in self.per_element)
+                wide = x[a:b].to(dtype)
+                adamw_(wide, grad[a:b].to(dtype), m, v, use.state["step"], use.group, use.group["eps"])
+                if x.dtype != dtype:
                     x[a:b].copy_(wide)
                 for name, moment in (("exp_avg", m), ("exp_avg_sq", v)):
                     self._write(use.state, name, a, moment)
@@ -106,7 +107,7 @@ class AdamW8bit(PartOptimizer):
         return self._read(self.state[tensor], name, 0, tensor.numel()).view(tensor.shape)
 
     def take_value(self, tensor: Tensor, name: str, values: Tensor) -> None:
-        self._write(self.state[tensor], name, 0, values.reshape(-1).float())
+        self._write(self.state[tensor], name, 0, values.reshape(-1))
 
     def _read(self, state: dict[str, Any], name: str, a: int, b: int) -> Tensor:
         """Elements ``[a, b)`` of a moment in fp32; ``a`` is a multiple of the block."""
@@ -119,7 +120,7 @@ class AdamW8bit(PartOptimizer):
         if name in state:
             state[name].view(-1)[a : a + values.numel()].copy_(values)
             return
-        codes, scales = quantize(values, self.block, signed=name == "exp_avg")
+        codes, scales = quantize(values.float(), self.block, signed=name == "exp_avg")
         state[f"{name}_codes"][a : a + values.numel()].copy_(codes)
         state[f"{name}_scales"][a // self.block : a // self.block + scales.numel()].copy_(scales)
 
