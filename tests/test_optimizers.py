@@ -78,10 +78,10 @@ OURS: dict[str, tuple[Callable[[Iterable[Any]], torch.optim.Optimizer], float]] 
     "Muon": (muon, 1e-4),
     "AdamW8bit": (partial(sf.optim.AdamW8bit, lr=1e-3, block=256, min_8bit_size=256), 5e-3),
 }
-PLACES = [("ddp", 2), ("zero1", 3), ("zero2", 2), ("zero3", 2), ("zero3", 3), ("fsdp2", 3), ("hpz", 4), ("hsdp", 4)]
+PLACES = [("ddp", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3), ("fsdp2", 3), ("hpz", 4), ("hsdp", 4)]
 
 
-@pytest.mark.parametrize(("layout", "world"), PLACES)
+@pytest.mark.parametrize(("layout", "world"), [*PLACES, pytest.param("zero3", 2, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", OURS)
 def test_an_optimizer_of_ours_updates_parts_as_whole_parameters(
     ranks: Ranks, name: str, layout: str, world: int
@@ -89,7 +89,7 @@ def test_an_optimizer_of_ours_updates_parts_as_whole_parameters(
     """20 steps; of a model whose parameters are not all used, too: what no rank used stays as it is."""
     make, tolerance = OURS[name]
     same_training(
-        models.backwards if (layout, world) == ("zero3", 2) else models.small, models.batches(20), layout=layout,
+        models.backwards if (layout, world) == ("zero3", 3) else models.small, models.batches(20), layout=layout,
         world_size=world, mesh={"inter": 2, "intra": 2} if world == 4 else None, optimizer=make, steps=20,
         clip_norm=1.0, parameter_tol=tolerance, ranks=ranks,
     )  # fmt: skip
