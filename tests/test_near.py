@@ -16,10 +16,11 @@ import shardfold as sf
 from shardfold.mesh import DataMesh
 from shardfold.testing import Ranks, RanksFailed
 from shardfold.wires import near
+from shardfold.wires.boards import SLOTS, possible
 from shardfold.wires.near import NearWire
 from shardfold.wires.plain import GlooWire
 
-pytestmark = pytest.mark.skipif(near._readv is None, reason="this system has no cross memory attach")
+pytestmark = pytest.mark.skipif(not possible(), reason="this system has no cross memory attach")
 LIMIT = timedelta(seconds=30)
 
 
@@ -61,6 +62,7 @@ def _compare() -> list[str]:
                 each.all_gather(full, group).wait(_wait)
                 each.all_gather(again, group, lasting=lasting).wait(_wait)
                 each.settle(_wait)
+                each.forget()
                 inside, wide = values.clone(), torch.ones(chunk, dtype=torch.float32)
                 each.reduce_scatter(inside, inside.chunk(world)[rank], group, add=False).wait(_wait)
                 if dtype.itemsize <= 4:
@@ -92,7 +94,7 @@ def _many() -> bool:
     _, wire, group, mesh = _wires()
     right = True
     full = torch.empty(2 * mesh.world)
-    for i in range(near.SLOTS * 2 + 7):
+    for i in range(SLOTS * 2 + 7):
         full.chunk(mesh.world)[mesh.rank].fill_(float(i + mesh.rank))
         wire.all_gather(full, group).wait(_wait)
         right &= full[::2].tolist() == [float(i + rank) for rank in range(mesh.world)]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardfold.agreement import Agreement
 from shardfold.errors import ConfigError
+from shardfold.gradients import GradientBuffer
 from shardfold.layout import DATA_AXES, Layout, Precision, Tier
 from shardfold.mesh import DataMesh
 from shardfold.meter import Meter
@@ -26,7 +27,7 @@ from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.passes import Schedule
 from shardfold.program import MARKERS, Op
 from shardfold.stores.device import DeviceStore
-from shardfold.unit import GradientBuffer, Life, Unit
+from shardfold.unit import Life, Unit
 from shardfold.wires.choice import data_wire
 from shardfold.wires.plain import Pending
 
@@ -82,6 +83,7 @@ class Actions:
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on."""
         self.units = {unit.name: unit for unit in units}
+        self.wire.forget()
         self.detours.clear()
         self._reducing = None
 

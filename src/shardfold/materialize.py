@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from shardfold.cut import Cut
 from shardfold.errors import ModelError, did_you_mean
+from shardfold.gradients import GradientBuffer
 from shardfold.layout import Layout
 from shardfold.mesh import DataMesh
 from shardfold.stores.device import DeviceStore
-from shardfold.unit import GradientBuffer, Segment, Unit
+from shardfold.unit import Segment, Unit
 
 __all__ = ["Weights", "make_units", "meta_init", "move_buffers"]
 

@@ -20,13 +20,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shardfold.errors import UsageError
 from shardfold.freed import seal, unseal
+from shardfold.gradients import GradientBuffer
 from shardfold.layout import ITEMSIZE, Layout, Mesh
 from shardfold.shards import SegmentSpec, UnitSpec, shard_range
 from shardfold.stores.device import DeviceStore
@@ -57,96 +58,6 @@ class Life(Enum):
     RESTING = "only this rank's shard is in memory"
     GATHERING = "the flat has its memory and is being filled"
     GATHERED = "all values are in the flat"
-
-
-# -- gradients on their way ---------------------------------------------------------------------------------
-
-
-SMALL = 16 * 1024
-"""Gradients of at most so many bytes are copied together: a call of its own costs as much as copying this."""
-BATCH = 64 * 1024
-"""So many bytes of small gradients wait at most."""
-
-
-class Gradients:
-    """Gradients of one or more passes, one tensor per parameter of a unit's trainable segments.
-
-    Attributes:
-        views: by segment and slot, each with its parameter's shape.
-        touched: which of them hold anything since :meth:`clear`; what the others hold means nothing.
-    """
-
-    def __init__(self, views: list[list[Tensor]]) -> None:
-        self.views = views
-        self.touched = [[False] * len(row) for row in views]
-
-    def add(self, segment: int, slot: int, grad: Tensor, scale: float) -> None:
-        """Adds ``scale * grad``; the first gradient of a slot replaces what was there."""
-        raise NotImplementedError
-
-    def flush(self) -> None:
-        """From now on all that was added is in ``views``."""
-
-    def clear(self) -> None:
-        """Forgets all gradients; the memory stays."""
-        for touched in self.touched:
-            touched[:] = [False] * len(touched)
-
-
-class GradientBuffer(Gradients):
-    """Gradients in one flat per segment, as they are sent; the memory of slots that are not touched, and of the
-    padding, is undefined until :meth:`complete` zeroes it."""
-
-    def __init__(self, segments: Sequence[Segment], flats: Sequence[Tensor]) -> None:
-        self.flats = list(flats)
-        parts = [segment.parts_of(flat) for segment, flat in zip(segments, flats, strict=True)]
-        super().__init__([views for views, _ in parts])
-        self._pads = [pad for _, pads in parts for pad in pads]
-        self._waiting: tuple[list[Tensor], list[Tensor]] = [], []  # views, and the small gradients that go there
-        self._waiting_bytes, self._scale = 0, 1.0
-
-    def add(self, segment: int, slot: int, grad: Tensor, scale: float) -> None:
-        view, touched = self.views[segment][slot], self.touched[segment]
-        if touched[slot]:
-            self.flush()
-            view.add_(grad, alpha=scale)
-            return
-        touched[slot] = True
-        size = grad.nbytes
-        if size > SMALL:
-            torch.mul(grad, _factor(scale), out=view)
-            return
-        self._waiting[0].append(view)
-        self._waiting[1].append(grad)
-        self._waiting_bytes += size
-        self._scale = scale
-        if self._waiting_bytes >= BATCH:
-            self.flush()
-
-    def flush(self) -> None:
-        views, grads = self._waiting
-        if views:
-            torch._foreach_copy_(views, grads)  # pyright: ignore[reportPrivateImportUsage]
-            if self._scale != 1.0:
-                torch._foreach_mul_(views, self._scale)  # pyright: ignore[reportPrivateImportUsage]
-            self._drop_waiting()
-
-    def complete(self) -> None:
-        """Zeroes what no gradient reached: on this rank those parameters contribute nothing to the sum."""
-        self.flush()
-        zero = [view for row, touched in zip(self.views, self.touched, strict=True) if not all(touched)
-                for view, was in zip(row, touched, strict=True) if not was]  # fmt: skip
-        if self._pads or zero:  # as one call: each would cost as much as the gradient of a small parameter
-            torch._foreach_zero_(self._pads + zero)  # pyright: ignore[reportPrivateImportUsage]
-
-    def clear(self) -> None:
-        super().clear()
-        self._drop_waiting()
-
-    def _drop_waiting(self) -> None:
-        self._waiting[0].clear()
-        self._waiting[1].clear()
-        self._waiting_bytes = 0
 
 
 # -- segments and units ---------------------------------------------------------------------------------------
@@ -485,13 +396,6 @@ class Unit:
         while pending:
             pending[0].wait(waiter)
             del pending[0]
-
-
-@lru_cache
-def _factor(scale: float) -> Tensor:
-    """The number as a 0-d tensor, with which a multiplication takes half as long and gives the same bits. (Not for
-    gradients of no dimension, as then both would count for the dtype of the result.)"""
-    return torch.tensor(scale, dtype=torch.float64, device="cpu")
 
 
 def _take_back_version(parameters: Sequence[nn.Parameter]) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 __all__ = ["exact", "huge", "trim"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-SMALL, LARGE, TRIM = 64 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
+SMALL, LARGE, TRIM = 512 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
 MADV_HUGEPAGE, HUGE = 14, 2 * 1024 * 1024  # mman.h; bytes of a huge page
 
 

@@ -26,275 +26,65 @@ it off. Else, the Gloo wire carries the group.
 
 from __future__ import annotations
 
-import ctypes
-import json
 import mmap
 import os
-import platform
-import secrets
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import count
-from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardfold.wires.boards import DONE, READY, Group, Mark, give_back, look_until, neighbours
 from shardfold.wires.plain import GlooWire, Pending, Waiter, sum_into
 
-__all__ = ["NearWire", "Neighbour", "neighbours"]
+__all__ = ["NearWire"]
 
 BLOCK = 256 * 1024
 """Bytes that are summed at a time: with the others' they fit a core's cache."""
 
-SLOTS = 1024
-"""Entries of a board: so many collectives of one group may be under way."""
-
-READY, ADDRESS, DONE, WIDTH = 0, 1, 2, 3
-WORD = 8
-AREA = SLOTS * WIDTH * WORD
-
-AT_ONCE, SHORT, LONG = 20, 2e-5, 1e-4  # so many looks with no pause; then pauses, in seconds
-PAUSE = 2e-3  # seconds between the deeds of the thread that carries on
-
-_engines = count(1)
-_boards: list[mmap.mmap] = []  # that no engine uses: they stay, because other processes may still look at them
-
-
-class _Vector(ctypes.Structure):
-    """``struct iovec``"""
-
-    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
-
-
-def _find_call() -> Any:
-    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
-        return None
-    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if call is not None:
-        call.restype = ctypes.c_ssize_t
-        call.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
-    return call
-
-
-_readv = _find_call()
-
-
-def read(process: int, address: int, into: int, num_bytes: int) -> None:
-    """Copies memory of another process to the address ``into``; other threads run meanwhile.
-
-    Raises:
-        OSError: that process is gone, or may not be read.
-    """
-    done = 0
-    while done < num_bytes:
-        ours, theirs = _Vector(into + done, num_bytes - done), _Vector(address + done, num_bytes - done)
-        copied = _readv(process, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
-        if copied <= 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        done += copied
-
-
-class Neighbour(NamedTuple):
-    """A rank whose memory this process can read.
-
-    Attributes:
-        process: its id.
-        board: the address of its board.
-        base: what its numbers begin with, so that what an earlier engine left there is not taken for this one's.
-    """
-
-    process: int
-    board: int
-    base: int
-
-
-def neighbours(
-    rank: int, groups: int, exchange: Callable[[str, str], list[str]]
-) -> tuple[Mapping[int, Neighbour], Sequence[set[int]], Any]:
-    """Who is near: what each rank can be read at, and for each rank those that it can read; and this rank's board.
-
-    Args:
-        rank: this one.
-        groups: how many groups will be used.
-        exchange: ``exchange(key, text)`` gives every rank's text.
-    """
-    board = _take_board(groups)
-    token = secrets.randbits(62)
-    mine: dict[str, Any] = {}
-    if board is not None:
-        cells = (ctypes.c_int64 * (len(board) // WORD)).from_buffer(board)
-        cells[-1] = token
-        mine = {
-            "place": _place(), "process": os.getpid(), "board": ctypes.addressof(cells), "size": len(board),
-            "base": next(_engines) << 32, "token": token,
-        }  # fmt: skip
-        del cells
-    said = [json.loads(text) for text in exchange("near/boards", json.dumps(mine))]
-    own = {other for other, entry in enumerate(said) if mine and entry and _readable(mine, entry)}
-    seen = [set(json.loads(text)) for text in exchange("near/seen", json.dumps(sorted(own)))]
-    found = {r: Neighbour(entry["process"], entry["board"], entry["base"]) for r, entry in enumerate(said) if entry}
-    return found, seen, board
-
-
-def _readable(mine: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    if entry["place"] != mine["place"]:
-        return False
-    word = ctypes.c_int64()
-    try:
-        read(entry["process"], entry["board"] + entry["size"] - WORD, ctypes.addressof(word), WORD)
-    except OSError:
-        return False
-    return word.value == entry["token"]
-
-
-def _place() -> str:
-    """What ranks of one host have in common, and containers or simulated hosts on it do not."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
-
-
-def _take_board(groups: int) -> mmap.mmap | None:
-    if _readv is None or not groups or os.environ.get("SHARDFOLD_NEAR", "1") == "0":
-        return None
-    size = groups * AREA + WORD
-    for i, board in enumerate(_boards):
-        if len(board) >= size:
-            return _boards.pop(i)
-    return mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-
-
-class _Group:
-    """The boards of the ranks of one group.
-
-    Args:
-        members: of the group, in its order; ``me`` is this one's place.
-        offset: bytes from the beginning of a board to this group's part.
-        cells: this rank's part.
-        waiter: waits for a mark.
-    """
-
-    def __init__(self, members: Sequence[Neighbour], me: int, offset: int, cells: Any, waiter: Waiter) -> None:
-        self.members, self.me, self.size = members, me, len(members)
-        self.others = [i for i in range(self.size) if i != me]
-        self._offset, self._cells, self._waiter = offset, cells, waiter
-        self._base = members[me].base
-        self.closed = False  # nothing more is read
-        self._numbers = 0
-        self._entry = (ctypes.c_int64 * WIDTH)()
-        self._into = ctypes.addressof(self._entry)
-
-    def number(self) -> int:
-        """Of the next collective."""
-        self._numbers += 1
-        return self._numbers
-
-    def post(self, number: int, address: int) -> None:
-        """This rank's data of that collective is ready and lies there."""
-        if number > SLOTS:  # first all others must be done with what stands in this place
-            self._waiter(_Mark(self, number - SLOTS, DONE))
-        place = number % SLOTS * WIDTH
-        self._cells[place + ADDRESS] = address
-        self._cells[place + READY] = self._base + number
-
-    def done(self, number: int) -> None:
-        """This rank has read what it needs."""
-        self._cells[number % SLOTS * WIDTH + DONE] = self._base + number
-
-    def address(self, other: int, number: int) -> int:
-        """Where another's data lies, once it is ready."""
-        return self.look(other, number, (ctypes.c_int64 * WIDTH)())[ADDRESS]
-
-    def look(self, other: int, number: int, entry: Any) -> Any:
-        """Another's entry, read into ``entry``."""
-        address = self.members[other].board + self._offset + number % SLOTS * WIDTH * WORD
-        self.read(other, address, ctypes.addressof(entry), WIDTH * WORD)
-        return entry
-
-    def read(self, other: int, address: int, into: int, num_bytes: int) -> None:
-        process = self.members[other].process
-        try:
-            read(process, address, into, num_bytes)
-        except OSError as error:
-            raise RuntimeError(f"process {process}, a rank on this host, has ended ({error.strerror})") from error
-
-
-class _Mark:
-    """That all others are ready with a collective, or done with it: waited for like a ``torch.distributed`` work."""
-
-    def __init__(self, group: _Group, number: int, what: int) -> None:
-        self._group, self._number, self._what = group, number, what
-        self._missing = list(group.others)
-        self._entry = (ctypes.c_int64 * WIDTH)()
-
-    def is_completed(self) -> bool:
-        while self._missing:
-            other = self._missing[-1]
-            said = self._group.look(other, self._number, self._entry)[self._what]
-            if said - self._group.members[other].base < self._number:
-                return False
-            self._missing.pop()
-        return True
-
-    def wait(self, timeout: timedelta) -> None:
-        """Returns when it is so.
-
-        Raises:
-            RuntimeError: "timed out"; or another process has ended.
-        """
-        _look_until(self.is_completed, timeout)
-
-
-def _look_until(done: Callable[[], bool], timeout: timedelta) -> None:
-    looks, deadline = 0, monotonic() + timeout.total_seconds()
-    while not done():
-        looks += 1
-        if looks > AT_ONCE:  # the other may need this core
-            if monotonic() > deadline:
-                raise RuntimeError("timed out")
-            sleep(SHORT if looks < 10 * AT_ONCE else LONG)
-
+PAUSE = 2e-3
+"""Seconds between the deeds of the thread that carries on."""
 
 _Phase = tuple[int, Callable[[int], None]]
 
 
 class _Reading(Pending):
-    """A collective in one or two phases, in each of which this rank reads from the others; also the work that is waited
-    for until it has.
+    """A collective in one or two phases, in each of which this rank reads from the others.
 
     Args:
         group: of it.
         phases: number and deed of each, done when the others have posted that number; a deed may post the next.
         read: what the others read from this rank; kept until they have.
-        lasting: it the others read stays as it is until :meth:`NearWire.settle`.
+        lasting: it stays as it is until :meth:`NearWire.settle`.
+        at_once: what this rank reads is ready, whatever the others have posted.
     """
 
-    def __init__(self, group: _Group, phases: Sequence[_Phase], read: Tensor, *, lasting: bool) -> None:
+    def __init__(
+        self, group: Group, phases: Sequence[_Phase], read: Tensor, *, lasting: bool = False, at_once: bool = False
+    ) -> None:
         super().__init__([])
         self._read: Tensor | None = read
         self.group, self._phases, self._lasting = group, list(phases), lasting
-        self._mark = _Mark(group, phases[0][0], READY)
+        self._mark = None if at_once else Mark(group, phases[0][0], READY)
         self._lock = threading.Lock()
-        self._settled = False
+        self._last = phases[-1][0]
 
     def advance(self) -> bool:
         """Goes as far as the others allow; whether this rank has read all. False while another thread is at it."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            while self._phases and self._mark.is_completed():
+            while self._phases and (self._mark is None or self._mark.is_completed()):
                 number, deed = self._phases[0]
                 deed(number)
                 self.group.done(number)
                 del self._phases[0]
-                what, number = (READY, self._phases[0][0]) if self._phases else (DONE, number)
-                self._mark = _Mark(self.group, number, what)
+                if self._phases:
+                    self._mark = Mark(self.group, self._phases[0][0], READY)
             return not self._phases
         finally:
             self._lock.release()
@@ -313,11 +103,12 @@ class _Reading(Pending):
 
     def settle(self, waiter: Waiter) -> None:
         """Returns when no other rank reads from this one any more."""
-        if not self._settled:
+        if self._read is not None:
             self.arrive(waiter)
-            if not self._mark.is_completed():
-                waiter(self._mark)
-            self._settled, self._read = True, None
+            mark = Mark(self.group, self._last, DONE)
+            if not mark.is_completed():
+                waiter(mark)
+            self._read = None
 
 
 class _Arrival(NamedTuple):
@@ -334,7 +125,7 @@ class _Arrival(NamedTuple):
         Raises:
             RuntimeError: "timed out"; or another process has ended.
         """
-        _look_until(self.reading.advance, timeout)
+        look_until(self.reading.advance, timeout)
 
 
 class _Adder:
@@ -343,14 +134,14 @@ class _Adder:
     def __init__(self) -> None:
         self._lock, self._block = threading.Lock(), torch.empty(0)
 
-    def sum(self, near: _Group, number: int, full: Tensor, start: int, out: Tensor, add: bool) -> None:
+    def sum(self, near: Group, number: int, full: Tensor, start: int, out: Tensor, add: bool) -> None:
         """Sums the ranks' ``full[start : start + len(out)]`` in rank order, block by block."""
         with self._lock, torch.no_grad():
             step = BLOCK // full.itemsize
             if self._block.dtype != full.dtype or self._block.numel() < near.size * step:
                 self._block = torch.empty(near.size * step, dtype=full.dtype)
             rooms = self._block.view(-1, step)[: near.size]
-            addresses = {other: near.address(other, number) for other in near.others}
+            addresses = near.addresses(number)
             # With three ranks and more a partial sum would overwrite this rank's own row where that is ``out`` itself.
             aside = near.size > 2 and out.untyped_storage()._cdata == full.untyped_storage()._cdata
             for a in range(0, out.numel(), step):
@@ -436,10 +227,10 @@ class _Carrier:
 _carrier = _Carrier()
 
 
-def _leave(board: mmap.mmap, groups: Sequence[_Group]) -> None:
+def _leave(board: mmap.mmap, groups: Sequence[Group]) -> None:
     for group in groups:
         group.closed = True
-    _boards.append(board)
+    give_back(board)
     _carrier.leave()
 
 
@@ -463,21 +254,16 @@ class NearWire:
         waiter: Waiter,
     ) -> None:
         self._gloo = gloo
-        self._near: dict[int, _Group] = {}
+        self._near: dict[int, Group] = {}
         self._unsettled: list[_Reading] = []
         self._adder = _Adder()
-        known, seen, board = neighbours(rank, len(groups), exchange)
+        self._known: dict[int, dict[int, int]] = {}
         self._leave: Callable[[], object] | None = None
-        if board is None:
-            return
-        cells = (ctypes.c_int64 * (len(board) // WORD)).from_buffer(board)
-        for i, (group, ranks) in enumerate(groups):
-            if all(set(ranks) - {r} <= seen[r] for r in ranks):
-                part = (ctypes.c_int64 * (AREA // WORD)).from_buffer(cells, i * AREA)
-                members = [known[r] for r in ranks]
-                self._near[id(group)] = _Group(members, list(ranks).index(rank), i * AREA, part, waiter)
-        _carrier.join()
-        self._leave = weakref.finalize(self, _leave, board, list(self._near.values()))
+        near, board = neighbours(rank, [ranks for _, ranks in groups], exchange, waiter)
+        if board is not None:
+            self._near = {id(group): one for (group, _), one in zip(groups, near, strict=True) if one is not None}
+            _carrier.join()
+            self._leave = weakref.finalize(self, _leave, board, list(self._near.values()))
 
     def near(self, group: Any) -> bool:
         """Whether a group is carried by reading."""
@@ -488,19 +274,24 @@ class NearWire:
         if near is None or full.is_cuda:
             return self._gloo.all_gather(full, group)
         chunk, number = full.nbytes // near.size, near.number()
-        near.post(number, full.data_ptr() + near.me * chunk if lasting is None else lasting.data_ptr())
+        source = full[near.me * (full.numel() // near.size) :] if lasting is None else lasting
+        near.post(number, source.data_ptr())
+        # What lasts is ready on all ranks when a pass begins and lies where it lay, so it needs no waiting.
+        table = self._known
+        known = table.get(source.data_ptr()) if lasting is not None else None
 
         def read_chunks(number: int) -> None:
-            start = full.data_ptr()
+            start, addresses = full.data_ptr(), known or near.addresses(number)
             for other in near.others:
-                near.read(other, near.address(other, number), start + other * chunk, chunk)
+                near.read(other, addresses[other], start + other * chunk, chunk)
+            if lasting is not None and known is None:
+                table[lasting.data_ptr()] = addresses
 
-        reading = self._begin(
-            near, [(number, read_chunks)], full if lasting is None else lasting, lasting=lasting is not None
-        )
-        if lasting is not None:
-            self._unsettled.append(reading)
-        return reading
+        if lasting is None:
+            return self._begin(_Reading(near, [(number, read_chunks)], full))
+        reading = _Reading(near, [(number, read_chunks)], lasting, lasting=True, at_once=known is not None)
+        self._unsettled.append(reading)
+        return self._begin(reading)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, group: Any, *, add: bool) -> Pending:
         near = self._near.get(id(group))
@@ -512,7 +303,7 @@ class NearWire:
         def sum_chunk(number: int) -> None:
             adder.sum(near, number, full, near.me * chunk, out, add)
 
-        return self._begin(near, [(number, sum_chunk)], full)
+        return self._begin(_Reading(near, [(number, sum_chunk)], full))
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
         near = self._near.get(id(group))
@@ -529,11 +320,12 @@ class NearWire:
             near.post(second, tensor.data_ptr())
 
         def read_sums(number: int) -> None:
+            addresses = near.addresses(number)
             for other in near.others:
                 start, stop = (bound * tensor.itemsize for bound in bounds[other : other + 2])
-                near.read(other, near.address(other, number) + start, tensor.data_ptr() + start, stop - start)
+                near.read(other, addresses[other] + start, tensor.data_ptr() + start, stop - start)
 
-        return self._begin(near, [(first, sum_own), (second, read_sums)], tensor)
+        return self._begin(_Reading(near, [(first, sum_own), (second, read_sums)], tensor))
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
         return self._gloo.exchange(sent, to, received, by, group)
@@ -542,6 +334,9 @@ class NearWire:
         for reading in self._unsettled:
             reading.settle(waiter)
         self._unsettled.clear()
+
+    def forget(self) -> None:
+        self._known.clear()
 
     def close(self) -> None:
         if self._leave is not None:
@@ -552,7 +347,6 @@ class NearWire:
         return min(num_bytes, ranks * BLOCK)
 
     @staticmethod
-    def _begin(near: _Group, phases: Sequence[_Phase], read: Tensor, *, lasting: bool = False) -> _Reading:
-        reading = _Reading(near, phases, read, lasting=lasting)
+    def _begin(reading: _Reading) -> _Reading:
         _carrier.take(reading)
         return reading

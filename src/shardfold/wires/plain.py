@@ -64,7 +64,8 @@ class PlainWire(Protocol):
     def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
         """Completes ``full``, in which this rank's chunk (its group rank's) is already in place.
 
-        ``lasting`` holds the same values as that chunk, and will until :meth:`settle`.
+        ``lasting`` holds the same values as that chunk, on all ranks since before the pass began and until
+        :meth:`settle`; it always lies where it lay, until :meth:`forget`.
         """
         ...
 
@@ -79,6 +80,10 @@ class PlainWire(Protocol):
 
     def settle(self, waiter: Waiter) -> None:
         """Returns when no other rank reads what was ``lasting``; at the end of a pass."""
+        ...
+
+    def forget(self) -> None:
+        """What lasted was made anew."""
         ...
 
     def close(self) -> None:
@@ -132,6 +137,9 @@ class GlooWire:
     def settle(self, waiter: Waiter) -> None:
         pass
 
+    def forget(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -162,6 +170,9 @@ class NcclWire:
         return Pending([dist.all_reduce(tensor, group=group, async_op=True)])
 
     def settle(self, waiter: Waiter) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def close(self) -> None:

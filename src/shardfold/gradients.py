@@ -1,0 +1,95 @@
+"""Gradients on their way: the flat that a unit's gradients are copied into, as they arrive, and sent from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shardfold.unit import Segment
+
+__all__ = ["GradientBuffer"]
+
+SMALL = 16 * 1024
+"""Gradients of at most so many bytes are copied together: a call of its own costs as much as copying this."""
+BATCH = 64 * 1024
+"""So many bytes of small gradients wait at most."""
+
+
+class GradientBuffer:
+    """Gradients of one or more passes, in one flat per trainable segment of a unit, as they are sent.
+
+    The memory of slots that are not touched, and of the padding, is undefined until :meth:`complete` zeroes it.
+
+    Attributes:
+        flats: by segment.
+        views: by segment and slot, each with its parameter's shape.
+        touched: which of them hold anything since :meth:`clear`.
+    """
+
+    def __init__(self, segments: Sequence[Segment], flats: Sequence[Tensor]) -> None:
+        self.flats = list(flats)
+        parts = [segment.parts_of(flat) for segment, flat in zip(segments, flats, strict=True)]
+        self.views = [views for views, _ in parts]
+        self.touched = [[False] * len(row) for row in self.views]
+        self._pads = [pad for _, pads in parts for pad in pads]
+        self._waiting: tuple[list[Tensor], list[Tensor]] = [], []  # views, and the small gradients that go there
+        self._waiting_bytes, self._scale = 0, 1.0
+
+    def add(self, segment: int, slot: int, grad: Tensor, scale: float) -> None:
+        """Adds ``scale * grad``; the first gradient of a slot replaces what was there."""
+        view, touched = self.views[segment][slot], self.touched[segment]
+        if touched[slot]:
+            self.flush()
+            view.add_(grad, alpha=scale)
+            return
+        touched[slot] = True
+        size = grad.nbytes
+        if size > SMALL:
+            torch.mul(grad, _factor(scale), out=view)
+            return
+        self._waiting[0].append(view)
+        self._waiting[1].append(grad)
+        self._waiting_bytes += size
+        self._scale = scale
+        if self._waiting_bytes >= BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """From now on all that was added is in ``views``."""
+        views, grads = self._waiting
+        if views:
+            torch._foreach_copy_(views, grads)  # pyright: ignore[reportPrivateImportUsage]
+            if self._scale != 1.0:
+                torch._foreach_mul_(views, self._scale)  # pyright: ignore[reportPrivateImportUsage]
+            self._drop_waiting()
+
+    def complete(self) -> None:
+        """Zeroes what no gradient reached: on this rank those parameters contribute nothing to the sum."""
+        self.flush()
+        zero = [view for row, touched in zip(self.views, self.touched, strict=True) if not all(touched)
+                for view, was in zip(row, touched, strict=True) if not was]  # fmt: skip
+        if self._pads or zero:  # as one call: each would cost as much as the gradient of a small parameter
+            torch._foreach_zero_(self._pads + zero)  # pyright: ignore[reportPrivateImportUsage]
+
+    def clear(self) -> None:
+        """Forgets all gradients; the memory stays."""
+        for touched in self.touched:
+            touched[:] = [False] * len(touched)
+        self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        self._waiting[0].clear()
+        self._waiting[1].clear()
+        self._waiting_bytes = 0
+
+
+@lru_cache
+def _factor(scale: float) -> Tensor:
+    """The number as a 0-d tensor, with which a multiplication takes half as long and gives the same bits. (Not for
+    gradients of no dimension, as then both would count for the dtype of the result.)"""
+    return torch.tensor(scale, dtype=torch.float64, device="cpu")
