@@ -117,6 +117,49 @@ def explain(
     print(explain_preset(layout, mesh=mesh, precision=precision, params=int(params)))
 
 
+@app.command(epilog="For example: shardfold bench gpt --params 46e6 --only torch-ddp,'zero*' --rounds 5")
+def bench(
+    job: Annotated[
+        str, typer.Argument(help="gpt, tensors (2,000 small ones) or units (64 almost empty ones).")
+    ] = "gpt",
+    params: Annotated[float, typer.Option(min=1, help="Parameters of the GPT, about: 10e6 to 500e6.")] = 46e6,
+    rows: Annotated[int, typer.Option(help="Sequences per rank and step.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 64,
+    ranks: Annotated[int | None, typer.Option(help="Processes per contender (default 2; 1 for units).")] = None,
+    precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd, fused.")] = "adamw",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(help="Turns of each contender.")] = 5,
+    steps: Annotated[int, typer.Option(help="Timed steps of a turn.")] = 5,
+    warm: Annotated[int, typer.Option(help="Steps before the first turn.")] = 3,
+    timeout: Annotated[float, typer.Option(help="Seconds until a contender that is silent is given up.")] = 300.0,
+    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name or pattern; may be repeated.")] = None,
+    without: Annotated[list[str] | None, typer.Option(help="Contenders to leave out, by name or pattern.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="What the others are divided by (default torch-ddp; 1 rank: fastest bare loop).")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write every measurement to this file.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")] = False,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Instead: draw one step of two contenders into this PNG (zero3, torch-fsdp2).")
+    ] = None,
+) -> None:
+    """Run one job under each layout and each installed peer, in turns, and compare time, memory and bytes sent."""
+    from shardfold.bench import command
+    from shardfold.bench.settings import Settings
+
+    settings = Settings(
+        job=job, params=params, rows=rows, context=context, ranks=ranks or (1 if job == "units" else 2),
+        precision=precision, optimizer=optimizer, device=device, rounds=rounds, steps=steps, warm=warm, timeout=timeout,
+    )  # fmt: skip
+    chosen, others = command.words(only), command.words(without)
+    if timeline is not None:
+        command.draw_timeline(settings, chosen, timeline)
+        return
+    trusted = command.bench(settings, chosen, others, reference=reference, json_file=json, as_markdown=markdown)
+    raise typer.Exit(0 if trusted else FAILED)
+
+
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command line and end the process with its status."""
     arguments = list(sys.argv[1:] if argv is None else argv)

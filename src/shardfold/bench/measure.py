@@ -1,0 +1,68 @@
+"""What this process holds: storages of tensors, resident sets, page faults."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["clear_peak", "held_bytes", "minor_faults", "peak_bytes", "resident_bytes"]
+
+STATUS = Path("/proc/self/status")
+
+
+def held_bytes() -> int:
+    """Bytes of all storages that a tensor known to the garbage collector, or its gradient, lies in; each counted once.
+
+    Buffers that only C++ knows are not seen, such as the buckets of DistributedDataParallel.
+    """
+    gc.collect()
+    storages: dict[int, int] = {}
+    # A parameter that is freed refuses to be read, and a distributed tensor answers for its local one.
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
+            for each in (tensor, tensor.grad if tensor.is_leaf else None):
+                if each is None or each.device.type == "meta":
+                    continue
+                with suppress(RuntimeError, NotImplementedError):  # a wrapper that has no storage of its own
+                    storage = each.untyped_storage()
+                    if storage.data_ptr():
+                        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _status(field: str) -> int | None:
+    if not STATUS.exists():
+        return None
+    return next(int(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line.startswith(field))
+
+
+def resident_bytes(device: torch.device) -> int | None:
+    """What is resident now; on CUDA, what is allocated. None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _status("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that was resident (on CUDA: allocated) since :func:`clear_peak`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _status("VmHWM")
+
+
+def clear_peak(device: torch.device) -> None:
+    """The peak starts again at what is resident now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif STATUS.exists():
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def minor_faults() -> int:
+    """Page faults of this process that needed no disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
