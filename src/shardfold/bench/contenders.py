@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -11,6 +12,8 @@ from shardfold.bench.settings import Settings
 from shardfold.errors import ConfigError, did_you_mean
 
 __all__ = ["CONTENDERS", "Contender", "choose", "default_reference", "find"]
+
+ONE, SEVERAL = (1, 1), (2, sys.maxsize)  # ranks
 
 #: Keeps glibc from giving pages back that the next step takes again.
 KEEP_PAGES = {
@@ -41,7 +44,7 @@ class Contender:
     option: str = ""
     package: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    ranks: tuple[int, int] = (1, 1_000_000)
+    ranks: tuple[int, int] = (1, sys.maxsize)
     nodes: int = 1
     precisions: tuple[str, ...] = ("fp32", "bf16")
 
@@ -77,23 +80,29 @@ def _deepspeed(stage: str) -> Contender:
     )  # fmt: skip
 
 
+def _bare(name: str, says: str, option: str = "", **environment: str) -> Contender:
+    return Contender(
+        name=name, says=f"a plain loop{says}", kind="bare", option=option, environment=environment, ranks=ONE
+    )
+
+
 CONTENDERS: tuple[Contender, ...] = (
-    Contender(name="bare", says="a plain loop", kind="bare", ranks=(1, 1)),
-    Contender(name="bare-zeros", says="a plain loop, zero_grad(set_to_none=False)", kind="bare", option="zeros", ranks=(1, 1)),
-    Contender(name="bare-malloc", says="a plain loop, malloc keeps its pages", kind="bare", environment=KEEP_PAGES, ranks=(1, 1)),
+    _bare("bare", ""),
+    _bare("bare-zeros", ", zero_grad(set_to_none=False)", "zeros"),
+    _bare("bare-malloc", ", malloc keeps its pages", **KEEP_PAGES),
     Contender(name="torch-ddp", says="DistributedDataParallel", kind="ddp"),
-    Contender(name="torch-zero1", says="DDP and ZeroRedundancyOptimizer", kind="ddp", option="zero", ranks=(2, 1_000_000)),
-    Contender(name="torch-fsdp2", says="fully_shard of each block and the model", kind="fully_shard"),
+    Contender(name="torch-zero1", says="DDP with ZeroRedundancyOptimizer", kind="ddp", option="zero", ranks=SEVERAL),
+    Contender(name="torch-fsdp2", says="PyTorch's fully_shard", kind="fully_shard"),
     Contender(
         name="torch-fsdp2-keep", says="fully_shard, reshard_after_forward=False", kind="fully_shard", option="keep",
-        ranks=(2, 1_000_000),
+        ranks=SEVERAL,
     ),
     *(_deepspeed(stage) for stage in "123"),
     _ours("ddp", "nothing split"),
     _ours("zero1", "optimizer states split"),
     _ours("zero2", "gradients split too"),
     _ours("zero3", "parameters split too"),
-    _ours("fsdp2", "the master alone rests", ranks=(2, 1_000_000), precisions=("bf16",)),
+    _ours("fsdp2", "the master alone rests", ranks=SEVERAL, precisions=("bf16",)),
     _ours("hsdp", "split within two nodes", nodes=2),
     _ours("hpz", "zero3 with a second copy within two nodes", nodes=2),
 )  # fmt: skip

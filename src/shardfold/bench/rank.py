@@ -51,7 +51,7 @@ class Rank:
             self._step()
 
     def ready(self) -> dict[str, Any]:
-        """What it says of itself when it is warm; ``needs`` is all that it has taken at its peak, libraries included."""
+        """What it says of itself when it is warm; ``needs`` is all it took at its peak, libraries included."""
         peaks = [each for each in (self._set_up_peak, peak_bytes(self._device)) if each is not None]
         optimizer = self._side.optimizer
         fused = getattr(optimizer, "defaults", {}).get("fused")
@@ -93,7 +93,9 @@ class Rank:
         """The events of the last of ``steps`` steps."""
         for _ in range(steps - 1):
             self._step()
-        return profiled(self._step)
+        batch = self._batches[self._steps % len(self._batches)]
+        self._steps += 1
+        return profiled(lambda: self._side.compute(batch), self._side.update)
 
     def _step(self) -> tuple[float, float, torch.Tensor]:
         """Seconds of a step and of its forward and backward (on CUDA: of the host's part), and the loss."""

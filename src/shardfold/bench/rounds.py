@@ -1,8 +1,8 @@
 """Who runs when.
 
 All contenders are started and warmed up; then each takes one turn per round, in an order that is reversed in every
-second round. Only one runs at a time, the others wait on their pipes. Where memory is short, a contender that leaves too
-little for the largest of the others is closed after each of its turns and started again for the next.
+second round. Only one runs at a time, the others wait on their pipes. Where memory is short, a contender that leaves
+too little for the largest of the others is closed after each of its turns and started again for the next.
 """
 
 from __future__ import annotations

@@ -1,20 +1,139 @@
-"""One step under PyTorch's profiler, as plain events."""
+"""One step under PyTorch's profiler: recorded as plain events, and sorted into lanes by what the time went to.
+
+The main thread's time belongs to its innermost operation. Where that is none of the known ones and a collective is
+under way on another thread, the main thread waits for it; what remains is Python and dispatch, and in no lane.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
-__all__ = ["profiled"]
+__all__ = ["LANES", "Event", "Span", "lanes", "merged", "phases", "profiled"]
+
+Span = tuple[float, float]
+"""Begin and end."""
+
+#: From the top of the picture: four of the main thread, two of the threads that send.
+LANES = ("compute", "copies", "update", "waiting", "gather", "reduce")
+
+COPIES = ("copy_", "cat", "clone", "fill_", "zero_", "contiguous", "_to_copy")  # ends of names
+GATHER = (
+    "gloo:broadcast",
+    "gloo:all_gather",
+    "gloo:allgather",
+    "nccl:all_gather",
+    "nccl:_all_gather",
+    "nccl:broadcast",
+)
+SENDS = ("gloo:", "nccl:")
+COMPUTE, UPDATE = "forward and backward", "optimizer step"  # as the two halves of a step are recorded
 
 
-def profiled(step: Callable[[], object]) -> dict[str, Any]:
-    """Runs ``step`` and gives its events: ``[name, thread, begin, end]``, in microseconds since the step began."""
+class Event(NamedTuple):
+    """An operation on a thread, in microseconds since the step began."""
+
+    name: str
+    thread: int
+    begin: float
+    end: float
+
+
+def profiled(compute: Callable[[], object], update: Callable[[], object]) -> dict[str, Any]:
+    """Runs both halves of a step and gives all events, the length in microseconds, and the main thread."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("step"):
-        step()
-    events = [[event.name, event.thread, event.time_range.start, event.time_range.end] for event in profiler.events()]
-    (begin, end, thread) = next((b, e, t) for name, t, b, e in events if name == "step")
-    inside = [[n, t, b - begin, e - begin] for n, t, b, e in events if n != "step" and b < end]
-    return {"events": inside, "length": end - begin, "thread": thread}
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with record_function(COMPUTE):
+            compute()
+        with record_function(UPDATE):
+            update()
+    events = [Event(e.name, e.thread, e.time_range.start, e.time_range.end) for e in profiler.events() or ()]
+    first = next(event for event in events if event.name == COMPUTE)
+    last = next(event for event in events if event.name == UPDATE)
+    moved = [e._replace(begin=e.begin - first.begin, end=e.end - first.begin) for e in events if e.begin < last.end]
+    return {"events": moved, "length": last.end - first.begin, "thread": first.thread}
+
+
+def kind(name: str) -> str | None:
+    """The lane of an operation of the main thread, if it is known to have one."""
+    if name.startswith("aten::_fused_") and name.endswith("_"):
+        return "update"
+    if not name.startswith(("aten::", "fsdp::")):
+        return None
+    return "copies" if name.endswith(COPIES) else "compute"
+
+
+def innermost(events: Iterable[Event], length: float) -> Iterator[tuple[float, float, tuple[str, ...]]]:
+    """Begin, end, and the names of the operations that one thread is in, the innermost last."""
+    stack: list[Event] = []
+    at = 0.0
+
+    def until(moment: float) -> Iterator[tuple[float, float, tuple[str, ...]]]:
+        nonlocal at
+        if moment > at:
+            yield at, moment, tuple(event.name for event in stack)
+            at = moment
+
+    for event in sorted(events, key=lambda event: (event.begin, -event.end)):
+        while stack and stack[-1].end <= event.begin:
+            yield from until(stack[-1].end)
+            stack.pop()
+        yield from until(event.begin)
+        stack.append(event)
+    while stack:
+        yield from until(min(stack[-1].end, length))
+        stack.pop()
+
+
+def lanes(trace: dict[str, Any]) -> dict[str, list[Span]]:
+    """Spans by lane; those of one lane do not overlap."""
+    events = [Event(*each) for each in trace["events"]]
+    found: dict[str, list[Span]] = {name: [] for name in LANES}
+    for event in events:
+        if event.name.startswith(SENDS):
+            lane = "gather" if event.name.startswith(GATHER) else "reduce"
+            found[lane].append((max(event.begin, 0.0), min(event.end, trace["length"])))
+    for name in ("gather", "reduce"):
+        found[name] = merged(found[name])
+    sending = merged([*found["gather"], *found["reduce"]])
+    idle: list[Span] = []
+    for begin, end, names in innermost((e for e in events if e.thread == trace["thread"]), trace["length"]):
+        lane = kind(names[-1]) if names else None
+        if lane is None:
+            idle.append((begin, end))
+        else:
+            found[lane].append((begin, end))
+    found["waiting"] = list(_common(idle, sending))
+    return {name: merged(spans) for name, spans in found.items()}
+
+
+def merged(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
+    """The union of spans, where those at most ``gap`` apart are one."""
+    union: list[Span] = []
+    for begin, end in sorted(spans):
+        if union and begin <= union[-1][1] + gap:
+            union[-1] = union[-1][0], max(union[-1][1], end)
+        else:
+            union.append((begin, end))
+    return union
+
+
+def phases(trace: dict[str, Any]) -> dict[str, Span]:
+    """When forward, backward and the optimizer step run."""
+    events = [Event(*each) for each in trace["events"]]
+    backward = min((e.begin for e in events if e.name.startswith("autograd::engine")), default=0.0)
+    update = next(event.begin for event in events if event.name == UPDATE)
+    return {"forward": (0.0, backward), "backward": (backward, update), "step": (update, trace["length"])}
+
+
+def _common(one: list[Span], other: list[Span]) -> Iterator[Span]:
+    """What is in both; each is sorted and does not overlap itself."""
+    place = 0
+    for begin, end in one:
+        while place < len(other) and other[place][1] <= begin:
+            place += 1
+        at = place
+        while at < len(other) and other[at][0] < end:
+            yield max(begin, other[at][0]), min(end, other[at][1])
+            at += 1
