@@ -2,26 +2,20 @@
 
 python benchmarks/figures.py losses      # largest relative difference of 30 losses from plain PyTorch, by layout
 python benchmarks/figures.py bytes       # bytes held and sent beside table and program, by layout and ranks
-python benchmarks/figures.py time        # seconds of a step beside DistributedDataParallel, alternating rounds
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from functools import partial
-from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import shardfold as sf
 from shardfold.recipes.gpt import GPT, GPTConfig
 from shardfold.report import human
-from shardfold.testing import Ranks, run_ranks, same_training
+from shardfold.testing import Ranks, same_training
 
 ADAMW = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1)
 LAYOUTS = list(sf.PRESETS)
@@ -93,59 +87,13 @@ def held_and_sent() -> None:
                 )
 
 
-def _seconds(contender: str, context: int, rows: int) -> float:
-    torch.manual_seed(0)
-    model: Any = GPT(GPTConfig.named("demo", d_model=512, layers=12, heads=8, context=context))
-    step: Callable[[torch.Tensor], object]
-    if contender == "DDP":
-        model = DistributedDataParallel(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-        def step(x: torch.Tensor) -> None:
-            model(x, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    else:
-        engine = sf.Engine(model, optimizer=partial(torch.optim.AdamW, lr=1e-4), layout=contender)
-
-        def step(x: torch.Tensor) -> None:
-            engine.backward(engine(x, x))
-            engine.step()
-
-    x = torch.randint(256, (rows, context))
-    spent = []
-    for _ in range(8):
-        begin = time.perf_counter()
-        step(x)
-        spent.append(time.perf_counter() - begin)
-    return median(spent[2:])
-
-
-def step_time(context: int, rows: int, rounds: int) -> None:
-    contenders = ["DDP", *LAYOUTS[:4]]
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name in contenders:
-            seconds[name].append(max(run_ranks(_seconds, 2, name, context, rows, timeout=600)))
-    print(f"| {rows} x {context} tokens per rank | step / DDP |\n|---|---|")
-    for name in contenders:
-        print(f"| {name} | {median(seconds[name]) / median(seconds['DDP']):.2f} |")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["losses", "bytes", "time"])
-    parser.add_argument("--context", type=int, default=64, help="bytes of context, for `time`")
-    parser.add_argument("--rows", type=int, default=1, help="sequences per rank, for `time`")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds in which contenders alternate, for `time`")
-    given = parser.parse_args()
-    what = given.what
-    if what == "losses":
+    parser.add_argument("what", choices=["losses", "bytes"])
+    if parser.parse_args().what == "losses":
         losses()
-    elif what == "bytes":
-        held_and_sent()
     else:
-        step_time(given.context, given.rows, given.rounds)
+        held_and_sent()
 
 
 if __name__ == "__main__":

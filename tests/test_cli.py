@@ -44,7 +44,7 @@ def settings_of(argv: list[str]) -> TrainConfig:
     return TrainConfig.load({name.replace("-", "_"): value for name, value in pairs})
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["explain"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["explain"], ["bench"]])
 def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]):
     assert call(*command, "--help") == 0
     assert "For example: shardfold" in capsys.readouterr().out

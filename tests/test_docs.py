@@ -7,6 +7,7 @@ The ```python blocks of a page are one program, run in order. A ```text block ri
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import io
 import re
 import shlex
@@ -114,12 +115,15 @@ def _commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """`explain` is run as it is written; `train` takes minutes, so its options are looked up."""
-    known = {cli.option_name(field) for field in TrainConfig.model_fields} | {"--procs", "--config", "--help"}
+    """`explain` is run as it is written; `train` and `bench` take minutes, so their options are looked up."""
+    known = {
+        "train": {cli.option_name(field) for field in TrainConfig.model_fields} | {"--procs", "--config", "--help"},
+        "bench": {cli.option_name(field) for field in inspect.signature(cli.bench).parameters} | {"--help"},
+    }
     for page, words in _commands():
-        assert words[0] in ("train", "explain"), (page, words)
-        if words[0] == "train":
-            assert {word for word in words if word.startswith("--")} <= known, (page, words)
+        assert words[0] in ("train", "explain", "bench"), (page, words)
+        if words[0] in known:
+            assert {word for word in words if word.startswith("--")} <= known[words[0]], (page, words)
         else:
             with pytest.raises(SystemExit) as end:
                 cli.main(words)

@@ -60,7 +60,10 @@ def draw_timeline(settings: Settings, only: Sequence[str], file: Path) -> None:
     """
     from shardfold.bench import timeline
 
-    chosen, _ = contenders.choose(settings, only or timeline.DEFAULT)
+    asked = only or timeline.DEFAULT
+    chosen, _ = contenders.choose(settings, asked)
     if len(chosen) != 2:
         raise ConfigError(f"--timeline draws two contenders, but --only names {len(chosen)}: name two.")
+    if chosen[0].name != asked[0]:
+        chosen.reverse()
     timeline.draw(settings, chosen, file.expanduser())

@@ -70,7 +70,7 @@ class Contender:
 
 
 def _ours(name: str, says: str, **more: object) -> Contender:
-    return Contender(name=name, says=f"ours: {says}", kind="engine", option=name, **more)  # type: ignore[arg-type]
+    return Contender(name=name, says=says, kind="engine", option=name, **more)  # type: ignore[arg-type]
 
 
 def _deepspeed(stage: str) -> Contender:

@@ -45,6 +45,7 @@ class Rank:
         self._before = resident_bytes(self._device)
         self._side = sides.build(contender, settings, models.build(settings), self._device)
         self._set_up_peak = peak_bytes(self._device)
+        gc.collect()
         clear_peak(self._device)
         self._steps = 0
         for _ in range(settings.warm):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
@@ -180,7 +181,7 @@ def loss_difference(measured: Measured) -> tuple[int, float, tuple[str, str]] | 
     step = max(set.intersection(*(set(losses) for losses in by_name.values())))
     ends = sorted((losses[step], name) for name, losses in by_name.items())
     (low, one), (high, other) = ends[0], ends[-1]
-    if any(loss != loss for loss, _ in ends):  # not a number
+    if any(not isfinite(loss) for loss, _ in ends):
         return step, float("inf"), (one, other)
     return step, (high - low) / max(abs(high), abs(low), 1e-30), (one, other)
 

@@ -19,7 +19,7 @@ CHOICES = {
     "device": ("cpu", "cuda"),
     "optimizer": ("adamw", "sgd"),
 }
-AT_LEAST = {"rows": 1, "context": 1, "ranks": 1, "rounds": 1, "steps": 1, "warm": 3, "timeout": 1}
+AT_LEAST = {"rows": 1, "context": 1, "ranks": 1, "rounds": 1, "steps": 1, "warm": 1, "timeout": 1}
 
 #: (layers, d_model, heads) of the GPT, from a fifth of a million to half a billion parameters.
 SHAPES = (

@@ -71,8 +71,8 @@ def prepare(contender: Contender, settings: Settings, device: torch.device) -> N
         optimizer.zero_grad()
 
 
-def optimizer_of(settings: Settings) -> Callable[..., torch.optim.Optimizer]:
-    cls = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[settings.optimizer]
+def optimizer_of(settings: Settings) -> partial[Any]:
+    cls: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[settings.optimizer]
     return partial(cls, lr=LEARNING_RATE[settings.job], fused=True)
 
 
@@ -113,8 +113,8 @@ def ddp(contender: Contender, settings: Settings, model: nn.Module, device: torc
     if contender.option == "zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        assert isinstance(make, partial)
-        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), make.func, **make.keywords)
+        cls: Any = make.func
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), cls, **make.keywords)
     else:
         optimizer = make(model.parameters())
     return _loop(parallel, optimizer, partial(_autocast, settings, device))

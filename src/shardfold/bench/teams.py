@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from shardfold.bench.contenders import Contender
 from shardfold.bench.settings import Settings
@@ -38,7 +38,11 @@ class _Process:
     def __init__(self, contender: Contender, settings: Settings, rank: int, port: int) -> None:
         self.rank = rank
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
-        environment = rank_environment(rank, settings.ranks, port) | {"OMP_NUM_THREADS": "1"} | contender.environment
+        environment = {
+            **rank_environment(rank, settings.ranks, port),
+            "OMP_NUM_THREADS": "1",
+            **contender.environment,
+        }
         if contender.kind == "deepspeed" and settings.device == "cpu":
             environment["DS_ACCELERATOR"] = "cpu"
         self.process = subprocess.Popen(
@@ -170,7 +174,7 @@ class Team:
                 ended.append(each)
         return next((each for each in ended if "by peer" not in each.said()), first)
 
-    def _fail(self, rank: _Process, reason: str) -> None:
+    def _fail(self, rank: _Process, reason: str) -> NoReturn:
         said = rank.said()
         self.close(patience=0.0)
         raise ContenderFailed(reason, said)

@@ -52,7 +52,7 @@ def draw(settings: Settings, contenders: Sequence[Contender], file: Path) -> Non
 def picture(file: Path, traces: dict[str, dict[str, Any]], *, title: str) -> None:
     """Write the picture of profiled steps, one below the other."""
     longest = max(trace["length"] for trace in traces.values()) / 1e3
-    figure = Figure(figsize=(11, 0.9 + 2.75 * len(traces)), dpi=140, facecolor="white")
+    figure = Figure(figsize=(11, 1.15 + 2.75 * len(traces)), dpi=140, facecolor="white")
     FigureCanvasAgg(figure)  # draws into memory: no display, and none of pyplot's global state
     all_axes = figure.subplots(len(traces), 1, squeeze=False, sharex=True)[:, 0]
     for axes, (name, trace) in zip(all_axes, traces.items(), strict=True):
@@ -60,8 +60,9 @@ def picture(file: Path, traces: dict[str, dict[str, Any]], *, title: str) -> Non
     all_axes[-1].set_xlim(0, longest * 1.09)
     all_axes[-1].set_xlabel("milliseconds since the step began", fontsize=10, color=MUTED, loc="right")
     height = float(figure.get_size_inches()[1])
-    figure.text(0.02, 1 - 0.3 / height, f"One step on rank 0: {title}", fontsize=11, color=INK, weight="bold")
-    figure.subplots_adjust(left=0.085, right=0.985, top=1 - 0.95 / height, bottom=0.55 / height, hspace=0.42)
+    figure.text(0.02, 1 - 0.3 / height, "One step on rank 0", fontsize=13, color=INK, weight="bold")
+    figure.text(0.02, 1 - 0.52 / height, title, fontsize=9.5, color=MUTED)
+    figure.subplots_adjust(left=0.085, right=0.985, top=1 - 1.2 / height, bottom=0.55 / height, hspace=0.42)
     figure.savefig(file)
 
 

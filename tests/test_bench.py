@@ -1,0 +1,174 @@
+"""`shardfold bench`: what it runs and reports. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardfold import cli
+from shardfold.bench import contenders, results, show, traces
+from shardfold.bench.results import Measured, Turn
+from shardfold.bench.rounds import Watch, compare
+from shardfold.bench.settings import Settings, gpt_shape
+from shardfold.errors import ConfigError
+
+TINY = Settings(params=2e5, context=16, rounds=3, steps=2)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", *arguments])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_benchmark_measures_time_memory_and_bytes(tmp_path: Path):
+    """DDP and two layouts of ours on two ranks: the file has every step of every rank, and the losses are the same."""
+    file = tmp_path / "bench.json"
+    command = ["gpt", "--params", "2e5", "--context", "16", "--rounds", "2", "--steps", "2", "--json", str(file)]
+    command += ["--only", "torch-ddp,ddp,zero3", "--markdown"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardfold", "bench", *command], check=False, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(file.read_text())
+    rows = {row["name"]: row for row in record["rows"]}
+    assert list(rows) == ["torch-ddp", "ddp", "zero3"] and record["reference"] == "torch-ddp"
+    assert rows["torch-ddp"]["ratio"] == 1
+    params = gpt_shape(2e5, 16).num_parameters
+    for name, row in rows.items():
+        assert row["ratio"] > 0 and 0 < row["low"] <= row["step"] <= row["high"], row
+        assert row["sent"] > params * 4, row  # of two ranks each sends at least its gradients
+        turns = record["turns"][name]
+        assert [turn["round"] for turn in turns] == [0, 1]
+        assert all(len(rank["seconds"]) == 2 for turn in turns for rank in turn["ranks"]), turns
+        assert [rank["last_step"] for rank in turns[-1]["ranks"]] == [9, 9]  # 3 to warm up, 2 turns of 1 + 2
+    assert rows["zero3"]["held"] < rows["ddp"]["held"]
+    assert rows["ddp"]["held"] > 16 * params > rows["torch-ddp"]["held"] > 12 * params  # it drops its gradients
+    assert rows["zero3"]["handed"] > rows["ddp"]["handed"] > params * 4 and rows["torch-ddp"]["handed"] is None
+    assert record["loss"]["step"] == 9 and record["loss"]["largest_relative_difference"] < 1e-5
+    assert record["environment"]["versions"]["torch"] and record["failures"] == {}
+    assert "| `zero3` |" in done.stdout and "| torch-ddp |" in done.stdout
+
+
+def test_a_contender_that_dies_is_reported_and_the_others_go_on(capsys: pytest.CaptureFixture[str]):
+    """A rank is killed after the first round: its contender has a reason and no row, the other all its turns."""
+    settings = Settings(job="units", ranks=1, rounds=3, steps=2)
+    killed: list[int] = []
+
+    def kill(measured: Measured) -> None:
+        if not killed and all(measured.turns.values()):
+            for child in psutil.Process().children():
+                if "bare-zeros" in child.cmdline():
+                    killed.append(child.pid)
+                    child.send_signal(signal.SIGKILL)
+
+    chosen, left_out = contenders.choose(settings, ["bare", "bare-zeros"])
+    measured = compare(settings, chosen, Watch(turned=kill))
+    assert killed
+    assert len(measured.turns["bare"]) == 3 and len(measured.turns["bare-zeros"]) == 1
+    assert measured.failures["bare-zeros"].reason == "rank 0 was killed by SIGKILL in 'turn'"
+    assert [row.name for row in results.rows(measured, "bare")] == ["bare"]
+    assert show.print_report(measured, None, left_out, as_markdown=False, tolerance=1e-3)
+    assert "bare-zeros failed: rank 0 was killed by SIGKILL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--only", "zero33"], "Did you mean 'zero3'?"),
+        (["--without", "torch-dpp"], "Did you mean 'torch-ddp'?"),
+        (["gtp"], "Did you mean 'gpt'?"),
+        (["--only", "hpz"], "hpz was asked for and can not take part: needs a multiple of 2 ranks, at least 4."),
+        (["--only", "zero2", "--reference", "torch-ddp"], "the reference 'torch-ddp' does not take part"),
+        (["--params", "7e9"], "give a number in that range"),
+        (["--precision", "fp8"], "Did you mean 'fp32'?"),
+        (["--only", "zero3", "--timeline", "x.png"], "name two"),
+        (["--json", "no-such-folder/x.json"], "no-such-folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    said = refusal(capsys, *arguments)
+    assert says in said and said.count("\n") == 1
+
+
+def test_a_peer_that_is_not_installed_is_left_out_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
+    absent = [
+        each if each.package is None else replace(each, package="no_such_package") for each in contenders.CONTENDERS
+    ]
+    monkeypatch.setattr(contenders, "CONTENDERS", tuple(absent))
+    chosen, left_out = contenders.choose(TINY)
+    assert "deepspeed-3" not in [each.name for each in chosen] and "not installed" in left_out["deepspeed-3"]
+    assert "zero3" in [each.name for each in contenders.choose(TINY, ["zero*", "torch-*"])[0]]
+    with pytest.raises(ConfigError, match="deepspeed-3 was asked for and can not take part"):
+        contenders.choose(TINY, ["zero3", "deepspeed-3"])
+
+
+@pytest.mark.parametrize("params", [10e6, 25e6, 46e6, 100e6, 200e6, 500e6])
+def test_shapes_are_near_the_number_asked_for(params: float):
+    shape = gpt_shape(params, 64)
+    assert 0.97 < shape.num_parameters / params < 1.03
+
+
+def turns(seconds: Sequence[float], loss: float) -> list[Turn]:
+    return [
+        Turn(round=number, sent=8.0, ranks=[a_rank(each, number, loss), a_rank(each / 2, number, loss)])
+        for number, each in enumerate(seconds)
+    ]
+
+
+def a_rank(seconds: float, number: int, loss: float) -> dict[str, Any]:
+    memory = dict.fromkeys(("held", "resident", "peak", "set_up_peak", "faults"), 1)
+    times = {"seconds": [seconds] * 2, "compute": [seconds / 2] * 2}
+    return {**times, **memory, "handed": None, "losses": [loss] * 3, "last_step": 6 + 3 * number}
+
+
+def recorded(losses: Sequence[float]) -> Measured:
+    chosen = [contenders.find(name) for name in ("torch-ddp", "zero3")]
+    measured = Measured(settings=TINY, contenders=chosen)
+    measured.turns["torch-ddp"] = turns([1.0, 2.0, 8.0], losses[0])
+    measured.turns["zero3"] = turns([2.0, 2.0, 8.0], losses[1])
+    return measured
+
+
+def test_ratios_are_taken_round_by_round_by_the_slowest_rank():
+    """The median of 2, 1, 1 and not the ratio of medians; the slower rank of two decides."""
+    rows = {row.name: row for row in results.rows(recorded([1.0, 1.0]), "torch-ddp")}
+    assert rows["zero3"].ratio == 1.0 and rows["zero3"].step == 2.0
+    assert rows["torch-ddp"].ratio == 1.0 and rows["torch-ddp"].step == 2.0
+
+
+@pytest.mark.parametrize(("other", "trusted"), [(1.0005, True), (1.01, False), (float("nan"), False)])
+def test_losses_that_disagree_fail_loudly(other: float, trusted: bool, capsys: pytest.CaptureFixture[str]):
+    measured = recorded([1.0, other])
+    assert show.print_report(measured, None, {}, as_markdown=True, tolerance=1e-3) is trusted
+    assert ("THE LOSSES DISAGREE" in capsys.readouterr().out) is not trusted
+
+
+def test_time_goes_to_the_innermost_operation_and_to_waiting():
+    """On the main thread a multiplication, inside it a copy, then nothing while another thread gathers."""
+    events = [
+        ("forward and backward", 1, 0, 90), ("aten::mm", 1, 10, 40), ("aten::copy_", 1, 20, 30),
+        ("gloo:broadcast", 2, 35, 60), ("autograd::engine::x", 1, 70, 80), ("optimizer step", 1, 90, 100),
+        ("aten::_fused_adamw_", 1, 92, 100),
+    ]  # fmt: skip
+    trace = {"events": events, "length": 100, "thread": 1}
+    assert traces.lanes(trace) == {
+        "compute": [(10, 20), (30, 40)],
+        "copies": [(20, 30)],
+        "update": [(92, 100)],
+        "waiting": [(40, 60)],
+        "gather": [(35, 60)],
+        "reduce": [],
+    }
+    assert traces.phases(trace) == {"forward": (0, 70), "backward": (70, 90), "step": (90, 100)}
