@@ -81,7 +81,7 @@ def label_ends(axes: Axes, ends: Iterable[tuple[str, float, float]]) -> None:
         lowest = moved
         axes.annotate(
             name, (x, y), (9, (moved - height) * 72 / axes.figure.dpi), textcoords="offset points", va="center",
-            fontsize=9.5, color=COLORS[name],
+            fontsize=9.5, color=COLORS.get(name, MUTED),
         )  # fmt: skip
 
 
@@ -108,10 +108,7 @@ def draw(file: Path, by_ranks: list[dict[str, Any]], by_size: list[dict[str, Any
         left.plot(ranks, [STATES * params / n / 2**30 for n in ranks], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
         ends = lines(left, by_ranks, "ranks", "peak", 2**30)
         left.set_ylim(0)
-        left.annotate(
-            "all states / ranks", (ranks[0], STATES * params / ranks[0] / 2**30), (10, -16),
-            textcoords="offset points", fontsize=9, color=MUTED,
-        )  # fmt: skip
+        ends.append(("all states / ranks", ranks[-1], STATES * params / ranks[-1] / 2**30))
         label_ends(left, ends)
     if by_size:
         sizes = sorted({r["params"] for r in by_size})

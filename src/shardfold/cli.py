@@ -127,7 +127,7 @@ def bench(
     context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 64,
     ranks: Annotated[int | None, typer.Option(help="Processes per contender (default 2; 1 for units).")] = None,
     precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd, fused.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw (fused) or sgd.")] = "adamw",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Turns of each contender.")] = 5,
     steps: Annotated[int, typer.Option(help="Timed steps of a turn.")] = 5,

@@ -58,7 +58,7 @@ class Contender:
         if settings.ranks < least:
             return f"needs at least {least} ranks"
         if settings.ranks > most:
-            return "makes sense with one rank only"
+            return "one rank only"
         if self.nodes > 1 and (settings.ranks % self.nodes or settings.ranks < 2 * self.nodes):
             return f"needs a multiple of {self.nodes} ranks, at least {2 * self.nodes}"
         if settings.precision not in self.precisions:

@@ -62,7 +62,7 @@ class Settings:
         ranks: processes of each contender, on this machine.
         precision: ``fp32`` or ``bf16``.
         device: ``cpu`` (Gloo, one thread per rank) or ``cuda`` (NCCL, one GPU per rank).
-        optimizer: ``adamw`` (fused) or ``sgd`` (fused, without momentum).
+        optimizer: ``adamw`` (fused) or ``sgd`` (without momentum).
         rounds: turns of each contender.
         steps: timed steps of a turn; one more comes before them.
         warm: steps before the first turn.

@@ -157,7 +157,10 @@ def print_report(
 def _notes(
     measured: Measured, asked: str | None, left_out: Mapping[str, str], tolerance: float
 ) -> tuple[Sequence[str], bool]:
-    notes = [f"{name}: left out, {reason}." for name, reason in left_out.items()]
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        by_reason.setdefault(reason, []).append(name)
+    notes = [f"Left out: {', '.join(names)} ({reason})." for reason, names in by_reason.items()]
     if measured.restarted:
         notes.append(f"Started again for each turn, as memory is short: {', '.join(sorted(measured.restarted))}.")
     for name, failure in measured.failures.items():

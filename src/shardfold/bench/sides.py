@@ -72,8 +72,10 @@ def prepare(contender: Contender, settings: Settings, device: torch.device) -> N
 
 
 def optimizer_of(settings: Settings) -> partial[Any]:
-    cls: Any = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[settings.optimizer]
-    return partial(cls, lr=LEARNING_RATE[settings.job], fused=True)
+    lr = LEARNING_RATE[settings.job]
+    if settings.optimizer == "adamw":
+        return partial(torch.optim.AdamW, lr=lr, fused=True)
+    return partial(torch.optim.SGD, lr=lr)  # fully_shard's parameters have no fused SGD
 
 
 def build(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
