@@ -47,14 +47,15 @@ def test_a_benchmark_measures_time_memory_and_bytes(tmp_path: Path):
     params = gpt_shape(2e5, 16).num_parameters
     for name, row in rows.items():
         assert row["ratio"] > 0 and 0 < row["low"] <= row["step"] <= row["high"], row
-        assert row["sent"] > params * 4, row  # of two ranks each sends at least its gradients
+        sent = row["handed"] or row["sent"]  # what is read from another's memory does not pass through a socket
+        assert sent > params * 4, row  # of two ranks each sends at least its gradients
         turns = record["turns"][name]
         assert [turn["round"] for turn in turns] == [0, 1]
         assert all(len(rank["seconds"]) == 2 for turn in turns for rank in turn["ranks"]), turns
         assert [rank["last_step"] for rank in turns[-1]["ranks"]] == [9, 9]  # 3 to warm up, 2 turns of 1 + 2
     assert rows["zero3"]["held"] < rows["ddp"]["held"]
     assert rows["ddp"]["held"] > 16 * params > rows["torch-ddp"]["held"] > 12 * params  # it drops its gradients
-    assert rows["zero3"]["handed"] > rows["ddp"]["handed"] > params * 4 and rows["torch-ddp"]["handed"] is None
+    assert rows["zero3"]["handed"] > rows["ddp"]["handed"] and rows["torch-ddp"]["handed"] is None
     assert record["loss"]["step"] == 9 and record["loss"]["largest_relative_difference"] < 1e-5
     assert record["environment"]["versions"]["torch"] and record["failures"] == {}
     assert "| `zero3` |" in done.stdout and "| torch-ddp |" in done.stdout
@@ -156,10 +157,11 @@ def test_losses_that_disagree_fail_loudly(other: float, trusted: bool, capsys: p
 
 
 def test_time_goes_to_the_innermost_operation_and_to_waiting():
-    """On the main thread a multiplication, inside it a copy, then nothing while another thread gathers."""
+    """On the main thread a product, inside it a copy, then it waits for a gather, then sums gradients."""
     events = [
         ("forward and backward", 1, 0, 90), ("aten::mm", 1, 10, 40), ("aten::copy_", 1, 20, 30),
         ("gloo:broadcast", 2, 35, 60), ("autograd::engine::x", 1, 70, 80), ("optimizer step", 1, 90, 100),
+        ("near:wait", 1, 82, 88), ("near:reduce", 1, 84, 88), ("aten::add_", 1, 85, 87),
         ("aten::_fused_adamw_", 1, 92, 100),
     ]  # fmt: skip
     trace = {"events": events, "length": 100, "thread": 1}
@@ -167,8 +169,8 @@ def test_time_goes_to_the_innermost_operation_and_to_waiting():
         "compute": [(10, 20), (30, 40)],
         "copies": [(20, 30)],
         "update": [(92, 100)],
-        "waiting": [(40, 60)],
+        "waiting": [(40, 60), (82, 84)],
         "gather": [(35, 60)],
-        "reduce": [],
+        "reduce": [(84, 88)],
     }
     assert traces.phases(trace) == {"forward": (0, 70), "backward": (70, 90), "step": (90, 100)}

@@ -79,6 +79,7 @@ def cells(measured: Measured, asked: str | None) -> tuple[list[str], list[list[s
             _bytes(row.peak),
             _bytes(row.set_up_peak),
             _bytes(row.sent),
+            _bytes(row.handed),
             f"{row.faults:.0f}",
         ]
         for row in rows(measured, reference)

@@ -1,7 +1,8 @@
 """One step under PyTorch's profiler: recorded as plain events, and sorted into lanes by what the time went to.
 
 The main thread's time belongs to its innermost operation. Where that is none of the known ones and a collective is
-under way on another thread, the main thread waits for it; what remains is Python and dispatch, and in no lane.
+under way on another thread, the main thread waits for it; what remains is Python and dispatch, and in no lane. Where
+ranks read each other's memory there is no other thread: :func:`note_reading` names what the main thread does then.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["LANES", "Event", "Span", "lanes", "merged", "phases", "profiled"]
+__all__ = ["LANES", "Event", "Span", "lanes", "merged", "note_reading", "phases", "profiled"]
 
 Span = tuple[float, float]
 """Begin and end."""
 
-#: From the top of the picture: four of the main thread, two of the threads that send.
+#: From the top of the picture: four of the main thread, two of who sends or reads.
 LANES = ("compute", "copies", "update", "waiting", "gather", "reduce")
 
 COPIES = ("copy_", "cat", "clone", "fill_", "zero_", "contiguous", "_to_copy")  # ends of names
@@ -27,6 +28,7 @@ GATHER = (
     "nccl:broadcast",
 )
 SENDS = ("gloo:", "nccl:")
+NOTED = {"near:gather": "gather", "near:reduce": "reduce", "near:wait": "waiting"}
 COMPUTE, UPDATE = "forward and backward", "optimizer step"  # as the two halves of a step are recorded
 
 
@@ -41,9 +43,12 @@ class Event(NamedTuple):
 
 def profiled(compute: Callable[[], object], update: Callable[[], object]) -> dict[str, Any]:
     """Runs both halves of a step and gives all events, the length in microseconds, and the main thread."""
+    from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    # A near wire has a thread that reads ahead.
+    threads = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:
         with record_function(COMPUTE):
             compute()
         with record_function(UPDATE):
@@ -55,8 +60,36 @@ def profiled(compute: Callable[[], object], update: Callable[[], object]) -> dic
     return {"events": moved, "length": last.end - first.begin, "thread": first.thread}
 
 
-def kind(name: str) -> str | None:
-    """The lane of an operation of the main thread, if it is known to have one."""
+def note_reading(wire: Any) -> None:
+    """From now on a near wire records what it reads and sums, and how long it looks for others, under ``NOTED``."""
+    from torch.profiler import record_function
+
+    from shardfold.wires import near
+
+    if not isinstance(wire, near.NearWire):
+        return
+    begin, look = wire._begin, near._look_until
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any) -> Any:
+            with record_function(name):
+                return call(*args)
+
+        return recorded
+
+    def begin_noted(group: Any, phases: Any, read: Any, **more: Any) -> Any:
+        named = [(n, noted("near:gather" if "read" in deed.__name__ else "near:reduce", deed)) for n, deed in phases]
+        return begin(group, named, read, **more)
+
+    near._look_until = noted("near:wait", look)
+    wire._begin = begin_noted  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def kind(names: tuple[str, ...]) -> str | None:
+    """The lane of what the main thread is in, the innermost operation last, if it is known to have one."""
+    if note := next((NOTED[name] for name in reversed(names) if name in NOTED), None):
+        return note
+    name = names[-1] if names else ""
     if name.startswith("aten::_fused_") and name.endswith("_"):
         return "update"
     if not name.startswith(("aten::", "fsdp::")):
@@ -94,17 +127,19 @@ def lanes(trace: dict[str, Any]) -> dict[str, list[Span]]:
         if event.name.startswith(SENDS):
             lane = "gather" if event.name.startswith(GATHER) else "reduce"
             found[lane].append((max(event.begin, 0.0), min(event.end, trace["length"])))
+        elif event.name in NOTED and event.thread != trace["thread"]:
+            found[NOTED[event.name]].append((event.begin, event.end))
     for name in ("gather", "reduce"):
         found[name] = merged(found[name])
     sending = merged([*found["gather"], *found["reduce"]])
     idle: list[Span] = []
     for begin, end, names in innermost((e for e in events if e.thread == trace["thread"]), trace["length"]):
-        lane = kind(names[-1]) if names else None
+        lane = kind(names)
         if lane is None:
             idle.append((begin, end))
         else:
             found[lane].append((begin, end))
-    found["waiting"] = list(_common(idle, sending))
+    found["waiting"] += _common(idle, sending)
     return {name: merged(spans) for name, spans in found.items()}
 
 
