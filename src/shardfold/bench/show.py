@@ -66,7 +66,8 @@ def cells(measured: Measured, asked: str | None) -> tuple[list[str], list[list[s
         "held",
         "peak",
         "peak of set-up",
-        "sent per step",
+        "by sockets",
+        "handed over",
         "faults",
     ]
     return head, [
