@@ -19,7 +19,7 @@ import torch
 from shardfold.bench import contenders, models, sides
 from shardfold.bench.measure import clear_peak, held_bytes, minor_faults, peak_bytes, resident_bytes
 from shardfold.bench.settings import Settings
-from shardfold.bench.traces import note_reading, profiled
+from shardfold.bench.traces import profiled
 
 __all__ = ["Rank", "main"]
 
@@ -92,7 +92,6 @@ class Rank:
 
     def profile(self, steps: int) -> dict[str, Any]:
         """The events of the last of ``steps`` steps."""
-        note_reading(self._side.wire)
         for _ in range(steps - 1):
             self._step()
         batch = self._batches[self._steps % len(self._batches)]

@@ -45,14 +45,12 @@ class Side:
         update: the optimizer step, and what clears the gradients.
         optimizer: the optimizer that updates, for the record.
         traffic: bytes that were handed to collectives in the last step, where the contender counts them.
-        wire: what moves its bytes, where that is not ``torch.distributed`` alone.
     """
 
     compute: Callable[[Batch], Tensor]
     update: Callable[[], object]
     optimizer: Any
     traffic: Callable[[], int] | None = None
-    wire: Any = None
 
 
 def prepare(contender: Contender, settings: Settings, device: torch.device) -> None:
@@ -184,7 +182,7 @@ def engine(contender: Contender, settings: Settings, model: nn.Module, device: t
         report = own.traffic()
         return report.sent + report.control
 
-    return Side(compute=compute, update=own.step, optimizer=own.optimizer, traffic=traffic, wire=own.actions.wire)
+    return Side(compute=compute, update=own.step, optimizer=own.optimizer, traffic=traffic)
 
 
 BUILDERS: dict[str, Callable[[Contender, Settings, nn.Module, torch.device], Side]] = {

@@ -2,7 +2,7 @@
 
 The main thread's time belongs to its innermost operation. Where that is none of the known ones and a collective is
 under way on another thread, the main thread waits for it; what remains is Python and dispatch, and in no lane. Where
-ranks read each other's memory there is no other thread: :func:`note_reading` names what the main thread does then.
+ranks read each other's memory there is no other thread: the wire itself names what it does then (``NOTED``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["LANES", "Event", "Span", "lanes", "merged", "note_reading", "phases", "profiled"]
+__all__ = ["LANES", "Event", "Span", "lanes", "merged", "phases", "profiled"]
 
 Span = tuple[float, float]
 """Begin and end."""
@@ -58,31 +58,6 @@ def profiled(compute: Callable[[], object], update: Callable[[], object]) -> dic
     last = next(event for event in events if event.name == UPDATE)
     moved = [e._replace(begin=e.begin - first.begin, end=e.end - first.begin) for e in events if e.begin < last.end]
     return {"events": moved, "length": last.end - first.begin, "thread": first.thread}
-
-
-def note_reading(wire: Any) -> None:
-    """From now on a near wire records what it reads and sums, and how long it looks for others, under ``NOTED``."""
-    from torch.profiler import record_function
-
-    from shardfold.wires import near
-
-    if not isinstance(wire, near.NearWire):
-        return
-    begin, look = wire._begin, near._look_until
-
-    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(*args: Any) -> Any:
-            with record_function(name):
-                return call(*args)
-
-        return recorded
-
-    def begin_noted(group: Any, phases: Any, read: Any, **more: Any) -> Any:
-        named = [(n, noted("near:gather" if "read" in deed.__name__ else "near:reduce", deed)) for n, deed in phases]
-        return begin(group, named, read, **more)
-
-    near._look_until = noted("near:wait", look)
-    wire._begin = begin_noted  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def kind(names: tuple[str, ...]) -> str | None:

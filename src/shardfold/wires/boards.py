@@ -21,9 +21,23 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
+import torch
+
 from shardfold.wires.plain import Waiter
 
-__all__ = ["DONE", "READY", "SLOTS", "Group", "Mark", "give_back", "look_until", "neighbours", "possible"]
+__all__ = [
+    "DONE",
+    "READY",
+    "SLOTS",
+    "Group",
+    "Mark",
+    "give_back",
+    "look_until",
+    "neighbours",
+    "noted",
+    "possible",
+    "profiled",
+]
 
 SLOTS = 1024
 """Entries of a board: so many collectives of one group may be under way."""
@@ -253,12 +267,31 @@ class Mark:
         look_until(self.is_completed, timeout)
 
 
+def profiled() -> bool:
+    """Whether a profiler is on."""
+    return torch.autograd._profiler_enabled()  # pyright: ignore
+
+
+def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, which a profiler sees under that name."""
+
+    def recorded(*args: Any) -> Any:
+        with torch.profiler.record_function(name):
+            return call(*args)
+
+    return recorded
+
+
 def look_until(done: Callable[[], bool], timeout: timedelta) -> None:
-    """Looks again and again, at first at once.
+    """Waits for what no other process sends; a profiler sees it as ``near:wait``.
 
     Raises:
         RuntimeError: "timed out"
     """
+    (noted("near:wait", _look_until) if profiled() else _look_until)(done, timeout)
+
+
+def _look_until(done: Callable[[], bool], timeout: timedelta) -> None:
     looks, deadline = 0, 0.0
     while not done():
         looks += 1

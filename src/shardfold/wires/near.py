@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfold.wires.boards import DONE, READY, Group, Mark, give_back, look_until, neighbours
+from shardfold.wires.boards import DONE, READY, Group, Mark, give_back, look_until, neighbours, noted, profiled
 from shardfold.wires.plain import GlooWire, Pending, Waiter, sum_into
 
 __all__ = ["NearWire"]
@@ -88,6 +88,11 @@ class _Reading(Pending):
             return not self._phases
         finally:
             self._lock.release()
+
+    def note(self) -> None:
+        """A profiler is to see what this reads and sums, as ``near:gather`` and ``near:reduce``."""
+        for i, (number, deed) in enumerate(self._phases):
+            self._phases[i] = number, noted("near:gather" if "read" in deed.__name__ else "near:reduce", deed)
 
     def done(self) -> bool:
         return self.advance()
@@ -348,5 +353,7 @@ class NearWire:
 
     @staticmethod
     def _begin(reading: _Reading) -> _Reading:
+        if profiled():
+            reading.note()
         _carrier.take(reading)
         return reading
