@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch.distributed as dist
 
 import models
 import shardfold as sf
+from shardfold.errors import CollectiveError
 from shardfold.mesh import DataMesh
 from shardfold.testing import Ranks, RanksFailed
-from shardfold.wires import near
+from shardfold.wires import boards, near
 from shardfold.wires.boards import SLOTS, possible
 from shardfold.wires.near import NearWire
 from shardfold.wires.plain import GlooWire
@@ -158,6 +160,92 @@ def test_training_is_the_same_to_the_bit_over_either_wire(ranks: Ranks, layout: 
         assert all(a == pytest.approx(b, rel=2e-2) for a, b in flat)
     else:
         assert [losses for losses, _ in read] == [losses for losses, _ in sent]
+
+
+def _until_ended(process: str) -> None:
+    stat = Path(f"/proc/{process}/stat")
+    while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        pass
+
+
+def _leaves(how: str, folder: str) -> str:
+    """Rank 1 leaves in the first unit of a forward, in which rank 0 is."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+    engine = sf.Engine(model, layout="zero3", units=["*"])
+    process = _exchange("process", str(os.getpid()))[1]
+
+    def leave(*_: Any) -> None:
+        if engine.rank == 0:
+            if how == "end":
+                _until_ended(process)
+        elif how == "end":
+            os._exit(3)
+        else:
+            raise LookupError
+
+    with torch.no_grad():
+        for _ in range(2):
+            engine(torch.ones(1, 8))
+        model[0].register_forward_hook(leave)
+        try:
+            engine(torch.ones(1, 8))
+        except LookupError:
+            engine.close()
+            return ""
+        except CollectiveError as error:
+            Path(folder, "said").write_text(str(error))
+            return str(error)
+    return "nothing was raised"
+
+
+def test_a_rank_that_closes_its_engine_inside_of_a_pass_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    said, _ = ranks.run(_leaves, "close", str(tmp_path), world_size=2, timeout=60)
+    assert "rank 1 has closed its engine" in said
+
+
+def test_a_rank_that_ends_inside_of_a_pass_raises_the_same_as_over_gloo(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        ranks.run(_leaves, "end", str(tmp_path), world_size=2, timeout=60)
+    assert "another rank has probably died" in (tmp_path / "said").read_text()
+
+
+def _ends_after(folder: str) -> None:
+    """Rank 1 reads what lasts, and its process ends before rank 0 looks whether it has."""
+    _, wire, group, mesh = _wires()
+    full = torch.full((2 * 1000,), float(mesh.rank))
+    lasting = full.chunk(2)[mesh.rank].clone()
+    process = _exchange("process", str(os.getpid()))[1]
+    wire.all_gather(full, group, lasting=lasting).wait(_wait)
+    if mesh.rank == 1:
+        os._exit(0)
+    _until_ended(process)
+    wire.settle(_wait)
+    Path(folder, "sum").write_text(str(full.sum().item()))
+
+
+def test_a_rank_that_has_ended_reads_no_more(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        ranks.run(_ends_after, str(tmp_path), world_size=2, timeout=60)
+    assert (tmp_path / "sum").read_text() == "1000.0"
+
+
+def _forked() -> bool:
+    """A child that makes a board of its own must not write into its parent's."""
+    _, wire, _, mesh = _wires()
+    wire.close()
+    board = boards._boards[-1]
+    before = bytes(board)
+    child = os.fork()
+    if not child:
+        board[:] = bytes([255]) * len(board)
+        os._exit(0)
+    os.waitpid(child, 0)
+    mesh.close()
+    return bytes(board) == before
+
+
+def test_a_board_is_not_shared_with_a_fork(ranks: Ranks) -> None:
+    assert ranks.run(_forked, world_size=2) == [True] * 2
 
 
 def _ends() -> None:

@@ -315,8 +315,8 @@ class Engine:
         """Takes the hooks off the model and leaves ``torch.distributed`` as it was found."""
         self._changes.close()
         self._hooks.remove()
+        self.agreement.close()  # first, so that whoever finds the wire closed knows why
         self.actions.wire.close()
-        self.agreement.close()
         self.mesh.close()
 
     def hold_in_pass(self, units: Sequence[Unit]) -> bool:

@@ -37,6 +37,7 @@ __all__ = [
     "noted",
     "possible",
     "profiled",
+    "wait_for",
 ]
 
 SLOTS = 1024
@@ -44,7 +45,7 @@ SLOTS = 1024
 
 READY, ADDRESS, DONE, WIDTH = 0, 1, 2, 3
 WORD = 8
-AREA = SLOTS * WIDTH * WORD
+AREA = (SLOTS * WIDTH + 1) * WORD  # the last word tells that the engine was closed
 
 AT_ONCE, SHORT, LONG = 20, 2e-5, 1e-4  # so many looks with no pause; then pauses, in seconds
 
@@ -117,14 +118,15 @@ def neighbours(
         exchange: ``exchange(key, text)`` gives every rank's text.
         waiter: see :class:`Group`.
     """
-    board = _take_board(len(groups))
+    place = _place()
+    board = _take_board(len(groups)) if place is not None else None
     mine: dict[str, Any] = {}
     cells: Any = None
     if board is not None:
         cells = (ctypes.c_int64 * (len(board) // WORD)).from_buffer(board)
         cells[-1] = token = secrets.randbits(62)
         mine = {
-            "place": _place(), "process": os.getpid(), "board": ctypes.addressof(cells), "size": len(board),
+            "place": place, "process": os.getpid(), "board": ctypes.addressof(cells), "size": len(board),
             "base": next(_engines) << 32, "token": token,
         }  # fmt: skip
     said = [json.loads(text) for text in exchange("near/boards", json.dumps(mine))]
@@ -152,10 +154,13 @@ def _readable(mine: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
     return word.value == entry["token"]
 
 
-def _place() -> str:
-    """What ranks of one host have in common, and containers or simulated hosts on it do not."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
+def _place() -> str | None:
+    """What ranks of one host have in common, and containers or simulated hosts on it do not; None: it does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
+    except OSError:
+        return None
 
 
 def _take_board(groups: int) -> mmap.mmap | None:
@@ -165,7 +170,8 @@ def _take_board(groups: int) -> mmap.mmap | None:
     for i, board in enumerate(_boards):
         if len(board) >= size:
             return _boards.pop(i)
-    return mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    # Private, or a forked process that makes an engine of its own would write into the same pages.
+    return mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def give_back(board: mmap.mmap) -> None:
@@ -198,9 +204,7 @@ class Group:
     def post(self, number: int, address: int) -> None:
         """This rank's data of that collective is ready and lies there."""
         if number > SLOTS:  # first all others must be done with what stands in this place
-            mark = Mark(self, number - SLOTS, DONE)
-            if not mark.is_completed():
-                self._waiter(mark)
+            wait_for(Mark(self, number - SLOTS, DONE), self._waiter)
         place = number % SLOTS * WIDTH
         self._cells[place + ADDRESS] = address
         self._cells[place + READY] = self._base + number
@@ -223,10 +227,15 @@ class Group:
         try:
             read(self.members[other].process, address, into, num_bytes)
         except OSError as error:
-            raise self.ended(other, error.strerror) from error
+            raise self.ended(other, f"ended ({error.strerror})") from error
 
-    def ended(self, other: int, why: str | None) -> RuntimeError:
-        return RuntimeError(f"process {self.members[other].process}, a rank on this host, has ended ({why})")
+    def close(self) -> None:
+        """This rank reads and gives nothing more."""
+        self.closed = True
+        self._cells[-1] = self._base
+
+    def ended(self, other: int, why: str) -> RuntimeError:
+        return RuntimeError(f"process {self.members[other].process}, a rank on this host, has {why}")
 
 
 class Mark:
@@ -237,34 +246,57 @@ class Mark:
         self._offset = number % SLOTS * WIDTH * WORD
         self._missing = list(group.others)
         # Looking is what a waiting rank does most, so all that a call needs is made once.
-        self._entry = (ctypes.c_int64 * WIDTH)()
-        size = WIDTH * WORD
-        self._vectors = _Vector(ctypes.addressof(self._entry), size), _Vector(0, size)
-        self._ours, self._theirs = map(ctypes.byref, self._vectors)
+        self._entry = (ctypes.c_int64 * (WIDTH + 1))()
+        self._ours = ctypes.byref(_Vector(ctypes.addressof(self._entry), (WIDTH + 1) * WORD))
+        self._theirs = (_Vector * 2)((0, WIDTH * WORD), (0, WORD))
 
     def look(self, other: int) -> int:
         """What another's board says."""
         member = self._group.members[other]
-        self._vectors[1].base = member.board + self._offset
-        if _readv(member.process, self._ours, 1, self._theirs, 1, 0) <= 0:
-            raise self._group.ended(other, os.strerror(ctypes.get_errno()))
+        self._theirs[0].base, self._theirs[1].base = member.board + self._offset, member.board + AREA - WORD
+        if _readv(member.process, self._ours, 1, self._theirs, 2, 0) <= 0:
+            raise self._group.ended(other, f"ended ({os.strerror(ctypes.get_errno())})")
         return self._entry[self._what]
 
     def is_completed(self) -> bool:
         while self._missing:
-            other = self._missing[-1]
-            if self.look(other) - self._group.members[other].base < self._number:
+            if not self._is_there(self._missing[-1]):
                 return False
             self._missing.pop()
         return True
+
+    def _is_there(self, other: int) -> bool:
+        base = self._group.members[other].base
+        try:
+            if self.look(other) - base >= self._number:
+                return True
+            # A rank closes its engine after all else that it writes, so only a second look sees its last word.
+            if self._entry[WIDTH] != base or self.look(other) - base >= self._number:
+                return False
+        except RuntimeError:
+            if self._what == DONE:  # who has ended reads no more
+                return True
+            raise
+        raise self._group.ended(other, "closed its engine")
 
     def wait(self, timeout: timedelta) -> None:
         """Returns when it is so.
 
         Raises:
-            RuntimeError: "timed out"; or another process has ended.
+            RuntimeError: "timed out"; or another has closed its engine or (unless this is that it is done) ended.
         """
         look_until(self.is_completed, timeout)
+
+
+def wait_for(work: Any, waiter: Waiter) -> None:
+    """Waits where it takes waiting; that a process has ended or closed its engine is raised by the waiter, as it likes
+    to say it."""
+    try:
+        if work.is_completed():
+            return
+    except RuntimeError:
+        pass
+    waiter(work)
 
 
 def profiled() -> bool:

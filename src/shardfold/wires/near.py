@@ -15,9 +15,10 @@ entry on its *board*, a few pages that the others read the same way:
 
 A rank reads from another when that one is ready, and changes or frees its own buffer when all others are done. Nobody
 sends: waiting is looking at the boards of the others, first at once and then less and less often. It is done in slices,
-like waiting for a Gloo collective, so that ranks that never meet are found in the same way; a process that is gone
-shows as one that can not be read. What its own thread does not wait for yet, a second thread of the process carries on
-with, so that no rank depends on what another does meanwhile.
+like waiting for a Gloo collective, so that ranks that never meet are found in the same way. A process that is gone
+shows as one that can not be read, and is done with all that it read; an engine that was closed says so on its board. So
+a rank may leave as soon as a pass is over for it, while others still look. What its own thread does not wait for yet, a
+second thread of the process carries on with, so that no rank depends on what another does meanwhile.
 
 It is used on the CPU where every rank of the group can read every other: Linux on x86-64 (whose stores become visible
 in order), one host, one network and process namespace, no rule of the kernel against it. ``SHARDFOLD_NEAR=0`` switches
@@ -38,7 +39,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfold.wires.boards import DONE, READY, Group, Mark, give_back, look_until, neighbours, noted, profiled
+from shardfold.wires.boards import (
+    DONE,
+    READY,
+    Group,
+    Mark,
+    give_back,
+    look_until,
+    neighbours,
+    noted,
+    profiled,
+    wait_for,
+)
 from shardfold.wires.plain import GlooWire, Pending, Waiter, sum_into
 
 __all__ = ["NearWire"]
@@ -95,11 +107,13 @@ class _Reading(Pending):
             self._phases[i] = number, noted("near:gather" if "read" in deed.__name__ else "near:reduce", deed)
 
     def done(self) -> bool:
-        return self.advance()
+        try:
+            return self.advance()
+        except RuntimeError:  # a process has ended, which waiting is to raise
+            return False
 
     def arrive(self, waiter: Waiter) -> None:
-        if not self.advance():
-            waiter(_Arrival(self))
+        wait_for(_Arrival(self), waiter)
 
     def wait(self, waiter: Waiter) -> None:
         self.arrive(waiter)
@@ -110,9 +124,7 @@ class _Reading(Pending):
         """Returns when no other rank reads from this one any more."""
         if self._read is not None:
             self.arrive(waiter)
-            mark = Mark(self.group, self._last, DONE)
-            if not mark.is_completed():
-                waiter(mark)
+            wait_for(Mark(self.group, self._last, DONE), waiter)
             self._read = None
 
 
@@ -128,7 +140,7 @@ class _Arrival(NamedTuple):
         """Returns when it is so.
 
         Raises:
-            RuntimeError: "timed out"; or another process has ended.
+            RuntimeError: "timed out"; or another process has ended or closed its engine.
         """
         look_until(self.reading.advance, timeout)
 
@@ -169,16 +181,19 @@ class _Carrier:
     """The thread that goes on with collectives that nobody waits for yet; one per process, while a wire is in use."""
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._wake = threading.Condition()
         self._readings: list[_Reading] = []
         self._thread: threading.Thread | None = None
-        self._users = self._process = 0
+        self._users, self._process = 0, os.getpid()
 
     def join(self) -> None:
         """One wire more is in use."""
+        if self._process != os.getpid():  # a fork has no threads but the one that called it, and locks as they were
+            self._forget()
         with self._wake:
-            if self._process != os.getpid():  # a fork has no threads but the one that called it
-                self._process, self._users, self._readings, self._thread = os.getpid(), 0, [], None
             self._users += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="shardfold-near", daemon=True)
@@ -186,8 +201,8 @@ class _Carrier:
 
     def leave(self) -> None:
         """One wire less. (No waiting: a garbage collection may call this at any moment.)"""
-        with self._wake:
-            if self._process == os.getpid():
+        if self._process == os.getpid():
+            with self._wake:
                 self._users -= 1
                 self._wake.notify()
 
@@ -234,7 +249,7 @@ _carrier = _Carrier()
 
 def _leave(board: mmap.mmap, groups: Sequence[Group]) -> None:
     for group in groups:
-        group.closed = True
+        group.close()
     give_back(board)
     _carrier.leave()
 
@@ -264,6 +279,7 @@ class NearWire:
         self._adder = _Adder()
         self._known: dict[int, dict[int, int]] = {}
         self._leave: Callable[[], object] | None = None
+        self._groups = len(groups)
         near, board = neighbours(rank, [ranks for _, ranks in groups], exchange, waiter)
         if board is not None:
             self._near = {id(group): one for (group, _), one in zip(groups, near, strict=True) if one is not None}
@@ -349,6 +365,8 @@ class NearWire:
             _carrier.end()
 
     def temporary(self, num_bytes: int, ranks: int) -> int:
+        if len(self._near) < self._groups:
+            return self._gloo.temporary(num_bytes, ranks)
         return min(num_bytes, ranks * BLOCK)
 
     @staticmethod
