@@ -94,7 +94,7 @@ def memory_report(engine: Engine, update: ShardedOptimizer | None) -> MemoryRepo
     transient: list[Tensor] = []
     for unit in engine.units:
         for segment in unit.segments:
-            for name, tensor in (("held", segment.held), ("grads", segment.grads)):
+            for name, tensor in (("held", segment.held), ("grads", segment.gradient_flat)):
                 if tensor is not None:
                     tensors[name].append(tensor)
             if segment.rest is not None:

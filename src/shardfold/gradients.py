@@ -25,14 +25,21 @@ class GradientBuffer:
 
     The memory of slots that are not touched, and of the padding, is undefined until :meth:`complete` zeroes it.
 
+    Args:
+        segments: of the unit.
+        flats: one for each.
+        adopt: nothing is sent, so the tensors that autograd made are kept as they are where that gives the same
+            (``Segment.adopted``), and copied only when something else than the update reads the flat.
+
     Attributes:
         flats: by segment.
         views: by segment and slot, each with its parameter's shape.
         touched: which of them hold anything since :meth:`clear`.
     """
 
-    def __init__(self, segments: Sequence[Segment], flats: Sequence[Tensor]) -> None:
+    def __init__(self, segments: Sequence[Segment], flats: Sequence[Tensor], *, adopt: bool = False) -> None:
         self.flats = list(flats)
+        self._adopted = [segment.adopted if adopt else None for segment in segments]
         parts = [segment.parts_of(flat) for segment, flat in zip(segments, flats, strict=True)]
         self.views = [views for views, _ in parts]
         self.touched = [[False] * len(row) for row in self.views]
@@ -43,13 +50,20 @@ class GradientBuffer:
     def add(self, segment: int, slot: int, grad: Tensor, scale: float) -> None:
         """Adds ``scale * grad``; the first gradient of a slot replaces what was there."""
         view, touched = self.views[segment][slot], self.touched[segment]
+        adopted = self._adopted[segment]
         if touched[slot]:
             self.flush()
+            if adopted and slot in adopted:
+                view.copy_(adopted.pop(slot))
             view.add_(grad, alpha=scale)
             return
         touched[slot] = True
         size = grad.nbytes
         if size > SMALL:
+            plain = grad.dtype == view.dtype and grad.is_contiguous() and not grad.requires_grad
+            if adopted is not None and scale == 1.0 and plain:
+                adopted[slot] = grad
+                return
             torch.mul(grad, _factor(scale), out=view)
             return
         self._waiting[0].append(view)
@@ -60,7 +74,7 @@ class GradientBuffer:
             self.flush()
 
     def flush(self) -> None:
-        """From now on all that was added is in ``views``."""
+        """From now on all that was added, and not adopted, is in ``views``."""
         views, grads = self._waiting
         if views:
             torch._foreach_copy_(views, grads)  # pyright: ignore[reportPrivateImportUsage]
@@ -80,6 +94,9 @@ class GradientBuffer:
         """Forgets all gradients; the memory stays."""
         for touched in self.touched:
             touched[:] = [False] * len(touched)
+        for adopted in self._adopted:
+            if adopted:
+                adopted.clear()
         self._drop_waiting()
 
     def _drop_waiting(self) -> None:

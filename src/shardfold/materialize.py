@@ -85,7 +85,10 @@ def make_units(
             segment.bind(layout, mesh.sizes, mesh.coords)
         if unit.trainable and not layout.grads.over:
             flats = [segment.grads for segment in unit.trainable if segment.grads is not None]
-            unit.resting = GradientBuffer(unit.trainable, flats)
+            adopt = mesh.world == 1 and store.device.type == "cpu"
+            unit.resting = GradientBuffer(unit.trainable, flats, adopt=adopt)
+            for flat in flats if adopt else ():  # until something reads it, it needs no memory
+                store.vacate(flat)
         if unit.split and not c.spec.root:
             unit.release()
         units.append(unit)

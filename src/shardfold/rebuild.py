@@ -200,7 +200,8 @@ def _forget(engine: Engine, unit: Unit) -> None:
         average.drop(unit)
     unit.resting = None
     for segment in unit.segments:
-        segment.rest = segment.held = segment.grads = segment.master = None
+        segment.adopted.clear()
+        segment.rest = segment.held = segment.gradient_flat = segment.master = None
         segment.flat = segment.flat.new_empty(0)
         segment.parameters = []
     unit.segments, unit.trainable, unit.replaced = [], [], True

@@ -94,7 +94,8 @@ class Segment:
         self.rest: Tensor | None = None
         self.held: Tensor | None = None
         self.held_range: tuple[int, int] | None = None
-        self.grads: Tensor | None = None
+        self.gradient_flat: Tensor | None = None  # ``grads``, behind what is adopted
+        self.adopted: dict[int, Tensor] = {}  # by slot: gradients as autograd made them, still to be copied
         self.master: Tensor | None = None
 
     @property
@@ -142,15 +143,30 @@ class Segment:
         else:
             self.master = flat[a:b].to(master, copy=True)
         size = spec.length if not layout.grads.over else spec.length // layout.grads.parts(mesh)
-        self.grads = torch.zeros(size, dtype=self.dtype_for(layout.grads.dtype), device=flat.device)
+        self.gradient_flat = torch.zeros(size, dtype=self.dtype_for(layout.grads.dtype), device=flat.device)
+
+    @property
+    def grads(self) -> Tensor | None:
+        """Accumulated gradients, all of them in one flat."""
+        if self.adopted:
+            assert self.gradient_flat is not None
+            views = self.views_of(self.gradient_flat)
+            with torch.no_grad():
+                for slot, grad in self.adopted.items():
+                    views[slot].copy_(grad)
+                    if self.parameters[slot].grad is grad:
+                        self.parameters[slot].grad = views[slot]
+            self.adopted.clear()
+        return self.gradient_flat
 
     @property
     def master_grads(self) -> Tensor:
         """The gradients of this rank's master range, ``(length / parts,)``."""
-        assert self.grads is not None
-        if self.grads.numel() == self.spec.length:
-            return self.grads[self.master_range[0] : self.master_range[1]]
-        return self.grads
+        grads = self.grads
+        assert grads is not None
+        if grads.numel() == self.spec.length:
+            return grads[self.master_range[0] : self.master_range[1]]
+        return grads
 
     @property
     def compute_range(self) -> Tensor | None:
@@ -161,8 +177,9 @@ class Segment:
         return self.rest[self.master_range[0] - offset : self.master_range[1] - offset]
 
     def add_to_grads(self, flat: Tensor) -> None:
-        assert self.grads is not None
-        self.grads.add_(flat)
+        grads = self.grads
+        assert grads is not None
+        grads.add_(flat)
 
     def fill_own_range(self) -> None:
         """Writes this rank's shard into its range of the flat, ready for a gather; casts if only master rests."""
@@ -364,9 +381,9 @@ class Unit:
         if buffer is None or any(s.dtype != flat.dtype for s, flat in zip(self.trainable, buffer.flats, strict=True)):
             return
         for segment, views, touched in zip(self.trainable, buffer.views, buffer.touched, strict=True):
-            for parameter, view, was in zip(segment.parameters, views, touched, strict=True):
+            for slot, (parameter, view, was) in enumerate(zip(segment.parameters, views, touched, strict=True)):
                 if was:
-                    parameter.grad = view
+                    parameter.grad = segment.adopted.get(slot, view)
                     self._shown.append(parameter)
 
     def hide_gradients(self) -> None:

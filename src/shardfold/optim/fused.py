@@ -92,6 +92,9 @@ class FusedShard:
         self, start: int, stop: int, step: int, group: Mapping[str, Any], coefficient: Tensor | None, block: int
     ) -> None:
         segment = self.segment
+        if segment.adopted and coefficient is None and not block and segment.master_is_rest and self.kind is not SGD:
+            self._update_adopted(start, stop, step, group)
+            return
         master, grads, out = segment.master, segment.master_grads, segment.compute_range
         assert master is not None
         count = torch.full((), float(step), device=master.device)  # a fill, where torch.tensor would stop the host
@@ -114,6 +117,18 @@ class FusedShard:
             self._kernel(master[a:b], grad, a, b, count, step == 1, group)
             if out is not None:
                 out[a:b].copy_(master[a:b])
+
+    def _update_adopted(self, start: int, stop: int, step: int, group: Mapping[str, Any]) -> None:
+        """A run whose gradients are, some of them, where autograd made them: parameter by parameter, in one call."""
+        segment = self.segment
+        master, flat = segment.master, segment.gradient_flat
+        assert master is not None and flat is not None
+        places = [
+            (i, s.offset, s.offset + s.numel) for i, s in enumerate(segment.spec.slots) if start <= s.offset < stop
+        ]
+        grads = [segment.adopted[i].view(-1) if i in segment.adopted else flat[a:b] for i, a, b in places]
+        parts = [[whole[a:b] for _, a, b in places] for whole in (master, *self.moments.values())]
+        self._adam(parts[0], grads, parts[1], parts[2], torch.full((), float(step), device=master.device), group)
 
     def _kernel(self, master: Tensor, grad: Tensor, a: int, b: int, count: Tensor, first: bool, group: Any) -> None:
         if self.kind is SGD:
@@ -141,15 +156,27 @@ class FusedShard:
                 for target, value in zip(targets, wide, strict=True):
                     target.copy_(value)
             return
+        averages, squares = self.moments["exp_avg"][a:b], self.moments["exp_avg_sq"][a:b]
+        self._adam([master], [grad], [averages], [squares], count, group)
+
+    def _adam(
+        self,
+        masters: list[Tensor],
+        grads: list[Tensor],
+        averages: list[Tensor],
+        squares: list[Tensor],
+        count: Tensor,
+        group: Any,
+    ) -> None:
         decoupled = self.kind is AdamW or group.get("decoupled_weight_decay", False)
         kernel: Any = getattr(torch, "_fused_adamw_" if decoupled else "_fused_adam_")
         kernel(
-            [master],
-            [grad],
-            [self.moments["exp_avg"][a:b]],
-            [self.moments["exp_avg_sq"][a:b]],
+            masters,
+            grads,
+            averages,
+            squares,
             [],
-            [count],
+            [count] * len(masters),
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],

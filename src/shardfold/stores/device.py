@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from shardfold.stores.exact import exact, huge
+from shardfold.stores.exact import exact, huge, vacate
 
 __all__ = ["DeviceStore"]
 
@@ -73,6 +73,11 @@ class DeviceStore:
     def _prefer_huge(self, flat: Tensor) -> None:
         if self.device.type == "cpu":
             huge(flat.data_ptr(), flat.nbytes)
+
+    def vacate(self, flat: Tensor) -> None:
+        """``flat`` is all zeros: on the host its pages need not be there until something is written to them."""
+        if self.device.type == "cpu":
+            vacate(flat.data_ptr(), flat.nbytes)
 
     def take_back(self, flat: Tensor) -> None:
         """Frees the memory of ``flat`` once the computation so far has read it."""

@@ -15,16 +15,18 @@ Elsewhere than on Linux with glibc this does nothing.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["exact", "huge", "trim"]
+__all__ = ["exact", "huge", "trim", "vacate"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALL, LARGE, TRIM = 512 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
-MADV_HUGEPAGE, HUGE = 14, 2 * 1024 * 1024  # mman.h; bytes of a huge page
+MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # mman.h
+HUGE = 2 * 1024 * 1024  # bytes of a huge page
 
 
 def _find_mallopt() -> Callable[[int, int], int] | None:
@@ -52,6 +54,14 @@ def huge(address: int, num_bytes: int) -> None:
     length = (address + num_bytes) // HUGE * HUGE - start
     if _madvise is not None and length > 0:
         _madvise(start, length, MADV_HUGEPAGE)
+
+
+def vacate(address: int, num_bytes: int) -> None:
+    """Gives back the whole pages of a range that is all zeros; whoever reads or writes there finds zeros again."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if _madvise is not None and length > 0:
+        _madvise(start, length, MADV_DONTNEED)
 
 
 def trim() -> None:
