@@ -76,8 +76,6 @@ def _compare() -> list[str]:
             summed, parts = values.clone(), [torch.empty_like(values) for _ in range(world)]
             wire.all_reduce(summed, group).wait(_wait)
             dist.all_gather(parts, summed)
-            dist.all_reduce(values.clone())
-            whole = _values(0, dtype)
             dist.all_gather(parts, values)
             whole = torch.stack([part.double() for part in parts]).sum(0)
             error = (summed.double() - whole).abs().max() / whole.abs().max()

@@ -211,7 +211,8 @@ class Group:
 
     def done(self, number: int) -> None:
         """This rank has read what it needs."""
-        self._cells[number % SLOTS * WIDTH + DONE] = self._base + number
+        place = number % SLOTS * WIDTH + DONE
+        self._cells[place] = max(self._cells[place], self._base + number)  # a later one may have been done before
 
     def addresses(self, number: int) -> dict[int, int]:
         """Where the others' data lies, once they are ready."""

@@ -240,7 +240,7 @@ class _Carrier:
     def _is_over(reading: _Reading) -> bool:
         try:
             return reading.group.closed or reading.advance()
-        except RuntimeError:  # a process has ended: whoever waits is told
+        except Exception:  # a process has ended, or there is no memory: whoever waits is told
             return True
 
 
