@@ -84,7 +84,11 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "an unknown preset": (lambda: presets.named("zero-3"), ["layout 'zero-3'", "Did you mean 'zero3'?"]),
     "a preset far from all": (lambda: presets.named("qqq"), ["layout 'qqq'", "Known: ddp, fsdp2, hpz"]),
     "an unknown precision": (lambda: Precision.named("bf-16"), ["precision 'bf-16'", "Did you mean 'bf16'?"]),
-    "a precision that needs a loss scale": (lambda: Precision.named("fp16"), ["'fp16' needs a loss scale", "'bf16'"]),
+    "autocast over 16 bits": (
+        lambda: Precision(compute="bf16", autocast="bf16"),
+        ["Precision.autocast is 'bf16' with compute 'bf16'", "compute='fp32'"],
+    ),
+    "a policy for buffers": (lambda: Precision(buffers="computed"), ["'computed'", "Did you mean 'compute'?"]),
     "an unknown dtype in a precision": (
         lambda: Precision(compute="bfloat16"),
         ["Precision.compute is 'bfloat16'", "Did you mean 'bf16'?"],
@@ -146,7 +150,7 @@ def test_every_preset_binds_in_every_precision_on_every_mesh_and_binding_again_c
     bound = presets.named(name).bind(policy, mesh)
     for cell in bound.cells().values():
         assert all(mesh[axis] > 1 for axis in cell.over)
-        assert cell.dtype in ("fp32", "bf16")
+        assert cell.dtype in ("fp32", "bf16", "fp16")
     assert bound.bind(policy, mesh) == bound
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from shardfold import optim
     from shardfold.engine import Engine
     from shardfold.materialize import meta_init
+    from shardfold.numerics.clipping import Clip
+    from shardfold.numerics.scaling import LossScale
     from shardfold.optim.average import Average
     from shardfold.report import MemoryReport, StepReport, TrafficReport
     from shardfold.stats import Stats
@@ -45,8 +47,10 @@ __all__ = [
     "PRESETS",
     "Average",
     "Cell",
+    "Clip",
     "Engine",
     "Layout",
+    "LossScale",
     "MemoryReport",
     "Precision",
     "Schedule",
@@ -64,6 +68,8 @@ _LAZY = {
     "Average": "shardfold.optim.average",
     "Stats": "shardfold.stats",
     "Engine": "shardfold.engine",
+    "Clip": "shardfold.numerics.clipping",
+    "LossScale": "shardfold.numerics.scaling",
     "meta_init": "shardfold.materialize",
     "StepReport": "shardfold.report",
     "MemoryReport": "shardfold.report",

@@ -7,8 +7,9 @@ Handlers know how to do a thing and never when: the program says that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -16,18 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.agreement import Agreement
-from shardfold.errors import ConfigError
+from shardfold.errors import ConfigError, NonFiniteError
 from shardfold.gradients import GradientBuffer
-from shardfold.layout import DATA_AXES, Layout, Precision, Tier
+from shardfold.layout import DATA_AXES, Layout, Tier
 from shardfold.mesh import DataMesh
 from shardfold.meter import Meter
-from shardfold.numerics import clip_coefficient, square_sum
+from shardfold.numerics.clipping import Clip, clip_coefficient, norm_of, norm_part
+from shardfold.numerics.scaling import Scaler, all_finite
 from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.passes import Schedule
 from shardfold.program import MARKERS, Op
 from shardfold.stores.device import DeviceStore
-from shardfold.unit import Life, Unit
+from shardfold.unit import Life, Segment, Unit
 from shardfold.wires.choice import data_wire
 from shardfold.wires.plain import Pending
 
@@ -42,7 +44,7 @@ class Actions:
             needed longer than the program thought.
         backward_follows: whether the forward under way is one of training.
         grad_norm: 0-d tensor, the last NORM's result; None if the program takes none.
-        scale: what each gradient is multiplied by as it arrives, 1 / (ranks * micro-batches).
+        scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
         coefficient: 0-d tensor that this step's gradients are multiplied by; None: they are not.
     """
 
@@ -54,14 +56,15 @@ class Actions:
         store: DeviceStore,
         agreement: Agreement,
         optimizer: ShardedOptimizer | None,
-        clip_norm: float | None,
+        clip: Clip | None,
         scale: float,
         timing: Schedule,
+        loss_scale: Scaler | None = None,
     ) -> None:
         self.layout, self.mesh, self.store, self.agreement = layout, mesh, store, agreement
         self.units = {unit.name: unit for unit in units}
         self.optimizer = optimizer
-        self.clip_norm = clip_norm
+        self.clip = clip
         self.wire = data_wire(
             mesh.backend, store.device, mesh.groups(), mesh.rank, empty=store.empty, recycle=store.recycle,
             exchange=agreement.exchange, waiter=agreement.wait,
@@ -73,12 +76,14 @@ class Actions:
         self.backward_follows = True
         self.grad_norm: Tensor | None = None
         self.coefficient: Tensor | None = None
-        self.scale = scale
+        self.scale, self.loss_scale = scale, loss_scale
+        self._part: Tensor | None = None  # of the norm, where looking for overflows has summed it already
         self._overlap = (
             (store.device.type == "cuda") if timing.reduces_in_flight is None else timing.reduces_in_flight > 0
         )
         self._reduce_dtype = layout.reduce.dtype
         self._reducing: Unit | None = None  # whose gradients are on their way
+        self.set_factors()
 
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on."""
@@ -86,6 +91,19 @@ class Actions:
         self.wire.forget()
         self.detours.clear()
         self._reducing = None
+        self.set_factors()
+
+    def set_factors(self) -> None:
+        """[Note: where gradients are unscaled] As they arrive they are cast to what they travel in and multiplied by
+        1 / (ranks * micro-batches * loss scale): everything that reads them later sees true values. Only where they
+        travel or accumulate in fp16, which could not hold those, do they stay scaled until the update."""
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        for unit in self.units.values():
+            for segment in unit.trainable:
+                dtypes = segment.dtype_for(self._reduce_dtype), segment.dtype_for(self.layout.grads.dtype)
+                late = torch.float16 in dtypes
+                segment.factor = self.scale if late else self.scale / scale
+                segment.unscale = 1.0 / scale if late else 1.0
 
     def bind(self, section: str, op: Op) -> Callable[[], None] | None:
         if op.verb in MARKERS:
@@ -176,8 +194,8 @@ class Actions:
             if unit.resting is None:
                 other.end_reduce(self.agreement.wait)
         if unit.waiting:
-            unit.accept_waiting(self.scale, self._reduce_dtype)
-        unit.accept(segment, slot, grad, self.scale, self._reduce_dtype)
+            unit.accept_waiting(self._reduce_dtype)
+        unit.accept(segment, slot, grad, self._reduce_dtype)
 
     def reduce(self, unit: Unit, op: Op) -> None:
         """Sends a unit's gradients; an all-reduce behind a reduce-scatter goes on with what that gave."""
@@ -195,7 +213,7 @@ class Actions:
         """Hands a unit's gradients to the wire. When this returns, only what is pending keeps their buffer alive."""
         buffer = unit.resting
         with torch.no_grad():
-            unit.accept_waiting(self.scale, self._reduce_dtype)
+            unit.accept_waiting(self._reduce_dtype)
             if buffer is None or unit.reduced:
                 buffer = unit.incoming or unit.new_buffer(self._reduce_dtype)
                 unit.incoming = None
@@ -253,17 +271,55 @@ class Actions:
                 pending.append(self.wire.all_reduce(flat, group))
         self.meter.count(op, flat)
 
+    def overflowed(self) -> bool:
+        """Whether a gradient of this rank's shards is inf or NaN; where a norm is taken, out of the norm's own sums."""
+        if self.clip is not None and self.clip.norm is not None:
+            self._part = self._norm_part(self.clip.p)
+            if bool(torch.isfinite(self._part)):
+                return False
+        return not all_finite([segment.master_grads for segment in self._trainable()])
+
+    def _trainable(self) -> Iterator[Segment]:
+        return (segment for unit in self.units.values() for segment in unit.trainable)
+
+    def _norm_part(self, p: float) -> Tensor:
+        by_unscale: dict[float, list[Tensor]] = {}
+        for segment in self._trainable():
+            by_unscale.setdefault(segment.unscale, []).append(segment.master_grads)
+        total = torch.zeros((), dtype=torch.float64, device=self.store.device)
+        for unscale, flats in by_unscale.items():
+            part = norm_part(flats, p, self.store.device)
+            total = torch.maximum(total, part * unscale) if p == inf else total + part * unscale**p
+        return total
+
     def norm(self) -> None:
-        flats = [segment.master_grads for unit in self.units.values() for segment in unit.trainable]
-        total = square_sum(flats, self.store.device)
+        """Raises:
+        NonFiniteError: the norm is inf or NaN and ``Clip.error_if_nonfinite`` is set.
+        """
+        clip = self.clip
+        assert clip is not None and clip.norm is not None
+        total = self._part if self._part is not None else self._norm_part(clip.p)
+        self._part = None
         axes = self.layout.master.over
         if axes:
             self.agreement.issue("the sum of norms")
-            self.agreement.wait(dist.all_reduce(total, group=self.mesh.group(axes), async_op=True))
+            how = dist.ReduceOp.MAX if clip.p == inf else dist.ReduceOp.SUM
+            self.agreement.wait(dist.all_reduce(total, how, group=self.mesh.group(axes), async_op=True))
             self.meter.control(total.nbytes)
-        self.grad_norm = total.sqrt()
-        assert self.clip_norm is not None
-        self.coefficient = clip_coefficient(self.grad_norm, self.clip_norm)
+        self.grad_norm = norm_of(total, clip.p)
+        if clip.error_if_nonfinite and not bool(torch.isfinite(self.grad_norm)):
+            raise NonFiniteError(
+                f"the norm of all gradients is {float(self.grad_norm)} and Clip(error_if_nonfinite=True): nothing was "
+                "updated; engine.zero_grad() drops these gradients."
+            )
+        self.coefficient = clip_coefficient(self.grad_norm, clip.norm)
+
+    def clip_values(self) -> None:
+        """Cuts every element of this rank's gradients to the range of ``Clip.value``."""
+        assert self.clip is not None and self.clip.value is not None
+        for segment in self._trainable():
+            limit = self.clip.value / segment.unscale
+            segment.master_grads.clamp_(-limit, limit)
 
     def update(self, unit: Unit) -> None:
         assert self.optimizer is not None
@@ -278,10 +334,12 @@ class Actions:
 
     # -- agreement
 
-    def agree_on_use(self) -> tuple[dict[str, list[list[bool]]], list[Unit]]:
-        """Which parameters any rank used in this step, and which units have late gradients on any rank."""
+    def agree_on_use(self, overflowed: bool = False) -> tuple[dict[str, list[list[bool]]], list[Unit], bool]:
+        """Which parameters any rank used in this step, which units have late gradients on any rank, and whether
+        gradients overflowed on any (asked only under a loss scale)."""
         mine = [flag for unit in self.units.values() for flags in unit.used for flag in flags]
         mine += [unit.has_unsent for unit in self.units.values()]
+        mine += [overflowed] * (self.loss_scale is not None)
         if self.mesh.world > 1:
             bits = torch.tensor(mine, dtype=torch.uint8)
             self.agreement.issue("the agreement on used parameters")
@@ -291,7 +349,8 @@ class Actions:
             mine = [bool(bit) for bit in bits.tolist()]
         flags = iter(mine)
         used = {u.name: [list(itertools.islice(flags, len(row))) for row in u.used] for u in self.units.values()}
-        return used, [unit for unit, late in zip(self.units.values(), flags, strict=True) if late]
+        late = [unit for unit, is_late in zip(self.units.values(), flags, strict=False) if is_late]
+        return used, late, next(flags, False)
 
     def control(self, values: list[float], op: Any) -> list[float]:
         """A few numbers reduced over all ranks, on the host."""
@@ -305,14 +364,12 @@ class Actions:
         return tensor.tolist()
 
 
-def check_supported(layout: Layout, precision: Precision) -> None:
+def check_supported(layout: Layout) -> None:
     """Refuses bound tables that can be planned with but that this version does not run.
 
     Raises:
         ConfigError: with one sentence.
     """
-    if precision.compute == "fp16":
-        raise ConfigError("fp16 needs a loss scale, which this version does not have; use precision='bf16'.")
     for name, cell in layout.cells().items():
         if len(cell.over) > 1 and cell.over != tuple(axis for axis in DATA_AXES if axis in cell.over):
             raise ConfigError(

@@ -241,7 +241,7 @@ def _lay_out(
             raise ModelError(
                 f"parameter {name!r} has dtype {parameter.dtype}, which can not be split; known: {', '.join(ITEMSIZE)}."
             )
-        keeps = own_dtype(parameter) and any(role != own for role in vars(precision).values())
+        keeps = own_dtype(parameter) and any(role != own for role in precision.dtypes.values())
         trainable = id(parameter) in groups
         key = (own if keeps else precision.compute, keeps, trainable, groups.get(id(parameter), 0))
         segments[key][name] = parameter

@@ -27,7 +27,7 @@ from shardfold.access import load_state, memory_report, state_dict, stats
 from shardfold.actions import Actions, check_supported
 from shardfold.agreement import Agreement
 from shardfold.changes import Changes
-from shardfold.errors import ConfigError, UsageError
+from shardfold.errors import ConfigError, NonFiniteError, UsageError
 from shardfold.explain import explain
 from shardfold.gathered import gathered
 from shardfold.hooks import Hooks
@@ -35,6 +35,8 @@ from shardfold.layout import Layout, Precision
 from shardfold.loans import Loan, refuse_during
 from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
+from shardfold.numerics.clipping import Clip
+from shardfold.numerics.scaling import LossScale, Scaler
 from shardfold.optim.average import Average
 from shardfold.optim.sharded import ShardedOptimizer, build
 from shardfold.passes import Schedule
@@ -57,10 +59,13 @@ class Engine:
             optimizer of a list of parameters, or an optimizer that has not stepped; its groups are kept. None: the
             engine only runs forward.
         layout: a preset's name or a :class:`Layout`.
-        precision: ``"fp32"``, ``"bf16"``, ``"bf16-pure"`` or a :class:`Precision`, for parameters of the floating dtype
-            that most elements have; those of others, and of fp64, keep their own dtype in every state.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"bf16-pure"`` or a :class:`Precision`, for parameters of the
+            floating dtype that most elements have; those of others, and of fp64, keep their own dtype in every state.
         accumulate: micro-batches per optimizer step.
-        clip_norm: the largest norm of all gradients; None does not clip.
+        clip_norm: the largest norm of all gradients, short for ``clip=Clip(norm=...)``; None does not clip.
+        clip: by another norm, or by value; see :class:`Clip`.
+        loss_scale: a number, or a :class:`LossScale`, which moves; None: ``LossScale()`` where compute or autocast is
+            fp16, else none.
         schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer; stepped after each update.
         mesh: sizes of ``inter`` and ``intra``, e.g. ``{"intra": 8}``; None: ``intra`` is the ranks of one node.
         units: which modules are units, by path pattern or class; None finds them.
@@ -85,6 +90,8 @@ class Engine:
         precision: str | Precision = "fp32",
         accumulate: int = 1,
         clip_norm: float | None = None,
+        clip: Clip | None = None,
+        loss_scale: float | LossScale | None = None,
         schedule: Callable[[Any], Any] | None = None,
         mesh: Mapping[str, int] | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
@@ -96,17 +103,19 @@ class Engine:
         limit: float = 1800.0,
         debug: bool = False,
     ) -> None:
-        _check_arguments(accumulate, clip_norm)
+        _check_arguments(accumulate, clip_norm, clip)
         self.module = model
         self.table = presets.named(layout)
         self.precision = Precision.named(precision)
         self.device = pick_device(device)
         self.mesh = DataMesh(mesh, self.device, timedelta(seconds=limit))
         self.rank, self.world_size = self.mesh.rank, self.mesh.world
-        self.accumulate, self.clip_norm = accumulate, clip_norm
+        self.accumulate = accumulate
+        self.clip = Clip(norm=clip_norm) if clip_norm is not None else clip
         self.timing = timing or Schedule()
         self.layout = self.table.bind(self.precision, self.mesh.sizes)
-        check_supported(self.layout, self.precision)
+        check_supported(self.layout)
+        self.loss_scale = _make_scaler(loss_scale, self.precision)
         self.agreement = Agreement(self.mesh, patience, limit)
         self.store = DeviceStore(self.device, debug=debug)
         self.optimizer = build(optimizer, model) if optimizer is not None else None
@@ -118,14 +127,15 @@ class Engine:
         )
         if values is not None:
             values.load_buffers(model)
-        move_buffers(dict(model.named_modules()), self.device, self.mesh)
+        self.buffers_dtype = TORCH_DTYPES[self.precision.compute] if self.precision.buffers == "compute" else None
+        move_buffers(dict(model.named_modules()), self.device, self.mesh, self.buffers_dtype)
         self.units = make_units(model, cuts, self.layout, self.mesh, self.store, values, seed)
         self._update: ShardedOptimizer | None = None
         if self.optimizer is not None:
             self._update = ShardedOptimizer(self.optimizer, self.units, self.layout.moments.dtype, self.timing.block)
         self.actions = Actions(
-            self.layout, self.mesh, self.units, self.store, self.agreement, self._update, clip_norm,
-            scale=1.0 / (self.world_size * accumulate), timing=self.timing,
+            self.layout, self.mesh, self.units, self.store, self.agreement, self._update, self.clip,
+            scale=1.0 / (self.world_size * accumulate), timing=self.timing, loss_scale=self.loss_scale,
         )  # fmt: skip
         self.schedule = schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         self.after_step: list[Callable[[], None]] = []  # called after each update
@@ -135,11 +145,12 @@ class Engine:
         self._clock = Clock(self.agreement.waited)
         self._runner = Runner(
             model, self.layout, self.mesh, self.units, self.actions, self.agreement, self.store, self.timing,
-            accumulate, clip=clip_norm is not None,
+            accumulate, clip=self.clip is not None and self.clip.norm is not None,
         )  # fmt: skip
         policy = any(not s.spec.own for unit in self.units for s in unit.segments)  # some parameters follow it
         narrow = TORCH_DTYPES[self.precision.compute] if policy and self.precision.compute in ("bf16", "fp16") else None
-        self._hooks = Hooks(model, self.units, self._runner, cast=narrow)
+        autocast = (TORCH_DTYPES[self.precision.autocast], self.device.type) if self.precision.autocast else None
+        self._hooks = Hooks(model, self.units, self._runner, cast=narrow, autocast=autocast)
         self._runner.forget, self._runner.inside = self._hooks.forget, self._hooks.inside
         self._runner.follow = self._follow_model
         self.steps = 0
@@ -170,10 +181,16 @@ class Engine:
         """Runs the model's forward."""
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
-        """Runs backward; the same as ``loss.backward()``. The loss is not divided: gradients are, as they arrive."""
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Runs backward; without a loss scale the same as ``loss.backward()``, which under one is refused.
+
+        The loss is not divided: gradients are, as they arrive.
+        """
+        if self.loss_scale is not None:
+            loss = self.loss_scale.scaled(loss)
+        self._runner.scaled = True
         try:
-            loss.backward()
+            loss.backward(retain_graph=retain_graph)
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error) or not any(unit.split for unit in self.units):
                 raise
@@ -182,6 +199,8 @@ class Engine:
                 "tensor that its forward did not return (kept on the side, or made under engine.gathered()): return "
                 "it from the unit's forward, or choose units= so that the unit contains its use."
             ) from error
+        finally:
+            self._runner.scaled = False
 
     def step(self, *, tokens: float | None = None, samples: float | None = None) -> StepReport:
         """The optimizer step, at an accumulation boundary; before it, nothing happens.
@@ -190,6 +209,7 @@ class Engine:
 
         Raises:
             UsageError: no optimizer, no backward since the last step, or whole values are lent.
+            NonFiniteError: gradients overflow although the loss scale is at its floor (``LossScale.patience``).
         """
         if self.optimizer is None or self._update is None:
             raise UsageError("engine.step() needs an optimizer: pass optimizer= to the Engine.")
@@ -199,12 +219,18 @@ class Engine:
             raise UsageError("engine.step() with no backward since the last step: call engine.backward(loss).")
         self._clock.told(tokens, samples)
         if not runner.boundary:
-            return StepReport(self.steps, updated=False)
+            return StepReport(self.steps, updated=False, loss_scale=self.loss_scale.scale if self.loss_scale else 1.0)
         refuse_during(self.loans, "engine.step()")
         rebuild.secure(self)
         lr = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else None
         runner.meet("the optimizer step")
-        self._apply_step()
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        updated = self._apply_step()
+        if self.loss_scale is not None:
+            self.loss_scale.update(not updated)
+            self.actions.set_factors()
+        if not updated:
+            return self._skipped(lr, scale)
         self.steps += 1
         if self.schedule is not None:
             self.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
@@ -212,7 +238,19 @@ class Engine:
         for call in self.after_step:
             call()
         self._clock.end_step(self.agreement.waited)
-        return StepReport(self.steps, updated=True, lr=lr, norm=self.actions.grad_norm)
+        return StepReport(self.steps, updated=True, lr=lr, loss_scale=scale, norm=self.actions.grad_norm)
+
+    def _skipped(self, lr: float | None, scale: float) -> StepReport:
+        """Gradients overflowed on some rank: neither weights, moments, counts nor the schedule have moved."""
+        assert self.loss_scale is not None
+        self._clock.end_step(self.agreement.waited, skipped=True)
+        if self.loss_scale.exhausted:
+            raise NonFiniteError(
+                f"step {self.steps + 1}: gradients were inf or NaN {self.loss_scale.stuck} times in a row although the "
+                f"loss scale is at its floor of {self.loss_scale.rule.floor:g}, so the scale is not the cause: lower "
+                "the learning rate, clip gradients, look for inf in the batch, or use precision='bf16'."
+            )
+        return StepReport(self.steps, updated=False, skipped=True, lr=lr, loss_scale=scale)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -337,17 +375,28 @@ class Engine:
 
     # -- the step
 
-    def _apply_step(self) -> None:
+    def _apply_step(self) -> bool:
+        """The update; False if gradients overflowed on any rank, in which case no rank has changed anything."""
         assert self._update is not None
-        self.actions.meter.begin_step()
-        used, late = self.actions.agree_on_use()
-        self._runner.reduce_late(late)
+        actions, scaler = self.actions, self.loss_scale
+        actions.meter.begin_step()
         for unit in self.units:
             if unit.resting is not None and not unit.reduced:  # one rank: nothing reduced, so nothing completed
                 unit.resting.complete()
-        self.actions.grad_norm = self.actions.coefficient = None
+        used, late, overflowed = actions.agree_on_use(scaler is not None and actions.overflowed())
+        self._runner.reduce_late(late)
+        if scaler is not None and late and not overflowed:  # what came late was not among what was looked at
+            overflowed = bool(actions.control([float(actions.overflowed())], dist.ReduceOp.MAX)[0])
+        if overflowed:
+            for unit in self.units:
+                unit.forget_gradients()
+            self._runner.end_step(skipped=True)
+            return False
+        actions.grad_norm = actions.coefficient = None
         track = self._runner.tracks["step"]
         track.restart()
+        if self.clip is not None and self.clip.value is not None:
+            actions.clip_values()
         while track.position < len(track.ops) and track.ops[track.position].verb == "NORM":
             track.follow(("NORM",))
         with torch.no_grad():
@@ -361,10 +410,23 @@ class Engine:
             unit.forget_gradients()
             torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
         self._runner.end_step()
+        return True
 
 
-def _check_arguments(accumulate: Any, clip_norm: Any) -> None:
+def _make_scaler(given: float | LossScale | None, precision: Precision) -> Scaler | None:
+    if given is None:
+        return Scaler(LossScale()) if "fp16" in (precision.compute, precision.autocast) else None
+    if isinstance(given, LossScale):
+        return Scaler(given)
+    if not isinstance(given, (int, float)) or isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"loss_scale={given!r}: it is a number > 0, a LossScale, or None.")
+    return Scaler(LossScale.static(float(given)))
+
+
+def _check_arguments(accumulate: Any, clip_norm: Any, clip: Any) -> None:
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ConfigError(f"accumulate={accumulate!r}: it is the number of micro-batches per step, an integer >= 1.")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise ConfigError(f"clip_norm={clip_norm!r}: it is the largest gradient norm, a number > 0, or None.")
+    if clip is not None and (clip_norm is not None or not isinstance(clip, Clip)):
+        raise ConfigError(f"clip={clip!r} beside clip_norm={clip_norm!r}: give one of them; clip= takes a Clip.")

@@ -6,6 +6,7 @@ ShardfoldError                     the base: its message is one sentence (what, 
 |-- ModelError                     a model that can not be cut into units or materialized
 |-- UsageError (RuntimeError)      a call that is not legal now: wrong order, wrong rank, wrong state
 |   `-- FreedParameterError        a parameter was touched while only its shard is on this rank
+|-- NonFiniteError (ArithmeticError) a loss, gradients or weights are inf or NaN, or overflow at any loss scale
 |-- OrderError (RuntimeError)      ranks asked for operations in orders that can not be reconciled
 `-- CollectiveError (RuntimeError) a collective failed or did not finish: rank, unit and operation are named
 """
@@ -21,6 +22,7 @@ __all__ = [
     "FreedParameterError",
     "LayoutError",
     "ModelError",
+    "NonFiniteError",
     "OrderError",
     "ShardfoldError",
     "UsageError",
@@ -50,6 +52,10 @@ class UsageError(ShardfoldError, RuntimeError):
 
 class FreedParameterError(UsageError):
     """A parameter was read or written while only this rank's shard of it is in memory."""
+
+
+class NonFiniteError(ShardfoldError, ArithmeticError):
+    """Numbers of the training are inf or NaN, and going on would not mend them."""
 
 
 class OrderError(ShardfoldError, RuntimeError):

@@ -314,7 +314,8 @@ class _States:
 
     def _shard(self, segment: Segment, dtype: torch.dtype) -> Tensor:
         if self._of == "grads":
-            return segment.master_grads
+            grads = segment.master_grads
+            return grads if segment.unscale == 1.0 else grads.float() * segment.unscale
         if self._of == "master":
             assert segment.master is not None
             return segment.master.detach()
@@ -335,7 +336,7 @@ class _States:
             place.segment.take(place.slot, values)
         elif self._of == "grads":
             piece, part = place.segment.own_piece(place.slot)
-            place.segment.master_grads[piece].copy_(values[part])
+            place.segment.master_grads[piece].copy_(values[part] / place.segment.unscale)
         else:
             assert self._engine._update is not None
             self._engine._update.take_state(place.segment, place.slot, self._of, values, changed=changed)
@@ -358,7 +359,7 @@ def _used(engine: Engine, places: Sequence[Place]) -> list[bool]:
             "gathered(of='grads'): gradients are summed over ranks in the last backward before engine.step(), which "
             "has not come yet (accumulate=, no_sync(), or no backward since the last step): ask right before step()."
         )
-    used, late = engine.actions.agree_on_use()
+    used, late, _ = engine.actions.agree_on_use()
     engine._runner.reduce_late(late)
     numbers = {id(segment): i for unit in engine.units for i, segment in enumerate(unit.trainable)}
     return [used[place.unit.name][numbers[id(place.segment)]][place.slot] for place in places]

@@ -60,12 +60,15 @@ class GradientBuffer:
         touched[slot] = True
         size = grad.nbytes
         if size > SMALL:
-            plain = grad.dtype == view.dtype and grad.is_contiguous() and not grad.requires_grad
-            if adopted is not None and scale == 1.0 and plain:
+            if view.dtype != grad.dtype:  # cast first: the product would be rounded to the gradient's dtype
+                view.copy_(grad).mul_(scale)
+            elif adopted is not None and scale == 1.0 and grad.is_contiguous() and not grad.requires_grad:
                 adopted[slot] = grad
-                return
-            torch.mul(grad, _factor(scale), out=view)
+            else:
+                torch.mul(grad, _factor(scale), out=view)
             return
+        if scale != self._scale:
+            self.flush()
         self._waiting[0].append(view)
         self._waiting[1].append(grad)
         self._waiting_bytes += size

@@ -96,17 +96,24 @@ class Hooks:
         units: with ``modules`` set; units whose values never leave memory need no module hooks.
         listener: receives the events.
         cast: floating-point inputs of the model are cast to it; None leaves them.
+        autocast: dtype and type of device of the ``torch.autocast`` that forward runs under; None: without.
     """
 
     def __init__(
-        self, model: nn.Module, units: Iterable[Unit], listener: Listener, cast: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        units: Iterable[Unit],
+        listener: Listener,
+        cast: torch.dtype | None = None,
+        autocast: tuple[torch.dtype, str] | None = None,
     ) -> None:
         self._listener, self._model = listener, model
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, tuple[nn.Module, list[int]]] = {}  # modules and the ids of their hooks
         self._accumulators: list[Any] = []  # a parameter refers to its node weakly
         self._queued = False
-        self._cast = cast
+        self._cast, self._autocast = cast, autocast
+        self._casting: torch.autocast | None = None  # of the forward under way
         self._inside: list[tuple[Any, BaseException | None]] = []  # forwards under way, what was handled as they began
         self._pushed: list[nn.Module] = []  # those of them that remember what they save for backward
         self.attach(units)
@@ -158,6 +165,12 @@ class Hooks:
         for _ in self._pushed:
             _AUTOGRAD._pop_saved_tensors_default_hooks()
         self._pushed.clear()
+        self._stop_casting()
+
+    def _stop_casting(self) -> None:
+        if self._casting is not None:
+            self._casting.__exit__(None, None, None)
+            self._casting = None
 
     def _add(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)
@@ -190,6 +203,11 @@ class Hooks:
         self._inside.append((module, sys.exc_info()[1]))
         if torch.is_grad_enabled() and self._listener.remembers():
             self._remember(self._units, module)
+        if self._autocast is not None:
+            # No cache of cast weights: it would keep all of them, also of units that are freed, until forward ends.
+            dtype, device = self._autocast
+            self._casting = torch.autocast(device, dtype, cache_enabled=False)
+            self._casting.__enter__()
         if self._cast is None:
             return None
         return cast_floats(args, self._cast), cast_floats(kwargs, self._cast)
@@ -199,6 +217,7 @@ class Hooks:
             return
         if any(other is module for other, _ in self._inside):
             return
+        self._stop_casting()
         if not left:
             self._listener.interrupt()
             return

@@ -67,6 +67,11 @@ class Precision:
 
     ``reduce`` is the dtype on the wire of a gradient's journey and of the gradient buffer that feeds it; ``grads`` is
     the dtype in which gradients accumulate.
+
+    Attributes:
+        autocast: forward runs under ``torch.autocast`` with this dtype (``bf16`` or ``fp16``); None: without.
+        buffers: ``"own"``: buffers keep their dtype. ``"compute"``: floating ones, but for fp64, follow ``compute``, as
+            some models read them together with activations and do not cast.
     """
 
     compute: str = "fp32"
@@ -74,12 +79,27 @@ class Precision:
     reduce: str = "fp32"
     master: str = "fp32"
     moments: str = "fp32"
+    autocast: str | None = None
+    buffers: str = "own"
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The dtype name of each role of a table."""
+        return {role: getattr(self, role) for role in ROLES}
 
     def __post_init__(self) -> None:
         floats = ("bf16", "fp16", "fp32", "fp64")
         for role in ROLES:
             if (name := getattr(self, role)) not in floats:
                 raise LayoutError(f"Precision.{role} is {name!r}, which is no dtype.{did_you_mean(str(name), floats)}")
+        if self.autocast not in (None, "bf16", "fp16") or (self.autocast and self.compute != "fp32"):
+            raise LayoutError(
+                f"Precision.autocast is {self.autocast!r} with compute {self.compute!r}: autocast takes 'bf16' or "
+                "'fp16' over parameters in fp32; set compute='fp32', or leave autocast out."
+            )
+        if self.buffers not in ("own", "compute"):
+            near = did_you_mean(str(self.buffers), ("own", "compute"))
+            raise LayoutError(f"Precision.buffers is {self.buffers!r}, which is unknown.{near}")
         if ITEMSIZE[self.master] < ITEMSIZE[self.compute]:
             raise LayoutError(
                 f"Precision.master is {self.master} but compute is {self.compute}: "
@@ -88,15 +108,13 @@ class Precision:
 
     @staticmethod
     def named(name: str | Precision) -> Precision:
-        """The policy of that name (``fp32``, ``bf16``, ``bf16-pure``), or the value itself.
+        """The policy of that name (see :data:`PRECISIONS`), or the value itself.
 
         Raises:
             LayoutError: the name is unknown.
         """
         if isinstance(name, Precision):
             return name
-        if name == "fp16":
-            raise LayoutError("precision 'fp16' needs a loss scale, which this version does not have; use 'bf16'.")
         if name not in PRECISIONS:
             raise LayoutError(f"precision {name!r} is unknown.{did_you_mean(str(name), PRECISIONS)}")
         return PRECISIONS[name]
@@ -105,6 +123,9 @@ class Precision:
 PRECISIONS: dict[str, Precision] = {
     "fp32": Precision(),
     "bf16": Precision(compute="bf16"),
+    "fp16": Precision(compute="fp16"),
+    "bf16-autocast": Precision(autocast="bf16"),
+    "fp16-autocast": Precision(autocast="fp16"),
     "bf16-pure": Precision(compute="bf16", grads="bf16", reduce="bf16", master="bf16", moments="bf16"),
 }
 

@@ -97,8 +97,12 @@ def make_units(
     return units
 
 
-def move_buffers(modules: Mapping[str, nn.Module], device: torch.device, mesh: DataMesh) -> None:
+def move_buffers(
+    modules: Mapping[str, nn.Module], device: torch.device, mesh: DataMesh, dtype: torch.dtype | None = None
+) -> None:
     """Moves the own buffers of modules (by path) to the device and gives every rank rank 0's values, as DDP does.
+
+    ``dtype`` is that of floating buffers from now on, but for fp64; None: each keeps its own.
 
     Raises:
         ModelError: a buffer was made of a parameter that had no memory, and no weights gave it values.
@@ -115,8 +119,10 @@ def move_buffers(modules: Mapping[str, nn.Module], device: torch.device, mesh: D
         )
     for module in modules.values():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+            if buffer is None:
+                continue
+            casts = dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64
+            module._buffers[name] = buffer.to(device, dtype if casts else buffer.dtype)
     if mesh.world > 1:
         for buffer in {id(b): b for module in modules.values() for b in module.buffers(recurse=False)}.values():
             # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.

@@ -59,8 +59,8 @@ class Meter:
         self._forward.clear()
         self._in_forward = False
 
-    def end_step(self) -> None:
-        self._sections["step"] += 1
+    def end_step(self, *, skipped: bool = False) -> None:
+        self._sections["step"] += not skipped
         self._last, self._step = self._step, _counts()
         self.last_sections, self._sections = self._sections, Counter()
         self._last_control, self._control = self._control, 0

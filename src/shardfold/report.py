@@ -104,10 +104,10 @@ class StepReport(NamedTuple):
 
     Attributes:
         step: optimizer steps so far.
-        updated: whether this call was the accumulation boundary; if not, nothing but counting happened.
-        skipped: whether an update was due but left out (always False without a loss scale).
+        updated: whether this call updated the weights: it was the accumulation boundary, and nothing overflowed.
+        skipped: whether an update was due but left out, on every rank (always False without a loss scale).
         lr: learning rate of the first group in this update.
-        loss_scale: 1.0 without a loss scale.
+        loss_scale: that of this step's losses; 1.0 without one.
         norm: 0-d tensor, the norm of all gradients before clipping; None if the engine does not clip.
     """
 

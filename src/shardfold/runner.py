@@ -57,6 +57,7 @@ class Runner:
         micro: backwards since the last step.
         boundary: whether the last of them reduced everything, so that a step may follow.
         synchronize: False inside ``no_sync()``.
+        scaled: whether the backward under way is that of a loss that the engine scaled.
         orders: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
         roots: names of the units that are held through a pass.
     """
@@ -83,6 +84,7 @@ class Runner:
         self.micro = 0
         self.boundary = self._boundary_before = False
         self.synchronize = True
+        self.scaled = False
         self.buffers = Buffers(model, mesh, agreement)
         self._evaluated = False  # since the last step
         self._delivered = False  # whether this backward gave gradients
@@ -477,6 +479,11 @@ class Runner:
     def gradient(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
         """``place``: number of the trainable segment and of the slot."""
         self._delivered = True
+        if not self.scaled and self.actions.loss_scale is not None:
+            raise UsageError(
+                "loss.backward() under a loss scale gives gradients that are not scaled, of which fp16 loses the small "
+                "ones: call engine.backward(loss), which scales the loss."
+            )
         if grad.is_sparse:
             grad = grad.to_dense()
         if torch.is_grad_enabled():  # create_graph=True: otherwise entering no_grad() would cost as much as the rest
@@ -521,13 +528,13 @@ class Runner:
             self._late |= names
             self.compile()
 
-    def end_step(self) -> None:
-        """The gradients have been used."""
+    def end_step(self, *, skipped: bool = False) -> None:
+        """The gradients have been used, or overflowed."""
         self.micro, self.boundary = 0, False
         self._evaluated = self._asked_backward = False
         self.actions.meter.control(self.agreement.control_bytes)
         self.agreement.control_bytes = 0
-        self.actions.meter.end_step()
+        self.actions.meter.end_step(skipped=skipped)
 
 
 def _mode(section: str) -> str:

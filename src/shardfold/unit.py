@@ -33,7 +33,7 @@ from shardfold.shards import SegmentSpec, UnitSpec, shard_range
 from shardfold.stores.device import DeviceStore
 from shardfold.wires.plain import Pending, Waiter
 
-__all__ = ["TORCH_DTYPES", "GradientBuffer", "Life", "Segment", "Unit", "dtype_name"]
+__all__ = ["TORCH_DTYPES", "Life", "Segment", "Unit", "dtype_name"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -58,9 +58,6 @@ class Life(Enum):
     RESTING = "only this rank's shard is in memory"
     GATHERING = "the flat has its memory and is being filled"
     GATHERED = "all values are in the flat"
-
-
-# -- segments and units ---------------------------------------------------------------------------------------
 
 
 class Segment:
@@ -97,6 +94,8 @@ class Segment:
         self.gradient_flat: Tensor | None = None  # ``grads``, behind what is adopted
         self.adopted: dict[int, Tensor] = {}  # by slot: gradients as autograd made them, still to be copied
         self.master: Tensor | None = None
+        self.factor = 1.0  # what each gradient is multiplied by as it arrives
+        self.unscale = 1.0  # what its sums are still to be multiplied by; not 1 only for fp16 under a loss scale
 
     @property
     def split(self) -> bool:
@@ -342,8 +341,9 @@ class Unit:
 
     # -- gradients
 
-    def accept(self, segment: int, slot: int, grad: Tensor, scale: float, dtype: str) -> None:
+    def accept(self, segment: int, slot: int, grad: Tensor, dtype: str) -> None:
         """Takes one gradient into the buffer that the next reduction sends, making it if need be."""
+        scale = self.trainable[segment].factor
         if self.resting is not None and not self.reduced:
             self.resting.add(segment, slot, grad, scale)
             return
@@ -357,10 +357,10 @@ class Unit:
             if gradients is not None:
                 gradients.flush()
 
-    def accept_waiting(self, scale: float, dtype: str) -> None:
+    def accept_waiting(self, dtype: str) -> None:
         """Takes the gradients that had to wait; each is given back as soon as it is copied."""
         while self.waiting:
-            self.accept(*self.waiting.pop(0), scale, dtype)
+            self.accept(*self.waiting.pop(0), dtype)
 
     @property
     def has_unsent(self) -> bool:
@@ -378,7 +378,9 @@ class Unit:
     def show_gradients(self) -> None:
         """Where a rank has all gradients, users find them where PyTorch puts them."""
         buffer = self.resting
-        if buffer is None or any(s.dtype != flat.dtype for s, flat in zip(self.trainable, buffer.flats, strict=True)):
+        if buffer is None or any(
+            s.dtype != flat.dtype or s.unscale != 1.0 for s, flat in zip(self.trainable, buffer.flats, strict=True)
+        ):
             return
         for segment, views, touched in zip(self.trainable, buffer.views, buffer.touched, strict=True):
             for slot, (parameter, view, was) in enumerate(zip(segment.parameters, views, touched, strict=True)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.numerics import square_sum
+from shardfold.numerics.clipping import square_sum
 from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
 
 __all__ = ["LAMB"]

@@ -143,10 +143,17 @@ class ShardedOptimizer:
         for segment, used in zip(unit.trainable, self._used[unit.name], strict=True):
             if self._names is not None:
                 group = self.torch_optimizer.param_groups[segment.spec.group]
-                self._fused[id(segment)].update(group, used, self._coefficient, self._block)
+                self._fused[id(segment)].update(group, used, self._factor(segment), self._block)
             elif segment.compute_range is not None and not segment.master_is_rest:
                 assert segment.master is not None
                 segment.compute_range.copy_(segment.master)
+
+    def _factor(self, segment: Segment) -> Tensor | None:
+        """What this step multiplies a segment's gradients by, 0-d; None: nothing."""
+        if segment.unscale == 1.0:
+            return self._coefficient
+        unscale = torch.full((), segment.unscale, device=segment.master_grads.device)
+        return unscale if self._coefficient is None else self._coefficient * unscale
 
     def _own_step(self, units: Sequence[Unit]) -> None:
         """The user's class steps once over all pieces; unused parameters have no gradient, as in PyTorch."""
@@ -154,7 +161,8 @@ class ShardedOptimizer:
         for piece in self._every_piece():
             if used[id(piece.segment)][piece.slot]:
                 grad = _gradient(piece)
-                piece.tensor.grad = grad if self._coefficient is None else grad * self._coefficient
+                factor = self._factor(piece.segment)
+                piece.tensor.grad = grad if factor is None else grad * factor
         for _, stranger in self.strangers():  # trained from the next forward on; its gradient here is this rank's own
             stranger.grad = None
         self.torch_optimizer.step()

@@ -1,0 +1,92 @@
+"""Norms and clipping over shards, as ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` would take them of the
+whole model: a tied parameter counts once, a frozen one not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from shardfold.errors import ConfigError
+
+__all__ = ["Clip", "clip_coefficient", "norm_of", "norm_part", "square_sum"]
+
+_ROW = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """How gradients are clipped at each step, over all ranks, after micro-batches are summed and unscaled.
+
+    Attributes:
+        norm: the largest norm of all gradients taken together; larger ones are scaled down to it.
+        p: of which norm, a number > 0 or ``inf``.
+        value: every element of a gradient is cut to ``[-value, value]``; instead of ``norm``.
+        error_if_nonfinite: an inf or NaN norm raises on every rank before anything is updated.
+
+    Raises:
+        ConfigError: both or neither of ``norm`` and ``value``, or a number out of its range.
+    """
+
+    norm: float | None = None
+    p: float = 2.0
+    value: float | None = None
+    error_if_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        limit = self.norm if self.norm is not None else self.value
+        if (self.norm is None) == (self.value is None) or not _positive(limit):
+            raise ConfigError(f"Clip(norm={self.norm!r}, value={self.value!r}): give one of the two, a number > 0.")
+        if not _positive(self.p) or (self.value is not None and (self.p != 2.0 or self.error_if_nonfinite)):
+            raise ConfigError(
+                f"Clip.p is {self.p!r}: it is a number > 0 or inf, and goes with norm=, as error_if_nonfinite does."
+            )
+
+
+def _positive(number: object) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and number > 0
+
+
+def norm_part(flats: Iterable[Tensor], p: float, device: torch.device) -> Tensor:
+    """What this rank adds to a p-norm, a 0-d fp64 tensor: the sum of ``|x| ** p``, or for ``inf`` the largest ``|x|``.
+
+    Sums of several ranks, or maxima, make the whole norm by :func:`norm_of`.
+    """
+    if p == 2:
+        return square_sum(flats, device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for flat in flats:
+        if flat.numel():
+            part = torch.linalg.vector_norm(flat, p, dtype=torch.float64)
+            total = torch.maximum(total, part) if p == inf else total + part**p
+    return total
+
+
+def norm_of(part: Tensor, p: float) -> Tensor:
+    """The norm, of what :func:`norm_part` gave on all ranks."""
+    return part if p == inf else part.sqrt() if p == 2 else part ** (1 / p)
+
+
+def square_sum(flats: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of all elements, a 0-d fp64 tensor.
+
+    Squares are summed in fp32 (of fp64 in fp64) over rows of 4096 elements, and rows in fp64: the error does not grow
+    with the size.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for flat in flats:
+        dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        whole = flat.numel() // _ROW * _ROW
+        for part in (flat[:whole].view(-1, _ROW), flat[whole:].view(1, -1)):
+            if part.numel():
+                norms = torch.linalg.vector_norm(part, dim=1, dtype=dtype)
+                total += norms.double().square().sum()
+    return total
+
+
+def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
+    """What gradients of this norm are multiplied by so that it is at most ``limit``: a 0-d tensor in (0, 1]."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)

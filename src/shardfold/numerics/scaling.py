@@ -1,0 +1,172 @@
+"""The loss scale of fp16: what small gradients are lifted by, and what follows when large ones overflow.
+
+Gradients smaller than 6e-8 are zero in fp16. So the loss is multiplied by a scale S before backward, and gradients by
+1/S in fp32 as they arrive (Micikevicius et al., Mixed Precision Training, arXiv 1710.03740). A dynamic scale is halved
+whenever a gradient is inf or NaN, in which case no rank updates, and doubled after 2000 updates without one.
+
+With the defaults scales and skipped steps are those of ``torch.amp.GradScaler``; ``hysteresis`` and ``floor`` are
+DeepSpeed's, with its meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfold.errors import ConfigError
+
+__all__ = ["LossScale", "Scaler", "all_finite"]
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """How a loss scale begins and moves.
+
+    Attributes:
+        initial: the first scale.
+        growth: factor after ``interval`` updates in a row.
+        backoff: factor after an overflow.
+        interval: updates without overflow until the scale grows.
+        hysteresis: so many overflows since the scale last grew lower it for the first time; 1: each does.
+        floor: the scale is never lowered below it.
+        patience: steps skipped in a row at the floor until ``engine.step()`` raises; None: it never does.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    initial: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    hysteresis: int = 1
+    floor: float = 1.0
+    patience: int | None = 10
+
+    def __post_init__(self) -> None:
+        legal = {
+            "initial": 0 < self.initial <= LARGEST,
+            "growth": self.growth >= 1,
+            "backoff": 0 < self.backoff <= 1,
+            "interval": self.interval >= 1,
+            "hysteresis": self.hysteresis >= 1,
+            "floor": 0 < self.floor <= self.initial,
+            "patience": self.patience is None or self.patience >= 1,
+        }
+        for name, is_legal in legal.items():
+            if not is_legal:
+                raise ConfigError(
+                    f"LossScale.{name} is {getattr(self, name)!r}: initial and floor are numbers > 0 with floor <= "
+                    "initial, growth >= 1, 0 < backoff <= 1, interval, hysteresis and patience integers >= 1."
+                )
+
+    @staticmethod
+    def static(scale: float, *, patience: int | None = 10) -> LossScale:
+        """A scale that stays; a step whose gradients overflow is skipped all the same."""
+        return LossScale(initial=scale, growth=1.0, backoff=1.0, floor=scale, patience=patience)
+
+
+class Scaler:
+    """The loss scale of one engine: the same on every rank, as all ranks see the same overflows.
+
+    Attributes:
+        scale: what the losses of the next step are multiplied by.
+        skipped: steps skipped so far.
+        stuck: steps skipped in a row with the scale at its floor.
+    """
+
+    def __init__(self, rule: LossScale) -> None:
+        self.rule = rule
+        self.scale = float(rule.initial)
+        self.skipped = self.stuck = 0
+        self._good = 0  # updates since the scale last moved, or since an overflow
+        self._left = rule.hysteresis  # overflows until the scale is lowered
+
+    def __repr__(self) -> str:
+        return f"Scaler(scale={self.scale:g}, skipped={self.skipped}, rule={self.rule})"
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """``loss * scale``, in fp32 at least: 65536 times a loss of 1 is more than fp16 can hold."""
+        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+        return wide * self.scale
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether so many steps were skipped at the floor that lowering the scale can not be the remedy."""
+        return self.rule.patience is not None and self.stuck >= self.rule.patience
+
+    def update(self, overflowed: bool) -> None:
+        """A step was skipped because gradients overflowed, or was done."""
+        rule = self.rule
+        if overflowed:
+            self.skipped += 1
+            self.stuck = self.stuck + 1 if self.scale <= rule.floor else 0
+            self._good = 0
+            self._left -= 1
+            if self._left <= 0:
+                self.scale = max(self.scale * rule.backoff, rule.floor)
+            return
+        self.stuck = 0
+        self._good += 1
+        if self._good == rule.interval:
+            self._good = 0
+            self._left = rule.hysteresis
+            if self.scale * rule.growth <= LARGEST:
+                self.scale *= rule.growth
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with the names of ``torch.amp.GradScaler``, which can load it."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self.rule.growth,
+            "backoff_factor": self.rule.backoff,
+            "growth_interval": self.rule.interval,
+            "_growth_tracker": self._good,
+            "hysteresis_left": self._left,
+            "skipped": self.skipped,
+            "stuck": self.stuck,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes a state of this class or of ``torch.amp.GradScaler``; hysteresis, floor and patience stay as they are.
+
+        Raises:
+            ConfigError: what every such state has is missing, or no number.
+        """
+        try:
+            scale, good = float(state["scale"]), int(state["_growth_tracker"])
+            factors = {"growth": float(state["growth_factor"]), "backoff": float(state["backoff_factor"])}
+            interval = int(state["growth_interval"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the state of a loss scale lacks {error}: load what engine.loss_scale.state_dict() or "
+                "torch.amp.GradScaler.state_dict() gave."
+            ) from error
+        if not (isfinite(scale) and scale > 0):
+            raise ConfigError(f"the state of a loss scale has scale {scale!r}: it must be a finite number > 0.")
+        initial = max(self.rule.initial, self.rule.floor)
+        self.rule = replace(self.rule, initial=initial, interval=interval, **factors)
+        self.scale, self._good = max(scale, self.rule.floor), good
+        self._left = int(state.get("hysteresis_left", self.rule.hysteresis))
+        self.skipped, self.stuck = int(state.get("skipped", 0)), int(state.get("stuck", 0))
+
+
+def all_finite(flats: list[Tensor]) -> bool:
+    """Whether no element is inf or NaN; reads each once, and twice if their sum is not finite."""
+    if not flats:
+        return True
+    total = sum(flat.sum(dtype=_wide(flat)).double() for flat in flats)
+    if isfinite(float(total)):
+        return True
+    return all(bool(torch.isfinite(flat).all()) for flat in flats)
+
+
+def _wide(flat: Tensor) -> torch.dtype:
+    return torch.float64 if flat.dtype == torch.float64 else torch.float32

@@ -1,0 +1,359 @@
+"""fp16 under a loss scale: the scales and skipped steps of torch.amp.GradScaler, and its training."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models
+import shardfold as sf
+from shardfold.errors import ConfigError, NonFiniteError, UsageError
+from shardfold.numerics.scaling import Scaler
+from shardfold.recipes.gpt import GPT, GPTConfig
+from shardfold.testing import Ranks
+
+LAYOUTS = list(sf.PRESETS)
+ADAMW = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1)
+SLOW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+OVERFLOWS = (0, 3, 4, 9, 15)  # of 20 steps
+RULE = sf.LossScale(interval=3)
+
+
+def mesh_for(layout: str) -> dict[str, int] | None:
+    return {"inter": 2, "intra": 1} if layout in ("hsdp", "hpz") else None
+
+
+class Explodes(models.Small):
+    """Its loss is inf for batches whose first token is 0 (on whichever rank has that row)."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = super().forward(tokens, targets)
+        return loss * torch.where((tokens[:, 0] == 0).any(), torch.inf, 1.0)
+
+
+def overflowing(steps: int) -> list[tuple[Tensor, Tensor]]:
+    batches = []
+    for i, (tokens, targets) in enumerate(models.batches(steps, rows=8)):
+        tokens = tokens.clamp(min=1)
+        if i in OVERFLOWS:
+            tokens[-1, 0] = 0  # a row of the last rank
+        batches.append((tokens, targets))
+    return batches
+
+
+def plain_scaled(steps: int, clip: float | None) -> tuple[list[float], list[float], list[float], list[dict[str, Any]]]:
+    """Losses, scales after each step, learning rates, and the final optimizer states of PyTorch alone."""
+    torch.manual_seed(0)
+    model = Explodes()
+    optimizer = ADAMW(model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=RULE.interval)
+    losses, scales, rates = [], [], []
+    for tokens, targets in overflowing(steps):
+        loss = model(tokens, targets)
+        scaler.scale(loss).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if scaler.get_scale() >= before:  # the recipe of PyTorch's documentation for schedules
+            schedule.step()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+        rates.append(optimizer.param_groups[0]["lr"])
+    return losses, scales, rates, [optimizer.state[p] for p in model.parameters()]
+
+
+def follows_grad_scaler(layout: str, clip: float | None) -> None:
+    steps = 20
+    torch.manual_seed(0)
+    engine = sf.Engine(
+        Explodes(), optimizer=ADAMW, layout=layout, mesh=mesh_for(layout), loss_scale=RULE, clip_norm=clip,
+        schedule=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
+    )  # fmt: skip
+    losses, scales, rates, skipped = [], [], [], []
+    for batch in overflowing(steps):
+        loss = engine(*(t.chunk(engine.world_size)[engine.rank] for t in batch))
+        engine.backward(loss)
+        report = engine.step()
+        assert report.updated is not report.skipped
+        skipped += [len(losses)] * report.skipped
+        losses.append(engine.mean(loss.item()))
+        scales.append(engine.loss_scale.scale)  # type: ignore[union-attr]
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+    expected = plain_scaled(steps, clip)
+    assert skipped == list(OVERFLOWS)
+    assert scales == expected[1]
+    assert rates == expected[2]
+    finite = [(a, b) for a, b in zip(losses, expected[0], strict=True) if b != float("inf")]
+    assert len(finite) == steps - len(OVERFLOWS)
+    assert max(abs(a - b) / b for a, b in finite) < 2e-6
+    with engine.gathered(of="exp_avg") as moments:
+        for moment, state in zip(moments.values(), expected[3], strict=True):
+            assert torch.allclose(moment, state["exp_avg"], rtol=1e-3, atol=1e-6)
+    counts = {step for s in engine._update._fused.values() for step in s.steps}  # type: ignore[union-attr]
+    assert counts == {steps - len(OVERFLOWS)} == {engine.steps}
+    assert engine.stats().skipped == len(OVERFLOWS)
+    engine.close()
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_skipped_steps_and_schedule_are_grad_scalers(ranks: Ranks, layout: str) -> None:
+    ranks.run(follows_grad_scaler, layout, 0.5 if layout in ("zero2", "ddp") else None, world_size=2)
+
+
+class Logits(nn.Module):
+    """A byte-level GPT of the training recipe, small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(GPTConfig(layers=2, d_model=32, heads=2, context=16, vocab=64))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.gpt(tokens, targets)
+
+
+def texts(steps: int) -> list[Tensor]:
+    """``(8, 17)`` tokens each: counting up from random starts, so that there is something to learn."""
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randint(64, (8, 1), generator=draw) + torch.arange(17)) % 64 for _ in range(steps)]
+
+
+def amp_losses(dtype: torch.dtype, steps: int) -> list[float]:
+    torch.manual_seed(0)
+    model = Logits()
+    optimizer = SLOW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+    losses = []
+    for tokens in texts(steps):
+        with torch.autocast("cpu", dtype):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def engine_losses(layout: str, precision: str, steps: int) -> list[float]:
+    torch.manual_seed(0)
+    engine = sf.Engine(Logits(), optimizer=SLOW, layout=layout, mesh=mesh_for(layout), precision=precision)
+    losses = []
+    for tokens in texts(steps):
+        part = tokens.chunk(engine.world_size)[engine.rank]
+        loss = engine(part[:, :-1], part[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        losses.append(engine.mean(loss.item()))
+    engine.close()
+    return losses
+
+
+_amp: dict[torch.dtype, list[float]] = {}
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    [(p, layout) for p in ("fp16", "bf16") for layout in LAYOUTS]
+    + [("fp16-autocast", "zero3"), ("bf16-autocast", "ddp")],
+)
+def test_100_steps_in_16_bits_follow_plain_amp(ranks: Ranks, layout: str, precision: str) -> None:
+    dtype = torch.float16 if "fp16" in precision else torch.bfloat16
+    if dtype not in _amp:
+        _amp[dtype] = ranks.run(amp_losses, dtype, 100, world_size=1, distributed=False)[0]
+    actual = ranks.run(engine_losses, layout, precision, 100, world_size=2)[0]
+    assert _amp[dtype][-1] < 0.5 * _amp[dtype][0]
+    assert max(abs(a - b) / b for a, b in zip(actual, _amp[dtype], strict=True)) < 2e-3
+
+
+# -- where the scale is, and where it is not --------------------------------------------------------------------------
+
+
+class Sums(nn.Module):
+    """The gradient of every element is ``slope``; ``wide`` is larger than what is copied together with others."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.zeros(3, 5000, dtype=dtype))
+        self.small = nn.Parameter(torch.zeros(7, dtype=dtype))
+
+    def forward(self, slope: Tensor) -> Tensor:
+        return (self.wide.float() * slope.float()).sum() + (self.small.float() * slope.float()).sum()
+
+
+NARROW = sf.Precision(compute="fp16", grads="fp16", reduce="fp16")
+
+
+def gradients_are_true(layout: str, precision: Any, slope: float, loss_scale: float) -> None:
+    """1e-9 is zero in fp16 and 5e-8 nearly so; 3000 times 2**4 or 6e4 twice is inf in it."""
+    engine = sf.Engine(
+        Sums(), optimizer=partial(torch.optim.SGD, lr=1.0), layout=layout, mesh=mesh_for(layout), precision=precision,
+        loss_scale=loss_scale, accumulate=2, clip_norm=1e9,
+    )  # fmt: skip
+    for factor in (0.5, 1.5):  # different micro-batches: the mean is slope
+        engine.backward(engine(torch.tensor(slope * factor, dtype=torch.float64)))
+        shown = engine.module.small.grad if layout == "ddp" and factor == 1.5 else None
+        if factor == 0.5:
+            assert not engine.step().updated
+    tolerance = (1e-2 if precision == "bf16-pure" else 2e-3) * slope
+    with engine.gathered(of="grads") as grads:
+        assert all((grad.double() - slope).abs().max() < tolerance for grad in grads.values())
+    if shown is not None:
+        assert (shown.double() - slope).abs().max() < tolerance
+    report = engine.step()
+    assert report.updated and report.loss_scale == loss_scale
+    assert report.grad_norm == pytest.approx(slope * 15007**0.5, rel=tolerance / slope)
+    with engine.gathered(of="master") as master:
+        assert all((value.double() + slope).abs().max() < tolerance for value in master.values())
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("precision", "slope", "loss_scale"),
+    [
+        ("fp16", 1e-9, 2.0**16),
+        ("fp16", 3000.0, 1.0),
+        (NARROW, 1e-7, 2.0**16),
+        (NARROW, 4e4, 1.0),  # the sum over 2 ranks of 2 micro-batches would be 16e4
+        ("fp16-autocast", 1e-9, 2.0**16),
+        ("bf16-pure", 1e-9, 3000.0),
+    ],
+)
+@pytest.mark.product
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "hsdp"])
+def test_gradients_are_true_wherever_they_are_read(
+    ranks: Ranks, layout: str, precision: Any, slope: float, loss_scale: float
+) -> None:
+    ranks.run(gradients_are_true, layout, precision, slope, loss_scale, world_size=2)
+
+
+def overflow_of_a_late_gradient() -> None:
+    """A second backward brings a unit's gradient after it was reduced: what overflows there is found too."""
+    torch.manual_seed(0)
+    engine = sf.Engine(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), optimizer=ADAMW, loss_scale=8.0, layout="zero2")
+    before = engine.state_dict()
+    x = torch.ones(2, 4)
+    output = engine(x)
+    engine.backward(output.sum(), retain_graph=True)
+    bad = torch.inf if engine.rank == 1 else 1.0
+    engine.backward(output.sum() * bad)
+    report = engine.step()
+    assert report.skipped and not report.updated
+    after = engine.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    engine.backward(engine(x).sum())
+    assert engine.step().updated
+    engine.close()
+
+
+def test_an_overflow_on_one_rank_in_a_second_backward_skips_on_all(ranks: Ranks) -> None:
+    ranks.run(overflow_of_a_late_gradient, world_size=2)
+
+
+def test_a_plain_backward_under_a_scale_is_refused_and_autograd_grad_is_not() -> None:
+    engine = sf.Engine(nn.Linear(4, 1), optimizer=SLOW, precision="fp16", loss_scale=sf.LossScale(initial=1024.0))
+    x = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(UsageError, match=r"loss\.backward\(\) under a loss scale .* call engine\.backward\(loss\)"):
+        engine(x).sum().backward()
+    (grad,) = torch.autograd.grad(engine(x).sum(), x)  # of an input: no scale is needed or applied
+    assert torch.equal(grad[0], engine.state_dict()["weight"][0].half().float())
+    engine.backward(engine(x).sum())
+    assert engine.step().updated
+    engine.close()
+
+
+def test_without_a_scale_nothing_is_refused_and_reports_say_1() -> None:
+    engine = sf.Engine(nn.Linear(4, 1), optimizer=SLOW, precision="bf16")
+    assert engine.loss_scale is None
+    engine(torch.ones(2, 4)).sum().backward()
+    assert engine.step().loss_scale == 1.0
+    engine.close()
+
+
+# -- the scale alone ------------------------------------------------------------------------------------------------
+
+
+def grad_scaler(**options: Any) -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu", **options)
+    scaler.scale(torch.ones(()))  # makes its tensors
+    return scaler
+
+
+def turn(scaler: torch.amp.GradScaler, overflowed: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.full((1,), torch.inf if overflowed else 0.0)
+    scaler.step(torch.optim.SGD([parameter], lr=0.1))
+    scaler.update()
+
+
+def test_scales_equal_grad_scalers_on_a_random_schedule_and_states_are_exchanged() -> None:
+    ours, theirs = Scaler(sf.LossScale(interval=4, floor=2.0**-60)), grad_scaler(growth_interval=4)
+    draw = torch.Generator().manual_seed(0)
+    for step in range(300):
+        overflowed = bool(torch.rand((), generator=draw) < 0.2)
+        ours.update(overflowed)
+        turn(theirs, overflowed)
+        assert ours.scale == theirs.get_scale()
+        if step % 50 == 37:  # each goes on from the other's state
+            state = theirs.state_dict()
+            theirs = grad_scaler()
+            theirs.load_state_dict(ours.state_dict())
+            ours = Scaler(sf.LossScale(floor=2.0**-60))
+            ours.load_state_dict(state)
+
+
+def test_hysteresis_and_floor_are_deepspeeds() -> None:
+    scaler = Scaler(sf.LossScale(initial=8.0, hysteresis=2, interval=2, floor=1.0, patience=2))
+    scales = []
+    for overflowed in (True, True, True, False, False, True, True, True, True, True, True):
+        scaler.update(overflowed)
+        scales.append(scaler.scale)
+    # The first overflow since the scale last grew is forgiven, each later one lowers it.
+    assert scales == [8, 4, 2, 2, 4, 4, 2, 1, 1, 1, 1]
+    assert scaler.exhausted and scaler.skipped == 9
+
+
+def test_the_largest_scale_is_finite() -> None:
+    scaler = Scaler(sf.LossScale(initial=2.0**126, interval=1))
+    for _ in range(4):
+        scaler.update(False)
+    assert scaler.scale == 2.0**127
+
+
+@pytest.mark.parametrize(
+    "options", [{"growth": 0.5}, {"backoff": 2.0}, {"initial": -1.0}, {"patience": 0}, {"floor": 0}]
+)
+def test_rules_that_contradict_themselves_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options)) + " is "):
+        sf.LossScale(**options)
+
+
+def test_states_of_something_else_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lacks 'scale': load what engine\.loss_scale\.state_dict\(\)"):
+        Scaler(sf.LossScale()).load_state_dict({"step": 3})
+
+
+@pytest.mark.parametrize("rule", [4.0, sf.LossScale(initial=4.0, patience=10)], ids=["static", "dynamic"])
+def test_at_the_floor_the_tenth_skipped_step_stops(rule: Any) -> None:
+    engine = sf.Engine(nn.Linear(4, 1), optimizer=SLOW, loss_scale=rule)
+    x = torch.full((2, 4), torch.inf)
+    before = engine.state_dict()["weight"]
+    steps = 9 if isinstance(rule, float) else 11  # two of them on the way from 4 to 1
+    for _ in range(steps):
+        engine.backward(engine(x).sum())
+        assert engine.step().skipped
+    engine.backward(engine(x).sum())
+    with pytest.raises(NonFiniteError, match=r"10 times in a row although the loss scale is at its floor"):
+        engine.step()
+    assert torch.equal(engine.state_dict()["weight"], before)
+    engine.close()
