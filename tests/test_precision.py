@@ -1,0 +1,174 @@
+"""docs/precision.md says which dtype each state has: the table is read and compared with live tensors."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardfold as sf
+from shardfold.layout import PRECISIONS
+from shardfold.testing import Ranks
+from shardfold.unit import TORCH_DTYPES
+
+PAGE = Path(__file__).parents[1] / "docs" / "precision.md"
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+def table() -> dict[str, dict[str, str]]:
+    """The first table of the page: policy -> column -> word."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
+    head, _, *body = rows
+    return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in body}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("table", torch.ones(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.seen["activations"] = x.dtype
+        return x.float().square().mean()
+
+
+def live(layout: str, precision: str, loaded: torch.dtype) -> dict[str, set[torch.dtype]]:
+    torch.manual_seed(0)
+    model = Net().to(loaded)
+    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, precision=precision)
+    found: dict[str, set[torch.dtype]] = {}
+    seen: set[torch.dtype] = set()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: seen.add(grad.dtype))
+    sent: set[torch.dtype] = set()
+    for unit in engine.units:
+        make = unit.new_buffer
+
+        def record(dtype: str, make: Any = make) -> Any:
+            buffer = make(dtype)
+            sent.update(flat.dtype for flat in buffer.flats)
+            return buffer
+
+        unit.new_buffer = record  # type: ignore[method-assign]
+        if unit.resting is not None:
+            sent.update(flat.dtype for flat in unit.resting.flats)
+    engine.backward(engine(torch.ones(2, 8)))
+    engine.step()
+    segments = [segment for unit in engine.units for segment in unit.trainable]
+    found["parameters"] = {parameter.dtype for parameter in model.parameters()}
+    found["activations"] = {model.seen["activations"]}
+    found["autograd's gradients"] = seen
+    found["gradients sent"] = sent
+    found["gradients accumulated"] = {segment.master_grads.dtype for segment in segments}
+    found["master"] = {segment.master.dtype for segment in segments if segment.master is not None}
+    found["moments"] = {moment.dtype for moment in engine._update.state_tensors()}  # type: ignore[union-attr]
+    found["buffers"] = {model.table.dtype}
+    assert model.count.dtype == torch.int64
+    engine.close()
+    return found
+
+
+def every_row(layout: str) -> None:
+    for precision, row in table().items():
+        for loaded in (torch.float32, torch.bfloat16):
+            for column, dtypes in live(layout, precision, loaded).items():
+                expected = loaded if row[column] == "own" else TORCH_DTYPES[row[column]]
+                assert dtypes == {expected}, (layout, precision, loaded, column, dtypes)
+
+
+def test_the_table_has_every_policy() -> None:
+    assert set(table()) == set(PRECISIONS)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("layout", list(sf.PRESETS))
+def test_the_table_is_true(ranks: Ranks, layout: str) -> None:
+    ranks.run(every_row, layout, world_size=2)
+
+
+def test_buffers_follow_compute_if_asked() -> None:
+    model = Net().double().float()
+    model.register_buffer("exact", torch.ones(2, dtype=torch.float64))
+    engine = sf.Engine(model, precision=sf.Precision(compute="bf16", buffers="compute"))
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == {
+        "table": torch.bfloat16, "count": torch.int64, "exact": torch.float64
+    }  # fmt: skip
+    engine.close()
+
+
+def fp16_backbone_with_an_fp32_head() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64).half(), nn.Linear(64, 8).half(), Widen(), nn.Linear(8, 1))
+    engine = sf.Engine(model, optimizer=ADAMW, layout="zero2", precision="fp16")
+    assert [p.dtype for p in model.parameters()] == [torch.float16] * 4 + [torch.float32] * 2
+    first = None
+    for _ in range(30):
+        loss = (engine(torch.ones(4, 8)) - 3.0).square().mean()
+        first = first or loss.item()
+        engine.backward(loss)
+        engine.step()
+    assert loss.item() < 0.95 * first
+    assert all(s.master.dtype == torch.float32 for u in engine.units for s in u.trainable if s.master is not None)
+    engine.close()
+
+
+class Widen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+def test_an_fp16_backbone_with_an_fp32_head_trains_in_one_engine(ranks: Ranks) -> None:
+    ranks.run(fp16_backbone_with_an_fp32_head, world_size=2)
+
+
+class Normalized(nn.Module):
+    """Its running variance grows far beyond 65504, the largest number of fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x * 1000.0)).float()
+
+
+def evaluates_alike() -> None:
+    outputs = []
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.randn(16, 8, generator=draw) for _ in range(20)]
+    for precision in ("fp16-autocast", "fp32"):
+        torch.manual_seed(0)
+        engine = sf.Engine(Normalized(), optimizer=ADAMW, layout="zero3", precision=precision)
+        for x in batches:
+            engine.backward((engine(x) - 1.0).square().mean())
+            engine.step()
+        saved = engine.state_dict()
+        assert saved["norm.running_var"].dtype == torch.float32
+        assert saved["norm.running_var"].min() > 65504 and saved["norm.running_var"].isfinite().all()
+        engine.close()
+        loaded = sf.Engine(Normalized(), layout="zero1", precision=precision)
+        loaded.load_state_dict(saved)
+        loaded.module.eval()
+        with torch.no_grad():
+            outputs.append(loaded(batches[0]))
+        loaded.close()
+    assert torch.allclose(*outputs, atol=2e-2), (outputs[0] - outputs[1]).abs().max()
+
+
+def test_a_running_variance_beyond_fp16_is_kept_saved_and_evaluated(ranks: Ranks) -> None:
+    ranks.run(evaluates_alike, world_size=2)
