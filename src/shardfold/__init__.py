@@ -32,7 +32,7 @@ from shardfold.passes import Schedule
 from shardfold.presets import PRESETS
 
 if TYPE_CHECKING:
-    from shardfold import optim
+    from shardfold import numerics, optim
     from shardfold.engine import Engine
     from shardfold.materialize import meta_init
     from shardfold.numerics.clipping import Clip
@@ -61,6 +61,7 @@ __all__ = [
     "TrafficReport",
     "Wire",
     "meta_init",
+    "numerics",
     "optim",
 ]
 
@@ -81,8 +82,8 @@ def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is first asked for, so that a command's help does not wait for it."""
     import importlib
 
-    if name == "optim":
-        return importlib.import_module("shardfold.optim")
+    if name in ("numerics", "optim"):
+        return importlib.import_module(f"shardfold.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'shardfold' has no attribute {name!r}")

@@ -36,6 +36,7 @@ from shardfold.loans import Loan, refuse_during
 from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
 from shardfold.numerics.clipping import Clip
+from shardfold.numerics.forensics import Watch, examine
 from shardfold.numerics.scaling import LossScale, Scaler
 from shardfold.optim.average import Average
 from shardfold.optim.sharded import ShardedOptimizer, build
@@ -141,6 +142,9 @@ class Engine:
         self.after_step: list[Callable[[], None]] = []  # called after each update
         self.more_memory: list[Callable[[], MemoryRow]] = []  # rows of memory() that the table does not have
         self.averages: list[Average] = []
+        self.watch: Watch | None = None  # of the outputs of modules
+        self.losses: list[Tensor] = []  # of the micro-batches since the last step, as engine.backward() got them
+        self._post_mortem = ""
         self.loans: list[Loan] = []  # whole values that are lent: no update meanwhile
         self._clock = Clock(self.agreement.waited)
         self._runner = Runner(
@@ -186,6 +190,9 @@ class Engine:
 
         The loss is not divided: gradients are, as they arrive.
         """
+        if not self._runner.micro:
+            self.losses.clear()
+        self.losses.append(loss.detach())
         if self.loss_scale is not None:
             loss = self.loss_scale.scaled(loss)
         self._runner.scaled = True
@@ -248,9 +255,20 @@ class Engine:
             raise NonFiniteError(
                 f"step {self.steps + 1}: gradients were inf or NaN {self.loss_scale.stuck} times in a row although the "
                 f"loss scale is at its floor of {self.loss_scale.rule.floor:g}, so the scale is not the cause: lower "
-                "the learning rate, clip gradients, look for inf in the batch, or use precision='bf16'."
+                "the learning rate, clip gradients, look for inf in the batch, or use precision='bf16'.\n"
+                + self._post_mortem
             )
         return StepReport(self.steps, updated=False, skipped=True, lr=lr, loss_scale=scale)
+
+    @property
+    def micro_batch(self) -> int:
+        """Backwards since the last step."""
+        return self._runner.micro
+
+    @property
+    def gradients_ready(self) -> bool:
+        """Whether the last backward was that before a step: gradients are summed over ranks and micro-batches."""
+        return self._runner.boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -264,6 +282,8 @@ class Engine:
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
         self._runner.settle("engine.zero_grad()")
+        if self.watch is not None:
+            self.watch.forget()
         self._runner.zero_grad()
 
     def reset(self) -> None:
@@ -271,6 +291,8 @@ class Engine:
 
         Every rank must call it, or do what calls it by itself: the next forward, step or :meth:`gathered`.
         """
+        if self.watch is not None:
+            self.watch.forget()
         self._runner.reset()
 
     @contextmanager
@@ -388,6 +410,8 @@ class Engine:
         if scaler is not None and late and not overflowed:  # what came late was not among what was looked at
             overflowed = bool(actions.control([float(actions.overflowed())], dist.ReduceOp.MAX)[0])
         if overflowed:
+            if scaler is not None and scaler.last_chance:
+                self._post_mortem = str(examine(self))
             for unit in self.units:
                 unit.forget_gradients()
             self._runner.end_step(skipped=True)
@@ -398,7 +422,10 @@ class Engine:
         if self.clip is not None and self.clip.value is not None:
             actions.clip_values()
         while track.position < len(track.ops) and track.ops[track.position].verb == "NORM":
-            track.follow(("NORM",))
+            try:
+                track.follow(("NORM",))
+            except NonFiniteError as error:  # on every rank
+                raise NonFiniteError(f"{error}\n{examine(self)}") from None
         with torch.no_grad():
             coefficient = self.actions.coefficient
             if coefficient is not None and self.device.type == "cpu" and float(coefficient) >= 1.0:

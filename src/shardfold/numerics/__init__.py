@@ -1,1 +1,7 @@
-"""Norms, clipping and loss scales: what keeps 16-bit training from going wrong in silence."""
+"""Norms, clipping, loss scales and what tells where inf came from: 16-bit training must not go wrong in silence."""
+
+from shardfold.numerics.clipping import Clip
+from shardfold.numerics.forensics import Finding, NumericsReport, UnitNumbers, Watch, check
+from shardfold.numerics.scaling import LossScale, Scaler
+
+__all__ = ["Clip", "Finding", "LossScale", "NumericsReport", "Scaler", "UnitNumbers", "Watch", "check"]

@@ -102,6 +102,12 @@ class Scaler:
         """Whether so many steps were skipped at the floor that lowering the scale can not be the remedy."""
         return self.rule.patience is not None and self.stuck >= self.rule.patience
 
+    @property
+    def last_chance(self) -> bool:
+        """Whether another overflow exhausts it."""
+        rule = self.rule
+        return rule.patience is not None and self.scale <= rule.floor and self.stuck + 1 >= rule.patience
+
     def update(self, overflowed: bool) -> None:
         """A step was skipped because gradients overflowed, or was done."""
         rule = self.rule
