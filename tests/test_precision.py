@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
+from shardfold.errors import ConfigError, LayoutError
 from shardfold.layout import PRECISIONS
 from shardfold.testing import Ranks
 from shardfold.unit import TORCH_DTYPES
@@ -172,3 +173,48 @@ def evaluates_alike() -> None:
 
 def test_a_running_variance_beyond_fp16_is_kept_saved_and_evaluated(ranks: Ranks) -> None:
     ranks.run(evaluates_alike, world_size=2)
+
+
+PURE = {role: "bf16" for role in ("compute", "grads", "reduce", "master", "moments")}
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(40_000))
+
+    def forward(self) -> Tensor:
+        return self.weight.float().sum()
+
+
+def moved(layout: str, rounding: str) -> Tensor:
+    """The weights after 32 steps of 1/8192 each, which is 1/32 of their last digit below 1."""
+    engine = sf.Engine(
+        Weight(), optimizer=partial(torch.optim.SGD, lr=2.0**-13), layout=layout,
+        precision=sf.Precision(**PURE, rounding=rounding),
+    )  # fmt: skip
+    for _ in range(32):
+        engine.backward(engine())
+        engine.step()
+    weight = engine.state_dict()["weight"].float()
+    same = engine.agree([weight.double().sum().item(), -weight.double().sum().item()])
+    assert same[0] == -same[1]  # on all ranks, also where each rounds all of it
+    engine.close()
+    return weight
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_stochastic_rounding_keeps_updates_too_small_for_bf16(ranks: Ranks, layout: str) -> None:
+    assert torch.equal(ranks.run(moved, layout, "nearest", world_size=2)[0], torch.ones(40_000))
+    weight = ranks.run(moved, layout, "stochastic", world_size=2)[0]
+    error = weight.double().mean() - (1 - 32 * 2.0**-13)
+    assert abs(error) < 6 * 2.0**-8 / 40_000**0.5  # six standard deviations of the mean
+    assert weight.unique().numel() > 1
+
+
+def test_stochastic_rounding_is_refused_where_it_is_not_done() -> None:
+    pure = sf.Precision(**PURE, rounding="stochastic")
+    with pytest.raises(ConfigError, match=r"but Adagrad rounds its update itself"):
+        sf.Engine(nn.Linear(4, 4), optimizer=torch.optim.Adagrad, precision=pure)
+    with pytest.raises(LayoutError, match=r"'stochastic' with master='bf16'"):
+        sf.Precision(rounding="stochastic")

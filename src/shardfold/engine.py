@@ -133,7 +133,10 @@ class Engine:
         self.units = make_units(model, cuts, self.layout, self.mesh, self.store, values, seed)
         self._update: ShardedOptimizer | None = None
         if self.optimizer is not None:
-            self._update = ShardedOptimizer(self.optimizer, self.units, self.layout.moments.dtype, self.timing.block)
+            stochastic = seed if self.precision.rounding == "stochastic" else None
+            self._update = ShardedOptimizer(
+                self.optimizer, self.units, self.layout.moments.dtype, self.timing.block, stochastic
+            )
         self.actions = Actions(
             self.layout, self.mesh, self.units, self.store, self.agreement, self._update, self.clip,
             scale=1.0 / (self.world_size * accumulate), timing=self.timing, loss_scale=self.loss_scale,

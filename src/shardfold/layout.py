@@ -72,6 +72,8 @@ class Precision:
         autocast: forward runs under ``torch.autocast`` with this dtype (``bf16`` or ``fp16``); None: without.
         buffers: ``"own"``: buffers keep their dtype. ``"compute"``: floating ones, but for fp64, follow ``compute``, as
             some models read them together with activations and do not cast.
+        rounding: of a bf16 master and its moments after each update: ``"nearest"``, or ``"stochastic"``, which moves
+            weights also where an update is smaller than half of their last digit (arXiv 2010.06192).
     """
 
     compute: str = "fp32"
@@ -81,6 +83,7 @@ class Precision:
     moments: str = "fp32"
     autocast: str | None = None
     buffers: str = "own"
+    rounding: str = "nearest"
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -100,6 +103,11 @@ class Precision:
         if self.buffers not in ("own", "compute"):
             near = did_you_mean(str(self.buffers), ("own", "compute"))
             raise LayoutError(f"Precision.buffers is {self.buffers!r}, which is unknown.{near}")
+        if self.rounding not in ("nearest", "stochastic") or (self.rounding != "nearest" and self.master != "bf16"):
+            raise LayoutError(
+                f"Precision.rounding is {self.rounding!r} with a master in {self.master}: it is 'nearest', or "
+                "'stochastic' with master='bf16'."
+            )
         if ITEMSIZE[self.master] < ITEMSIZE[self.compute]:
             raise LayoutError(
                 f"Precision.master is {self.master} but compute is {self.compute}: "

@@ -49,12 +49,14 @@ class FusedShard:
         segment: whose ``master`` ``(n,)`` is updated.
         moments: by name, each ``(n,)``, zero at first.
         steps: how many updates each parameter of the segment has had.
+        stochastic: seed of stochastic rounding, the same on all ranks that hold this range; None: to the nearest.
     """
 
     segment: Segment
     kind: type[Optimizer]
     moments: dict[str, Tensor]
     steps: list[int] = field(default_factory=list)
+    stochastic: int | None = None  # seed of stochastic rounding; None: to the nearest
 
     def __post_init__(self) -> None:
         self.steps = [0] * len(self.segment.spec.slots)
@@ -92,7 +94,8 @@ class FusedShard:
         self, start: int, stop: int, step: int, group: Mapping[str, Any], coefficient: Tensor | None, block: int
     ) -> None:
         segment = self.segment
-        if segment.adopted and coefficient is None and not block and segment.master_is_rest and self.kind is not SGD:
+        as_they_are = coefficient is None and not block and self.stochastic is None and self.kind is not SGD
+        if segment.adopted and as_they_are and segment.master_is_rest:
             self._update_adopted(start, stop, step, group)
             return
         master, grads, out = segment.master, segment.master_grads, segment.compute_range
@@ -114,7 +117,15 @@ class FusedShard:
                     grad.mul_(coefficient)
             elif coefficient is not None:
                 grad = grad * coefficient
-            self._kernel(master[a:b], grad, a, b, count, step == 1, group)
+            states = [master[a:b], *(moment[a:b] for moment in self.moments.values())]
+            if self.stochastic is None or master.dtype != torch.bfloat16:
+                self._kernel(states, grad, count, step == 1, group)
+            else:
+                wide = [state.float() for state in states]
+                self._kernel(wide, grad.float(), count, step == 1, group)
+                draw = torch.Generator(master.device).manual_seed(hash((self.stochastic, step, a)) % 2**63)
+                for state, value in zip(states, wide, strict=True):
+                    round_stochastically(value, state, draw)
             if out is not None:
                 out[a:b].copy_(master[a:b])
 
@@ -130,10 +141,11 @@ class FusedShard:
         parts = [[whole[a:b] for _, a, b in places] for whole in (master, *self.moments.values())]
         self._adam(parts[0], grads, parts[1], parts[2], torch.full((), float(step), device=master.device), group)
 
-    def _kernel(self, master: Tensor, grad: Tensor, a: int, b: int, count: Tensor, first: bool, group: Any) -> None:
+    def _kernel(self, states: list[Tensor], grad: Tensor, count: Tensor, first: bool, group: Any) -> None:
+        """One block; ``states`` are its master and moments."""
+        master, *moments = states
         if self.kind is SGD:
-            buffer = self.moments.get("momentum_buffer")
-            buffer = buffer[a:b] if buffer is not None and group["momentum"] else None
+            buffer = moments[0] if moments and group["momentum"] else None
             # torch's CPU kernel leaves 16-bit parameters as they are (2.13), so these go through fp32.
             narrow = master.itemsize < 4 and not master.is_cuda
             targets = [master, buffer] if buffer is not None else [master]
@@ -156,8 +168,7 @@ class FusedShard:
                 for target, value in zip(targets, wide, strict=True):
                     target.copy_(value)
             return
-        averages, squares = self.moments["exp_avg"][a:b], self.moments["exp_avg_sq"][a:b]
-        self._adam([master], [grad], [averages], [squares], count, group)
+        self._adam([master], [grad], moments[:1], moments[1:], count, group)
 
     def _adam(
         self,
@@ -187,3 +198,11 @@ class FusedShard:
             grad_scale=None,
             found_inf=None,
         )
+
+
+def round_stochastically(value: Tensor, out: Tensor, draw: torch.Generator) -> None:
+    """Rounds fp32 ``value`` to bf16 ``out``, up or down with the probabilities that make the mean of it ``value``."""
+    bits = value.view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=draw)
+    rounded = ((bits + noise) & -65536).view(torch.float32)
+    out.copy_(torch.where(torch.isfinite(value), rounded, value))

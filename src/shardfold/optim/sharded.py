@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -105,9 +106,15 @@ class ShardedOptimizer:
         units: with their states bound.
         moments_dtype: of the fused update's moments, as the table names it.
         block: elements per fused call, 0 for the default of the device.
+        stochastic: the seed, where a bf16 master is rounded stochastically; None: to the nearest.
+
+    Raises:
+        ConfigError: stochastic rounding of an optimizer whose update is its own.
     """
 
-    def __init__(self, optimizer: Optimizer, units: Sequence[Unit], moments_dtype: str, block: int) -> None:
+    def __init__(
+        self, optimizer: Optimizer, units: Sequence[Unit], moments_dtype: str, block: int, stochastic: int | None = None
+    ) -> None:
         self.torch_optimizer = optimizer
         self._ours = optimizer if isinstance(optimizer, PartOptimizer) else None
         self._block, self._moments_dtype = block, moments_dtype
@@ -116,6 +123,12 @@ class ShardedOptimizer:
         self._used: dict[str, list[list[bool]]] = {}
         self._coefficient: Tensor | None = None
         self._names = fused_moments(optimizer)
+        self._stochastic = stochastic
+        if stochastic is not None and self._names is None:
+            raise ConfigError(
+                f"rounding='stochastic' works for AdamW, Adam and SGD, but {type(optimizer).__name__} rounds its "
+                "update itself: choose one of these, or rounding='nearest'."
+            )
         for unit in units:
             self.add(unit)
         self.point_groups(units)
@@ -186,7 +199,11 @@ class ShardedOptimizer:
                     place = self._ours.places[piece.tensor] = _place(segment, piece.slot)
                     self._ours.prepare(self._ours.param_groups[segment.spec.group], piece.tensor, place)
             if self._names is not None:
-                self._fused[id(segment)] = FusedShard(segment, type(self.torch_optimizer), self._no_moments(segment))
+                shard = FusedShard(segment, type(self.torch_optimizer), self._no_moments(segment))
+                if self._stochastic is not None:
+                    place = f"{self._stochastic}/{segment.spec.slots[0].name}/{segment.master_range[0]}"
+                    shard.stochastic = crc32(place.encode())
+                self._fused[id(segment)] = shard
 
     def drop(self, unit: Unit) -> None:
         """Forgets a unit that is no more, and its state."""
