@@ -396,6 +396,8 @@ class Unit:
 
     def forget_gradients(self) -> None:
         """As before the first backward of a step."""
+        if any(segment.adopted for segment in self.trainable):  # what is shown is all that keeps them
+            self.hide_gradients()
         self.incoming = self.extra = None
         self.waiting.clear()
         self.reduced = self.summed = False

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from shardfold.stores.exact import exact, huge, vacate
+from shardfold.stores.exact import exact, huge, keep, vacate
 
 __all__ = ["DeviceStore"]
 
@@ -78,6 +78,7 @@ class DeviceStore:
         """``flat`` is all zeros: on the host its pages need not be there until something is written to them."""
         if self.device.type == "cpu":
             vacate(flat.data_ptr(), flat.nbytes)
+            keep()
 
     def take_back(self, flat: Tensor) -> None:
         """Frees the memory of ``flat`` once the computation so far has read it."""

@@ -21,11 +21,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["exact", "huge", "trim", "vacate"]
+__all__ = ["exact", "huge", "keep", "trim", "vacate"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALL, LARGE, TRIM = 512 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
 MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # mman.h
+KEPT = 1024 * 1024 * 1024
 HUGE = 2 * 1024 * 1024  # bytes of a huge page
 
 
@@ -56,6 +57,15 @@ def huge(address: int, num_bytes: int) -> None:
         _madvise(start, length, MADV_HUGEPAGE)
 
 
+def keep() -> None:
+    """From now on what is allocated outside of :func:`exact` and freed stays with the process, to be used again: for
+    one rank, where nothing is split and each step needs what the last one did."""
+    _outside[M_TRIM_THRESHOLD] = KEPT
+    if _mallopt is not None:
+        with _EXACT:
+            pass
+
+
 def vacate(address: int, num_bytes: int) -> None:
     """Gives back the whole pages of a range that is all zeros; whoever reads or writes there finds zeros again."""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -70,6 +80,9 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+_outside = {M_MMAP_THRESHOLD: LARGE, M_TRIM_THRESHOLD: TRIM}
+
+
 class _Exact:
     """A class and not a generator: it is entered twice per unit and pass."""
 
@@ -79,8 +92,8 @@ class _Exact:
 
     def __exit__(self, *_: object) -> None:
         if _mallopt is not None:
-            _mallopt(M_MMAP_THRESHOLD, LARGE)
-            _mallopt(M_TRIM_THRESHOLD, TRIM)
+            for what, num_bytes in _outside.items():
+                _mallopt(what, num_bytes)
 
 
 _EXACT = _Exact()
