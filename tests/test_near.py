@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -162,8 +163,9 @@ def test_training_is_the_same_to_the_bit_over_either_wire(ranks: Ranks, layout: 
 
 def _until_ended(process: str) -> None:
     stat = Path(f"/proc/{process}/stat")
-    while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
-        pass
+    with suppress(OSError):  # it is gone
+        while stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            pass
 
 
 def _leaves(how: str, folder: str) -> str:
