@@ -302,7 +302,7 @@ def wait_for(work: Any, waiter: Waiter) -> None:
 
 def profiled() -> bool:
     """Whether a profiler is on."""
-    return torch.autograd._profiler_enabled()  # pyright: ignore
+    return torch.autograd.profiler._is_profiler_enabled  # pyright: ignore
 
 
 def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
