@@ -217,6 +217,7 @@ def _ends_after(folder: str) -> None:
     process = _exchange("process", str(os.getpid()))[1]
     wire.all_gather(full, group, lasting=lasting).wait(_wait)
     if mesh.rank == 1:
+        wire.settle(_wait)  # rank 0 has read too: what every pass ends with
         os._exit(0)
     _until_ended(process)
     wire.settle(_wait)

@@ -2,7 +2,7 @@
 
 glibc's ``malloc`` keeps what is freed below a threshold that grows to 32 MiB, in the hope of a similar request. For
 flats that come and go that hope costs up to a quarter of the resident set: kept ranges fit neither the next unit nor
-its gradients. Inside :func:`exact` blocks of 64 KiB and more are mapped one by one and unmapped when freed, whoever
+its gradients. Inside :func:`exact` blocks of 512 KiB and more are mapped one by one and unmapped when freed, whoever
 frees them; outside, the threshold stands at its largest, as it would after the first few steps anyway.
 
 Fresh memory costs a page fault for every 4 KiB that is written, more than the writing itself. :func:`huge` asks for

@@ -51,7 +51,7 @@ from shardfold.wires.boards import (
     profiled,
     wait_for,
 )
-from shardfold.wires.plain import GlooWire, Pending, Waiter, sum_into
+from shardfold.wires.plain import GlooWire, Pending, PlainWire, Waiter, sum_into
 
 __all__ = ["NearWire"]
 
@@ -254,7 +254,7 @@ def _leave(board: mmap.mmap, groups: Sequence[Group]) -> None:
     _carrier.leave()
 
 
-class NearWire:
+class NearWire(PlainWire):
     """Reads from neighbours where a group has only such; else the Gloo wire carries it.
 
     Args:
@@ -292,7 +292,7 @@ class NearWire:
 
     def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
         near = self._near.get(id(group))
-        if near is None or full.is_cuda:
+        if near is None:
             return self._gloo.all_gather(full, group)
         chunk, number = full.nbytes // near.size, near.number()
         source = full[near.me * (full.numel() // near.size) :] if lasting is None else lasting
@@ -316,7 +316,7 @@ class NearWire:
 
     def reduce_scatter(self, full: Tensor, out: Tensor, group: Any, *, add: bool) -> Pending:
         near = self._near.get(id(group))
-        if near is None or full.is_cuda:
+        if near is None:
             return self._gloo.reduce_scatter(full, out, group, add=add)
         chunk, number, adder = full.numel() // near.size, near.number(), self._adder
         near.post(number, full.data_ptr())
@@ -328,7 +328,7 @@ class NearWire:
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
         near = self._near.get(id(group))
-        if near is None or tensor.is_cuda:
+        if near is None:
             return self._gloo.all_reduce(tensor, group)
         chunk = -(-tensor.numel() // near.size)
         bounds = [min(i * chunk, tensor.numel()) for i in range(near.size + 1)]

@@ -59,7 +59,8 @@ class Pending:
 
 
 class PlainWire(Protocol):
-    """What the engine asks of a wire. All tensors are 1-D and contiguous."""
+    """What the engine asks of a wire. All tensors are 1-D and contiguous. ``settle``, ``forget`` and
+    ``close`` do nothing where no rank reads from another by itself."""
 
     def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
         """Completes ``full``, in which this rank's chunk (its group rank's) is already in place.
@@ -80,15 +81,12 @@ class PlainWire(Protocol):
 
     def settle(self, waiter: Waiter) -> None:
         """Returns when no other rank reads what was ``lasting``; at the end of a pass."""
-        ...
 
     def forget(self) -> None:
         """What lasted was made anew."""
-        ...
 
     def close(self) -> None:
         """The wire is not used any more."""
-        ...
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
         """Sends the next ``to[r]`` elements of ``sent`` to rank ``r`` of the group; its ``by[r]`` come one after the
@@ -100,7 +98,7 @@ class PlainWire(Protocol):
         ...
 
 
-class GlooWire:
+class GlooWire(PlainWire):
     """Gloo, on tensors of the CPU or, for two processes that share a GPU, of CUDA.
 
     Args:
@@ -134,15 +132,6 @@ class GlooWire:
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
         return Pending([dist.all_reduce(tensor, group=group, async_op=True)])
 
-    def settle(self, waiter: Waiter) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
         out, source = (received.cpu(), sent.cpu()) if sent.is_cuda else (received, sent)
         work = dist.all_to_all_single(out, source, list(by), list(to), group=group, async_op=True)
@@ -152,7 +141,7 @@ class GlooWire:
         return num_bytes
 
 
-class NcclWire:
+class NcclWire(PlainWire):
     """NCCL: each collective as it is. ``wait`` orders streams and does not stop the host."""
 
     def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
@@ -168,15 +157,6 @@ class NcclWire:
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
         return Pending([dist.all_reduce(tensor, group=group, async_op=True)])
-
-    def settle(self, waiter: Waiter) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
         return Pending([dist.all_to_all_single(received, sent, list(by), list(to), group=group, async_op=True)])
