@@ -33,6 +33,7 @@ from shardfold.presets import PRESETS
 
 if TYPE_CHECKING:
     from shardfold import numerics, optim
+    from shardfold.checkpoint import Checkpoint
     from shardfold.engine import Engine
     from shardfold.materialize import meta_init
     from shardfold.numerics.clipping import Clip
@@ -47,6 +48,7 @@ __all__ = [
     "PRESETS",
     "Average",
     "Cell",
+    "Checkpoint",
     "Clip",
     "Engine",
     "Layout",
@@ -66,6 +68,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Checkpoint": "shardfold.checkpoint",
     "Average": "shardfold.optim.average",
     "Stats": "shardfold.stats",
     "Engine": "shardfold.engine",

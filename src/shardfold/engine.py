@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from shardfold.access import load_state, memory_report, state_dict, stats
 from shardfold.actions import Actions, check_supported
 from shardfold.agreement import Agreement
 from shardfold.changes import Changes
+from shardfold.checkpoint.load import LoadReport, load
+from shardfold.checkpoint.save import Saver, Saving
 from shardfold.errors import ConfigError, NonFiniteError, UsageError
 from shardfold.explain import explain
 from shardfold.gathered import gathered
@@ -161,6 +164,9 @@ class Engine:
         self._runner.forget, self._runner.inside = self._hooks.forget, self._hooks.inside
         self._runner.follow = self._follow_model
         self.steps = 0
+        self.saver = Saver(self)
+        self.broken = ""  # why the values are of no run
+        self._loads = 0
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
                 unit.release()
@@ -225,6 +231,8 @@ class Engine:
             raise UsageError("engine.step() needs an optimizer: pass optimizer= to the Engine.")
         runner = self._runner
         runner.settle("engine.step()")
+        self._refuse_broken("engine.step()")
+        self.saver.tell()
         if runner.micro == 0:
             raise UsageError("engine.step() with no backward since the last step: call engine.backward(loss).")
         self._clock.told(tokens, samples)
@@ -337,6 +345,82 @@ class Engine:
         self._follow_model()
         load_state(self, state, strict=strict)
 
+    def save(
+        self,
+        path: str | Path,
+        *,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
+        wait: bool = False,
+        busy: str = "wait",
+        keep: int | None = None,
+        nonfinite: str = "warn",
+    ) -> Saving | None:
+        """Writes a checkpoint of the whole run that any layout, precision and number of ranks can load.
+
+        Every rank calls it, and writes its own part. Training goes on as soon as that is copied to host memory; the
+        checkpoint is there, and ``latest`` beside it names it, when all parts are on the disk, or never.
+
+        Args:
+            path: the checkpoint's folder, on a file system that all hosts share. What was there is replaced.
+            state: more to keep, rank 0's, by name: numbers, strings, lists, dicts, tensors, or objects with
+                ``state_dict()``, such as a sampler.
+            rank_state: the same of each rank.
+            wait: returns when the checkpoint is there; takes no memory for a copy.
+            busy: while an earlier save is under way: ``"wait"`` for it, or ``"skip"`` this one.
+            keep: checkpoints that stay in the folder around ``path``, with this one; None removes none.
+            nonfinite: weights or buffers that are inf or NaN are logged and written (``"warn"``), or the save fails
+                (``"raise"``).
+
+        Returns:
+            The save, to ask or to wait for; None if it was skipped. A failure in the background is logged, and raised
+            by ``wait()``.
+
+        Raises:
+            CheckpointError: it can not be written; what was there before is as it was.
+            UsageError: between the micro-batches of a step, or while values are lent.
+        """
+        self._meet("engine.save()", follow=True)
+        rebuild.secure(self)
+        self._refuse_broken("engine.save()")
+        return self.saver.save(
+            path, state=state or {}, rank_state=rank_state or {}, wait=wait, busy=busy, keep=keep, nonfinite=nonfinite
+        )
+
+    def load(
+        self,
+        path: str | Path,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> LoadReport:
+        """Goes on where a checkpoint was written, whatever layout, precision and number of ranks wrote it.
+
+        Args:
+            path: a checkpoint, or a folder of checkpoints, whose latest is taken.
+            weights_only: parameters and buffers only; the optimizer and the rest of the run stay as they are.
+            strict: False loads what fits; names and states that do not are in the report.
+            rename: from the checkpoint's names to the model's: regular expressions and what they are replaced with, in
+                order, or a function.
+            state: objects with ``load_state_dict()``, by the names they were saved under.
+
+        Raises:
+            CheckpointError: on all ranks: there is none, it is not complete or damaged, ranks find different ones, or
+                it does not fit; all that is missing, unexpected or of another shape is listed.
+        """
+        self._meet("engine.load()", follow=True)
+        rebuild.secure(self)
+        self._loads += 1
+        return load(
+            self, path, weights_only=weights_only, strict=strict, rename=rename, state=state, number=self._loads
+        )
+
+    def _refuse_broken(self, call: str) -> None:
+        if self.broken:
+            raise UsageError(f"{call}: {self.broken}: load another checkpoint before going on.")
+
     def memory(self) -> MemoryReport:
         """Bytes held on this rank by state and tier, walked from live storages, beside what the table says."""
         return memory_report(self, self._update)
@@ -375,7 +459,9 @@ class Engine:
         return self.actions.control(list(values), dist.ReduceOp.MAX)
 
     def close(self) -> None:
-        """Takes the hooks off the model and leaves ``torch.distributed`` as it was found."""
+        """Waits for a save that is under way, takes the hooks off the model and leaves ``torch.distributed`` as it was
+        found."""
+        self.saver.finish()
         self._changes.close()
         self._hooks.remove()
         self.agreement.close()  # first, so that whoever finds the wire closed knows why

@@ -7,6 +7,7 @@ ShardfoldError                     the base: its message is one sentence (what, 
 |-- UsageError (RuntimeError)      a call that is not legal now: wrong order, wrong rank, wrong state
 |   `-- FreedParameterError        a parameter was touched while only its shard is on this rank
 |-- NonFiniteError (ArithmeticError) a loss, gradients or weights are inf or NaN, or overflow at any loss scale
+|-- CheckpointError (RuntimeError) a checkpoint is missing, incomplete or damaged, does not fit, or was not written
 |-- OrderError (RuntimeError)      ranks asked for operations in orders that can not be reconciled
 `-- CollectiveError (RuntimeError) a collective failed or did not finish: rank, unit and operation are named
 """
@@ -17,6 +18,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 __all__ = [
+    "CheckpointError",
     "CollectiveError",
     "ConfigError",
     "FreedParameterError",
@@ -56,6 +58,10 @@ class FreedParameterError(UsageError):
 
 class NonFiniteError(ShardfoldError, ArithmeticError):
     """Numbers of the training are inf or NaN, and going on would not mend them."""
+
+
+class CheckpointError(ShardfoldError, RuntimeError):
+    """A checkpoint can not be read, or could not be written."""
 
 
 class OrderError(ShardfoldError, RuntimeError):

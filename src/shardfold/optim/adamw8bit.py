@@ -109,6 +109,13 @@ class AdamW8bit(PartOptimizer):
     def take_value(self, tensor: Tensor, name: str, values: Tensor) -> None:
         self._write(self.state[tensor], name, 0, values.reshape(-1))
 
+    def stored(self, tensor: Tensor) -> dict[str, tuple[int, Tensor]]:
+        state = self.state.get(tensor, {})
+        if not state or "exp_avg" in state:
+            return super().stored(tensor)
+        codes = {f"{name}_codes": (1, state[f"{name}_codes"]) for name in self.per_element}
+        return codes | {f"{name}_scales": (self.block, state[f"{name}_scales"]) for name in self.per_element}
+
     def _read(self, state: dict[str, Any], name: str, a: int, b: int) -> Tensor:
         """Elements ``[a, b)`` of a moment in fp32; ``a`` is a multiple of the block."""
         if name in state:

@@ -206,6 +206,10 @@ class PartOptimizer(Optimizer):
         """Writes one of these."""
         self.state[tensor][name].copy_(values)
 
+    def stored(self, tensor: Tensor) -> dict[str, tuple[int, Tensor]]:
+        """These as they are kept, for a checkpoint: ``{name: (elements per value, 1-D values)}``."""
+        return {name: (1, self.value(tensor, name).reshape(-1)) for name in self.dtypes(tensor)}
+
     def once(self, tensor: Tensor) -> dict[str, Any]:
         """The states that a parameter has once, by name."""
         state = self.state.get(tensor, {})

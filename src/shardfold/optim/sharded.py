@@ -307,6 +307,24 @@ class ShardedOptimizer:
             return name in self._names
         return any(name in self._dtypes(piece) for piece in self._pieces_of(segment, slot))
 
+    def stored(self, segment: Segment, slot: int) -> Iterator[tuple[str, int, Tensor]]:
+        """``(name, elements per value, values)`` of this rank's piece of a parameter, as they are kept."""
+        if self._names is not None:
+            for name, moment in self._fused[id(segment)].moments.items():
+                yield name, 1, moment[segment.own_piece(slot)[0]]
+            return
+        for piece in self._pieces_of(segment, slot):
+            if self._ours is not None:
+                yield from ((name, *kept) for name, kept in self._ours.stored(piece.tensor).items())
+            else:
+                yield from ((name, 1, self._value(piece, name).reshape(-1)) for name in self._dtypes(piece))
+
+    def kept_once(self, segment: Segment, slot: int) -> dict[str, Any]:
+        """What a parameter has once, such as its step count; where this rank has a piece of it."""
+        if self._names is not None:
+            return {"step": self._fused[id(segment)].steps[slot]}
+        return {name: value for piece in self._pieces_of(segment, slot) for name, value in self._once(piece).items()}
+
     def state_shard(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
         """That state of this rank's master range, ``(length / parts,)``; zeros where a class of the user's has none."""
         if self._names is not None:
@@ -338,10 +356,37 @@ class ShardedOptimizer:
             else:
                 self.torch_optimizer.state[piece.tensor][name] = values[part[1]].clone()
 
+    def needs(self, segment: Segment, slot: int) -> set[str] | None:
+        """States that a checkpoint must have for each element of a parameter; None: only the user's class knows."""
+        if self._names is not None:
+            return set(self._names)
+        if self._ours is None:
+            return None
+        return {name for piece in self._pieces_of(segment, slot) for name in self._ours.dtypes(piece.tensor)}
+
+    def moment(self, segment: Segment, name: str) -> Tensor | None:
+        """That moment of the fused update itself, ``(length / parts,)``; None: the state is kept in pieces."""
+        return self._fused[id(segment)].moments[name] if self._names is not None else None
+
+    def take_piece(self, segment: Segment, slot: int, name: str, shard: Tensor) -> None:
+        """Writes this rank's piece of a state from a shard of the master range, or makes it; 16-bit values stay so."""
+        for piece in self._pieces_of(segment, slot):
+            values = shard[piece.start : piece.start + piece.tensor.numel()]
+            if self._ours is not None:
+                self._ours.take_value(piece.tensor, name, values)
+            else:
+                self.torch_optimizer.state[piece.tensor][name] = values.clone()
+
     def take_value(self, segment: Segment, slot: int, name: str, value: Any) -> None:
         """Sets a state that a parameter has once, such as its step count."""
         if self._names is not None:
-            self._fused[id(segment)].steps[slot] = value
+            if name == "step":
+                self._fused[id(segment)].steps[slot] = int(value)
+            return
+        if self._ours is not None and name == "step":
+            value = int(value)
+        elif name == "step" and isinstance(value, int):  # as torch's classes count
+            value = torch.tensor(float(value))
         for piece in self._pieces_of(segment, slot) if self._names is None else ():
             if self._ours is not None:
                 self._ours.take_once(piece.tensor, name, value)

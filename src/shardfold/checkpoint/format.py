@@ -1,0 +1,299 @@
+"""What a checkpoint's index says: values and index arithmetic, no files and no torch.distributed.
+
+A checkpoint is a folder of safetensors files and an ``index.json`` (byte by byte in docs/checkpoint-format.md). The
+index lists *pieces*: of which parameter, of which state, which elements, in which file and where. Elements are named by
+a *box* of the parameter (a block of a tensor-parallel split; the whole of it today) and a flat range in the box's
+row-major order, so a shard of any layout is one piece, and a reader needs to know nothing of who wrote it.
+
+    kind      a piece holds
+    element   one value for each element of its range: weights, moments
+    block     one value for each ``block`` elements of its range, counted from the parameter's first: 8-bit scales
+    once      a tensor that the parameter has once: factored moments, step counts
+    buffer    a buffer of a module
+    run       a tensor of the run's own state, named by the tree that refers to it
+    rank      the same, of one rank: its random numbers
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import xxhash
+
+from shardfold.errors import CheckpointError
+
+__all__ = [
+    "INDEX",
+    "ITEMSIZES",
+    "KINDS",
+    "SUM_BYTES",
+    "VERSION",
+    "Box",
+    "Index",
+    "Parameter",
+    "Piece",
+    "Run",
+    "checksum",
+    "overlaps",
+]
+
+INDEX = "index.json"
+FORMAT, VERSION = "shardfold checkpoint", 1
+KINDS = ("element", "block", "once", "buffer", "run", "rank")
+SUM_BYTES = 4 * 1024 * 1024
+"""Bytes of a piece, from its first on, that one checksum covers: a reader of a part of it can check what it reads."""
+
+#: safetensors' names of dtypes, and bytes per element.
+ITEMSIZES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
+}  # fmt: skip
+
+
+def checksum(data: Any) -> str:
+    """XXH3 of bytes, 64 bits, as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+class Box(NamedTuple):
+    """A block of a tensor: ``starts`` and ``sizes`` on each dim."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+class Run(NamedTuple):
+    """Consecutive elements: ``[whole, whole + numel)`` of the whole are ``[piece, piece + numel)`` of a piece."""
+
+    whole: int
+    piece: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of one of the files.
+
+    Attributes:
+        of: name of the parameter or buffer; of ``run`` and ``rank`` pieces the name that the tree refers to.
+        state: ``weight``, ``exp_avg``, ...; empty for ``run``, ``rank`` and ``buffer``.
+        kind: one of :data:`KINDS`.
+        dtype: as safetensors names it.
+        shape: of the tensor in the file; 1-D for ``element`` and ``block``.
+        start: the first element of the box that it holds, in row-major order.
+        stop: the element behind its last; both count elements, also of a ``block`` piece.
+        box: None: the whole parameter.
+        block: elements per value.
+        file: in the folder.
+        at: where its bytes begin in the file.
+        sums: checksums of each :data:`SUM_BYTES` of it.
+        rank: of a ``rank`` piece.
+    """
+
+    of: str
+    state: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int = 0
+    stop: int = 0
+    box: Box | None = None
+    block: int = 1
+    file: str = ""
+    at: int = 0
+    sums: tuple[str, ...] = ()
+    rank: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Values it holds."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZES[self.dtype]
+
+    @property
+    def key(self) -> str:
+        """Its name in the safetensors file."""
+        path = "/".join(part for part in (self.state or self.kind, self.of) if part)
+        if self.kind == "rank":
+            path += f"/{self.rank}"
+        return path + (f"/{self.start}" if self.start or self.box is not None else "")
+
+    def to_json(self) -> dict[str, Any]:
+        said: dict[str, Any] = {"of": self.of, "state": self.state, "kind": self.kind, "dtype": self.dtype}
+        said |= {"shape": list(self.shape), "file": self.file, "at": self.at, "sums": list(self.sums)}
+        if self.kind in ("element", "block"):
+            said["range"] = [self.start, self.stop]
+        if self.kind == "block":
+            said["block"] = self.block
+        if self.box is not None:
+            said["box"] = [list(self.box.starts), list(self.box.sizes)]
+        if self.rank is not None:
+            said["rank"] = self.rank
+        return said
+
+    @staticmethod
+    def from_json(said: Mapping[str, Any]) -> Piece:
+        start, stop = said.get("range", (0, 0))
+        box = Box(tuple(said["box"][0]), tuple(said["box"][1])) if "box" in said else None
+        return Piece(
+            said["of"], said["state"], said["kind"], said["dtype"], tuple(said["shape"]), start, stop, box,
+            said.get("block", 1), said["file"], said["at"], tuple(said["sums"]), said.get("rank"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter or a buffer.
+
+    Attributes:
+        also: further names of the same tensor (tied weights).
+        dtype: of the ``weight`` state, as safetensors names it.
+        trainable: whether the optimizer had it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    also: tuple[str, ...] = ()
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        said: dict[str, Any] = {"name": self.name, "shape": list(self.shape), "dtype": self.dtype}
+        if self.also:
+            said["also"] = list(self.also)
+        if not self.trainable:
+            said["trainable"] = False
+        return said
+
+    @staticmethod
+    def from_json(said: Mapping[str, Any]) -> Parameter:
+        also = tuple(said.get("also", ()))
+        return Parameter(said["name"], tuple(said["shape"]), said["dtype"], also, said.get("trainable", True))
+
+
+@dataclass
+class Index:
+    """All that a checkpoint says of itself.
+
+    Attributes:
+        step: optimizer steps done.
+        written: ``{"shardfold": version, "torch": version, "time": ISO 8601}``.
+        layout: ``{"table", "precision", "mesh", "ranks"}`` it was written under; nothing that a reader needs.
+        files: bytes of each file, by name.
+        parameters: in the order of the model.
+        buffers: persistent buffers of modules.
+        pieces: of all files.
+        once: numbers that the optimizer keeps of a parameter once, ``{parameter: {name: number}}``.
+        optimizer: ``{"class", "groups"}``; groups are their options with the names of their parameters; or None.
+        run: what all ranks share: the schedule, the loss scale, the user's own (a tree, see ``trees``).
+        ranks: the same of each rank: random numbers, the user's own.
+        nonfinite: names of weights and buffers that have inf or NaN.
+    """
+
+    step: int = 0
+    written: dict[str, Any] = field(default_factory=dict[str, Any])
+    layout: dict[str, Any] = field(default_factory=dict[str, Any])
+    files: dict[str, int] = field(default_factory=dict[str, int])
+    parameters: list[Parameter] = field(default_factory=list[Parameter])
+    buffers: list[Parameter] = field(default_factory=list[Parameter])
+    pieces: list[Piece] = field(default_factory=list[Piece])
+    once: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    optimizer: dict[str, Any] | None = None
+    run: dict[str, Any] = field(default_factory=dict[str, Any])
+    ranks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    nonfinite: list[str] = field(default_factory=list[str])
+
+    def to_bytes(self) -> bytes:
+        """The text of ``index.json``: the index and, beside it, the checksum of its compact form."""
+        said = {
+            "step": self.step, "written": self.written, "layout": self.layout, "files": self.files,
+            "parameters": [p.to_json() for p in self.parameters], "buffers": [b.to_json() for b in self.buffers],
+            "pieces": [p.to_json() for p in self.pieces], "once": self.once, "optimizer": self.optimizer,
+            "run": self.run, "ranks": self.ranks, "nonfinite": self.nonfinite,
+        }  # fmt: skip
+        head = {"format": FORMAT, "version": VERSION, "checksum": checksum(_compact(said))}
+        lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
+        for name, value in said.items():
+            if isinstance(value, list) and value:
+                inner = ",\n".join(f"  {json.dumps(item)}" for item in value)
+                lines.append(f"{json.dumps(name)}: [\n{inner}\n]")
+            else:
+                lines.append(f"{json.dumps(name)}: {json.dumps(value)}")
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+    @staticmethod
+    def from_bytes(data: bytes, where: str) -> Index:
+        """Reads what :meth:`to_bytes` wrote; ``where`` names it in messages.
+
+        Raises:
+            CheckpointError: it is not such a text, is of a later version, or was changed since.
+        """
+        try:
+            said = json.loads(data)
+            form, version, digest = said.pop("format"), said.pop("version"), said.pop("checksum")
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{where} is no index of a checkpoint, or is damaged ({error}).") from None
+        if form != FORMAT or not isinstance(version, int) or version > VERSION:
+            raise CheckpointError(
+                f"{where} says {form!r} version {version!r}; this Shardfold reads {FORMAT!r} up to version {VERSION}: "
+                "read it with the release that wrote it, or a later one."
+            )
+        if checksum(_compact(said)) != digest:
+            raise CheckpointError(
+                f"{where} is damaged: its checksum differs from what it says; take another checkpoint."
+            )
+        return Index(
+            said["step"], said["written"], said["layout"], said["files"],
+            [Parameter.from_json(p) for p in said["parameters"]], [Parameter.from_json(b) for b in said["buffers"]],
+            [Piece.from_json(p) for p in said["pieces"]], said["once"], said["optimizer"],
+            said["run"], said["ranks"], said["nonfinite"],
+        )  # fmt: skip
+
+
+def _compact(said: Any) -> bytes:
+    return json.dumps(said, separators=(",", ":"), sort_keys=True).encode()
+
+
+def overlaps(piece: Piece, shape: Sequence[int], start: int, stop: int) -> Iterator[Run]:
+    """Where a piece has elements ``[start, stop)`` of its parameter, which has this shape; in rising order."""
+    if piece.box is None or piece.box.sizes == tuple(shape):
+        a, b = max(start, piece.start), min(stop, piece.stop)
+        if a < b:
+            yield Run(a, a - piece.start, b - a)
+        return
+    starts, sizes = piece.box
+    # The trailing dims that the box has all of, and one more, are consecutive in both.
+    tail = len(shape)
+    while tail > 0 and sizes[tail - 1] == shape[tail - 1]:
+        tail -= 1
+    lead = max(tail - 1, 0)
+    row = math.prod(sizes[lead:])
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if row == 0:
+        return
+    for number in range(piece.start // row, -(-piece.stop // row)):
+        first, rest = 0, number
+        for dim in range(lead - 1, -1, -1):
+            rest, at = divmod(rest, sizes[dim])
+            first += (starts[dim] + at) * strides[dim]
+        first += starts[lead] * strides[lead] if lead < len(shape) else 0
+        low, high = max(number * row, piece.start), min((number + 1) * row, piece.stop)  # in the box
+        a = max(start, first + low - number * row)
+        b = min(stop, first + high - number * row)
+        if a < b:
+            yield Run(a, a - first + number * row - piece.start, b - a)

@@ -1,0 +1,214 @@
+"""A checkpoint on disk, read in pieces: any range of any state of any parameter, without the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfold.checkpoint.files import DTYPES, Reader
+from shardfold.checkpoint.folders import resolve
+from shardfold.checkpoint.format import INDEX, Index, Parameter, Piece, checksum, overlaps
+from shardfold.checkpoint.trees import decode
+from shardfold.errors import CheckpointError, did_you_mean
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint:
+    """A complete checkpoint.
+
+    Args:
+        path: its folder, or a folder of checkpoints, of which the latest is taken.
+        verify: compares every byte that is used with its checksum.
+
+    Attributes:
+        path: its folder.
+        index: what it says of itself.
+        digest: of its index: two ranks that read the same checkpoint have the same.
+        parameters: by name, in the order of the model; tied ones by their first name.
+        buffers: the same of persistent buffers.
+
+    Raises:
+        CheckpointError: there is none, it is not complete, or its index is damaged.
+    """
+
+    def __init__(self, path: str | Path, *, verify: bool = True) -> None:
+        self.path = resolve(path)
+        data = (self.path / INDEX).read_bytes()
+        self.index = Index.from_bytes(data, str(self.path / INDEX))
+        self.digest = checksum(data)
+        self.parameters: dict[str, Parameter] = {p.name: p for p in self.index.parameters}
+        self.buffers: dict[str, Parameter] = {b.name: b for b in self.index.buffers}
+        self._first = {other: p.name for p in self.index.parameters for other in p.also}
+        self._reader = Reader(self.path, verify=verify)
+        for name, size in self.index.files.items():
+            found = (self.path / name).stat().st_size if (self.path / name).exists() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+                raise CheckpointError(f"{self.path} is not complete: {name} {what}; take another checkpoint.")
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._reader.close()
+
+    @property
+    def num_bytes_read(self) -> int:
+        return self._reader.num_bytes
+
+    @cached_property
+    def _by_state(self) -> dict[tuple[str, str], list[Piece]]:
+        found: dict[tuple[str, str], list[Piece]] = {}
+        for piece in self.index.pieces:
+            if piece.kind in ("element", "block"):
+                found.setdefault((piece.of, piece.state), []).append(piece)
+        return found
+
+    @cached_property
+    def _states(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, state in self._by_state:
+            found.setdefault(name, []).append(state)
+        return found
+
+    @cached_property
+    def _single(self) -> dict[tuple[str, str, str, int | None], Piece]:
+        """Pieces that are a tensor of their own, by kind, state, name and rank."""
+        return {(p.kind, p.state, p.of, p.rank): p for p in self.index.pieces if p.kind not in ("element", "block")}
+
+    @cached_property
+    def _once(self) -> dict[str, list[Piece]]:
+        found: dict[str, list[Piece]] = {}
+        for piece in self.index.pieces:
+            if piece.kind == "once":
+                found.setdefault(piece.of, []).append(piece)
+        return found
+
+    def first_name(self, name: str) -> str:
+        """The name under which a tied parameter is kept; any other name as it is."""
+        return self._first.get(name, name)
+
+    def states(self, name: str) -> list[str]:
+        """States that a parameter has for each element: ``weight`` and the optimizer's, 8-bit ones by their own name."""
+        kept = self._states.get(name, [])
+        coded = [s.removesuffix("_codes") for s in kept if s.endswith("_codes")]
+        return [s for s in kept if not s.endswith(("_codes", "_scales"))] + coded
+
+    def dtype(self, name: str, state: str = "weight") -> torch.dtype:
+        """The dtype that :meth:`read` gives by itself."""
+        pieces = self._by_state.get((name, state))
+        if pieces:
+            return DTYPES[pieces[0].dtype]
+        return DTYPES[self.parameters[name].dtype] if state == "weight" else torch.float32
+
+    def read(
+        self, name: str, state: str = "weight", start: int = 0, stop: int | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Elements ``[start, stop)`` of a state in row-major order.
+
+        Args:
+            name: of a parameter, as the checkpoint has it.
+            state: see :meth:`states`.
+            start: first element.
+            stop: behind the last; None: the end.
+            out: 1-D, contiguous, of any dtype and device, is written to; None makes one of the state's own dtype.
+
+        Returns:
+            ``out``, ``(stop - start,)``.
+
+        Raises:
+            CheckpointError: there is no such state, elements are missing, or the file is damaged there.
+        """
+        parameter = self.parameters.get(name)
+        if parameter is None:
+            raise CheckpointError(f"{self.path} has no parameter {name!r}.{did_you_mean(name, self.parameters)}")
+        stop = parameter.numel if stop is None else stop
+        if (name, state) not in self._by_state and (name, f"{state}_codes") in self._by_state:
+            return self._decoded(parameter, state, start, stop, out)
+        if out is None:
+            out = torch.empty(stop - start, dtype=self.dtype(name, state))
+        read = 0
+        for piece in self._by_state.get((name, state), ()):
+            for run in overlaps(piece, parameter.shape, start, stop):
+                self._reader.read(piece, run.piece, out[run.whole - start : run.whole - start + run.numel])
+                read += run.numel
+        if read != stop - start:
+            raise CheckpointError(
+                f"{self.path} has {read} of the elements {start} to {stop} of {state!r} of {name!r}"
+                + ("; it keeps " + ", ".join(self.states(name)) if not read else "")
+                + "."
+            )
+        return out
+
+    def _decoded(self, parameter: Parameter, state: str, start: int, stop: int, out: Tensor | None) -> Tensor:
+        """Values of an 8-bit state (arXiv 2110.02861)."""
+        from shardfold.optim.adamw8bit import dequantize
+
+        scales = self._by_state[(parameter.name, f"{state}_scales")]
+        block = scales[0].block
+        low, high = start // block * block, min(-(-stop // block) * block, parameter.numel)
+        codes = self.read(parameter.name, f"{state}_codes", low, high)
+        factors = torch.empty(-(-(high - low) // block))
+        for piece in scales:
+            a, b = max(low, piece.start), min(high, piece.stop)
+            if a < b:
+                part = factors[(a - low) // block : -(-(b - low) // block)]
+                self._reader.read(piece, (a - piece.start) // block, part)
+        values = dequantize(codes, factors, block, signed=state == "exp_avg")[start - low : stop - low]
+        if out is None:
+            return values
+        return out.copy_(values)
+
+    def parameter(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter's weights, in its shape."""
+        name = self.first_name(name)
+        values = self.read(name).view(self.parameters[name].shape)
+        return values if dtype is None else values.to(dtype)
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer, in its shape and dtype."""
+        return self._reader.tensor(self._single[("buffer", "", name, None)])
+
+    def once(self, name: str) -> dict[str, Any]:
+        """What the optimizer keeps of a parameter once: numbers and tensors, by name."""
+        said = {key: decode(value, self._no_tensor) for key, value in self.index.once.get(name, {}).items()}
+        for piece in self._once.get(name, ()):
+            said[piece.state] = self._reader.tensor(piece)
+        return said
+
+    def run(self) -> dict[str, Any]:
+        """What all ranks share: the schedule, the loss scale, averages, the user's own."""
+        return decode(self.index.run, lambda name: self._reader.tensor(self._single[("run", "", name, None)]))
+
+    def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Of each group of the optimizer: its options, and the names of its parameters."""
+        if self.index.optimizer is None:
+            return []
+        read = lambda name: self._reader.tensor(self._single[("run", "", name, None)])  # noqa: E731
+        return [(decode(g["options"], read), g["parameters"]) for g in self.index.optimizer["groups"]]
+
+    def rank(self, rank: int) -> dict[str, Any]:
+        """What one rank kept: its random numbers, the user's own."""
+        return decode(
+            self.index.ranks[rank], lambda name: self._reader.tensor(self._single[("rank", "", name, rank)])
+        )  # fmt: skip
+
+    def check(self, piece: Piece) -> Iterator[tuple[int, Tensor]]:
+        """See :meth:`Reader.check`."""
+        return self._reader.check(piece)
+
+    def _no_tensor(self, name: str) -> Tensor:
+        raise CheckpointError(f"{self.path}: {name!r} is not where it should be; the index is damaged.")

@@ -1,0 +1,102 @@
+"""What a run is made of beside its tensors, as JSON: no pickle, so that reading a checkpoint runs no code of its own.
+
+A tree is ``None``, booleans, numbers, strings, lists, tuples and dicts of trees, and tensors or arrays in any place.
+Tensors of several elements go to the files and the tree names them; others are written where they stand.
+
+    {"$tuple": [...]}                                 a tuple
+    {"$dict": [[key, value], ...]}                    a dict with keys that are no strings, or begin with "$"
+    {"$float": "nan" | "inf" | "-inf"}                what JSON has no number for
+    {"$scalar": {"dtype", "shape", "values"}}         a tensor of up to 8 numbers
+    {"$tensor": name, "numpy": true}                  a tensor (an array) of the files
+    {"$bytes": "00ff"}                                bytes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardfold.errors import CheckpointError
+
+__all__ = ["decode", "encode"]
+
+INLINE = 8
+
+
+def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    """A tree as JSON; its larger tensors are put into ``tensors`` by the names that the JSON has.
+
+    Raises:
+        CheckpointError: something of another kind is in it; ``where`` says in what.
+    """
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):  # also NumPy's float64, which is a float
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"$float": repr(float(value))}
+        return float(value) if isinstance(value, float) else int(value)
+    if isinstance(value, np.generic):
+        return encode(value.item(), where, tensors)
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": bytes(value).hex()}
+    if isinstance(value, np.ndarray):
+        return {**_tensor(torch.from_numpy(np.ascontiguousarray(value)), where, tensors), "numpy": True}
+    if isinstance(value, Tensor):
+        return _tensor(value.detach(), where, tensors)
+    if isinstance(value, tuple):
+        return {"$tuple": [encode(v, f"{where}[{i}]", tensors) for i, v in enumerate(cast("tuple[Any, ...]", value))]}
+    if isinstance(value, list):
+        return [encode(v, f"{where}[{i}]", tensors) for i, v in enumerate(cast("list[Any]", value))]
+    if isinstance(value, Mapping):
+        items = list(cast("Mapping[Any, Any]", value).items())
+        if all(isinstance(k, str) and not k.startswith("$") for k, _ in items):
+            return {k: encode(v, f"{where}.{k}", tensors) for k, v in items}
+        pairs = [[encode(k, f"a key of {where}", tensors), encode(v, f"{where}[{k!r}]", tensors)] for k, v in items]
+        return {"$dict": pairs}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which a checkpoint does not take (it has no pickled objects): give "
+        "numbers, strings, lists, dicts, tensors, or an object with state_dict() and load_state_dict()."
+    )
+
+
+def _tensor(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    if tensor.numel() <= INLINE and not tensor.is_complex():
+        name, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        numbers = [encode(v, where, tensors) for v in tensor.reshape(-1).tolist()]
+        return {"$scalar": {"dtype": name, "shape": shape, "values": numbers}}
+    tensors[where] = tensor
+    return {"$tensor": where}
+
+
+def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """The tree that :func:`encode` was given; ``read`` gives the tensor of a name."""
+    if isinstance(value, list):
+        return [decode(v, read) for v in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    said = cast("dict[str, Any]", value)
+    if "$tuple" in said:
+        return tuple(decode(v, read) for v in said["$tuple"])
+    if "$dict" in said:
+        return {decode(k, read): decode(v, read) for k, v in said["$dict"]}
+    if "$float" in said:
+        return float(said["$float"])
+    if "$bytes" in said:
+        return bytes.fromhex(said["$bytes"])
+    if "$scalar" in said or "$tensor" in said:
+        if "$tensor" in said:
+            tensor = read(said["$tensor"])
+        else:
+            inner = said["$scalar"]
+            numbers = [decode(v, read) for v in inner["values"]]
+            tensor = torch.tensor(numbers, dtype=getattr(torch, inner["dtype"])).view(inner["shape"])
+        return tensor.numpy() if said.get("numpy") else tensor
+    return {k: decode(v, read) for k, v in said.items()}

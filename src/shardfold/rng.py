@@ -1,0 +1,74 @@
+"""The state of the random generators of a process, as values that need no pickle to be saved."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardfold.errors import ConfigError
+
+__all__ = ["rng_state", "set_rng_state"]
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of this process's global generators; each rank has its own.
+
+    Returns:
+        Nested dicts whose leaves are CPU tensors, numbers, strings and None:
+
+        - ``"python"``: of ``random``: ``version``, ``words`` ((625,) int64), ``gauss`` (float or None).
+        - ``"numpy"``: of ``numpy.random``'s global generator, as ``numpy.random.get_state(legacy=False)``; arrays of
+          unsigned integers are tensors of the signed type with the same bits.
+        - ``"torch"``: (5056,) uint8 in today's PyTorch.
+        - ``"cuda"``: by device index, as a string: uint8. Empty where there is no CUDA device.
+    """
+    version, words, gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": _mapped(np.random.get_state(legacy=False), np.ndarray, _to_tensor),
+        "torch": torch.get_rng_state(),
+        "cuda": {str(index): state for index, state in enumerate(cuda)},
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Continues the streams that :func:`rng_state` saw; with other devices, those that both have.
+
+    Raises:
+        ConfigError: a part of the state is missing, or numpy's global generator is of another kind.
+    """
+    if missing := [name for name in ("python", "numpy", "torch", "cuda") if name not in state]:
+        raise ConfigError(f"the state of the generators lacks {', '.join(missing)}: give what rng_state() returned.")
+    python, kind = state["python"], np.random.get_state(legacy=False)["bit_generator"]  # pyright: ignore
+    if state["numpy"]["bit_generator"] != kind:
+        raise ConfigError(
+            f"the state is of numpy's {state['numpy']['bit_generator']}, but its global generator is {kind}: set the "
+            "same with numpy.random.set_bit_generator first."
+        )
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(_mapped(state["numpy"], torch.Tensor, _to_array))
+    torch.set_rng_state(state["torch"].cpu())
+    for index in range(torch.cuda.device_count()):
+        if str(index) in state["cuda"]:
+            torch.cuda.set_rng_state(state["cuda"][str(index)].cpu(), index)
+
+
+def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _mapped(each, kind, change) for name, each in value.items()}
+    return change(value) if isinstance(value, kind) else value
+
+
+def _to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(
+        array.view(f"i{array.itemsize}").copy()
+    )  # not every format has tensors of unsigned integers
+
+
+def _to_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.cpu().numpy().view(f"u{tensor.itemsize}")
