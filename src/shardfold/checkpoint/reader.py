@@ -102,7 +102,7 @@ class Checkpoint:
         return self._first.get(name, name)
 
     def states(self, name: str) -> list[str]:
-        """States that a parameter has for each element: ``weight`` and the optimizer's, 8-bit ones by their own name."""
+        """States that a parameter has for each element: ``weight``, the optimizer's, 8-bit ones by their own name."""
         kept = self._states.get(name, [])
         coded = [s.removesuffix("_codes") for s in kept if s.endswith("_codes")]
         return [s for s in kept if not s.endswith(("_codes", "_scales"))] + coded
