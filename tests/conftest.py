@@ -10,8 +10,10 @@ import zlib
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 
+import hypothesis
 import psutil
 import pytest
+import torch
 
 from shardfold.testing import Ranks
 
@@ -20,6 +22,13 @@ SETTLE = 5.0  # seconds for what a test ended to be gone
 
 # Set by torch when it is first imported in full, whichever test happens to be the one that does.
 IMPORT_ENVIRONMENT = {"TORCHINDUCTOR_CACHE_DIR"}
+
+# Several processes share the cores, and the threads of one that compute little spend the others' time waiting.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
+# For the same reason no example has a time to keep, nor has finding one.
+hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("shared")
 
 
 @pytest.fixture(scope="session")
@@ -58,11 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu"):
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 def _children(pool: Ranks) -> set[psutil.Process]:
