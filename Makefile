@@ -2,14 +2,18 @@
 #   make demo    train a small language model on this machine, on two local processes
 #   make test    the tests          make lint    style, types, import directions
 #   make soak    the long tests     make clean   remove everything that make and the tools made
-# Options: PYTHON=python3.12 (which interpreter), PIP_ARGS="..." (passed to pip install).
+# Options: PYTHON=python3.12 (which interpreter), PIP_ARGS="..." (passed to pip install),
+# JOBS=1 (how many tests at a time).
 
 PYTHON ?= python3
 PIP_ARGS ?=
+# Ranks wait for each other more than they compute: three tests at a time fill two cores.
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOG := $(VENV)/setup.log
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo test lint soak clean
 .DEFAULT_GOAL := test
@@ -18,10 +22,10 @@ demo: $(READY)
 	@$(BIN)/shardfold train
 
 test: $(READY)
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
 soak: $(READY)
-	@$(BIN)/python -m pytest -m soak
+	@$(PYTEST) -m soak
 
 lint: $(READY)
 	@$(BIN)/ruff check .
