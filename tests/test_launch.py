@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -141,6 +142,31 @@ def test_an_interruption_is_forwarded_and_awaited(tmp_path: Path, number: signal
     assert launcher.finish() == (launch.INTERRUPTED, "")
     expected = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
     assert noted.read_text().split() == [str(int(expected))] * 2
+
+
+def test_an_interruption_between_two_starts_reaches_every_rank_once_and_as_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ready, noted = tmp_path / "ready", tmp_path / "noted"
+    os.mkfifo(ready)
+
+    class Interrupted(launch.RankProcess):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            ready.read_text()
+            if self.rank == 1:  # which the launcher has not listed yet
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(launch, "RankProcess", Interrupted)
+    script = (
+        f"def stop(number, frame):\n"
+        f"    with open({str(noted)!r}, 'a') as f: f.write(f'{{number}}\\n')\n"
+        f"    sys.exit({launch.INTERRUPTED})\n"
+        f"signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop)\n"
+        f"open({str(ready)!r}, 'w').close()\n"
+    )
+    assert run(script + FOREVER) == launch.INTERRUPTED
+    assert noted.read_text().split() == [str(int(signal.SIGTERM))] * 2
 
 
 def test_a_second_interruption_kills(tmp_path: Path):

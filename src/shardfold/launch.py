@@ -132,12 +132,24 @@ class Interrupts:
     def __init__(self, ranks: list[RankProcess]) -> None:
         self.ranks = ranks
         self.received = 0
+        self._first = signal.SIGINT  # what the first one is forwarded as
+        self._told: set[RankProcess] = set()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received += 1
-        forwarded = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        if self.received == 1:
+            self._first = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            self.forward()
+        else:
+            for rank in self.ranks:
+                rank.send(signal.SIGKILL)
+
+    def forward(self) -> None:
+        """Send the first signal to each rank that has not had it."""
         for rank in self.ranks:
-            rank.send(forwarded if self.received == 1 else signal.SIGKILL)
+            if rank not in self._told:
+                self._told.add(rank)
+                rank.send(self._first)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -168,8 +180,8 @@ def launch(command: list[str], num_procs: int) -> int:
         with interrupts.installed():
             for rank in range(num_procs):
                 ranks.append(RankProcess(rank, command, rank_environment(rank, num_procs, port)))
-                if interrupts.received:  # arrived between two starts: the newest has not seen it
-                    ranks[-1].send(signal.SIGINT)
+                if interrupts.received:  # arrived between two starts: the newest may not have seen it
+                    interrupts.forward()
             for rank in ranks:
                 rank.watch(ended)
             failed = first_failure(ended, num_procs)
