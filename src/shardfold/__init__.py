@@ -34,12 +34,14 @@ from shardfold.presets import PRESETS
 if TYPE_CHECKING:
     from shardfold import numerics, optim
     from shardfold.checkpoint import Checkpoint
+    from shardfold.data import Loader, Sampler
     from shardfold.engine import Engine
     from shardfold.materialize import meta_init
     from shardfold.numerics.clipping import Clip
     from shardfold.numerics.scaling import LossScale
     from shardfold.optim.average import Average
     from shardfold.report import MemoryReport, StepReport, TrafficReport
+    from shardfold.rng import rng_state, set_rng_state
     from shardfold.stats import Stats
 
 __version__ = "0.1.0.dev0"
@@ -52,9 +54,11 @@ __all__ = [
     "Clip",
     "Engine",
     "Layout",
+    "Loader",
     "LossScale",
     "MemoryReport",
     "Precision",
+    "Sampler",
     "Schedule",
     "ShardfoldError",
     "Stats",
@@ -65,6 +69,8 @@ __all__ = [
     "meta_init",
     "numerics",
     "optim",
+    "rng_state",
+    "set_rng_state",
 ]
 
 _LAZY = {
@@ -77,6 +83,10 @@ _LAZY = {
     "meta_init": "shardfold.materialize",
     "StepReport": "shardfold.report",
     "MemoryReport": "shardfold.report",
+    "Sampler": "shardfold.data",
+    "Loader": "shardfold.data",
+    "rng_state": "shardfold.rng",
+    "set_rng_state": "shardfold.rng",
     "TrafficReport": "shardfold.report",
 }
 

@@ -65,9 +65,8 @@ def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def _to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    return torch.from_numpy(
-        array.view(f"i{array.itemsize}").copy()
-    )  # not every format has tensors of unsigned integers
+    # Not every file format has unsigned integers.
+    return torch.from_numpy(array.view(f"i{array.itemsize}").copy())
 
 
 def _to_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
