@@ -1,4 +1,4 @@
-"""The recipe's corpus is a deterministic function of files and seed, and its baselines count what they say."""
+"""The recipe's corpus is a deterministic function of its files, and its baselines count what they say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError
 from shardfold.recipes import text
-from shardfold.recipes.text import Batches, Corpus, baselines, held_out_windows, load_corpus, pair_counts
+from shardfold.recipes.text import Corpus, Windows, baselines, held_out_windows, load_corpus, pair_counts
 
 
 def corpus_of(train: bytes, held_out: bytes = b"x" * 1000) -> Corpus:
@@ -104,44 +104,23 @@ def test_by_default_the_standard_library_is_read():
     assert b"import " in content(corpus.train[:100_000])
 
 
-@given(
-    split=st.sampled_from([(1, 1, 8), (2, 1, 4), (4, 1, 2), (8, 1, 1), (1, 8, 1), (2, 2, 2), (4, 2, 1)]),
-    step=st.integers(0, 1000),
-    seed=st.integers(0, 2**40),
-)
-def test_the_global_batch_is_the_same_however_it_is_shared(split: tuple[int, int, int], step: int, seed: int):
-    """World size, accumulation and micro-batch only cut one and the same batch."""
-    world, accumulate, micro_batch = split
-    corpus = corpus_of(bytes(range(256)) * 8)
-    whole = Batches(corpus, context=16, micro_batch=8, world=1, seed=seed)
-    ((tokens, targets),) = whole.micro_batches(step, 0)
-    shared = Batches(corpus, context=16, micro_batch=micro_batch, world=world, seed=seed, accumulate=accumulate)
-    parts = [list(shared.micro_batches(step, rank)) for rank in range(world)]
-    together = [parts[rank][micro] for micro in range(accumulate) for rank in range(world)]
-    assert torch.equal(torch.cat([part[0] for part in together]), tokens)
-    assert torch.equal(torch.cat([part[1] for part in together]), targets)
-
-
-def test_targets_are_the_next_bytes():
-    batches = Batches(corpus_of(bytes(range(200))), context=16, micro_batch=4, world=1, seed=3)
-    for tokens, targets in batches.micro_batches(0, 0):
-        assert tokens.shape == targets.shape == (4, 16)
-        assert torch.equal(tokens + 1, targets)
-
-
-def test_steps_and_seeds_draw_different_batches():
-    def starts(seed: int, step: int) -> list[int]:
-        corpus = corpus_of(b"y" * 10_000)
-        return Batches(corpus, context=16, micro_batch=8, world=2, seed=seed).starts(step).tolist()
-
-    assert starts(0, 0) == starts(0, 0)
-    assert starts(0, 0) != starts(0, 1) != starts(1, 0) != starts(0, 0)
+@given(length=st.integers(17, 2000))
+def test_windows_predict_each_byte_once(length: int):
+    """Every byte but the first is the target of one position, up to a tail of less than a window."""
+    train = (bytes(range(251)) * 8)[:length]
+    windows = Windows(corpus_of(train), context=16)
+    tokens, targets = windows.batch(list(range(len(windows))))
+    assert tokens.shape == targets.shape == (len(windows), 16)
+    assert 1 <= length - len(windows) * 16 <= 16
+    assert content(tokens.flatten()) == train[: len(windows) * 16]
+    assert content(targets.flatten()) == train[1 : len(windows) * 16 + 1]
+    assert torch.equal(windows.batch([len(windows) - 1])[0], tokens[-1:])
 
 
 @pytest.mark.parametrize(("train", "held_out"), [(16, 100), (100, 16)])
 def test_too_short_a_text_is_refused(train: int, held_out: int):
     with pytest.raises(ConfigError, match="has 16 bytes"):
-        Batches(corpus_of(b"x" * train, b"x" * held_out), context=16, micro_batch=1, world=1, seed=0)
+        Windows(corpus_of(b"x" * train, b"x" * held_out), context=16)
 
 
 @given(length=st.integers(17, 2000), number=st.integers(1, 64))

@@ -1,8 +1,9 @@
 """Trains a byte-level GPT on text: read it top to bottom to see how an engine is used.
 
-Each rank runs `train`. It builds the model without memory, lets the engine shard it, and steps through batches that are
-the same at every world size. Now and then, and at the end, it measures bits per byte on held-out text. Rank 0 alone
-prints and writes: config.json, metrics.jsonl, loss.png, sample.txt and summary.json in the run folder.
+Each rank runs `train`. It builds the model without memory, lets the engine shard it, and steps through the text in an
+order that is the same for any number of ranks. Now and then, and at the end, it measures bits per byte on held-out
+text. Rank 0 alone prints and writes: config.json, metrics.jsonl, loss.png, sample.txt and summary.json in the run
+folder.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -30,7 +33,7 @@ from shardfold.observe.metrics import MetricsWriter, StepMetrics
 from shardfold.observe.progress import Progress, format_bytes, format_count, format_duration
 from shardfold.recipes.config import TrainConfig, check_run_folder
 from shardfold.recipes.gpt import GPT, generate
-from shardfold.recipes.text import Batches, Corpus, baselines, held_out_windows, load_corpus
+from shardfold.recipes.text import Corpus, Windows, baselines, held_out_windows, load_corpus
 
 __all__ = ["Result", "TrainConfig", "train"]
 
@@ -83,7 +86,10 @@ class StopSignal:
 
 
 class Run:
-    """One training: the engine, the text and the run folder."""
+    """One training: the engine, the text and the run folder.
+
+    Besides the engine, what a run is at is `done`, its optimizer steps, and the position of `sampler`.
+    """
 
     def __init__(self, config: TrainConfig, out: Path, corpus: Corpus, console: Console) -> None:
         self.config = config
@@ -103,16 +109,18 @@ class Run:
             schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
             seed=config.seed,
         )
-        self.batches = Batches(
-            corpus,
-            context=self.shape.context,
-            micro_batch=config.micro_batch,
-            world=self.engine.world_size,
+        self.text = Windows(corpus, context=self.shape.context)
+        self.sampler = sf.Sampler(
+            len(self.text),
+            config.micro_batch,
             seed=config.seed,
-            accumulate=config.accumulate,
+            rank=self.engine.rank,
+            num_ranks=self.engine.world_size,
+            fill_last=True,
         )
         self.windows = held_out_windows(corpus, context=self.shape.context, number=config.eval_windows)
         self.tokens_per_step = self.engine.world_size * config.accumulate * config.micro_batch * self.shape.context
+        self.done = 0
         self.history: list[StepMetrics] = []
         self.interrupted = False
 
@@ -130,12 +138,18 @@ class Run:
                 f"the ranks read different text from {self.corpus.source}: give --data one folder that all of them see."
             )
 
-    def step(self, number: int) -> StepMetrics:
-        """Do one optimizer step over all micro-batches; `number` counts from 0."""
+    def batches(self) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches of windows, epoch after epoch, from the sampler's position on."""
+        while True:
+            yield from self.sampler
+
+    def step(self, batches: Iterator[list[int]]) -> StepMetrics:
+        """Do one optimizer step, over as many micro-batches as it accumulates."""
         began = time.perf_counter()
         loss = torch.zeros((), device=self.engine.device)
         done = None
-        for tokens, targets in self.batches.micro_batches(number, self.engine.rank):
+        for indices in islice(batches, self.config.accumulate):
+            tokens, targets = self.text.batch(indices)
             value = self.engine(tokens.to(self.engine.device), targets.to(self.engine.device))
             self.engine.backward(value)
             done = self.engine.step()
@@ -144,12 +158,13 @@ class Run:
         mean = self.engine.mean(loss.item() / self.config.accumulate)
         if not math.isfinite(mean):
             raise ShardfoldError(
-                f"the loss is {mean} at step {number + 1}: lower the learning rate (--lr, now {self.config.lr:g}) "
+                f"the loss is {mean} at step {self.done + 1}: lower the learning rate (--lr, now {self.config.lr:g}) "
                 f"or clip gradients harder (--clip-norm, now {self.config.clip_norm:g})."
             )
+        self.done += 1
         now = time.perf_counter()
         return StepMetrics(
-            step=number + 1,
+            step=self.done,
             loss=mean,
             bits_per_byte=mean / LN2,
             lr=done.lr,
@@ -176,10 +191,11 @@ class Run:
         """Step until the end, or until some rank was asked to stop."""
         self.began = time.perf_counter()
         with StopSignal() as stop:
-            for number in range(self.config.steps):
-                metrics = self.step(number)
+            batches = self.batches()
+            while self.done < self.config.steps:
+                metrics = self.step(batches)
                 every = self.config.eval_every
-                if every and (number + 1) % every == 0 and number + 1 < self.config.steps:
+                if every and self.done % every == 0 and self.done < self.config.steps:
                     bits = self.evaluate()
                     metrics = StepMetrics(**{**vars(metrics), "held_out_bits_per_byte": bits})
                 self.history.append(metrics)
@@ -190,7 +206,7 @@ class Run:
                 if self.engine.agree([float(stop.received)])[0] > 0:
                     self.interrupted = True
                     self.windows = self.windows[:: -(-len(self.windows) // HASTY_WINDOWS)]
-                    progress.note(f"Stopping after step {number + 1}; a second Ctrl-C ends at once.")
+                    progress.note(f"Stopping after step {self.done}; a second Ctrl-C ends at once.")
                     break
 
     def sample(self) -> bytes:

@@ -1,8 +1,8 @@
-"""The corpus: bytes of text files, split by file into training and held-out text, and the batches drawn from it.
+"""The corpus: bytes of text files, split by file into training and held-out text, and the windows cut from it.
 
 By default the text is the Python standard library's own source, which is on every machine that runs this. Everything
-is a deterministic function of the files and a seed: the order of files, the split, every step's batch at any world
-size, and the windows that a model and the counting baselines are both evaluated on.
+is a deterministic function of the files: their order, the split, the windows that training reads, and those that a
+model and the counting baselines are both evaluated on.
 """
 
 from __future__ import annotations
@@ -116,17 +116,14 @@ def windows_at(text: Tensor, starts: Tensor, length: int) -> Tensor:
     return text[starts[:, None] + torch.arange(length)].long()
 
 
-class Batches:
-    """Random windows of the training text: the same global batch at every world size.
+class Windows:
+    """The training text as samples: windows that lie end to end, so that an epoch predicts each byte once.
 
-    A step's windows are drawn for all ranks and all micro-batches at once, from a generator seeded by (seed, step), and
-    then sliced. So the same step of the same run sees the same text however many ranks share it, and a run resumed in
-    the middle goes on with the batches that it would have seen.
+    Window i reads the `context` bytes from i * context on and predicts the byte behind each. What is left at the end of
+    the text, less than a window, is not read.
     """
 
-    def __init__(
-        self, corpus: Corpus, *, context: int, micro_batch: int, world: int, seed: int, accumulate: int = 1
-    ) -> None:
+    def __init__(self, corpus: Corpus, *, context: int) -> None:
         for name, text in (("training", corpus.train), ("held-out", corpus.held_out)):
             if len(text) <= context:
                 raise ConfigError(
@@ -135,24 +132,14 @@ class Batches:
                 )
         self.text = corpus.train
         self.context = context
-        self.micro_batch = micro_batch
-        self.world = world
-        self.accumulate = accumulate
-        self.seed = seed
 
-    def starts(self, step: int) -> Tensor:
-        """Return where each window of the step's global batch starts."""
-        digest = hashlib.blake2b(f"{self.seed}/{step}".encode()).digest()
-        draw = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        number = self.world * self.accumulate * self.micro_batch
-        return torch.randint(len(self.text) - self.context, (number,), generator=draw)
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
 
-    def micro_batches(self, step: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (tokens, targets), each (micro_batch, context), for one rank's micro-batches of a step."""
-        parts = self.starts(step).view(self.accumulate, self.world, self.micro_batch)
-        for part in parts[:, rank]:
-            windows = windows_at(self.text, part, self.context + 1)
-            yield windows[:, :-1], windows[:, 1:]
+    def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Return (tokens, targets), each (len(indices), context) int64."""
+        windows = windows_at(self.text, torch.tensor(indices) * self.context, self.context + 1)
+        return windows[:, :-1], windows[:, 1:]
 
 
 def held_out_windows(corpus: Corpus, *, context: int, number: int) -> Tensor:
