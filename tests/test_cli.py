@@ -71,7 +71,7 @@ BAD = [
     (["train", "--lr", "nan"], "lr is 'nan'"),
     (["train", "--size", "dmeo"], "Did you mean 'demo'?"),
     (["train", "--layout", "zero4"], "Did you mean 'zero3'?"),
-    (["train", "--precision", "fp61"], "'fp32' or 'bf16'"),
+    (["train", "--precision", "fp61"], "'fp32', 'bf16', 'fp16'"),
     (["train", "--heads", "5"], "5 heads"),
     (["train", "--procs", "0"], "--procs"),
     (["train", "--data", "no/such/text"], "no/such/text"),
@@ -234,6 +234,19 @@ def test_a_loss_that_is_not_finite_stops_with_a_sentence(tmp_path: Path):
     result = subprocess.run(command(tmp_path, *arguments), check=False, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert "the loss is nan at step" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_fp16_shows_its_loss_scale_and_what_it_skipped(tmp_path: Path):
+    """A first rate that is far too high: steps are skipped, the run ends well, and says both."""
+    arguments = ["--steps", "4", "--precision", "fp16", "--warmup", "0", "--lr", "1", "--clip-norm", "0"]
+    result = subprocess.run(command(tmp_path, *arguments), check=False, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert steps[0].loss_scale == 2.0**16 and steps[-1].skipped > 0
+    assert steps[-1].loss_scale == 2.0 ** (16 - steps[-2].skipped)
+    skipped = json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_steps"]
+    assert skipped == steps[-1].skipped
+    assert re.search(rf"step 4/4 .* loss scale {steps[-1].loss_scale:g}, {skipped} steps? skipped", result.stdout)
 
 
 @pytest.mark.parametrize("procs", ["1", "2"])

@@ -30,9 +30,13 @@ class StepMetrics:
     """Held by this rank for the model's state."""
     held_out_bits_per_byte: float | None = None
     """Where the held-out text was evaluated after this step."""
+    loss_scale: float | None = None
+    """What this step's losses were multiplied by, in fp16."""
+    skipped: int = 0
+    """Steps so far, this one included, that were left out because gradients overflowed."""
 
 
-OPTIONAL = ("grad_norm", "held_out_bits_per_byte")
+OPTIONAL = ("grad_norm", "held_out_bits_per_byte", "loss_scale")
 
 
 class MetricsWriter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -97,7 +98,8 @@ class Progress:
         """Show one finished step."""
         if not self.enabled:
             return
-        self._losses.append(step.bits_per_byte)
+        if math.isfinite(step.bits_per_byte):  # of a skipped step it need not be
+            self._losses.append(step.bits_per_byte)
         mean = self._tokens_per_s or step.tokens_per_s
         self._tokens_per_s = mean + 0.1 * (step.tokens_per_s - mean)
         evaluated = step.held_out_bits_per_byte is not None
@@ -117,10 +119,18 @@ class Progress:
     def _eta(self, step: StepMetrics) -> str:
         return format_duration(step.seconds / step.step * (self._total - step.step))
 
+    @staticmethod
+    def _scale(step: StepMetrics) -> str:
+        if step.loss_scale is None:
+            return ""
+        skipped = f", {step.skipped} step{'s' if step.skipped > 1 else ''} skipped" if step.skipped else ""
+        return f"loss scale {step.loss_scale:g}{skipped}"
+
     def _line(self, step: StepMetrics) -> str:
         held_out = "" if step.held_out_bits_per_byte is None else f"  held-out {step.held_out_bits_per_byte:.3f}"
+        scale = self._scale(step) and f"{self._scale(step)}  "
         return (
-            f"step {step.step}/{self._total}  {step.bits_per_byte:.3f} bits per byte{held_out}  "
+            f"step {step.step}/{self._total}  {step.bits_per_byte:.3f} bits per byte{held_out}  {scale}"
             f"{format_count(self._tokens_per_s or 0)} tokens/s  {format_bytes(step.memory_bytes)} per rank  "
             f"{self._eta(step)} left"
         )
@@ -132,13 +142,16 @@ class Progress:
         bar = ProgressBar(total=self._total, completed=step.step, complete_style="cyan", finished_style="green")
         head.add_row(f"step [bold]{step.step}[/bold]/{self._total}", bar, f"{self._eta(step)} left")
         body = Text("  ").join(
-            [
+            part
+            for part in [
                 Text.assemble((f"{step.bits_per_byte:.3f}", "bold"), " bits per byte"),
                 Text(sparkline(self._losses), style="cyan"),
                 Text("" if self._held_out is None else f"held-out {self._held_out:.3f}", style="magenta"),
+                Text(self._scale(step), style="yellow" if step.skipped else "dim"),
                 Text(f"{format_count(self._tokens_per_s or 0)} tokens/s", style="dim"),
                 Text(f"{format_bytes(step.memory_bytes)} per rank", style="dim"),
             ]
+            if part
         )
         body.no_wrap, body.overflow = True, "ellipsis"
         return Group(head, body)

@@ -102,7 +102,11 @@ class TrainConfig(BaseModel):
         None, description="A file or folder of text; without it, the Python standard library's own sources."
     )
     layout: str = Field("zero3", description=f"How state is split over ranks: {', '.join(presets.PRESETS)}.")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of forward and backward: fp32 or bf16.")
+    precision: Literal["fp32", "bf16", "fp16", "bf16-pure", "bf16-autocast", "fp16-autocast"] = Field(
+        "fp32",
+        description="Arithmetic of forward and backward: fp32, bf16, fp16 (under a loss scale), bf16-autocast, "
+        "fp16-autocast; bf16-pure: all states in bf16 too.",
+    )
     steps: int = Field(600, ge=1, description="Optimizer steps.")
     micro_batch: int = Field(8, ge=1, description="Sequences per rank and micro-batch.")
     accumulate: int = Field(1, ge=1, description="Micro-batches per optimizer step.")

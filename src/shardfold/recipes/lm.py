@@ -154,9 +154,10 @@ class Run:
             self.engine.backward(value)
             done = self.engine.step()
             loss += value.detach()
-        assert done is not None and done.updated and done.lr is not None
+        assert done is not None and done.lr is not None
         mean = self.engine.mean(loss.item() / self.config.accumulate)
-        if not math.isfinite(mean):
+        scaler = self.engine.loss_scale
+        if not math.isfinite(mean) and scaler is None:  # a loss scale skips such steps, and gives up by itself
             raise ShardfoldError(
                 f"the loss is {mean} at step {self.done + 1}: lower the learning rate (--lr, now {self.config.lr:g}) "
                 f"or clip gradients harder (--clip-norm, now {self.config.clip_norm:g})."
@@ -173,6 +174,8 @@ class Run:
             seconds=now - self.began,
             # Walking live storages every step would cost time, and at rest between steps nothing changes.
             memory_bytes=self.history[-1].memory_bytes if self.history else self.engine.memory().held,
+            loss_scale=done.loss_scale if scaler is not None else None,
+            skipped=scaler.skipped if scaler is not None else 0,
         )
 
     @torch.no_grad()
@@ -293,6 +296,7 @@ def write_and_show(run: Run, result: Result) -> None:
     (result.out / "sample.txt").write_bytes(result.sample)
     summary = {
         "steps": result.steps,
+        "skipped_steps": run.engine.stats().skipped,
         "interrupted": result.interrupted,
         "seconds": round(result.seconds, 3),
         "tokens": result.steps * run.tokens_per_step,
@@ -309,7 +313,7 @@ def write_and_show(run: Run, result: Result) -> None:
     size = f"GPT {run.config.size}, {format_count(run.shape.num_parameters)} parameters"
     loss_picture(
         result.out / "loss.png",
-        train=[(metrics.step, metrics.bits_per_byte) for metrics in run.history],
+        train=[(each.step, each.bits_per_byte) for each in run.history if math.isfinite(each.bits_per_byte)],
         held_out=[*held_out, (result.steps, result.bits_per_byte)],
         baselines=result.baselines,
         memory=memory.rows,
