@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from math import inf
 
@@ -112,7 +114,7 @@ def bad_values(layout: str) -> None:
                 names = {name for u in engine.units if u.name == row.unit for name, _ in u.parameters()}
                 flat = torch.cat([parameters[name].detach().flatten().double() for name in sorted(names)])
                 assert row.norm == pytest.approx(flat.norm().item(), rel=1e-6)
-                assert (row.minimum, row.maximum) == (min(flat.min(), 0.0), max(flat.max(), 0.0))
+                assert (row.minimum, row.maximum) == (flat.min(), flat.max())
     with engine.gathered("blocks.1.up.bias", write=True) as bias, torch.no_grad():
         bias[5] = inf
     with engine.gathered("head.bias", of="exp_avg", write=True) as moment:
@@ -130,12 +132,115 @@ def test_parameters_states_and_buffers_are_named_and_numbers_are_the_whole_model
     ranks.run(bad_values, layout, world_size=2)
 
 
-def test_the_error_at_the_floor_of_the_scale_has_the_report() -> None:
-    engine = sf.Engine(models.Small(), optimizer=SGD, loss_scale=sf.LossScale.static(1.0, patience=2))
-    tokens, targets = models.batches(1, rows=4)[0]
-    engine.backward(engine(tokens, targets) * inf)
-    assert engine.step().skipped
-    engine.backward(engine(tokens, targets) * inf)
-    with pytest.raises(NonFiniteError, match=r"2 times in a row .*\n.*first in loss on rank 0, step 1, micro-batch 0"):
-        engine.step()
+def overflows_in_a_module(layout: str) -> None:
+    """Nobody opened a Watch: the engine did once the scale was at its floor."""
+    mesh = {"inter": 2, "intra": 1} if layout in ("hsdp", "hpz") else None
+    torch.manual_seed(0)
+    rule = sf.LossScale(initial=4.0, patience=2)
+    engine = sf.Engine(Net(), optimizer=SGD, layout=layout, mesh=mesh, accumulate=2, loss_scale=rule)
+    draw = torch.Generator().manual_seed(engine.rank)
+
+    def step(*, planted: bool) -> sf.StepReport:
+        for micro in (0, 1):
+            where = torch.zeros(4, 1, dtype=torch.bool)
+            where[2] = planted and (engine.rank, micro) == (RANK, MICRO)
+            engine.backward(engine(torch.randn(4, 8, generator=draw), where))
+            report = engine.step()
+        return report
+
+    assert step(planted=False).findings == ()
+    for _ in range(3):  # 4, 2, 1
+        report = step(planted=True)
+        assert report.skipped and report.findings[0] == ("loss", "", RANK, 2, MICRO, None)
+    assert engine.watch is not None
+    with pytest.raises(NonFiniteError) as error:
+        step(planted=True)
+    sentence, head = str(error.value).splitlines()[:2]
+    assert sentence.startswith(
+        "step 2: gradients were inf or NaN 2 times in a row although the loss scale is at its floor of 1 "
+        "(it was 4 (2 times), 2, 1 (2 times)): inf or NaN first in the output of blocks.3.mlp on rank 1, step 2, "
+        "micro-batch 1, and in "
+    )
+    assert head.split() == ["unit", "state", "min", "max", "norm", "inf/NaN"]
+    assert step(planted=False).updated and engine.watch is None
     engine.close()
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("layout", ["zero3", "hpz"])
+def test_at_the_floor_of_the_scale_one_sentence_names_the_module(ranks: Ranks, layout: str) -> None:
+    ranks.run(overflows_in_a_module, layout, world_size=2)
+
+
+def test_a_loss_that_is_not_finite_is_told_once_and_the_step_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    engine = sf.Engine(Net(), optimizer=SGD)
+    x, nothing = torch.randn(4, 8), torch.zeros(4, 1, dtype=torch.bool)
+    found = []
+    for factor in (1.0, inf, 1.0, inf):
+        engine.backward(engine(x, nothing) * factor)
+        report = engine.step()
+        assert report.updated
+        found.append([(finding.kind, finding.step) for finding in report.findings[:1]])
+    assert found == [[], [("loss", 2)], [], []]  # from then on the weights are NaN
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("inf or NaN first in loss on rank 0, step 2, micro-batch 0, and in ")
+    engine.close()
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.up = nn.Identity(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if not bool(torch.isfinite(x).all()):
+            raise ValueError("inf")
+        return (x[:, None] + self.mask(torch.full((8, 8), -inf).triu(1))).softmax(-1)[..., 0].square().mean()
+
+
+def test_masks_are_finite_and_what_an_interrupted_pass_left_is_forgotten() -> None:
+    engine = sf.Engine(Masked(), optimizer=SGD)
+    watch = sf.numerics.Watch(engine)
+    engine.backward(engine(torch.ones(2, 8)))
+    assert sf.numerics.check(engine).finite
+    engine.step()
+    with pytest.raises(ValueError, match="inf"):
+        engine(torch.full((2, 8), inf))
+    assert [path for _, path, _ in watch.found()] == ["up"]
+    engine.backward(engine(torch.ones(2, 8)))
+    assert sf.numerics.check(engine).finite
+    watch.close()
+    engine.close()
+
+
+WAYS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_of_a_watched_model_is_plain(way: str) -> None:
+    """The copy has the user's hook alone, and what it computes does not reach the Watch."""
+    engine = sf.Engine(models.Small(), optimizer=SGD)
+    engine.module.head.register_forward_hook(plain_hook)  # type: ignore[union-attr]
+    tokens, targets = models.batches(1, rows=4)[0]
+    watch = sf.numerics.Watch(engine)
+    for _ in range(2):  # watched, and not any more
+        with engine.gathered():
+            alone = WAYS[way](engine.module)
+        hooks = [hook for module in alone.modules() for hook in module._forward_hooks.values()]
+        assert hooks == [plain_hook]
+        assert not any("__reduce_ex__" in vars(module) for module in alone.modules())
+        (alone(tokens, targets) * inf).backward()
+        assert sf.numerics.check(engine).finite
+        watch.close()
+    engine.backward(engine(tokens, targets))
+    assert engine.step().updated
+    engine.close()
+
+
+def plain_hook(module: nn.Module, args: object, output: object) -> None:
+    pass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -341,6 +342,154 @@ def test_rules_that_contradict_themselves_are_refused(options: dict[str, Any]) -
 def test_states_of_something_else_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"lacks 'scale': load what engine\.loss_scale\.state_dict\(\)"):
         Scaler(sf.LossScale()).load_state_dict({"step": 3})
+
+
+def skipped_steps_move_nothing(layout: str) -> None:
+    """One of two micro-batches on one rank overflows."""
+    torch.manual_seed(0)
+    engine = sf.Engine(
+        models.Small(), optimizer=ADAMW, layout=layout, mesh=mesh_for(layout), accumulate=2, loss_scale=1024.0,
+        schedule=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
+    )  # fmt: skip
+    average = sf.Average(engine, decay=0.5)
+    batch = [t.chunk(engine.world_size)[engine.rank] for t in models.batches(1, rows=8)[0]]
+
+    def step(bad: int | None) -> sf.StepReport:
+        for micro in (0, 1):
+            engine.backward(engine(*batch) * (torch.inf if (engine.rank, micro) == (1, bad) else 1.0))
+            report = engine.step()
+        return report
+
+    def everything() -> dict[str, Any]:
+        states = {"average": average.state_dict(), "schedule": engine.schedule.state_dict()}  # type: ignore[union-attr]
+        for of in ("master", "exp_avg", "exp_avg_sq"):
+            with engine.gathered(of=of) as values:
+                states[of] = {name: value.clone() for name, value in values.items()}
+        states["counts"] = [list(s.steps) for s in engine._update._fused.values()]  # type: ignore[union-attr]
+        return {**states, "steps": engine.steps, "params": engine.state_dict()}
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+    assert step(None).updated
+    before = everything()
+    for bad in (0, 1):
+        assert step(bad).skipped
+        assert same(everything(), before)
+    assert step(None).updated and not same(everything(), before)
+    engine.close()
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_skipped_step_leaves_every_state_as_it_was(ranks: Ranks, layout: str) -> None:
+    ranks.run(skipped_steps_move_nothing, layout, world_size=2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", NARROW], ids=["fp32", "fp16 on the wire"])
+def test_a_scale_that_is_loaded_holds_from_the_next_step_on(precision: Any) -> None:
+    """Also when it comes between two micro-batches: those of one step have one scale."""
+    engine = sf.Engine(
+        Sums(),
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        precision=precision,
+        accumulate=2,
+        loss_scale=sf.LossScale(initial=8.0),
+    )
+    slope = torch.tensor(3.0)
+    for scale, loaded in ((8.0, 32.0), (32.0, 2.0), (2.0, 2.0)):
+        engine.backward(engine(slope))
+        engine.loss_scale.load_state_dict({**engine.loss_scale.state_dict(), "scale": loaded})  # type: ignore[union-attr]
+        engine.step()
+        engine.backward(engine(slope))
+        with engine.gathered("small", of="grads") as grad:
+            assert torch.equal(grad.float(), torch.full((7,), 3.0))
+        assert engine.step().loss_scale == scale
+    assert torch.equal(engine.state_dict()["small"], torch.full((7,), -9.0))
+    engine.close()
+
+
+# -- learning rates that are too high -------------------------------------------------------------------------------
+
+
+class Warmed(NamedTuple):
+    losses: list[float]
+    scales: list[float]
+    error: str
+
+
+def warmed_up(low: float, peak: float, precision: Any = "fp16", steps: int = 60, **options: Any) -> Warmed:
+    """The learning rate goes from ``low`` to ``peak`` in 20 updates."""
+    torch.manual_seed(0)
+    schedule = partial(sf.optim.WarmupLR, warmup_min_lr=low, warmup_max_lr=peak, warmup_num_steps=20)
+    engine = sf.Engine(Logits(), optimizer=SLOW, precision=precision, schedule=schedule, **options)
+    losses, scales, error = [], [], ""
+    for tokens in texts(steps):
+        part = tokens.chunk(engine.world_size)[engine.rank]
+        loss = engine(part[:, :-1], part[:, 1:])
+        losses.append(engine.mean(loss.item()))
+        engine.backward(loss)
+        try:
+            engine.step()
+        except NonFiniteError as raised:
+            error = str(raised)
+            break
+        scales.append(engine.loss_scale.scale if engine.loss_scale is not None else 1.0)
+    engine.close()
+    return Warmed(losses, scales, error)
+
+
+def test_a_warm_up_from_a_rate_that_is_too_high_recovers_by_a_lower_scale(ranks: Ranks) -> None:
+    calm = ranks.run(warmed_up, 3e-3, 3e-3, steps=20, world_size=2)[0]
+    assert set(calm.scales) == {2.0**16}  # so it is the rate that makes gradients overflow
+    run = ranks.run(warmed_up, 0.1, 3e-3, world_size=2)[0]
+    falls = [i for i, (a, b) in enumerate(zip([2.0**16, *run.scales], run.scales, strict=False)) if b < a]
+    assert falls and falls[-1] < 20 and run.scales[-1] > 1 and not run.error
+    assert run.losses[-1] < 0.5 * run.losses[falls[-1]]
+
+
+def test_at_the_floor_the_advice_of_the_error_works(ranks: Ranks) -> None:
+    """Weights that have grown until forward overflows: a tenth of the rate. Every rank says the same."""
+    runs = ranks.run(warmed_up, 0.0, 1.0, world_size=2)
+    assert runs[0].scales[-1] == 1 and runs[0].error == runs[1].error
+    said = re.search(r"\(it was (.*)\): inf or NaN first in .*with a (tenth) of the learning rate", runs[0].error)
+    assert said is not None and said[1].endswith(", 4, 2, 1 (10 times)")
+    advised = ranks.run(warmed_up, 0.0, 1.0 / 10, world_size=2)[0]
+    assert not advised.error and advised.losses[-1] < 0.1 * advised.losses[0]
+
+
+class Steep(Logits):
+    """Its loss is finite, but the gradient of what is fp16 is not."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.gpt(tokens)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) * 2.0**24
+
+
+def test_at_the_floor_with_a_finite_loss_the_advice_is_another_and_works() -> None:
+    def train(precision: Any, rule: sf.LossScale | None, steps: int = 25) -> tuple[list[float], str]:
+        torch.manual_seed(0)
+        engine = sf.Engine(Steep(), optimizer=partial(torch.optim.Adam, lr=3e-3), precision=precision, loss_scale=rule)
+        losses = []
+        for tokens in texts(steps):
+            losses.append((loss := engine(tokens[:, :-1], tokens[:, 1:])).item())
+            engine.backward(loss)
+            try:
+                engine.step()
+            except NonFiniteError as error:
+                return losses, str(error)
+        engine.close()
+        return losses, ""
+
+    _, error = train("fp16", sf.LossScale(initial=1.0, patience=2))
+    assert "first in the gradient of the output of gpt.head on rank 0, step 1, micro-batch 0" in error
+    said = re.search(r"loss_scale=(LossScale\(.*?\)), or use precision='(\w+)'", error)
+    assert said is not None and said[1] == "LossScale(floor=2.0**-14)"
+    for precision, rule in (("fp16", sf.LossScale(initial=1.0, floor=2.0**-14)), (said[2], None)):
+        losses, error = train(precision, rule)
+        assert not error and losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("rule", [4.0, sf.LossScale(initial=4.0, patience=10)], ids=["static", "dynamic"])

@@ -77,6 +77,7 @@ class Actions:
         self.grad_norm: Tensor | None = None
         self.coefficient: Tensor | None = None
         self.scale, self.loss_scale = scale, loss_scale
+        self.lifted = 1.0  # the loss scale that gradients have until they are unscaled
         self._part: Tensor | None = None  # of the norm, where looking for overflows has summed it already
         self._overlap = (
             (store.device.type == "cuda") if timing.reduces_in_flight is None else timing.reduces_in_flight > 0
@@ -97,7 +98,7 @@ class Actions:
         """[Note: where gradients are unscaled] As they arrive they are cast to what they travel in and multiplied by
         1 / (ranks * micro-batches * loss scale): everything that reads them later sees true values. Only where they
         travel or accumulate in fp16, which could not hold those, do they stay scaled until the update."""
-        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        self.lifted = scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         for unit in self.units.values():
             for segment in unit.trainable:
                 dtypes = segment.dtype_for(self._reduce_dtype), segment.dtype_for(self.layout.grads.dtype)
@@ -334,12 +335,12 @@ class Actions:
 
     # -- agreement
 
-    def agree_on_use(self, overflowed: bool = False) -> tuple[dict[str, list[list[bool]]], list[Unit], bool]:
-        """Which parameters any rank used in this step, which units have late gradients on any rank, and whether
-        gradients overflowed on any (asked only under a loss scale)."""
+    def agree_on_use(self, *flags: bool) -> tuple[dict[str, list[list[bool]]], list[Unit], list[bool]]:
+        """Which parameters any rank used in this step, which units have late gradients on any rank, and which of the
+        ``flags`` any set."""
         mine = [flag for unit in self.units.values() for flags in unit.used for flag in flags]
         mine += [unit.has_unsent for unit in self.units.values()]
-        mine += [overflowed] * (self.loss_scale is not None)
+        mine += flags
         if self.mesh.world > 1:
             bits = torch.tensor(mine, dtype=torch.uint8)
             self.agreement.issue("the agreement on used parameters")
@@ -347,10 +348,10 @@ class Actions:
             self.agreement.wait(work, control=True)
             self.meter.control(bits.nbytes)
             mine = [bool(bit) for bit in bits.tolist()]
-        flags = iter(mine)
-        used = {u.name: [list(itertools.islice(flags, len(row))) for row in u.used] for u in self.units.values()}
-        late = [unit for unit, is_late in zip(self.units.values(), flags, strict=False) if is_late]
-        return used, late, next(flags, False)
+        bit = iter(mine)
+        used = {u.name: [list(itertools.islice(bit, len(row))) for row in u.used] for u in self.units.values()}
+        late = [unit for unit in self.units.values() if next(bit)]
+        return used, late, list(bit)
 
     def control(self, values: list[float], op: Any) -> list[float]:
         """A few numbers reduced over all ranks, on the host."""

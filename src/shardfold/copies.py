@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,33 +32,53 @@ _HOOK_DICTS = (
 _OWN_ANSWERS = ("__reduce_ex__", "__deepcopy__")
 
 
-def copy_without_hooks(module: nn.Module, hooks: Iterable[int]) -> None:
-    """From now on copies and pickles of ``module`` lack the hooks with these ids."""
-    ids, this = frozenset(hooks), weakref.ref(module)
+class _Answers:
+    """What a hooked module says when it is to be copied: itself, without the hooks whose ids are in ``hooks``."""
 
-    def reduce(protocol: Any) -> Any:
-        module = _alive(this)
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.hooks: set[int] = set()
+
+    def reduce(self, protocol: Any) -> Any:
+        module = _alive(self._module)
         kind: Any = type(module)
-        with _without(module, ids):
+        with _without(module, self.hooks):
             made = kind.__reduce_ex__(module, protocol)
             if isinstance(made, tuple) and len(made) > 2 and made[2] is vars(module):
                 made = (*made[:2], dict(vars(module)), *made[3:])
         return made
 
-    def deepcopy(memo: dict[int, Any]) -> Any:
-        module = _alive(this)
-        with _without(module, ids):
+    def deepcopy(self, memo: dict[int, Any]) -> Any:
+        module = _alive(self._module)
+        with _without(module, self.hooks):
             return type(module).__deepcopy__(module, memo)  # pyright: ignore[reportAttributeAccessIssue]
 
-    module.__dict__["__reduce_ex__"] = reduce
-    if hasattr(type(module), "__deepcopy__"):  # torch.fx.GraphModule has one
-        module.__dict__["__deepcopy__"] = deepcopy
+    @staticmethod
+    def of(module: nn.Module) -> _Answers | None:
+        answer = module.__dict__.get("__reduce_ex__")
+        found = getattr(answer, "__self__", None)
+        return found if isinstance(found, _Answers) else None
 
 
-def forget_hooks(module: nn.Module) -> None:
-    """Takes back :func:`copy_without_hooks`."""
-    for name in _OWN_ANSWERS:
-        module.__dict__.pop(name, None)
+def copy_without_hooks(module: nn.Module, hooks: Iterable[int]) -> None:
+    """From now on copies and pickles of ``module`` lack the hooks with these ids too."""
+    answers = _Answers.of(module)
+    if answers is None:
+        answers = _Answers(module)
+        module.__dict__["__reduce_ex__"] = answers.reduce
+        if hasattr(type(module), "__deepcopy__"):  # torch.fx.GraphModule has one
+            module.__dict__["__deepcopy__"] = answers.deepcopy
+    answers.hooks.update(hooks)
+
+
+def forget_hooks(module: nn.Module, hooks: Iterable[int]) -> None:
+    """Takes back :func:`copy_without_hooks`: these hooks are no more."""
+    answers = _Answers.of(module)
+    if answers is not None:
+        answers.hooks.difference_update(hooks)
+        if not answers.hooks:
+            for name in _OWN_ANSWERS:
+                module.__dict__.pop(name, None)
 
 
 def copy_alone(parameter: nn.Parameter) -> None:
@@ -85,7 +105,7 @@ def _alive(reference: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def _without(module: nn.Module, ids: frozenset[int]) -> Iterator[None]:
+def _without(module: nn.Module, ids: Collection[int]) -> Iterator[None]:
     """Inside, ``vars(module)`` is what it would be without the engine."""
     state = module.__dict__
     kept = {name: state[name] for name in (*_HOOK_DICTS, *_OWN_ANSWERS) if name in state}

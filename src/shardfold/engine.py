@@ -38,9 +38,10 @@ from shardfold.layout import Layout, Precision
 from shardfold.loans import Loan, refuse_during
 from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
+from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip
 from shardfold.numerics.forensics import Watch, examine
-from shardfold.numerics.scaling import LossScale, Scaler
+from shardfold.numerics.scaling import LossScale, Scaler, scaled
 from shardfold.optim.average import Average
 from shardfold.optim.sharded import ShardedOptimizer, build
 from shardfold.passes import Schedule
@@ -149,8 +150,7 @@ class Engine:
         self.more_memory: list[Callable[[], MemoryRow]] = []  # rows of memory() that the table does not have
         self.averages: list[Average] = []
         self.watch: Watch | None = None  # of the outputs of modules
-        self.losses: list[Tensor] = []  # of the micro-batches since the last step, as engine.backward() got them
-        self._post_mortem = ""
+        self.alarm = Alarm(self)
         self.loans: list[Loan] = []  # whole values that are lent: no update meanwhile
         self._clock = Clock(self.agreement.waited)
         self._runner = Runner(
@@ -199,11 +199,11 @@ class Engine:
 
         The loss is not divided: gradients are, as they arrive.
         """
-        if not self._runner.micro:
-            self.losses.clear()
-        self.losses.append(loss.detach())
+        self.alarm.note(loss)
         if self.loss_scale is not None:
-            loss = self.loss_scale.scaled(loss)
+            if not self._runner.micro and self.actions.lifted != self.loss_scale.scale:
+                self.actions.set_factors()
+            loss = scaled(loss, self.actions.lifted)
         self._runner.scaled = True
         try:
             loss.backward(retain_graph=retain_graph)
@@ -237,18 +237,22 @@ class Engine:
             raise UsageError("engine.step() with no backward since the last step: call engine.backward(loss).")
         self._clock.told(tokens, samples)
         if not runner.boundary:
-            return StepReport(self.steps, updated=False, loss_scale=self.loss_scale.scale if self.loss_scale else 1.0)
+            return StepReport(self.steps, updated=False, loss_scale=self.actions.lifted)
         refuse_during(self.loans, "engine.step()")
         rebuild.secure(self)
         lr = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else None
         runner.meet("the optimizer step")
-        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        scale = self.actions.lifted
         updated = self._apply_step()
+        findings = self.alarm.report.findings if self.alarm.report is not None else ()
         if self.loss_scale is not None:
             self.loss_scale.update(not updated)
-            self.actions.set_factors()
-        if not updated:
-            return self._skipped(lr, scale)
+            self.alarm.settle()
+        if not updated:  # neither weights, moments, counts nor the schedule have moved
+            self._clock.end_step(self.agreement.waited, skipped=True)
+            if self.loss_scale is not None and self.loss_scale.exhausted:
+                raise self.alarm.failure()
+            return StepReport(self.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings)
         self.steps += 1
         if self.schedule is not None:
             self.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
@@ -256,25 +260,18 @@ class Engine:
         for call in self.after_step:
             call()
         self._clock.end_step(self.agreement.waited)
-        return StepReport(self.steps, updated=True, lr=lr, loss_scale=scale, norm=self.actions.grad_norm)
-
-    def _skipped(self, lr: float | None, scale: float) -> StepReport:
-        """Gradients overflowed on some rank: neither weights, moments, counts nor the schedule have moved."""
-        assert self.loss_scale is not None
-        self._clock.end_step(self.agreement.waited, skipped=True)
-        if self.loss_scale.exhausted:
-            raise NonFiniteError(
-                f"step {self.steps + 1}: gradients were inf or NaN {self.loss_scale.stuck} times in a row although the "
-                f"loss scale is at its floor of {self.loss_scale.rule.floor:g}, so the scale is not the cause: lower "
-                "the learning rate, clip gradients, look for inf in the batch, or use precision='bf16'.\n"
-                + self._post_mortem
-            )
-        return StepReport(self.steps, updated=False, skipped=True, lr=lr, loss_scale=scale)
+        norm = self.actions.grad_norm
+        return StepReport(self.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings)
 
     @property
     def micro_batch(self) -> int:
         """Backwards since the last step."""
         return self._runner.micro
+
+    @property
+    def attempt(self) -> int:
+        """Which step gradients are collected for; skipped steps and those whose gradients were dropped count."""
+        return self._runner.attempt
 
     @property
     def gradients_ready(self) -> bool:
@@ -293,8 +290,6 @@ class Engine:
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
         self._runner.settle("engine.zero_grad()")
-        if self.watch is not None:
-            self.watch.forget()
         self._runner.zero_grad()
 
     def reset(self) -> None:
@@ -302,8 +297,6 @@ class Engine:
 
         Every rank must call it, or do what calls it by itself: the next forward, step or :meth:`gathered`.
         """
-        if self.watch is not None:
-            self.watch.forget()
         self._runner.reset()
 
     @contextmanager
@@ -463,6 +456,7 @@ class Engine:
         found."""
         self.saver.finish()
         self._changes.close()
+        self.alarm.close()
         self._hooks.remove()
         self.agreement.close()  # first, so that whoever finds the wire closed knows why
         self.actions.wire.close()
@@ -494,13 +488,14 @@ class Engine:
         for unit in self.units:
             if unit.resting is not None and not unit.reduced:  # one rank: nothing reduced, so nothing completed
                 unit.resting.complete()
-        used, late, overflowed = actions.agree_on_use(scaler is not None and actions.overflowed())
+        used, late, (overflowed, raised) = actions.agree_on_use(
+            scaler is not None and actions.overflowed(), self.alarm.raised()
+        )
         self._runner.reduce_late(late)
         if scaler is not None and late and not overflowed:  # what came late was not among what was looked at
             overflowed = bool(actions.control([float(actions.overflowed())], dist.ReduceOp.MAX)[0])
+        self.alarm.look(overflowed=overflowed, raised=raised)
         if overflowed:
-            if scaler is not None and scaler.last_chance:
-                self._post_mortem = str(examine(self))
             for unit in self.units:
                 unit.forget_gradients()
             self._runner.end_step(skipped=True)

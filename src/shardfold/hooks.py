@@ -153,8 +153,8 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for module, _ in self._hooked.values():
-            forget_hooks(module)
+        for module, ids in self._hooked.values():
+            forget_hooks(module, ids)
         self._hooked.clear()
         self._accumulators.clear()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardfold.layout import Axes
+
+if TYPE_CHECKING:
+    from shardfold.numerics.forensics import Finding
 
 __all__ = ["MemoryReport", "MemoryRow", "StepReport", "TrafficReport", "TrafficRow", "human"]
 
@@ -109,6 +112,8 @@ class StepReport(NamedTuple):
         lr: learning rate of the first group in this update.
         loss_scale: that of this step's losses; 1.0 without one.
         norm: 0-d tensor, the norm of all gradients before clipping; None if the engine does not clip.
+        findings: what was inf or NaN on any rank, the likely cause first, where the step was skipped, or where a loss
+            of it was not finite and those of the step before were; the same on every rank.
     """
 
     step: int
@@ -117,6 +122,7 @@ class StepReport(NamedTuple):
     lr: float | None = None
     loss_scale: float = 1.0
     norm: object = None
+    findings: tuple[Finding, ...] = ()
 
     @property
     def grad_norm(self) -> float | None:

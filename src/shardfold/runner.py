@@ -55,6 +55,7 @@ class Runner:
     Attributes:
         program: what runs, for display and for counting.
         micro: backwards since the last step.
+        attempt: steps, done or skipped, and other ends of gradients so far.
         boundary: whether the last of them reduced everything, so that a step may follow.
         synchronize: False inside ``no_sync()``.
         scaled: whether the backward under way is that of a loss that the engine scaled.
@@ -81,7 +82,7 @@ class Runner:
         self.timing, self.accumulate, self._clip = timing, accumulate, clip
         self.roots: set[str] = set()
         self._late: set[str] = set()
-        self.micro = 0
+        self.micro = self.attempt = 0
         self.boundary = self._boundary_before = False
         self.synchronize = True
         self.scaled = False
@@ -320,6 +321,7 @@ class Runner:
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
         self.micro, self.boundary = 0, False
+        self.attempt += 1
         for unit in self.units:
             unit.end_reduce(self.agreement.wait)
             unit.forget_gradients()
@@ -531,6 +533,7 @@ class Runner:
     def end_step(self, *, skipped: bool = False) -> None:
         """The gradients have been used, or overflowed."""
         self.micro, self.boundary = 0, False
+        self.attempt += 1
         self._evaluated = self._asked_backward = False
         self.actions.meter.control(self.agreement.control_bytes)
         self.agreement.control_bytes = 0

@@ -10,17 +10,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import inf
+from math import inf, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardfold.copies import copy_without_hooks, forget_hooks
 from shardfold.errors import UsageError
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
+    from shardfold.unit import Segment, Unit
 
 __all__ = ["Finding", "NumericsReport", "UnitNumbers", "Watch", "check", "examine"]
 
@@ -55,7 +58,8 @@ class Finding(NamedTuple):
 
 
 class UnitNumbers(NamedTuple):
-    """One state of one unit over all ranks: its smallest and largest finite element and the norm of these."""
+    """One state of one unit over all ranks: its smallest and largest finite element, NaN where none is finite, and the
+    norm of these."""
 
     unit: str
     state: str
@@ -75,40 +79,59 @@ class NumericsReport(NamedTuple):
     def finite(self) -> bool:
         return not self.findings
 
-    def __str__(self) -> str:
-        first = f"inf or NaN first in {self.findings[0]}" if self.findings else "everything is finite"
-        more = f", and in {len(self.findings) - 1} more places" if len(self.findings) > 1 else ""
-        lines = [first + more + ".", f"{'unit':<24}{'state':<14}{'min':>12}{'max':>12}{'norm':>12}{'inf/NaN':>9}"]
+    @property
+    def first(self) -> str:
+        """Half a sentence on what was found."""
+        if not self.findings:
+            return "everything is finite"
+        others = len(self.findings) - 1
+        more = f", and in {others} more place{'s' if others > 1 else ''}" if others else ""
+        return f"inf or NaN first in {self.findings[0]}{more}"
+
+    def table(self) -> str:
+        """The numbers of every unit."""
+        lines = [f"{'unit':<24}{'state':<14}{'min':>12}{'max':>12}{'norm':>12}{'inf/NaN':>9}"]
         for row in self.units:
             lines.append(f"{row.unit:<24}{row.state:<14}{row.minimum:>12.4g}{row.maximum:>12.4g}{row.norm:>12.4g}"
                          f"{row.num_nonfinite:>9}")  # fmt: skip
         return "\n".join(lines)
 
+    def __str__(self) -> str:
+        return f"{self.first}.\n{self.table()}"
+
 
 class Watch:
     """Sums the outputs of every module, and their gradients, in each training forward of an engine.
 
-    Nothing is read on the host, and nothing sent, until a report is made; the sums of one step are kept.
+    Nothing is read on the host, and nothing sent, until a report is made; the sums of one step are kept. Modules that
+    the model gets later are not watched, and copies of the model are not either.
     """
 
     def __init__(self, engine: Engine) -> None:
+        engine.alarm.close()  # its own, in whose place this one is
         if engine.watch is not None:
             raise UsageError("this engine has a Watch: close() it before another is made.")
         self._engine = engine
-        self._step = -1
+        self._attempt = -1
         self._sums: list[tuple[str, str, int, Tensor]] = []  # kind, path, micro-batch, sum
-        self._handles: list[RemovableHandle] = []
+        self._last: Callable[[], Tensor | None] = lambda: None  # what was summed last in forward
+        self._handles: list[tuple[nn.Module, RemovableHandle]] = []
+        untraced: Any = torch.compiler.disable  # torch.compile leaves what is disabled out of its graphs
         for path, module in engine.module.named_modules():
-            self._handles.append(module.register_forward_hook(self._hook(path or "the model")))
+            handle = module.register_forward_hook(untraced(self._hook(path or "the model")))
+            copy_without_hooks(module, [handle.id])
+            self._handles.append((module, handle))
         engine.watch = self
 
     def close(self) -> None:
         """Takes the hooks off."""
-        for handle in self._handles:
+        for module, handle in self._handles:
             handle.remove()
+            forget_hooks(module, [handle.id])
         self._handles.clear()
         self._sums.clear()
-        self._engine.watch = None
+        if self._engine.watch is self:
+            self._engine.watch = None
 
     def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
@@ -116,6 +139,9 @@ class Watch:
                 return
             for tensor in output if isinstance(output, (tuple, list)) else (output,):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    if self._last() is tensor:  # what its last module returned
+                        continue
+                    self._last = ref(tensor)
                     micro = self._engine.micro_batch
                     self._add("output", path, micro, tensor)
                     if tensor.requires_grad:
@@ -124,25 +150,15 @@ class Watch:
         return hook
 
     def _add(self, kind: str, path: str, micro: int, tensor: Tensor) -> None:
-        if self._step != (now := self._attempt()):
-            self._step = now
-            self.forget()
+        if self._attempt != self._engine.attempt:
+            self._attempt = self._engine.attempt
+            self._sums.clear()
         self._sums.append((kind, path, micro, tensor.detach().sum(dtype=torch.float32)))
-
-    def _attempt(self) -> int:
-        """Which step is under way, skipped ones counted."""
-        scaler = self._engine.loss_scale
-        return self._engine.steps + (scaler.skipped if scaler is not None else 0)
-
-    def forget(self) -> None:
-        """The micro-batches since the last step are no more."""
-        self._sums.clear()
 
     def found(self) -> Iterator[tuple[str, str, int]]:
         """Kind, path and micro-batch of what is not finite in this step, in the order in which it was computed."""
-        if self._step != self._attempt():
-            self.forget()
-        return ((kind, path, micro) for kind, path, micro, total in self._sums if not bool(torch.isfinite(total)))
+        now = self._engine.attempt
+        return (item[:3] for item in self._sums if self._attempt == now and not bool(torch.isfinite(item[3])))
 
 
 def check(engine: Engine) -> NumericsReport:
@@ -152,61 +168,75 @@ def check(engine: Engine) -> NumericsReport:
     return examine(engine)
 
 
-def examine(engine: Engine) -> NumericsReport:
-    """As :func:`check`, where all ranks are known to be at the same place already."""
+def examine(engine: Engine, *, only_gradients: bool = False) -> NumericsReport:
+    """As :func:`check`, where all ranks are known to be at the same place already.
+
+    ``only_gradients`` leaves out the other states, and all numbers.
+    """
     step = engine.steps + 1
     found: list[tuple[str, str, int | None, int | None]] = []
     numbers: dict[str, list[float]] = {}
     for unit in engine.units:
         for segment in unit.segments:
-            for state, flat, factor in _states(engine, unit, segment):
+            for state, flat, factor in _states(engine, unit, segment, only_gradients):
                 found += _look(segment, state, flat)
-                _count(numbers.setdefault(json.dumps([unit.name, state]), [inf, -inf, 0.0, 0.0]), flat, factor)
-    for name, buffer in engine.module.named_buffers():
+                if not only_gradients:
+                    row = numbers.setdefault(json.dumps([unit.name, state]), [inf, -inf, 0.0, 0.0])
+                    _count(row, segment, flat, factor)
+    for name, buffer in engine.module.named_buffers() if not only_gradients else ():
         if buffer.is_floating_point() and (bad := _nonfinite(buffer)):
             found.append(("buffer", name, None, bad))
-    found += [
-        ("loss", "", i, None)
-        for i, loss in enumerate(engine.losses if engine.micro_batch else ())
-        if not bool(torch.isfinite(loss).all())
-    ]
+    found += [("loss", "", micro, None) for micro in engine.alarm.bad_losses()]
     if engine.watch is not None:
-        found += [(kind, path, micro, None) for kind, path, micro in engine.watch.found()]
-    said = engine.agreement.exchange(f"check/{engine.agreement.sequence}", json.dumps([found, numbers]))
+        harmless = engine.alarm.good_losses()  # whose inf came to nothing: a mask's
+        found += [
+            (kind, path, micro, None)
+            for kind, path, micro in engine.watch.found()
+            if kind != "output" or micro not in harmless
+        ]
+    engine.alarm.num_examined += 1
+    said = engine.agreement.exchange(f"check/{engine.alarm.num_examined}", json.dumps([found, numbers]))
+    defined = {name: place for place, (name, _) in enumerate(engine.module.named_parameters(remove_duplicate=False))}
     findings: list[tuple[tuple[int, int, int], Finding]] = []
     rows: dict[str, list[float]] = {}
     for other, text in enumerate(said):
         theirs, counted = json.loads(text)
         for place, (kind, name, micro, count) in enumerate(theirs):
+            if kind == "gradient":  # backward comes from the end of a model
+                place = -defined.get(name, 0)
             key = (KINDS.index(kind), micro or 0, place)
             findings.append((key, Finding(kind, name, other, step, micro, count)))
         for key, row in counted.items():
             mine = rows.setdefault(key, [inf, -inf, 0.0, 0.0])
             rows[key] = [min(mine[0], row[0]), max(mine[1], row[1]), mine[2] + row[2], mine[3] + row[3]]
-    names: dict[str, list[str]] = {key: json.loads(key) for key in rows}
     copies = engine.world_size / engine.mesh.parts(engine.layout.master.over)
-    units = [
-        UnitNumbers(names[key][0], names[key][1], low, high, (squares / copies) ** 0.5, int(bad / copies))
-        for key, (low, high, squares, bad) in rows.items()
-    ]
+    units: list[UnitNumbers] = []
+    for key, (low, high, squares, bad) in rows.items():
+        name, state = json.loads(key)
+        low, high = (low, high) if low <= high else (nan, nan)
+        units.append(UnitNumbers(name, state, low, high, (squares / copies) ** 0.5, int(bad / copies)))
     return NumericsReport(tuple(f for _, f in sorted(findings, key=lambda item: (item[0], item[1].rank))), tuple(units))
 
 
-def _states(engine: Engine, unit: Any, segment: Any) -> Iterator[tuple[str, Tensor, float]]:
+def _states(
+    engine: Engine, unit: Unit, segment: Segment, only_gradients: bool = False
+) -> Iterator[tuple[str, Tensor, float]]:
     """Name, this rank's shard of the master range, and what its numbers are to be multiplied by."""
     if segment.master is None:
         return
-    yield "parameter", segment.master.detach(), 1.0
+    if not only_gradients:
+        yield "parameter", segment.master.detach(), 1.0
     if engine.gradients_ready:
         if unit.resting is not None and not unit.reduced:
             unit.resting.complete()
         yield "gradient", segment.master_grads, segment.unscale
     update = engine._update
-    for name, dtype in (update.state_dtypes() if update is not None else {}).items():
-        yield name, update.state_shard(segment, name, dtype), 1.0  # pyright: ignore[reportOptionalMemberAccess]
+    if update is not None and not only_gradients:
+        for name, dtype in update.state_dtypes().items():
+            yield name, update.state_shard(segment, name, dtype), 1.0
 
 
-def _look(segment: Any, state: str, flat: Tensor) -> Iterator[tuple[str, str, int | None, int | None]]:
+def _look(segment: Segment, state: str, flat: Tensor) -> Iterator[tuple[str, str, int | None, int | None]]:
     if bool(torch.isfinite(flat.sum(dtype=torch.float32))):
         return
     for slot, spec in enumerate(segment.spec.slots):
@@ -221,9 +251,12 @@ def _nonfinite(tensor: Tensor) -> int:
     return tensor.numel() - int(torch.isfinite(tensor).sum())
 
 
-def _count(row: list[float], flat: Tensor, factor: float) -> None:
-    finite = flat[torch.isfinite(flat)].double() * factor
-    if finite.numel():
-        row[0], row[1] = min(row[0], float(finite.min())), max(row[1], float(finite.max()))
-        row[2] += float(finite.square().sum())
-    row[3] += flat.numel() - finite.numel()
+def _count(row: list[float], segment: Segment, flat: Tensor, factor: float) -> None:
+    """Takes what lies in a rank's shard into its unit's row; padding is no element."""
+    for slot in range(len(segment.spec.slots)):
+        piece = flat[segment.own_piece(slot)[0]]
+        finite = piece[torch.isfinite(piece)].double() * factor
+        if finite.numel():
+            row[0], row[1] = min(row[0], float(finite.min())), max(row[1], float(finite.max()))
+            row[2] += float(finite.square().sum())
+        row[3] += piece.numel() - finite.numel()

@@ -10,6 +10,7 @@ DeepSpeed's, with its meaning.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from shardfold.errors import ConfigError
 
-__all__ = ["LossScale", "Scaler", "all_finite"]
+__all__ = ["LossScale", "Scaler", "all_finite", "scaled"]
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -80,22 +81,19 @@ class Scaler:
         scale: what the losses of the next step are multiplied by.
         skipped: steps skipped so far.
         stuck: steps skipped in a row with the scale at its floor.
+        last_scales: of the last 16 steps, done or skipped.
     """
 
     def __init__(self, rule: LossScale) -> None:
         self.rule = rule
         self.scale = float(rule.initial)
         self.skipped = self.stuck = 0
+        self.last_scales: deque[float] = deque(maxlen=16)
         self._good = 0  # updates since the scale last moved, or since an overflow
         self._left = rule.hysteresis  # overflows until the scale is lowered
 
     def __repr__(self) -> str:
         return f"Scaler(scale={self.scale:g}, skipped={self.skipped}, rule={self.rule})"
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """``loss * scale``, in fp32 at least: 65536 times a loss of 1 is more than fp16 can hold."""
-        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
-        return wide * self.scale
 
     @property
     def exhausted(self) -> bool:
@@ -111,6 +109,7 @@ class Scaler:
     def update(self, overflowed: bool) -> None:
         """A step was skipped because gradients overflowed, or was done."""
         rule = self.rule
+        self.last_scales.append(self.scale)
         if overflowed:
             self.skipped += 1
             self.stuck = self.stuck + 1 if self.scale <= rule.floor else 0
@@ -121,7 +120,7 @@ class Scaler:
             return
         self.stuck = 0
         self._good += 1
-        if self._good == rule.interval:
+        if self._good >= rule.interval:
             self._good = 0
             self._left = rule.hysteresis
             if self.scale * rule.growth <= LARGEST:
@@ -162,6 +161,12 @@ class Scaler:
         self.scale, self._good = max(scale, self.rule.floor), good
         self._left = int(state.get("hysteresis_left", self.rule.hysteresis))
         self.skipped, self.stuck = int(state.get("skipped", 0)), int(state.get("stuck", 0))
+
+
+def scaled(loss: Tensor, scale: float) -> Tensor:
+    """``loss * scale``, in fp32 at least: 65536 times a loss of 1 is more than fp16 can hold."""
+    wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+    return wide * scale
 
 
 def all_finite(flats: list[Tensor]) -> bool:

@@ -1,0 +1,127 @@
+"""What each step notices of inf and NaN by itself, and what it then says.
+
+Steps that are finite pay for nothing but a look at the losses on the host and one byte in a reduction that there is
+anyway. Whatever costs more comes after something was noticed: all ranks look for its place together, and a
+:class:`Watch` of the modules' outputs is opened once lowering the loss scale has not helped.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from logging import getLogger
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from shardfold.errors import NonFiniteError
+from shardfold.numerics.forensics import NumericsReport, Watch, examine
+
+if TYPE_CHECKING:
+    from shardfold.engine import Engine
+
+__all__ = ["Alarm"]
+
+LOG = getLogger("shardfold")
+
+
+class Alarm:
+    """Of one engine.
+
+    Attributes:
+        report: what was found in the last step, None if it was finite (or not the first in a row that is not, where
+            no loss scale skips such steps).
+        num_examined: examinations so far, of which all ranks make the same.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._losses: dict[int, Tensor] = {}  # of the micro-batches since the last step, as engine.backward() got them
+        self._attempt = -1
+        self._rung = False  # in the step before, with no loss scale
+        self._watch: Watch | None = None  # ours, not the user's
+        self.report: NumericsReport | None = None
+        self.num_examined = 0
+
+    def note(self, loss: Tensor) -> None:
+        """A micro-batch's loss, a tensor of one element."""
+        if self._attempt != self._engine.attempt:
+            self._attempt = self._engine.attempt
+            self._losses.clear()
+        self._losses[self._engine.micro_batch] = loss.detach()
+
+    def bad_losses(self) -> list[int]:
+        """The micro-batches since the last step whose loss on this rank is inf or NaN."""
+        return [micro for micro, finite in self._known().items() if not finite]
+
+    def good_losses(self) -> list[int]:
+        """Those whose loss is finite."""
+        return [micro for micro, finite in self._known().items() if finite]
+
+    def _known(self) -> dict[int, bool]:
+        current = self._attempt == self._engine.attempt
+        return {micro: isfinite(float(loss)) for micro, loss in self._losses.items()} if current else {}
+
+    def raised(self) -> bool:
+        """Whether a loss of this rank is not finite. On a GPU that would wait for the device, so the answer is False
+        where no loss scale waits for it anyway."""
+        engine = self._engine
+        return (engine.device.type == "cpu" or engine.loss_scale is not None) and bool(self.bad_losses())
+
+    def look(self, *, overflowed: bool, raised: bool) -> None:
+        """Before an update: gradients overflowed on some rank under a loss scale, a loss of some rank is not finite;
+        every rank calls it with the same."""
+        scaler, clip = self._engine.loss_scale, self._engine.clip
+        self.report = None
+        if overflowed and scaler is not None:
+            self.report = examine(self._engine, only_gradients=not scaler.last_chance)
+        elif raised and not self._rung and not (clip is not None and clip.error_if_nonfinite):
+            self.report = examine(self._engine)
+            if self._engine.rank == 0:
+                LOG.warning(
+                    "%s. The step is done all the same, as there is no loss scale that would skip it; "
+                    "Clip(norm=..., error_if_nonfinite=True) would raise instead.",
+                    self.report.first,
+                )
+        self._rung = raised and not overflowed
+
+    def settle(self) -> None:
+        """After a step under a loss scale: watches the modules while the scale can not be lowered any more."""
+        scaler = self._engine.loss_scale
+        if scaler is None or not scaler.stuck:
+            self.close()
+        elif self._engine.watch is None:
+            self._watch = Watch(self._engine)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def failure(self) -> NonFiniteError:
+        """What to raise where lowering the scale is not the remedy; the same sentence on every rank."""
+        engine, scaler, report = self._engine, self._engine.loss_scale, self.report
+        assert scaler is not None and report is not None
+        floor = f"{scaler.rule.floor:g}"
+        runs = [(scale, len(list(run))) for scale, run in groupby(scaler.last_scales)]
+        scales = ", ".join(f"{scale:g}" + (f" ({count} times)" if count > 1 else "") for scale, count in runs)
+        rates = sorted({float(group["lr"]) for group in engine.optimizer.param_groups}) if engine.optimizer else []
+        kinds = {finding.kind for finding in report.findings}
+        said = (
+            f"step {engine.steps + 1}: gradients were inf or NaN {scaler.stuck} times in a row although the loss scale "
+            f"is at its floor of {floor} (it was {scales}): {report.first}. "
+        )
+        if kinds & {"parameter", "buffer"}:
+            said += "Skipped steps change no weights, so they were so before: load values that are finite."
+        elif "loss" in kinds:
+            said += (
+                "The loss itself does not depend on the scale: unless the batches have inf, weights have grown until "
+                "forward overflows. Go back to weights of before, with a tenth of the learning rate (now "
+                f"{', '.join(f'{rate:g}' for rate in rates)}; under a schedule of its peak)."
+            )
+        else:
+            said += (
+                f"The loss is finite, so gradients times {floor} are more than fp16 can hold: let the scale fall "
+                "further with loss_scale=LossScale(floor=2.0**-14), or use precision='bf16'."
+            )
+        return NonFiniteError(f"{said}\n{report.table()}")
