@@ -454,7 +454,7 @@ class Engine:
     def close(self) -> None:
         """Waits for a save that is under way, takes the hooks off the model and leaves ``torch.distributed`` as it was
         found."""
-        self.saver.finish()
+        self.saver.close()
         self._changes.close()
         self.alarm.close()
         self._hooks.remove()

@@ -31,6 +31,7 @@ from shardfold.checkpoint.folders import Draft, prune, write_synced
 from shardfold.checkpoint.format import ITEMSIZES, Index, Piece
 from shardfold.errors import CheckpointError, ConfigError, UsageError
 from shardfold.loans import refuse_during
+from shardfold.report import MemoryRow
 from shardfold.stores.exact import exact, huge
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ class Saver:
         self.last: Saving | None = None
         self._thread: threading.Thread | None = None
         self._job: _Job | None = None
+        # Kept from save to save: to write into fresh memory takes four times as long as into this.
+        self._block: Tensor | None = None
 
     def save(
         self,
@@ -164,7 +167,9 @@ class Saver:
             job.run(saving)
             saving.wait()
             return saving
-        job.copy()
+        if self._block is None:
+            engine.more_memory.append(self._memory)
+        self._block = job.copy(self._block)
         job.stall = perf_counter() - begun
         self._job, self._thread = (
             job,
@@ -192,6 +197,17 @@ class Saver:
             self._thread = self._job = None
             atexit.unregister(self._at_exit)
         self.tell()
+
+    def close(self) -> None:
+        """Waits for the save that is under way and gives back the memory of copies."""
+        self.finish()
+        if self._memory in self._engine.more_memory:
+            self._engine.more_memory.remove(self._memory)
+        self._block = None
+
+    def _memory(self) -> MemoryRow:
+        held = self._block.nbytes if self._block is not None else 0
+        return MemoryRow("checkpoint", "host", held, 0.0, held)
 
     def _at_exit(self) -> None:
         if self._job is not None:
@@ -251,12 +267,14 @@ class _Job:
             return _words(error)
         return ""
 
-    def copy(self) -> None:
-        """Takes what is to be written out of the memory that training goes on to change."""
+    def copy(self, block: Tensor | None) -> Tensor | None:
+        """Takes what is to be written out of the memory that training goes on to change, into a block if it fits."""
         try:
-            self._parts, self._held = _copied(self._parts)
+            self._parts, block = _copied(self._parts, block)
+            self._held = block.nbytes
         except Exception as error:  # told with the outcome: the others are past the question
             self._problem = _words(error)
+        return block
 
     def run(self, saving: Saving) -> None:
         """Writes, and waits until all ranks have; never raises."""
@@ -427,15 +445,16 @@ def _words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _copied(parts: list[Part]) -> tuple[list[Part], int]:
-    """The parts with their values in one block of host memory (pinned, for a GPU), and its bytes."""
+def _copied(parts: list[Part], block: Tensor | None) -> tuple[list[Part], Tensor]:
+    """The parts with their values in one block of host memory (pinned, for a GPU): the one given, if it has room."""
     ordered = sorted(parts, key=lambda part: -ITEMSIZES[part.piece.dtype])
-    total = sum(part.piece.nbytes for part in ordered)
+    total = max(1, sum(part.piece.nbytes for part in ordered))
     cuda = any(isinstance(part.values, Tensor) and part.values.is_cuda for part in ordered)
-    with exact():
-        block = torch.empty(max(total, 1), dtype=torch.uint8, pin_memory=cuda)
-    if not cuda:
-        huge(block.data_ptr(), block.nbytes)
+    if block is None or block.nbytes < total:
+        with exact():
+            block = torch.empty(total, dtype=torch.uint8, pin_memory=cuda)
+        if not cuda:
+            huge(block.data_ptr(), block.nbytes)
     copies: list[Part] = []
     at = 0
     with torch.no_grad():
@@ -447,4 +466,4 @@ def _copied(parts: list[Part]) -> tuple[list[Part], int]:
             at += part.piece.nbytes
     if cuda:
         torch.cuda.synchronize()
-    return copies, total
+    return copies, block
