@@ -229,6 +229,32 @@ def test_training_is_the_same_on_one_and_two_ranks(tmp_path: Path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+def test_a_run_goes_on_from_its_checkpoint_on_other_ranks(tmp_path: Path):
+    """Three steps on two ranks, then the rest on one, under another layout: the losses of a run that was not broken."""
+    whole = command(tmp_path, "--steps", "6", "--save-every", "2", "--keep", "3")
+    result = subprocess.run(whole, check=False, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"step-000002", "step-000004", "step-000006", "latest"}
+    start = whole[: whole.index("train") + 1]
+    rest = ["--procs", "1", "--layout", "zero1", "--micro-batch", "4", "--out", str(tmp_path / "rest")]
+    resumed = subprocess.run(
+        [*start, "--resume", str(checkpoints / "step-000002"), *rest],
+        check=False, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    assert "at step 2 of 6" in resumed.stdout
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "rest"))
+    assert [step.step for step in two] == [3, 4, 5, 6]
+    assert [step.loss for step in two] == pytest.approx([step.loss for step in one[2:]], rel=1e-5)
+    done = subprocess.run(
+        [*start, "--resume", str(tmp_path / "run"), "--out", str(tmp_path / "more")],
+        check=False, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "has done 6 of 6 steps already" in done.stderr
+
+
 def test_a_loss_that_is_not_finite_stops_with_a_sentence(tmp_path: Path):
     arguments = ["--steps", "50", "--warmup", "0", "--lr", "1e30", "--clip-norm", "0"]
     result = subprocess.run(command(tmp_path, *arguments), check=False, capture_output=True, text=True, timeout=120)

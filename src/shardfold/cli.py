@@ -17,7 +17,7 @@ import typer
 
 from shardfold import launch, presets
 from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
-from shardfold.recipes.config import TrainConfig, check_run_folder, read_settings
+from shardfold.recipes.config import TrainConfig, check_run_folder, read_settings, resumed_settings
 
 __all__ = ["app", "main"]
 
@@ -61,6 +61,8 @@ def train(
     given = {name: value for name, value in options.items() if value is not None}
     if config is not None:
         given = TrainConfig.load(read_settings(config), where=str(config)).model_dump(exclude_unset=True) | given
+    if "resume" in given:
+        given = resumed_settings(Path(given["resume"])) | given
     given.setdefault("out", Path("runs", datetime.now().strftime("%Y%m%d-%H%M%S")))
     settings = TrainConfig.load(given, where="the command line")
     if settings.data is not None and not settings.data.expanduser().exists():

@@ -119,6 +119,15 @@ class TrainConfig(BaseModel):
     eval_windows: int = Field(256, ge=1, description="Held-out windows that an evaluation reads.")
     sample: int = Field(400, ge=0, description="Bytes of text to generate at the end.")
     temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="Temperature of that text; 0 is greedy.")
+    save_every: int = Field(
+        0,
+        ge=0,
+        description="Steps between checkpoints in the run folder; with one at the end or at Ctrl-C. 0: none.",
+    )
+    keep: int = Field(2, ge=1, description="Checkpoints that stay.")
+    resume: Path | None = Field(
+        None, description="Run folder or checkpoint to go on from; its settings hold where none are given."
+    )
     out: Path | None = Field(None, description="Run folder, new or empty; without it, runs/<timestamp>.")
 
     @model_validator(mode="after")
@@ -184,6 +193,16 @@ def parse_toml(text: str) -> dict[str, Any]:
         import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
     return tomllib.loads(text)
+
+
+def resumed_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of the run that `path` belongs to: a run folder, or a checkpoint in one."""
+    for folder in (path, *path.parents[:2]):
+        if (folder / "config.json").is_file():
+            return {name: value for name, value in read_settings(folder / "config.json").items() if name != "resume"}
+    if not path.exists():
+        raise ConfigError(f"there is no run folder or checkpoint {str(path)!r} to resume from.")
+    return {}
 
 
 def check_run_folder(path: Path) -> None:

@@ -39,6 +39,7 @@ __all__ = ["Result", "TrainConfig", "train"]
 
 LN2 = math.log(2)
 EVAL_BATCH = 16  # windows that go through the model at once
+CHECKPOINTS = "checkpoints"  # in the run folder
 HASTY_WINDOWS = 32  # windows read by the evaluation after an interruption
 
 
@@ -88,7 +89,8 @@ class StopSignal:
 class Run:
     """One training: the engine, the text and the run folder.
 
-    Besides the engine, what a run is at is `done`, its optimizer steps, and the position of `sampler`.
+    Besides the engine, what a run is at is `done`, its optimizer steps, and the position of `sampler`: a checkpoint
+    keeps both.
     """
 
     def __init__(self, config: TrainConfig, out: Path, corpus: Corpus, console: Console) -> None:
@@ -120,7 +122,7 @@ class Run:
         )
         self.windows = held_out_windows(corpus, context=self.shape.context, number=config.eval_windows)
         self.tokens_per_step = self.engine.world_size * config.accumulate * config.micro_batch * self.shape.context
-        self.done = 0
+        self.done = self.begun_at = 0
         self.history: list[StepMetrics] = []
         self.interrupted = False
 
@@ -137,6 +139,22 @@ class Run:
             raise ConfigError(
                 f"the ranks read different text from {self.corpus.source}: give --data one folder that all of them see."
             )
+
+    def resume(self, path: Path) -> str:
+        """Go on where a checkpoint was written, on any number of ranks; return a word on it."""
+        folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+        report = self.engine.load(folder, state={"data": self.sampler})
+        self.done = self.begun_at = report.state["done"]
+        if self.done >= self.config.steps:
+            raise ConfigError(
+                f"{report.path} has done {self.done} of {self.config.steps} steps already: give more --steps to go on."
+            )
+        return "\n".join([f"Resumed from {report.path}, at step {self.done} of {self.config.steps}.", *report.notes])
+
+    def save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint into the run folder, beside the training unless it is the last."""
+        path = self.out / CHECKPOINTS / f"step-{self.done:06d}"
+        self.engine.save(path, state={"data": self.sampler, "done": self.done}, keep=self.config.keep, wait=wait)
 
     def batches(self) -> Iterator[list[int]]:
         """Yield this rank's micro-batches of windows, epoch after epoch, from the sampler's position on."""
@@ -205,12 +223,16 @@ class Run:
                 progress.update(metrics)
                 if writer:
                     writer.write(metrics)
+                if self.config.save_every and self.done % self.config.save_every == 0 and self.done < self.config.steps:
+                    self.save()
                 # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
                 if self.engine.agree([float(stop.received)])[0] > 0:
                     self.interrupted = True
                     self.windows = self.windows[:: -(-len(self.windows) // HASTY_WINDOWS)]
                     progress.note(f"Stopping after step {self.done}; a second Ctrl-C ends at once.")
                     break
+        if self.config.save_every:
+            self.save(wait=True)
 
     def sample(self) -> bytes:
         """Return generated text, on rank 0."""
@@ -250,13 +272,16 @@ def train(config: TrainConfig) -> Result:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
         writer = MetricsWriter(out / "metrics.jsonl")
+    resumed = run.resume(config.resume) if config.resume is not None else None
     with Progress(config.steps, console=console, enabled=run.leads) as progress:
         progress.note(run.introduce())
+        if resumed:
+            progress.note(resumed)
         run.train(progress, writer)
     if writer:
         writer.close()
     result = Result(
-        steps=len(run.history),
+        steps=run.done,
         bits_per_byte=run.evaluate(),
         baselines=baselines(run.corpus.train, run.windows),
         seconds=time.perf_counter() - run.began,
@@ -299,6 +324,7 @@ def write_and_show(run: Run, result: Result) -> None:
         "skipped_steps": run.engine.stats().skipped,
         "interrupted": result.interrupted,
         "seconds": round(result.seconds, 3),
+        "resumed_at": run.begun_at,
         "tokens": result.steps * run.tokens_per_step,
         "num_parameters": run.shape.num_parameters,
         "world_size": run.engine.world_size,
@@ -320,8 +346,9 @@ def write_and_show(run: Run, result: Result) -> None:
         title=f"{size}, {run.config.layout} on {ranks(run)}",
     )
     console = run.console
-    pace = format_count(result.steps * run.tokens_per_step / result.seconds)
-    console.print(f"\n{result.steps} steps in {format_duration(result.seconds)}, {pace} tokens/s", highlight=False)
+    steps = result.steps - run.begun_at
+    pace = format_count(steps * run.tokens_per_step / result.seconds)
+    console.print(f"\n{steps} steps in {format_duration(result.seconds)}, {pace} tokens/s", highlight=False)
     console.print(tables.quality_table(bits))
     console.print(tables.memory_table(memory.rows))
     console.print(tables.traffic_table(traffic.rows, traffic.control))
