@@ -60,8 +60,8 @@ def live(layout: str, precision: str, loaded: torch.dtype) -> dict[str, set[torc
     for unit in engine.units:
         make = unit.new_buffer
 
-        def record(dtype: str, make: Any = make) -> Any:
-            buffer = make(dtype)
+        def record(make: Any = make) -> Any:
+            buffer = make()
             sent.update(flat.dtype for flat in buffer.flats)
             return buffer
 

@@ -82,7 +82,6 @@ class Actions:
         self._overlap = (
             (store.device.type == "cuda") if timing.reduces_in_flight is None else timing.reduces_in_flight > 0
         )
-        self._reduce_dtype = layout.reduce.dtype
         self._reducing: Unit | None = None  # whose gradients are on their way
         self.set_factors()
 
@@ -101,8 +100,7 @@ class Actions:
         self.lifted = scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         for unit in self.units.values():
             for segment in unit.trainable:
-                dtypes = segment.dtype_for(self._reduce_dtype), segment.dtype_for(self.layout.grads.dtype)
-                late = torch.float16 in dtypes
+                late = torch.float16 in (segment.dtypes["reduce"], segment.dtypes["grads"])
                 segment.factor = self.scale if late else self.scale / scale
                 segment.unscale = 1.0 / scale if late else 1.0
 
@@ -195,8 +193,8 @@ class Actions:
             if unit.resting is None:
                 other.end_reduce(self.agreement.wait)
         if unit.waiting:
-            unit.accept_waiting(self._reduce_dtype)
-        unit.accept(segment, slot, grad, self._reduce_dtype)
+            unit.accept_waiting()
+        unit.accept(segment, slot, grad)
 
     def reduce(self, unit: Unit, op: Op) -> None:
         """Sends a unit's gradients; an all-reduce behind a reduce-scatter goes on with what that gave."""
@@ -214,9 +212,9 @@ class Actions:
         """Hands a unit's gradients to the wire. When this returns, only what is pending keeps their buffer alive."""
         buffer = unit.resting
         with torch.no_grad():
-            unit.accept_waiting(self._reduce_dtype)
+            unit.accept_waiting()
             if buffer is None or unit.reduced:
-                buffer = unit.incoming or unit.new_buffer(self._reduce_dtype)
+                buffer = unit.incoming or unit.new_buffer()
                 unit.incoming = None
             buffer.complete()
         add, unit.reduced = unit.reduced, True

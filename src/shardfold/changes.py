@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from shardfold.cut import Cut, cut, main_dtype
+from shardfold.cut import Cut, cut, main_dtypes
 from shardfold.errors import ConfigError, UsageError
 from shardfold.freed import FreedParameter
 from shardfold.loans import Loan
@@ -71,7 +71,7 @@ class Changes:
         self.group_of = group_numbers(engine.optimizer) if engine.optimizer is not None else {}
         #: What a function that made the optimizer left out on purpose.
         self._declined = {id(p) for p in engine.module.parameters() if p.requires_grad and id(p) not in self.group_of}
-        self._main = main_dtype(engine.module)
+        self._main = main_dtypes(engine.module, engine.rules)
         self._dirty = False
         self._members: set[int] = set()
         self._handles = _hear_registrations(weakref.ref(self))
@@ -90,10 +90,14 @@ class Changes:
         }
         own = {id(p): s.spec.own for unit in getattr(engine, "units", ()) for s in unit.segments for p in s.parameters}
         # What is new may have been made like the parameters that came, or like those that the engine keeps.
-        usual = {self._main} | ({TORCH_DTYPES[engine.precision.compute]} if own and self._main is not None else set())
+
+        def keeps(p: nn.Parameter, rule: int) -> bool:
+            main = self._main.get(rule)
+            ours = TORCH_DTYPES[engine.rules.precisions[rule].compute] if own and main is not None else main
+            return own.get(id(p), p.dtype not in (main, ours))
+
         return cut(
-            engine.module, self._units, trained, engine.layout, engine.precision, engine.mesh.sizes,
-            keeps=lambda p: own.get(id(p), p.dtype not in usual), align=alignment(engine.optimizer),
+            engine.module, self._units, trained, engine.rules, engine.mesh.sizes, keeps, alignment(engine.optimizer)
         )  # fmt: skip
 
     def close(self) -> None:

@@ -42,12 +42,12 @@ def segment_bytes(
 ) -> dict[str, float]:
     """Bytes that ``elements`` of a segment need on one rank, by state, under a bound layout."""
     frozen = not segment.trainable
-    alias = layout.aliases(own=segment.own)
+    alias = (segment.table or layout).aliases(own=segment.own)
     bytes_: dict[str, float] = {}
     for state, cell in layout.cells().items():
         if state in alias or (frozen and state not in ("params", "held")):
             continue
-        size = ITEMSIZE[segment.dtype if state in ("params", "held") else segment.dtype_for(cell.dtype)]
+        size = ITEMSIZE[segment.dtype if state in ("params", "held") else segment.dtype_for(state, layout)]
         count = num_moments if state == "moments" else 1
         bytes_[state] = elements * size * count / cell.parts(mesh)
     if frozen and layout.params is None:  # nothing to cast from: the compute copy itself rests, split as master
@@ -93,7 +93,9 @@ def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Mesh, *, step: bool) 
             full = segment.length * ITEMSIZE[segment.dtype] / (layout.rest.parts(mesh) if step else 1)
         elif segment.trainable:
             scattered = (layout.grads.over or layout.master.over) if op.verb == "ALL_REDUCE" else ()
-            full = segment.length * ITEMSIZE[segment.dtype_for(op.dtype)] / prod(mesh[axis] for axis in scattered)
+            accumulated = op.verb == "ALL_REDUCE" and layout.grads.over  # what is summed is the shard itself
+            size = ITEMSIZE[segment.dtype_for("grads" if accumulated else "reduce", layout)]
+            full = segment.length * size / prod(mesh[axis] for axis in scattered)
         else:
             continue
         total += ring_bytes(op.verb, full, ranks)
@@ -145,8 +147,10 @@ def peak_bytes(
     total = sum(state_bytes(layout, units, mesh, num_moments=num_moments, padded=True).values())
     ranks = prod(mesh.values())
     full = {u.name: sum(s.length * ITEMSIZE[s.dtype] for s in u.segments) for u in units}
-    sent = layout.reduce.dtype
-    grad = {u.name: sum(s.length * ITEMSIZE[s.dtype_for(sent)] for s in u.segments if s.trainable) for u in units}
+    grad = {
+        u.name: sum(s.length * ITEMSIZE[s.dtype_for("reduce", layout)] for s in u.segments if s.trainable)
+        for u in units
+    }
     inner = [u.name for u in units if not u.root]
     if layout.rest.over:
         stay = layout.held is not None and not layout.held.over  # gathered from forward to backward

@@ -27,11 +27,12 @@ from torch.nn.parameter import is_lazy
 
 from shardfold.errors import ModelError, did_you_mean
 from shardfold.freed import FreedParameter
-from shardfold.layout import ITEMSIZE, Layout, Mesh, Precision
+from shardfold.layout import ITEMSIZE, Mesh
+from shardfold.rules import Rules
 from shardfold.shards import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
 from shardfold.unit import dtype_name, rest_itemsize
 
-__all__ = ["ROOT", "Cut", "cut", "main_dtype"]
+__all__ = ["ROOT", "Cut", "cut", "main_dtypes"]
 
 ROOT = "(root)"
 
@@ -51,10 +52,9 @@ def cut(
     model: nn.Module,
     units: Sequence[str | type[nn.Module]] | None,
     groups: dict[int, int],
-    layout: Layout,
-    precision: Precision,
+    rules: Rules,
     mesh: Mesh,
-    keeps: Callable[[nn.Parameter], bool] | None = None,
+    keeps: Callable[[nn.Parameter, int], bool] | None = None,
     align: int = 1,
 ) -> list[Cut]:
     """The units of a model in definition order, with their places laid out.
@@ -63,15 +63,16 @@ def cut(
         model: the whole model.
         units: paths or classes of the modules that are units; None: found as the module's docstring says.
         groups: hyper-parameter group of each parameter that has states, by ``id``; others are frozen.
-        layout: bound.
-        precision: parameters of the model's main dtype follow it; others keep their own (see :func:`main_dtype`).
+        rules: of precision. Of the parameters that follow one, those of the main dtype take its dtypes; others keep
+            their own (see :func:`main_dtypes`).
         mesh: axis sizes.
-        keeps: whether a parameter keeps its own dtype; None: if it has another than the main one.
+        keeps: whether a parameter, which follows that rule, keeps its own dtype; None: if it has another than the
+            main one.
         align: a power of 2; no rank boundary cuts so many elements of a trainable parameter, counted from its start.
 
     Raises:
         ModelError: a pattern matches nothing, units nest, a parameter has a dtype that can not be split or no shape
-            yet, or elements share memory.
+            yet, elements share memory, or a tied parameter follows several rules.
     """
     _check_memory(model)
     chosen = _named(model, units) if units is not None else _found(model)
@@ -79,9 +80,10 @@ def cut(
     root = Cut(ROOT, [model])
     _assign(model, cuts, root)
     found = [c for c in (root, *cuts) if c.parameters]
-    main = main_dtype(model)
+    number = rule_numbers(model, rules)
+    main = main_dtypes(model, rules)
     for c in found:
-        _lay_out(c, groups, layout, precision, mesh, keeps or (lambda p: p.dtype != main), align)
+        _lay_out(c, groups, rules, number, mesh, keeps or (lambda p, rule: p.dtype != main.get(rule)), align)
     return found
 
 
@@ -207,49 +209,79 @@ def _assign(model: nn.Module, cuts: list[Cut], root: Cut) -> None:
         home.parameters[name] = parameter
 
 
-def main_dtype(model: nn.Module) -> torch.dtype | None:
-    """The floating dtype that the precision policy replaces: the one that most of the model's elements have.
+def rule_numbers(model: nn.Module, rules: Rules) -> dict[int, int]:
+    """The number of the rule that each parameter follows, by ``id``.
+
+    Raises:
+        ModelError: a tied parameter is in parts of several policies.
+    """
+    of_module = rules.assign(model)
+    found: dict[int, tuple[int, str]] = {}
+    for path, module in model.named_modules():
+        rule = of_module[id(module)]
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{path}.{name}" if path else name
+            first, other = found.setdefault(id(parameter), (rule, full))
+            if rules.precisions[first] != rules.precisions[rule]:
+                raise ModelError(
+                    f"{other!r} and {full!r} are one parameter, but precision= has different policies for them: give "
+                    "both modules the same."
+                )
+    return {key: rule for key, (rule, _) in found.items()}
+
+
+def main_dtypes(model: nn.Module, rules: Rules) -> dict[int, torch.dtype]:
+    """The floating dtype that each rule replaces, by its number: the one that most elements have that follow it.
 
     A parameter of another dtype was given it on purpose, and fp64 is never given up: these keep their own dtype in all
-    states and on the wire, as in plain PyTorch. None: the policy applies to nothing.
+    states and on the wire, as in plain PyTorch. Rules that apply to nothing have none.
     """
-    elements: Counter[torch.dtype] = Counter()
+    elements: defaultdict[int, Counter[torch.dtype]] = defaultdict(Counter)
+    number = rule_numbers(model, rules)
     for parameter in model.parameters():
         if not is_lazy(parameter) and parameter.is_floating_point():
-            elements[parameter.dtype] += parameter.numel()
-    main = max(elements, key=lambda dtype: (elements[dtype], dtype.itemsize), default=None)
-    return None if main == torch.float64 else main
+            elements[number[id(parameter)]][parameter.dtype] += parameter.numel()
+    main = {rule: max(of, key=lambda dtype: (of[dtype], dtype.itemsize)) for rule, of in elements.items()}
+    return {rule: dtype for rule, dtype in main.items() if dtype != torch.float64}
 
 
 def _lay_out(
     c: Cut,
     groups: dict[int, int],
-    layout: Layout,
-    precision: Precision,
+    rules: Rules,
+    number: dict[int, int],
     mesh: Mesh,
-    own_dtype: Callable[[nn.Parameter], bool],
+    own_dtype: Callable[[nn.Parameter, int], bool],
     align: int,
 ) -> None:
-    """Sorts the parameters into segments by (dtype, own, trainable, group) and gives each its slot."""
+    """Sorts the parameters into segments by (dtype, own, trainable, group, policy) and gives each its slot."""
     parts = 1
     for size in mesh.values():
         parts *= size
-    segments: dict[tuple[str, bool, bool, int], dict[str, nn.Parameter]] = defaultdict(dict)
+    policy = [rules.layouts.index(layout) for layout in rules.layouts]  # rules may say the same
+    segments: dict[tuple[str, bool, bool, int, int], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in c.parameters.items():
         own = dtype_name(parameter.dtype)
         if own is None or parameter.is_complex():
             raise ModelError(
                 f"parameter {name!r} has dtype {parameter.dtype}, which can not be split; known: {', '.join(ITEMSIZE)}."
             )
-        keeps = own_dtype(parameter) and any(role != own for role in precision.dtypes.values())
+        rule = number[id(parameter)]
+        precision = rules.precisions[rule]
+        keeps = own_dtype(parameter, rule) and any(role != own for role in precision.dtypes.values())
         trainable = id(parameter) in groups
-        key = (own if keeps else precision.compute, keeps, trainable, groups.get(id(parameter), 0))
+        group = groups.get(id(parameter), 0)
+        key = (own if keeps else precision.compute, keeps, trainable, group, policy[-1 if keeps else rule])
         segments[key][name] = parameter
     specs: list[SegmentSpec] = []
-    for (dtype, keeps, trainable, group), members in segments.items():
+    for (dtype, keeps, trainable, group, rule), members in segments.items():
+        layout = rules.layouts[rule]
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
         step = max(1, least, align if trainable else 1)
         slots, length = pack({name: p.shape for name, p in members.items()}, parts, step)
-        specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps))
+        table = layout if rule != policy[-1] else None
+        specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table))
         c.by_segment.append(list(members.values()))
     c.spec = UnitSpec(c.name, tuple(specs), root=c.name == ROOT)

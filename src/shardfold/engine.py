@@ -13,7 +13,7 @@ program. What is here is what users call, and the life of a step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -47,6 +47,7 @@ from shardfold.optim.sharded import ShardedOptimizer, build
 from shardfold.passes import Schedule
 from shardfold.program import Program
 from shardfold.report import MemoryReport, MemoryRow, StepReport, TrafficReport
+from shardfold.rules import Rules
 from shardfold.runner import Runner
 from shardfold.stats import Clock, Stats
 from shardfold.stores.device import DeviceStore
@@ -66,6 +67,8 @@ class Engine:
         layout: a preset's name or a :class:`Layout`.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"bf16-pure"`` or a :class:`Precision`, for parameters of the
             floating dtype that most elements have; those of others, and of fp64, keep their own dtype in every state.
+            Or ordered rules of these, ``{path pattern or class: policy, ..., "*": policy}``, of which the first that
+            matches a module holds for it and all inside.
         accumulate: micro-batches per optimizer step.
         clip_norm: the largest norm of all gradients, short for ``clip=Clip(norm=...)``; None does not clip.
         clip: by another norm, or by value; see :class:`Clip`.
@@ -92,7 +95,7 @@ class Engine:
         *,
         optimizer: Any = None,
         layout: str | Layout = "zero3",
-        precision: str | Precision = "fp32",
+        precision: str | Precision | Mapping[Any, str | Precision] | Sequence[tuple[Any, str | Precision]] = "fp32",
         accumulate: int = 1,
         clip_norm: float | None = None,
         clip: Clip | None = None,
@@ -111,16 +114,18 @@ class Engine:
         _check_arguments(accumulate, clip_norm, clip)
         self.module = model
         self.table = presets.named(layout)
-        self.precision = Precision.named(precision)
         self.device = pick_device(device)
         self.mesh = DataMesh(mesh, self.device, timedelta(seconds=limit))
         self.rank, self.world_size = self.mesh.rank, self.mesh.world
         self.accumulate = accumulate
         self.clip = Clip(norm=clip_norm) if clip_norm is not None else clip
         self.timing = timing or Schedule()
-        self.layout = self.table.bind(self.precision, self.mesh.sizes)
-        check_supported(self.layout)
-        self.loss_scale = _make_scaler(loss_scale, self.precision)
+        self.rules = Rules(precision, self.table, self.mesh.sizes)
+        self.rules.check(model)
+        self.precision, self.layout = self.rules.default, self.rules.layouts[-1]
+        for bound in self.rules.layouts:
+            check_supported(bound)
+        self.loss_scale = _make_scaler(loss_scale, self.rules.precisions)
         self.agreement = Agreement(self.mesh, patience, limit)
         self.store = DeviceStore(self.device, debug=debug)
         self.optimizer = build(optimizer, model) if optimizer is not None else None
@@ -132,12 +137,11 @@ class Engine:
         )
         if values is not None:
             values.load_buffers(model)
-        self.buffers_dtype = TORCH_DTYPES[self.precision.compute] if self.precision.buffers == "compute" else None
-        move_buffers(dict(model.named_modules()), self.device, self.mesh, self.buffers_dtype)
+        move_buffers(dict(model.named_modules()), self.device, self.mesh, self.buffer_dtypes())
         self.units = make_units(model, cuts, self.layout, self.mesh, self.store, values, seed)
         self._update: ShardedOptimizer | None = None
         if self.optimizer is not None:
-            stochastic = seed if self.precision.rounding == "stochastic" else None
+            stochastic = seed if any(p.rounding == "stochastic" for p in self.rules.precisions) else None
             self._update = ShardedOptimizer(
                 self.optimizer, self.units, self.layout.moments.dtype, self.timing.block, stochastic
             )
@@ -157,10 +161,11 @@ class Engine:
             model, self.layout, self.mesh, self.units, self.actions, self.agreement, self.store, self.timing,
             accumulate, clip=self.clip is not None and self.clip.norm is not None,
         )  # fmt: skip
-        policy = any(not s.spec.own for unit in self.units for s in unit.segments)  # some parameters follow it
+        #: Some parameters follow the policy of the model as a whole.
+        policy = any(not s.spec.own and s.spec.table is None for unit in self.units for s in unit.segments)
         narrow = TORCH_DTYPES[self.precision.compute] if policy and self.precision.compute in ("bf16", "fp16") else None
         autocast = (TORCH_DTYPES[self.precision.autocast], self.device.type) if self.precision.autocast else None
-        self._hooks = Hooks(model, self.units, self._runner, cast=narrow, autocast=autocast)
+        self._hooks = Hooks(model, self.units, self._runner, cast=narrow, casts=self.rules.mixed, autocast=autocast)
         self._runner.forget, self._runner.inside = self._hooks.forget, self._hooks.inside
         self._runner.follow = self._follow_model
         self.steps = 0
@@ -439,7 +444,16 @@ class Engine:
         specs = [unit.spec for unit in self.units]
         held = cost.state_bytes(self.layout, specs, self.mesh.sizes, num_moments=moments, padded=True, kept=kept)
         sent = self._update.traffic() if self._update is not None else None
-        return explain(self.table, self.layout, self.program, specs, self.mesh.sizes, held, self.accumulate, sent)
+        return explain(
+            self.table, self.layout, self.program, specs, self.mesh.sizes, held, self.accumulate, sent,
+            parts=self.rules.described(),
+        )  # fmt: skip
+
+    def buffer_dtypes(self) -> dict[int, torch.dtype]:
+        """The dtype of the floating buffers of each module whose policy says one, by ``id``."""
+        rule = [TORCH_DTYPES[p.compute] if p.buffers == "compute" else None for p in self.rules.precisions]
+        found = {key: rule[number] for key, number in self.rules.assign(self.module).items()}
+        return {key: dtype for key, dtype in found.items() if dtype is not None}
 
     def mean(self, value: float | Tensor) -> float:
         """The mean of a number over all ranks; a control message."""
@@ -524,9 +538,10 @@ class Engine:
         return True
 
 
-def _make_scaler(given: float | LossScale | None, precision: Precision) -> Scaler | None:
+def _make_scaler(given: float | LossScale | None, precisions: Iterable[Precision]) -> Scaler | None:
     if given is None:
-        return Scaler(LossScale()) if "fp16" in (precision.compute, precision.autocast) else None
+        fp16 = any("fp16" in (precision.compute, precision.autocast) for precision in precisions)
+        return Scaler(LossScale()) if fp16 else None
     if isinstance(given, LossScale):
         return Scaler(given)
     if not isinstance(given, (int, float)) or isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -23,13 +23,19 @@ def explain(
     held: Mapping[str, float],
     micro_batches: int = 1,
     update: Mapping[Sent, tuple[int, float]] | None = None,
+    parts: Sequence[tuple[str, Layout]] = (),
 ) -> str:
-    """The table, the units, what they cost and the program, as text; ``update``: what the optimizer itself sends."""
+    """The table, the units, what they cost and the program, as text.
+
+    ``update`` is what the optimizer itself sends, ``parts`` what rules of ``precision=`` give to parts of the model.
+    """
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
     lines += ["", "on this mesh and in this precision:", str(bound)]
     alias = bound.aliases()
     if alias:
         lines.append("same bytes: " + ", ".join(f"{a} is {b}" for a, b in alias.items()))
+    for patterns, part in parts:
+        lines += ["", f"in the precision of {patterns}:", str(part)]
     lines += ["", f"{'unit':<28}{'parameters':>14}{'padding':>10}  segments"]
     for unit in units:
         numel, padding = sum(s.numel for s in unit.segments), sum(s.padding for s in unit.segments)

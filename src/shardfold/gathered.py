@@ -320,7 +320,8 @@ class _States:
             assert segment.master is not None
             return segment.master.detach()
         assert self._engine._update is not None
-        own = segment.master.dtype if segment.spec.own and segment.master is not None else dtype
+        apart = segment.spec.own or self._engine.rules.mixed
+        own = segment.master.dtype if apart and segment.master is not None else dtype
         return self._engine._update.state_shard(segment, self._of, own)
 
     def write(self, changed: set[str]) -> None:

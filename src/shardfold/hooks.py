@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ from shardfold.nested import cast_floats
 from shardfold.unit import Life, Unit
 
 _AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+
+UP_TO_32 = (torch.float32, torch.bfloat16, torch.float16)
 
 __all__ = ["Hooks", "Listener", "in_backward", "tensors_in"]
 
@@ -88,6 +91,10 @@ def _storage(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return cast_floats(args, dtype, UP_TO_32), cast_floats(kwargs, dtype, UP_TO_32)
+
+
 class Hooks:
     """The hooks of one engine on one model.
 
@@ -96,6 +103,8 @@ class Hooks:
         units: with ``modules`` set; units whose values never leave memory need no module hooks.
         listener: receives the events.
         cast: floating-point inputs of the model are cast to it; None leaves them.
+        casts: whether every module with parameters of its own gets its floating-point inputs in their dtype, as the
+            parts of the model compute in several.
         autocast: dtype and type of device of the ``torch.autocast`` that forward runs under; None: without.
     """
 
@@ -105,6 +114,7 @@ class Hooks:
         units: Iterable[Unit],
         listener: Listener,
         cast: torch.dtype | None = None,
+        casts: bool = False,
         autocast: tuple[torch.dtype, str] | None = None,
     ) -> None:
         self._listener, self._model = listener, model
@@ -112,7 +122,7 @@ class Hooks:
         self._hooked: dict[int, tuple[nn.Module, list[int]]] = {}  # modules and the ids of their hooks
         self._accumulators: list[Any] = []  # a parameter refers to its node weakly
         self._queued = False
-        self._cast, self._autocast = cast, autocast
+        self._cast, self._casts, self._autocast = cast, casts, autocast
         self._casting: torch.autocast | None = None  # of the forward under way
         self._inside: list[tuple[Any, BaseException | None]] = []  # forwards under way, what was handled as they began
         self._pushed: list[nn.Module] = []  # those of them that remember what they save for backward
@@ -136,6 +146,9 @@ class Hooks:
                     self._on(module, module.register_forward_hook(after, with_kwargs=True, always_call=True))
             for _, parameter in unit.parameters():
                 copy_alone(parameter)
+        if self._casts:
+            self._cast_between_parts(units)
+        for unit in units:
             for i, segment in enumerate(unit.trainable):
                 for j, parameter in enumerate(segment.parameters):
                     # On the node that accumulates, because its hooks run after all of the parameter's: a hook of the
@@ -147,6 +160,15 @@ class Hooks:
                         parameter.requires_grad_(wanted)
                     self._accumulators.append(node)
                     self._add(node.register_hook(self._on_gradient(parameter, unit, i, j)))
+
+    def _cast_between_parts(self, units: Sequence[Unit]) -> None:
+        """Modules whose parameters keep a dtype of their own are left to the model's code."""
+        dtypes = {id(p): s.dtype for unit in units for s in unit.segments if not s.spec.own for p in s.parameters}
+        for module in self._model.modules():
+            own = [dtypes[id(p)] for p in module._parameters.values() if p is not None and id(p) in dtypes]
+            if own:
+                cast = partial(_cast_inputs, own[0])
+                self._on(module, module.register_forward_pre_hook(cast, with_kwargs=True))
 
     def remove(self) -> None:
         """Takes every hook off the model."""

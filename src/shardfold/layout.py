@@ -25,7 +25,19 @@ from typing import Any
 
 from shardfold.errors import LayoutError, did_you_mean
 
-__all__ = ["DATA_AXES", "ITEMSIZE", "PRECISIONS", "Axes", "Cell", "Layout", "Mesh", "Precision", "Tier", "Wire"]
+__all__ = [
+    "DATA_AXES",
+    "ITEMSIZE",
+    "PRECISIONS",
+    "ROLES",
+    "Axes",
+    "Cell",
+    "Layout",
+    "Mesh",
+    "Precision",
+    "Tier",
+    "Wire",
+]
 
 Axes = tuple[str, ...]
 Mesh = Mapping[str, int]
@@ -46,6 +58,8 @@ ITEMSIZE: Mapping[str, int] = {
 """Bytes per element of every dtype name that a table, a program or a segment may use."""
 
 ROLES = ("compute", "grads", "reduce", "master", "moments")
+"""The dtype words of a table; :class:`Precision` says what they mean."""
+
 STATES = ("params", "held", "grads", "master", "moments")
 WIRES = ("plain",)
 
@@ -74,6 +88,9 @@ class Precision:
             some models read them together with activations and do not cast.
         rounding: of a bf16 master and its moments after each update: ``"nearest"``, or ``"stochastic"``, which moves
             weights also where an update is smaller than half of their last digit (arXiv 2010.06192).
+        tf32: whether matrix products and convolutions of fp32 tensors may round their inputs to TF32 (10 bits) on
+            NVIDIA GPUs, in the whole process while the engine lives; None: as PyTorch is set. On the CPU it does
+            nothing.
     """
 
     compute: str = "fp32"
@@ -84,6 +101,7 @@ class Precision:
     autocast: str | None = None
     buffers: str = "own"
     rounding: str = "nearest"
+    tf32: bool | None = None
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -108,6 +126,8 @@ class Precision:
                 f"Precision.rounding is {self.rounding!r} with a master in {self.master}: it is 'nearest', or "
                 "'stochastic' with master='bf16'."
             )
+        if self.tf32 not in (None, True, False):
+            raise LayoutError(f"Precision.tf32 is {self.tf32!r}: it is True, False, or None for PyTorch's setting.")
         if ITEMSIZE[self.master] < ITEMSIZE[self.compute]:
             raise LayoutError(
                 f"Precision.master is {self.master} but compute is {self.compute}: "

@@ -98,11 +98,11 @@ def make_units(
 
 
 def move_buffers(
-    modules: Mapping[str, nn.Module], device: torch.device, mesh: DataMesh, dtype: torch.dtype | None = None
+    modules: Mapping[str, nn.Module], device: torch.device, mesh: DataMesh, dtypes: Mapping[int, torch.dtype]
 ) -> None:
     """Moves the own buffers of modules (by path) to the device and gives every rank rank 0's values, as DDP does.
 
-    ``dtype`` is that of floating buffers from now on, but for fp64; None: each keeps its own.
+    ``dtypes`` has that of a module's floating buffers from now on, but for fp64, by its ``id``; others keep their own.
 
     Raises:
         ModelError: a buffer was made of a parameter that had no memory, and no weights gave it values.
@@ -118,6 +118,7 @@ def move_buffers(
             "had no memory yet: pass weights= that have them, or make them from shapes in the constructor."
         )
     for module in modules.values():
+        dtype = dtypes.get(id(module))
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -13,29 +13,30 @@ from torch import Tensor
 __all__ = ["cast_floats"]
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its fp32 tensors cast to ``dtype``; what holds none is returned as it is, the rest is copied.
+def cast_floats(value: Any, dtype: torch.dtype, of: Collection[torch.dtype] = (torch.float32,)) -> Any:
+    """``value`` with its tensors of the dtypes ``of`` cast to ``dtype``; what holds none is returned as it is, the rest
+    is copied.
 
     Goes through lists, tuples, named tuples, mappings (also those of transformers) and dataclasses, and keeps their
     types. Other objects are opaque.
     """
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype == torch.float32 else value
+        return value.to(dtype) if value.dtype in of else value
     if isinstance(value, tuple):
-        items = [cast_floats(item, dtype) for item in value]
+        items = [cast_floats(item, dtype, of) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         make = getattr(type(value), "_make", None)  # of a named tuple
         return make(items) if make is not None else type(value)(items)
     if isinstance(value, list):
-        changed = {i: new for i, old in enumerate(value) if (new := cast_floats(old, dtype)) is not old}
+        changed = {i: new for i, old in enumerate(value) if (new := cast_floats(old, dtype, of)) is not old}
     elif isinstance(value, MutableMapping):
-        changed = {key: new for key, old in value.items() if (new := cast_floats(old, dtype)) is not old}
+        changed = {key: new for key, old in value.items() if (new := cast_floats(old, dtype, of)) is not old}
     elif isinstance(value, Mapping):
-        items = {key: cast_floats(item, dtype) for key, item in value.items()}
+        items = {key: cast_floats(item, dtype, of) for key, item in value.items()}
         return value if all(items[key] is value[key] for key in items) else items
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_fields(value, dtype)
+        return _cast_fields(value, dtype, of)
     else:
         return value
     if not changed:
@@ -46,11 +47,11 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return made
 
 
-def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
+def _cast_fields(value: Any, dtype: torch.dtype, of: Collection[torch.dtype]) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         old = getattr(value, field.name, None)
-        if (new := cast_floats(old, dtype)) is not old:
+        if (new := cast_floats(old, dtype, of)) is not old:
             changed[field.name] = new
     if not changed:
         return value

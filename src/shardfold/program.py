@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError, LayoutError
@@ -157,16 +156,19 @@ def lower(
     inner = {unit.name: unit for unit in units if not unit.root}
     onward = [inner[name] for name in (inner if forward is None else forward)]
     back = onward[::-1] if backward is None else [inner[name] for name in backward]
-    turn = partial(redistribute, data=data, gather=layout.gather.dtype, reduce=layout.reduce.dtype)
 
-    def fill(unit: str, over: Axes, source_is_master: bool) -> Iterator[Op]:
+    def turn(unit: UnitSpec, have: Axes | None, need: Axes) -> Iterator[Op]:
+        table = unit.table or layout
+        return redistribute(unit.name, have, need, data=data, gather=table.gather.dtype, reduce=table.reduce.dtype)
+
+    def fill(unit: UnitSpec, over: Axes, source_is_master: bool) -> Iterator[Op]:
         if over and source_is_master:
-            yield Op("CAST", unit)
+            yield Op("CAST", unit.name)
         yield from turn(unit, over, ())
 
     def enter(unit: UnitSpec, *, forward: bool) -> Iterator[Op]:
         cell = layout.rest if forward or layout.held is None else layout.held
-        yield from fill(unit.name, cell.over, layout.params is None and cell is layout.master)
+        yield from fill(unit, cell.over, layout.params is None and cell is layout.master)
         yield Op("F" if forward else "B", unit.name)
 
     def leave(
@@ -186,9 +188,11 @@ def lower(
         """Gradients that rest split are scattered in every micro-batch; what remains of the sum waits for the last."""
         if not unit.trainable:
             return
-        for op in turn(unit.name, PARTIAL, layout.grads.over or layout.master.over):
+        for op in turn(unit, PARTIAL, layout.grads.over or layout.master.over):
             if layout.grads.over and op.verb == "ALL_REDUCE":
-                op = op._replace(dtype=layout.grads.dtype)  # what is summed is the accumulated shard itself
+                op = op._replace(
+                    dtype=(unit.table or layout).grads.dtype
+                )  # what is summed is the accumulated shard itself
             if last or (layout.grads.over and op.verb == "REDUCE_SCATTER"):
                 yield op
 
@@ -213,7 +217,7 @@ def lower(
             if unit.trainable:
                 yield Op("UPDATE", unit.name)
                 if layout.params is not None:
-                    yield from turn(unit.name, layout.master.over, layout.params.over)
+                    yield from turn(unit, layout.master.over, layout.params.over)
 
     return Program(
         forward=tuple(one_pass(True, False)),

@@ -72,7 +72,7 @@ def apply(engine: Engine) -> None:
     homes = Homes(engine, plan)
     buffers = [(tuple(b.shape), b.dtype) for module in plan.new_modules.values() for b in module.buffers(recurse=False)]
     engine.agreement.same(what, repr(([c.spec for c in plan.cuts], homes.described(plan), buffers)))
-    move_buffers(plan.new_modules, engine.device, engine.mesh, engine.buffers_dtype)
+    move_buffers(plan.new_modules, engine.device, engine.mesh, engine.buffer_dtypes())
     with torch.no_grad():
         units = _make(engine, plan, homes)
     changes.followed += 1

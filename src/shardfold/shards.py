@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from shardfold.layout import Axes, Mesh
+from shardfold.layout import Axes, Layout, Mesh
 
 __all__ = ["ALIGN_BYTES", "Piece", "SegmentSpec", "Slot", "UnitSpec", "pack", "shard_index", "shard_range"]
 
@@ -51,7 +51,8 @@ class SegmentSpec:
     """Parameters of one unit with equal dtype, trainability and hyper-parameter group, laid out flat.
 
     ``length`` is in elements and includes all padding; it divides evenly by the number of data-parallel ranks.
-    ``own``: every state and both journeys are in ``dtype``, whatever the precision policy says.
+    ``own``: every state and both journeys are in ``dtype``, whatever the precision policy says. ``table``: the bound
+    layout of its part of the model, where rules of ``precision=`` give that another than the rest's.
     """
 
     slots: tuple[Slot, ...]
@@ -60,10 +61,11 @@ class SegmentSpec:
     trainable: bool = True
     group: int = 0
     own: bool = False
+    table: Layout | None = None
 
-    def dtype_for(self, policy: str) -> str:
-        """The dtype of a state or a wire of this segment for which the bound table says ``policy``."""
-        return self.dtype if self.own else policy
+    def dtype_for(self, what: str, layout: Layout) -> str:
+        """The dtype of ``grads``, ``reduce``, ``master`` or ``moments`` of this segment under a bound ``layout``."""
+        return self.dtype if self.own else getattr(self.table or layout, what).dtype
 
     @property
     def numel(self) -> int:
@@ -93,6 +95,11 @@ class UnitSpec:
     @property
     def trainable(self) -> bool:
         return any(segment.trainable for segment in self.segments)
+
+    @property
+    def table(self) -> Layout | None:
+        """The table of the rule that this unit follows, for display; of several, that of its first segment."""
+        return next((segment.table for segment in self.segments if not segment.own), None)
 
 
 def pack(shapes: Mapping[str, Sequence[int]], parts: int, align: int) -> tuple[tuple[Slot, ...], int]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shardfold.errors import UsageError
 from shardfold.freed import seal, unseal
 from shardfold.gradients import GradientBuffer
-from shardfold.layout import ITEMSIZE, Layout, Mesh
+from shardfold.layout import ITEMSIZE, ROLES, Layout, Mesh
 from shardfold.shards import SegmentSpec, UnitSpec, shard_range
 from shardfold.stores.device import DeviceStore
 from shardfold.wires.plain import Pending, Waiter
@@ -75,6 +75,7 @@ class Segment:
         self.spec = spec
         self.parameters = parameters
         self.dtype = TORCH_DTYPES[spec.dtype]
+        self.dtypes = {what: TORCH_DTYPES[spec.dtype_for(what, layout)] for what in ROLES if what != "compute"}
         rest_over = layout.rest.over
         self.rest_range = shard_range(spec.length, rest_over, mesh, coords)
         self.master_range = shard_range(spec.length, layout.master.over, mesh, coords)
@@ -101,10 +102,6 @@ class Segment:
     def split(self) -> bool:
         """Whether the flat's memory comes and goes."""
         return self.rest_range != (0, self.spec.length)
-
-    def dtype_for(self, policy: str) -> torch.dtype:
-        """See :meth:`SegmentSpec.dtype_for`."""
-        return TORCH_DTYPES[self.spec.dtype_for(policy)]
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat of this segment's length, one per parameter, with its shape."""
@@ -136,13 +133,13 @@ class Segment:
         if not spec.trainable:
             return
         a, b = self.master_range
-        master = self.dtype_for(layout.master.dtype)
+        master = self.dtypes["master"]
         if self.rest is not None and self.dtype == master and layout.params is not None:
             self.master = self.rest[a - start : b - start]
         else:
             self.master = flat[a:b].to(master, copy=True)
         size = spec.length if not layout.grads.over else spec.length // layout.grads.parts(mesh)
-        self.gradient_flat = torch.zeros(size, dtype=self.dtype_for(layout.grads.dtype), device=flat.device)
+        self.gradient_flat = torch.zeros(size, dtype=self.dtypes["grads"], device=flat.device)
 
     @property
     def grads(self) -> Tensor | None:
@@ -341,14 +338,14 @@ class Unit:
 
     # -- gradients
 
-    def accept(self, segment: int, slot: int, grad: Tensor, dtype: str) -> None:
+    def accept(self, segment: int, slot: int, grad: Tensor) -> None:
         """Takes one gradient into the buffer that the next reduction sends, making it if need be."""
         scale = self.trainable[segment].factor
         if self.resting is not None and not self.reduced:
             self.resting.add(segment, slot, grad, scale)
             return
         if self.incoming is None:
-            self.incoming = self.new_buffer(dtype)
+            self.incoming = self.new_buffer()
         self.incoming.add(segment, slot, grad, scale)
 
     def flush(self) -> None:
@@ -357,18 +354,19 @@ class Unit:
             if gradients is not None:
                 gradients.flush()
 
-    def accept_waiting(self, dtype: str) -> None:
+    def accept_waiting(self) -> None:
         """Takes the gradients that had to wait; each is given back as soon as it is copied."""
         while self.waiting:
-            self.accept(*self.waiting.pop(0), dtype)
+            self.accept(*self.waiting.pop(0))
 
     @property
     def has_unsent(self) -> bool:
         """Whether gradients are here that no reduction has taken."""
         return self.incoming is not None or bool(self.waiting)
 
-    def new_buffer(self, dtype: str) -> GradientBuffer:
-        flats = [self._store.empty(s.spec.length, s.dtype_for(dtype)) for s in self.trainable]
+    def new_buffer(self) -> GradientBuffer:
+        """What gradients are copied into in the dtype in which they are sent."""
+        flats = [self._store.empty(s.spec.length, s.dtypes["reduce"]) for s in self.trainable]
         return GradientBuffer(self.trainable, flats)
 
     def end_reduce(self, waiter: Waiter) -> None:

@@ -395,7 +395,7 @@ class ShardedOptimizer:
 
     def _no_moments(self, segment: Segment) -> dict[str, Tensor]:
         assert segment.master is not None
-        dtype = segment.dtype_for(self._moments_dtype)
+        dtype = segment.dtypes["moments"]
         return {name: torch.zeros_like(segment.master, dtype=dtype) for name in self._names or ()}
 
     def _every_piece(self) -> Iterator[_Piece]:
