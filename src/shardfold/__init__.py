@@ -32,7 +32,7 @@ from shardfold.passes import Schedule
 from shardfold.presets import PRESETS
 
 if TYPE_CHECKING:
-    from shardfold import numerics, optim
+    from shardfold import nn, numerics, optim
     from shardfold.checkpoint import Checkpoint
     from shardfold.data import Loader, Sampler
     from shardfold.engine import Engine
@@ -67,6 +67,7 @@ __all__ = [
     "TrafficReport",
     "Wire",
     "meta_init",
+    "nn",
     "numerics",
     "optim",
     "rng_state",
@@ -95,7 +96,7 @@ def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is first asked for, so that a command's help does not wait for it."""
     import importlib
 
-    if name in ("numerics", "optim"):
+    if name in ("nn", "numerics", "optim"):
         return importlib.import_module(f"shardfold.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

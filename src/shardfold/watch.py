@@ -34,6 +34,7 @@ TICK = 1.0  # seconds between two looks
 STILL = 2  # looks without a move until a collective of the user's own is published
 BUSY = 5  # looks without a move until anything else is
 HERE = str(Path(__file__).parent)
+MODULES = str(Path(HERE, "nn"))  # their collectives are the model's, as if the user had written them
 LOG = getLogger("shardfold")
 
 
@@ -216,14 +217,18 @@ def _user_collective(frame: FrameType | None) -> str | None:
         name, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
         if name.startswith(("torch.distributed", "torch.nn.parallel.distributed")):
             inside = frame.f_code.co_name if not frame.f_code.co_name.startswith(("wrapper", "_")) else inside
-        elif frame is innermost and not file.startswith(HERE) and ".wait(" in linecache.getline(file, frame.f_lineno):
+        elif frame is innermost and not _is_ours(file) and ".wait(" in linecache.getline(file, frame.f_lineno):
             return f"the wait for a work, at {_place(frame)}"  # of C++, else its own frame would be the innermost
-        elif inside is None or file.startswith(HERE):
+        elif inside is None or _is_ours(file):
             return None
         else:
             return f"torch.distributed.{inside}, called at {_place(frame)}"
         frame = frame.f_back
     return None
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(HERE) and not file.startswith(MODULES)
 
 
 def _place(frame: FrameType | None) -> str:
