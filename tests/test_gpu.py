@@ -56,6 +56,19 @@ def test_bf16_on_a_gpu_follows_fp32(layout: str) -> None:
     assert _losses(layout, "cuda", "bf16", 10) == pytest.approx(_losses(layout, "cuda", "fp32", 10), rel=2e-2)
 
 
+def test_tf32_rounds_the_inputs_of_matrix_products() -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(512, 512, bias=False).cuda(), torch.randn(512, 512, device="cuda")
+    exact = x.double() @ model.weight.double().t()
+    errors = []
+    for allow in (True, False):
+        engine = sf.Engine(model, precision=sf.Precision(tf32=allow), device="cuda")
+        with torch.no_grad():
+            errors.append(((engine(x) - exact).abs().max() / exact.abs().max()).item())
+        engine.close()
+    assert errors[1] < 1e-5 < errors[0] < 1e-2
+
+
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_a_step_does_not_stop_the_host(layout: str) -> None:
     """Any synchronization of the host inside forward, backward or step raises under this debug mode."""

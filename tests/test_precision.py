@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,33 @@ def evaluates_alike() -> None:
 
 def test_a_running_variance_beyond_fp16_is_kept_saved_and_evaluated(ranks: Ranks) -> None:
     ranks.run(evaluates_alike, world_size=2)
+
+
+def switches() -> list[object]:
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    newer = [cuda.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]  # type: ignore[attr-defined]
+    return [*newer, cuda.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()]
+
+
+def test_tf32_is_switched_while_an_engine_lives_that_says_so() -> None:
+    before = switches()
+    for allow in (True, False):
+        engine = sf.Engine(nn.Linear(4, 4), precision=sf.Precision(tf32=allow))
+        assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is allow  # type: ignore[attr-defined]
+        assert switches()[3:5] == [allow, allow]  # the older names can be read as well
+        other = sf.Engine(nn.Linear(4, 4), precision=sf.Precision(compute="bf16", tf32=allow))
+        with pytest.raises(ConfigError, match=rf"tf32 is {not allow}, but another engine of this process has {allow}"):
+            sf.Engine(nn.Linear(4, 4), precision=sf.Precision(tf32=not allow))
+        engine.close()
+        engine.close()
+        assert switches() != before
+        del other
+        gc.collect()
+        assert switches() == before
+    sf.Engine(nn.Linear(4, 4)).close()
+    assert switches() == before
+    with pytest.raises(LayoutError, match=r"Precision.tf32 is 'on': it is True, False, or None"):
+        sf.Precision(tf32="on")  # type: ignore[arg-type]
 
 
 PURE = {role: "bf16" for role in ("compute", "grads", "reduce", "master", "moments")}

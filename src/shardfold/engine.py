@@ -51,6 +51,7 @@ from shardfold.rules import Rules
 from shardfold.runner import Runner
 from shardfold.stats import Clock, Stats
 from shardfold.stores.device import DeviceStore
+from shardfold.tf32 import hold_tf32
 from shardfold.unit import TORCH_DTYPES, Life, Unit
 
 __all__ = ["Engine"]
@@ -125,6 +126,8 @@ class Engine:
         self.precision, self.layout = self.rules.default, self.rules.layouts[-1]
         for bound in self.rules.layouts:
             check_supported(bound)
+        tf32 = self.precision.tf32
+        self._tf32 = hold_tf32(self, tf32) if tf32 is not None else None
         self.loss_scale = _make_scaler(loss_scale, self.rules.precisions)
         self.agreement = Agreement(self.mesh, patience, limit)
         self.store = DeviceStore(self.device, debug=debug)
@@ -469,6 +472,8 @@ class Engine:
         """Waits for a save that is under way, takes the hooks off the model and leaves ``torch.distributed`` as it was
         found."""
         self.saver.close()
+        if self._tf32 is not None:
+            self._tf32()
         self._changes.close()
         self.alarm.close()
         self._hooks.remove()

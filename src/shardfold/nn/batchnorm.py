@@ -89,8 +89,8 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
     for name, child in module.named_modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and type(child) not in (*PLAIN, SyncBatchNorm):
             raise ModelError(
-                f"{name or 'the module'!r} is of class {type(child).__name__}, which may normalize in a way of its own: give "
-                "it a SyncBatchNorm where it is made."
+                f"{name or 'the module'!r} is of class {type(child).__name__}, which may normalize in a way of its "
+                "own: make it a SyncBatchNorm by hand."
             )
     return _convert(module, process_group, {})
 
