@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,14 +75,7 @@ def make_units(
             for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
         ]
         unit = Unit(c.spec, segments, store, c.modules)
-        empty = _bind_parameters(unit)
-        if empty or weights is not None:
-            _initialize(unit, model, empty, weights, seed)
-        if mesh.world > 1:
-            for segment in segments:  # as DDP does: rank 0's values are everyone's
-                dist.broadcast(segment.flat, group_src=0, group=mesh.everyone)
-        for segment in segments:
-            segment.bind(layout, mesh.sizes, mesh.coords)
+        _give_values(unit, model, layout, mesh, weights, seed)
         if unit.trainable and not layout.grads.over:
             flats = [segment.grads for segment in unit.trainable if segment.grads is not None]
             adopt = mesh.world == 1 and store.device.type == "cpu"
@@ -95,6 +88,21 @@ def make_units(
     for module in recurrent:
         module._flat_weight_refs = [weakref.ref(w) if w is not None else None for w in module._flat_weights]
     return units
+
+
+def _give_values(
+    unit: Unit, model: nn.Module, layout: Layout, mesh: DataMesh, weights: Weights | None, seed: int
+) -> None:
+    """Makes the states of a unit. Values are made, and reach the master, in its dtype: in that of the parameters they
+    would be rounded, and the first steps be those of another model than AMP, or FSDP2, trains."""
+    exact = [segment.exact_flat() for segment in unit.segments]
+    empty = _bind_parameters(unit, exact)
+    if empty or weights is not None:
+        _initialize(unit, model, empty, weights, seed)
+    for segment, flat in zip(unit.segments, exact, strict=True):
+        if mesh.world > 1:  # as DDP does: rank 0's values are everyone's
+            dist.broadcast(flat, group_src=0, group=mesh.everyone)
+        segment.bind(layout, mesh.sizes, mesh.coords, flat)
 
 
 def move_buffers(
@@ -134,16 +142,15 @@ def move_buffers(
                     buffer.copy_(values)
 
 
-def _bind_parameters(unit: Unit) -> set[str]:
-    """Makes every parameter of the unit a view of its flat; returns the names of those that had no values yet.
+def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:
+    """Makes every parameter of the unit a view of its segment's flat among ``flats``; returns the names of those that
+    had no values yet.
 
     The parameter objects stay the same: optimizers, ties and users' references hold.
     """
     empty: set[str] = set()
-    for segment in unit.segments:
-        for slot, parameter, view in zip(
-            segment.spec.slots, segment.parameters, segment.views_of(segment.flat), strict=True
-        ):
+    for segment, flat in zip(unit.segments, flats, strict=True):
+        for slot, parameter, view in zip(segment.spec.slots, segment.parameters, segment.views_of(flat), strict=True):
             if parameter.is_meta:
                 empty.add(slot.name)
                 fresh = nn.Parameter(view.new_empty(0), requires_grad=False)
@@ -159,7 +166,7 @@ def _bind_parameters(unit: Unit) -> set[str]:
             # Through .data the parameter keeps a version counter of its own: filling the flat again is no change.
             parameter.data = view
         for start, stop in segment.gaps:
-            segment.flat[start:stop].zero_()
+            flat[start:stop].zero_()
     return empty
 
 

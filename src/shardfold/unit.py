@@ -118,9 +118,21 @@ class Segment:
         ]
         return views, [parts[i] for i in self._gaps_at]
 
-    def bind(self, layout: Layout, mesh: Mesh, coords: Mesh) -> None:
-        """Makes the states that rest, from the values in the flat. The flat must be full."""
+    def exact_flat(self) -> Tensor:
+        """A flat for values as the master will have them, ``(length,)``; where that has the parameters' dtype, or there
+        is none, the flat itself."""
+        master = self.dtypes["master"]
+        if not self.spec.trainable or master == self.dtype:
+            return self.flat
+        return torch.empty(self.spec.length, dtype=master, device=self.flat.device)
+
+    def bind(self, layout: Layout, mesh: Mesh, coords: Mesh, exact: Tensor) -> None:
+        """Makes the states that rest, and the flat, from the values in ``exact`` (see :meth:`exact_flat`)."""
         spec, flat = self.spec, self.flat
+        if exact is not flat:
+            flat.copy_(exact)
+            for parameter, view in zip(self.parameters, self.views_of(flat), strict=True):
+                parameter.data = view
         start, stop = self.rest_range
         keeps_copy = layout.params is not None or not spec.trainable
         if not self.split:
@@ -137,7 +149,7 @@ class Segment:
         if self.rest is not None and self.dtype == master and layout.params is not None:
             self.master = self.rest[a - start : b - start]
         else:
-            self.master = flat[a:b].to(master, copy=True)
+            self.master = exact[a:b].to(master, copy=True)
         size = spec.length if not layout.grads.over else spec.length // layout.grads.parts(mesh)
         self.gradient_flat = torch.zeros(size, dtype=self.dtypes["grads"], device=flat.device)
 
