@@ -92,7 +92,8 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return cast_floats(args, dtype, UP_TO_32), cast_floats(kwargs, dtype, UP_TO_32)
+    made = {name: cast_floats(value, dtype, UP_TO_32) for name, value in kwargs.items()}  # as torch.compile can trace
+    return tuple([cast_floats(value, dtype, UP_TO_32) for value in args]), made
 
 
 class Hooks:
@@ -134,6 +135,8 @@ class Hooks:
         model = self._model
         units = list(units)
         self._units = [unit for unit in units if unit.split]  # whose memory comes and goes
+        if self._casts:  # first, because ``_stay_last`` looks for a module's last one
+            self._cast_between_parts(units)
         # torch.compile runs what is disabled as it is and compiles what lies between: the units' own work.
         untraced: Any = torch.compiler.disable
         self._on(model, model.register_forward_pre_hook(untraced(self._before_model), with_kwargs=True, prepend=True))
@@ -146,9 +149,6 @@ class Hooks:
                     self._on(module, module.register_forward_hook(after, with_kwargs=True, always_call=True))
             for _, parameter in unit.parameters():
                 copy_alone(parameter)
-        if self._casts:
-            self._cast_between_parts(units)
-        for unit in units:
             for i, segment in enumerate(unit.trainable):
                 for j, parameter in enumerate(segment.parameters):
                     # On the node that accumulates, because its hooks run after all of the parameter's: a hook of the
