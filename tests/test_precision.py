@@ -203,6 +203,91 @@ def test_tf32_is_switched_while_an_engine_lives_that_says_so() -> None:
         sf.Precision(tf32="on")  # type: ignore[arg-type]
 
 
+def starts_exactly(layout: str) -> None:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)  # rank 0's values are everyone's
+    model = Net()
+    given = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, precision="bf16")
+    state = engine.state_dict()
+    rounded = {name: p.dtype for name, p in model.named_parameters()}
+    engine.close()
+    with sf.meta_init():
+        empty = Net()
+    engine = sf.Engine(empty, optimizer=ADAMW, layout=layout, precision="bf16", weights=state)
+    again = engine.state_dict()
+    engine.close()
+    for name, dtype in rounded.items():
+        assert dtype == torch.bfloat16 and state[name].dtype == torch.float32
+        assert rank or torch.equal(state[name], given[name])
+        assert torch.equal(state[name], again[name]) and not torch.equal(again[name], again[name].bfloat16().float())
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero3", "fsdp2"])
+def test_the_master_starts_from_the_values_that_were_loaded(ranks: Ranks, layout: str) -> None:
+    ranks.run(starts_exactly, layout, world_size=2)
+
+
+class Fine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(96, 96) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.float().square().mean()
+
+
+def parts(world: int) -> list[list[Tensor]]:
+    """Four micro-batches for each rank."""
+    draw = torch.Generator().manual_seed(0)
+    return [[torch.randn(4, 96, generator=draw) for _ in range(4)] for _ in range(world)]
+
+
+def plain_sums(world: int, dtype: torch.dtype) -> list[Tensor]:
+    """The mean of all micro-batches' bf16 gradients, summed by PyTorch in ``dtype`` on each of ``world`` ranks."""
+    torch.manual_seed(0)
+    model = Fine().bfloat16()
+    totals = [torch.zeros(p.shape) for p in model.parameters()]
+    for mine in parts(world):
+        sums = [torch.zeros(p.shape, dtype=dtype) for p in model.parameters()]
+        for x in mine:
+            model.zero_grad()
+            model(x.bfloat16()).backward()
+            for total, p in zip(sums, model.parameters(), strict=True):
+                total += p.grad
+        for total, part in zip(totals, sums, strict=True):
+            total += part.float() / (4 * world)
+    return totals
+
+
+def accumulated(layout: str, grads: str) -> tuple[float, float]:
+    """How far gradients summed over 4 micro-batches are from PyTorch's in fp32 and bf16, relative to the largest."""
+    torch.manual_seed(0)
+    precision = sf.Precision(compute="bf16", reduce=grads, grads=grads)
+    engine = sf.Engine(Fine(), optimizer=ADAMW, layout=layout, precision=precision, accumulate=4)
+    for x in parts(engine.world_size)[engine.rank]:
+        engine.backward(engine(x))
+    found = [0.0, 0.0]
+    with engine.gathered(of="grads") as mine:
+        for i, dtype in enumerate((torch.float32, torch.bfloat16)):
+            for a, b in zip(mine.values(), plain_sums(engine.world_size, dtype), strict=True):
+                assert a.dtype == TORCH_DTYPES[grads]
+                found[i] = max(found[i], ((a.float() - b).abs().max() / b.abs().max()).item())
+    engine.close()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("layout", ["ddp", "zero2"])
+def test_gradients_accumulate_in_the_dtype_that_grads_says(ranks: Ranks, layout: str, world: int) -> None:
+    for from_fp32, from_bf16 in ranks.run(accumulated, layout, "fp32", world_size=world):
+        assert from_fp32 <= (0.0 if world == 1 else 1e-6) and from_bf16 > 1e-4
+    for from_fp32, from_bf16 in ranks.run(accumulated, layout, "bf16", world_size=world):
+        assert from_bf16 <= (0.0 if world == 1 else 3 * 2.0**-8) and from_fp32 > 1e-4
+
+
 PURE = {role: "bf16" for role in ("compute", "grads", "reduce", "master", "moments")}
 
 
