@@ -320,7 +320,7 @@ class _States:
             assert segment.master is not None
             return segment.master.detach()
         assert self._engine._update is not None
-        apart = segment.spec.own or self._engine.rules.mixed
+        apart = segment.spec.own or len(self._engine.rules.precisions) > 1
         own = segment.master.dtype if apart and segment.master is not None else dtype
         return self._engine._update.state_shard(segment, self._of, own)
 
