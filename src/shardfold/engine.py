@@ -30,7 +30,7 @@ from shardfold.agreement import Agreement
 from shardfold.changes import Changes
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.save import Saver, Saving
-from shardfold.errors import ConfigError, NonFiniteError, UsageError
+from shardfold.errors import ConfigError, UsageError
 from shardfold.explain import explain
 from shardfold.gathered import gathered
 from shardfold.hooks import Hooks
@@ -40,7 +40,7 @@ from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip
-from shardfold.numerics.forensics import Watch, examine
+from shardfold.numerics.forensics import Watch
 from shardfold.numerics.scaling import LossScale, Scaler, scaled
 from shardfold.optim.average import Average
 from shardfold.optim.sharded import ShardedOptimizer, build
@@ -50,6 +50,7 @@ from shardfold.report import MemoryReport, MemoryRow, StepReport, TrafficReport
 from shardfold.rules import Rules
 from shardfold.runner import Runner
 from shardfold.stats import Clock, Stats
+from shardfold.stepping import take_step
 from shardfold.stores.device import DeviceStore
 from shardfold.tf32 import hold_tf32
 from shardfold.unit import TORCH_DTYPES, Life, Unit
@@ -248,28 +249,7 @@ class Engine:
             return StepReport(self.steps, updated=False, loss_scale=self.actions.lifted)
         refuse_during(self.loans, "engine.step()")
         rebuild.secure(self)
-        lr = float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else None
-        runner.meet("the optimizer step")
-        scale = self.actions.lifted
-        updated = self._apply_step()
-        findings = self.alarm.report.findings if self.alarm.report is not None else ()
-        if self.loss_scale is not None:
-            self.loss_scale.update(not updated)
-            self.alarm.settle()
-        if not updated:  # neither weights, moments, counts nor the schedule have moved
-            self._clock.end_step(self.agreement.waited, skipped=True)
-            if self.loss_scale is not None and self.loss_scale.exhausted:
-                raise self.alarm.failure()
-            return StepReport(self.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings)
-        self.steps += 1
-        if self.schedule is not None:
-            self.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
-            self.schedule.step()
-        for call in self.after_step:
-            call()
-        self._clock.end_step(self.agreement.waited)
-        norm = self.actions.grad_norm
-        return StepReport(self.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings)
+        return take_step(self)
 
     @property
     def micro_batch(self) -> int:
@@ -496,51 +476,6 @@ class Engine:
         if follow:
             self._follow_model()
         self._runner.meet(what)
-
-    # -- the step
-
-    def _apply_step(self) -> bool:
-        """The update; False if gradients overflowed on any rank, in which case no rank has changed anything."""
-        assert self._update is not None
-        actions, scaler = self.actions, self.loss_scale
-        actions.meter.begin_step()
-        for unit in self.units:
-            if unit.resting is not None and not unit.reduced:  # one rank: nothing reduced, so nothing completed
-                unit.resting.complete()
-        used, late, (overflowed, raised) = actions.agree_on_use(
-            scaler is not None and actions.overflowed(), self.alarm.raised()
-        )
-        self._runner.reduce_late(late)
-        if scaler is not None and late and not overflowed:  # what came late was not among what was looked at
-            overflowed = bool(actions.control([float(actions.overflowed())], dist.ReduceOp.MAX)[0])
-        self.alarm.look(overflowed=overflowed, raised=raised)
-        if overflowed:
-            for unit in self.units:
-                unit.forget_gradients()
-            self._runner.end_step(skipped=True)
-            return False
-        actions.grad_norm = actions.coefficient = None
-        track = self._runner.tracks["step"]
-        track.restart()
-        if self.clip is not None and self.clip.value is not None:
-            actions.clip_values()
-        while track.position < len(track.ops) and track.ops[track.position].verb == "NORM":
-            try:
-                track.follow(("NORM",))
-            except NonFiniteError as error:  # on every rank
-                raise NonFiniteError(f"{error}\n{examine(self)}") from None
-        with torch.no_grad():
-            coefficient = self.actions.coefficient
-            if coefficient is not None and self.device.type == "cpu" and float(coefficient) >= 1.0:
-                coefficient = None
-            self._update.begin(self.units, used, coefficient)
-        track.finish()
-        for unit in self.units:
-            unit._drain(unit.filling, self.agreement.wait)
-            unit.forget_gradients()
-            torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
-        self._runner.end_step()
-        return True
 
 
 def _make_scaler(given: float | LossScale | None, precisions: Iterable[Precision]) -> Scaler | None:

@@ -1,0 +1,93 @@
+"""The optimizer step: all ranks agree what was used and whether it is finite, then each updates what it owns.
+
+agree     which parameters any rank used, whether gradients overflowed on any, in one small message
+reduce    what came too late for backward
+follow    the program's section ``step``: NORM, then UPDATE and ALL_GATHER of each unit
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from shardfold.errors import NonFiniteError
+from shardfold.numerics.forensics import examine
+from shardfold.report import StepReport
+
+if TYPE_CHECKING:
+    from shardfold.engine import Engine
+
+__all__ = ["take_step"]
+
+
+def take_step(engine: Engine) -> StepReport:
+    """See :meth:`Engine.step`; at the boundary, with gradients."""
+    assert engine.optimizer is not None
+    lr = float(engine.optimizer.param_groups[0]["lr"]) if engine.optimizer.param_groups else None
+    engine._runner.meet("the optimizer step")
+    scale = engine.actions.lifted
+    updated = _update(engine)
+    findings = engine.alarm.report.findings if engine.alarm.report is not None else ()
+    if engine.loss_scale is not None:
+        engine.loss_scale.update(not updated)
+        engine.alarm.settle()
+    if not updated:  # neither weights, moments, counts nor the schedule have moved
+        engine._clock.end_step(engine.agreement.waited, skipped=True)
+        if engine.loss_scale is not None and engine.loss_scale.exhausted:
+            raise engine.alarm.failure()
+        return StepReport(engine.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings)
+    engine.steps += 1
+    if engine.schedule is not None:
+        engine.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
+        engine.schedule.step()
+    for call in engine.after_step:
+        call()
+    engine._clock.end_step(engine.agreement.waited)
+    norm = engine.actions.grad_norm
+    return StepReport(engine.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings)
+
+
+def _update(engine: Engine) -> bool:
+    """The update; False if gradients overflowed on any rank, in which case no rank has changed anything."""
+    assert engine._update is not None
+    actions, scaler = engine.actions, engine.loss_scale
+    actions.meter.begin_step()
+    for unit in engine.units:
+        if unit.resting is not None and not unit.reduced:  # one rank: nothing reduced, so nothing completed
+            unit.resting.complete()
+    used, late, (overflowed, raised) = actions.agree_on_use(
+        scaler is not None and actions.overflowed(), engine.alarm.raised()
+    )
+    engine._runner.reduce_late(late)
+    if scaler is not None and late and not overflowed:  # what came late was not among what was looked at
+        overflowed = bool(actions.control([float(actions.overflowed())], dist.ReduceOp.MAX)[0])
+    engine.alarm.look(overflowed=overflowed, raised=raised)
+    if overflowed:
+        for unit in engine.units:
+            unit.forget_gradients()
+        engine._runner.end_step(skipped=True)
+        return False
+    actions.grad_norm = actions.coefficient = None
+    track = engine._runner.tracks["step"]
+    track.restart()
+    if engine.clip is not None and engine.clip.value is not None:
+        actions.clip_values()
+    while track.position < len(track.ops) and track.ops[track.position].verb == "NORM":
+        try:
+            track.follow(("NORM",))
+        except NonFiniteError as error:  # on every rank
+            raise NonFiniteError(f"{error}\n{examine(engine)}") from None
+    with torch.no_grad():
+        coefficient = engine.actions.coefficient
+        if coefficient is not None and engine.device.type == "cpu" and float(coefficient) >= 1.0:
+            coefficient = None
+        engine._update.begin(engine.units, used, coefficient)
+    track.finish()
+    for unit in engine.units:
+        unit._drain(unit.filling, engine.agreement.wait)
+        unit.forget_gradients()
+        torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
+    engine._runner.end_step()
+    return True
