@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from shardfold import launch, presets
+from shardfold import cli_ckpt, launch, presets
 from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
 from shardfold.recipes.config import TrainConfig, check_run_folder, read_settings, resumed_settings
 
@@ -160,6 +160,9 @@ def bench(
         return
     trusted = command.bench(settings, chosen, others, reference=reference, json_file=json, as_markdown=markdown)
     raise typer.Exit(0 if trusted else FAILED)
+
+
+app.add_typer(cli_ckpt.app, name="ckpt")
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
