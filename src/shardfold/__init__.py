@@ -32,8 +32,8 @@ from shardfold.passes import Schedule
 from shardfold.presets import PRESETS
 
 if TYPE_CHECKING:
-    from shardfold import nn, numerics, optim
-    from shardfold.checkpoint import Checkpoint
+    from shardfold import checkpoint, nn, numerics, optim
+    from shardfold.checkpoint import Checkpoint, load_model
     from shardfold.data import Loader, Sampler
     from shardfold.engine import Engine
     from shardfold.materialize import meta_init
@@ -66,6 +66,8 @@ __all__ = [
     "Tier",
     "TrafficReport",
     "Wire",
+    "checkpoint",
+    "load_model",
     "meta_init",
     "nn",
     "numerics",
@@ -81,6 +83,7 @@ _LAZY = {
     "Engine": "shardfold.engine",
     "Clip": "shardfold.numerics.clipping",
     "LossScale": "shardfold.numerics.scaling",
+    "load_model": "shardfold.checkpoint",
     "meta_init": "shardfold.materialize",
     "StepReport": "shardfold.report",
     "MemoryReport": "shardfold.report",
@@ -96,7 +99,7 @@ def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is first asked for, so that a command's help does not wait for it."""
     import importlib
 
-    if name in ("nn", "numerics", "optim"):
+    if name in ("checkpoint", "nn", "numerics", "optim"):
         return importlib.import_module(f"shardfold.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

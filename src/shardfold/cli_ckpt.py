@@ -5,9 +5,27 @@ Nothing here imports torch before a command needs it; errors are told by ``cli.m
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
+from shardfold.errors import ConfigError, did_you_mean
+
 __all__ = ["app"]
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+Source = Annotated[Path, typer.Argument(help="What to read.", show_default=False)]
+Target = Annotated[Path, typer.Argument(help="What to write.", show_default=False)]
+Renames = Annotated[
+    list[str] | None,
+    typer.Option("--rename", metavar="PATTERN=NEW", help="Rename tensors by a regular expression; may be repeated."),
+]
 
 app = typer.Typer(
     help="Look into, check and convert checkpoints.",
@@ -20,3 +38,79 @@ app = typer.Typer(
 @app.callback()
 def group() -> None:
     """Look into, check and convert checkpoints."""
+
+
+@app.command("export", epilog="For example: shardfold ckpt export runs/a exported/ --to hf --dtype bf16 --config gpt2/")
+def export(
+    source: Source,
+    target: Target,
+    to: Annotated[str, typer.Option(help="hf (safetensors as transformers has them), torch (torch.save) or dcp.")],
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; as kept, if not given.")] = None,
+    shard_size: Annotated[str, typer.Option(help="Bytes of a file of hf, at most: 500MB, 5GB, 1GiB.")] = "5GB",
+    config: Annotated[
+        Path | None, typer.Option(help="hf: a config.json, or a folder with it and perhaps a tokenizer, to copy.")
+    ] = None,
+    state: Annotated[str, typer.Option(help="weight, or average: averaged weights where there are some.")] = "weight",
+    rename: Renames = None,
+) -> None:
+    """Write the weights of a checkpoint (SOURCE, or the latest in it) to a file or folder of others' kind (TARGET)."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype} is unknown.{did_you_mean(dtype, DTYPES)}")
+    shard_bytes, names = _bytes(shard_size), _renames(rename)
+    import torch
+
+    from shardfold.checkpoint import export_to
+
+    kind = getattr(torch, DTYPES[dtype]) if dtype is not None else None
+    with _progress("export") as tick:
+        report = export_to(
+            source, target, to, dtype=kind, shard_bytes=shard_bytes, config=config, state=state, rename=names, tick=tick
+        )
+    print(report)
+
+
+@app.command("import", epilog="For example: shardfold ckpt import gpt2/model.safetensors runs/gpt2/step-0 --from hf")
+def import_(
+    source: Source,
+    target: Target,
+    form: Annotated[str, typer.Option("--from", help="hf, torch, dcp, or auto, which looks.")] = "auto",
+    key: Annotated[
+        str | None, typer.Option(help="Where in a file of torch or dcp the weights are, if not at a usual place.")
+    ] = None,
+    rename: Renames = None,
+) -> None:
+    """Write a checkpoint (TARGET) from files of others' kind (SOURCE): weights, and an optimizer's state if known."""
+    names = _renames(rename)
+    from shardfold.checkpoint import import_from
+
+    with _progress("import") as tick:
+        report = import_from(source, target, form, key=key, rename=names, tick=tick)
+    print(report)
+
+
+def _bytes(size: str) -> int:
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", size)
+    if match is None or match[2].upper() not in UNITS or match[1].count(".") > 1 or not float(match[1]):
+        raise ConfigError(f"--shard-size {size!r} is no number of bytes: give it as 500MB, 5GB or 1GiB.")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def _renames(rules: list[str] | None) -> dict[str, str] | None:
+    if not rules:
+        return None
+    if lacking := [rule for rule in rules if "=" not in rule]:
+        raise ConfigError(f"--rename {lacking[0]!r} has no '=': give PATTERN=NEW, such as '^module\\.='.")
+    return dict(rule.rsplit("=", 1) for rule in rules)
+
+
+@contextmanager
+def _progress(word: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error where that is a terminal; gives what takes bytes done and bytes in all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(word), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(word, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -30,6 +30,7 @@ from shardfold.agreement import Agreement
 from shardfold.changes import Changes
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.save import Saver, Saving
+from shardfold.checkpoint.stored import readable
 from shardfold.errors import ConfigError, UsageError
 from shardfold.explain import explain
 from shardfold.gathered import gathered
@@ -79,7 +80,7 @@ class Engine:
         schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer; stepped after each update.
         mesh: sizes of ``inter`` and ``intra``, e.g. ``{"intra": 8}``; None: ``intra`` is the ranks of one node.
         units: which modules are units, by path pattern or class; None finds them.
-        weights: a state dict, a safetensors file or a folder of them, read into the shards tensor by tensor.
+        weights: a state dict, safetensors (a file or a folder) or a checkpoint, read into the shards tensor by tensor.
         timing: how far ahead units are gathered.
         device: None: this local rank's GPU if there is one, else the CPU.
         seed: of the initial values of a model built under ``meta_init``.
@@ -135,7 +136,7 @@ class Engine:
         self.optimizer = build(optimizer, model) if optimizer is not None else None
         self._changes = Changes(self, units, seed, made_here=not isinstance(optimizer, torch.optim.Optimizer))
         cuts = self._changes.cut()
-        values = Weights(weights, model) if weights is not None else None
+        values = Weights(readable(weights), model) if weights is not None else None
         self.agreement.same(
             "the model's parameters, the optimizer's groups and the layout", repr((self.layout, [c.spec for c in cuts]))
         )

@@ -4,10 +4,56 @@ format    what the index says: pieces, and where their elements are       trees 
 files     safetensors files, written and read in pieces of a few MiB      folders   a folder is there whole, or not
 collect   what an engine has to keep          save      all ranks write, one makes it a checkpoint
 reader    a checkpoint without an engine      load      into the shards of any layout
+
+and the doors: tensors are read when they are asked for, one at a time
+
+stored    tensors by name, of a checkpoint or of safetensors files        names     names that differ from the model's
+export    to others' files: safetensors, torch.save, DCP                  model     into a module, to be used
+imports   from others' files                                              writer    a checkpoint without an engine
 """
 
-from shardfold.checkpoint.load import LoadReport
-from shardfold.checkpoint.reader import Checkpoint
-from shardfold.checkpoint.save import SaveReport, Saving
+from __future__ import annotations
 
-__all__ = ["Checkpoint", "LoadReport", "SaveReport", "Saving"]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardfold.checkpoint.export import export_to
+    from shardfold.checkpoint.imports import ImportReport, import_from
+    from shardfold.checkpoint.load import LoadReport
+    from shardfold.checkpoint.model import load_model
+    from shardfold.checkpoint.reader import Checkpoint
+    from shardfold.checkpoint.save import SaveReport, Saving
+    from shardfold.checkpoint.writer import Writer
+
+__all__ = [
+    "Checkpoint",
+    "ImportReport",
+    "LoadReport",
+    "SaveReport",
+    "Saving",
+    "Writer",
+    "export_to",
+    "import_from",
+    "load_model",
+]
+
+_HOMES = {
+    "Checkpoint": "reader",
+    "ImportReport": "imports",
+    "LoadReport": "load",
+    "SaveReport": "save",
+    "Saving": "save",
+    "Writer": "writer",
+    "export_to": "export",
+    "import_from": "imports",
+    "load_model": "model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first asked for: reading a checkpoint needs no part of the engine, and reading an index no torch."""
+    import importlib
+
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"shardfold.checkpoint.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'shardfold.checkpoint' has no attribute {name!r}")

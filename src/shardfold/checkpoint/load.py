@@ -8,8 +8,7 @@ of another.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from shardfold.bundle import complete
 from shardfold.checkpoint.collect import average_state, buffers_of, names_of
+from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.reader import Checkpoint
-from shardfold.errors import CheckpointError, ConfigError
+from shardfold.errors import CheckpointError
 from shardfold.layout import DATA_AXES, Axes
 from shardfold.loans import refuse_during
 from shardfold.rng import set_rng_state
@@ -81,7 +81,7 @@ def load(
     *,
     weights_only: bool,
     strict: bool,
-    rename: Mapping[str, str] | Callable[[str], str] | None,
+    rename: Rename | None,
     state: Mapping[str, Any] | None,
     number: int,
 ) -> LoadReport:
@@ -147,12 +147,10 @@ class _Plan:
         names: by the model's name of a parameter or buffer, the checkpoint's.
     """
 
-    def __init__(
-        self, engine: Engine, checkpoint: Checkpoint, rename: Mapping[str, str] | Callable[[str], str] | None
-    ) -> None:
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, rename: Rename | None) -> None:
         self._engine, self._checkpoint = engine, checkpoint
         self.report = LoadReport(checkpoint.path, checkpoint.index.step)
-        named = _renamer(rename)
+        named = renamer(rename, "engine.load")
         theirs = {
             named(name): p.name
             for p in [*checkpoint.index.parameters, *checkpoint.index.buffers]
@@ -169,7 +167,8 @@ class _Plan:
                 if candidate in theirs:
                     self.names[name] = theirs[candidate]
                     break
-        self._unexpected = tuple(sorted({old for old in theirs.values()} - set(self.names.values())))
+        known = {theirs[name] for names in others.values() for name in names if name in theirs}  # tied ones, kept twice
+        self._unexpected = tuple(sorted(set(theirs.values()) - set(self.names.values()) - known))
 
     def check_names(self, strict: bool) -> None:
         """
@@ -437,24 +436,6 @@ class _Work:
                 lambda o=old, x=a - place.offset, y=b - place.offset, t=out: checkpoint.read(o, state, x, y, out=t)
             )
         complete(engine.actions, [target], others, WHAT)
-
-
-def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    try:
-        rules: Sequence[tuple[re.Pattern[str], str]] = [(re.compile(old), new) for old, new in rename.items()]
-    except re.error as error:
-        raise ConfigError(f"engine.load(rename={dict(rename)!r}): {error.pattern!r} is no pattern: {error}.") from None
-
-    def renamed(name: str) -> str:
-        for pattern, new in rules:
-            name = pattern.sub(new, name)
-        return name
-
-    return renamed
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -75,6 +76,8 @@ class Checkpoint:
         for piece in self.index.pieces:
             if piece.kind in ("element", "block"):
                 found.setdefault((piece.of, piece.state), []).append(piece)
+            elif piece.kind == "buffer":  # others' files do not say what is one: either is read as the other
+                found.setdefault((piece.of, "weight"), []).append(replace(piece, stop=piece.numel))
         return found
 
     @cached_property
@@ -132,7 +135,7 @@ class Checkpoint:
         Raises:
             CheckpointError: there is no such state, elements are missing, or the file is damaged there.
         """
-        parameter = self.parameters.get(name)
+        parameter = self.parameters.get(name) or self.buffers.get(name)
         if parameter is None:
             raise CheckpointError(f"{self.path} has no parameter {name!r}.{did_you_mean(name, self.parameters)}")
         stop = parameter.numel if stop is None else stop
@@ -180,7 +183,7 @@ class Checkpoint:
 
     def buffer(self, name: str) -> Tensor:
         """A buffer, in its shape and dtype."""
-        return self._reader.tensor(self._single[("buffer", "", name, None)])
+        return self.read(name).view((self.buffers.get(name) or self.parameters[name]).shape)
 
     def once(self, name: str) -> dict[str, Any]:
         """What the optimizer keeps of a parameter once: numbers and tensors, by name."""
