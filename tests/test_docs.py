@@ -15,9 +15,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import typer
 
 from shardfold import cli
 from shardfold.recipes.config import TrainConfig
@@ -115,13 +116,18 @@ def _commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """`explain` is run as it is written; `train` and `bench` take minutes, so their options are looked up."""
+    """`explain` is run as it is written; others take minutes, or files of yours, so their options are looked up."""
     known = {
         "train": {cli.option_name(field) for field in TrainConfig.model_fields} | {"--procs", "--config", "--help"},
         "bench": {cli.option_name(field) for field in inspect.signature(cli.bench).parameters} | {"--help"},
     }
+    group: Any = typer.main.get_command(cli.app)
+    for name, command in group.commands["ckpt"].commands.items():
+        known[f"ckpt {name}"] = {option for each in command.params for option in each.opts} | {"--help"}
     for page, words in _commands():
-        assert words[0] in ("train", "explain", "bench"), (page, words)
+        if words[0] == "ckpt":
+            words = [" ".join(words[:2]), *words[2:]]
+        assert words[0] in (*known, "explain"), (page, words)
         if words[0] in known:
             assert {word for word in words if word.startswith("--")} <= known[words[0]], (page, words)
         else:

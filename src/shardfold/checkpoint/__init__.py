@@ -51,7 +51,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first asked for: reading a checkpoint needs no part of the engine, and reading an index no torch."""
+    """Imported when first asked for: reading a checkpoint needs no part of the engine, reading an index no torch."""
     import importlib
 
     if name in _HOMES:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
@@ -42,9 +43,12 @@ def write_dcp(stored: Stored, folder: Path, tick: Callable[[int], None]) -> list
     wanted = {name: torch.empty(later.shape, dtype=later.dtype, device="meta") for name, later in laters.items()}
     sizes = [later.nbytes for later in laters.values()]
     writer = _Writer(folder, max(max(sizes, default=0), sum(sizes) // FILES))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        save(wanted, storage_writer=writer, planner=_Planner(laters, tick), no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            save(wanted, storage_writer=writer, planner=_Planner(laters, tick), no_dist=True)
+    except CheckpointException as error:
+        raise _cause(error) from error
     return sorted(path.name for path in folder.glob("*.distcp"))
 
 
@@ -92,9 +96,14 @@ def _read(reader: _Reader, key: str, target: Tensor | None) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(wanted, storage_reader=reader, no_dist=True)
-    except Exception as error:  # whatever a pickle or a zip archive raises
-        raise CheckpointError(f"{reader.path}: {key} can not be read: {error}.") from error
+    except CheckpointException as error:
+        raise CheckpointError(f"{reader.path}: {key} can not be read: {_cause(error)}.") from error
     return wanted[key]
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """What went wrong on the only rank."""
+    return next(iter(error.failures.values()))[0]
 
 
 class _Reader(FileSystemReader):

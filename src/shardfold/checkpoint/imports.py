@@ -239,7 +239,7 @@ class _Moments:
     """
 
     def __init__(self, saved: Any, stored: Stored, rename: Callable[[str], str], report: ImportReport) -> None:
-        self._stored = stored
+        self._stored, self._source = stored, report.source
         self.names: set[str] = set()
         self.step = 0
         self._groups: list[tuple[dict[str, Any], list[str]]] = []
@@ -279,7 +279,8 @@ class _Moments:
             given = [name for options, _ in groups for name in options["param_names"]]
         else:
             known = [name for name, later in self._stored.tensors.items() if not _is_buffer(name, later)]
-            if len(groups) > 1 or len(ids) != len(known):
+            # A folder of DCP does not keep the model's order, and several groups have an order of their own.
+            if self._source == "dcp" or len(groups) > 1 or len(ids) != len(known):
                 raise _Unclear(
                     f"it numbers {len(ids)} parameters in {len(groups)} group{'s' * (len(groups) != 1)} and does not "
                     f"name them, and the weights have {len(known)}: make the optimizer of model.named_parameters()"
