@@ -73,7 +73,7 @@ def export(
 def import_(
     source: Source,
     target: Target,
-    form: Annotated[str, typer.Option("--from", help="hf, torch, dcp, or auto, which looks.")] = "auto",
+    form: Annotated[str, typer.Option("--from", help="hf, torch, dcp, deepspeed, or auto, which looks.")] = "auto",
     key: Annotated[
         str | None, typer.Option(help="Where in a file of torch or dcp the weights are, if not at a usual place.")
     ] = None,

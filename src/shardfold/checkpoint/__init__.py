@@ -10,6 +10,8 @@ and the doors: tensors are read when they are asked for, one at a time
 stored    tensors by name, of a checkpoint or of safetensors files        names     names that differ from the model's
 export    to others' files: safetensors, torch.save, DCP                  model     into a module, to be used
 imports   from others' files                                              writer    a checkpoint without an engine
+deepspeed a run that DeepSpeed saved, of which ``deepspeed_ranks`` says   pickled   files of torch.save, whose objects
+          what its ranks have                                                       are kept as data
 """
 
 from __future__ import annotations

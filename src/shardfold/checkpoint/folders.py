@@ -20,7 +20,7 @@ from pathlib import Path
 from shardfold.checkpoint.format import INDEX
 from shardfold.errors import CheckpointError
 
-__all__ = ["LATEST", "Draft", "listed", "resolve"]
+__all__ = ["LATEST", "Draft", "deepspeed_folder", "listed", "resolve"]
 
 LATEST = "latest"
 OWNER = "owner.json"
@@ -97,11 +97,15 @@ def resolve(path: str | Path) -> Path:
         return aside
     if (path / LATEST).is_file():
         named = path / (path / LATEST).read_text().strip()
-        if named.parent == path:
+        if named.parent == path and deepspeed_folder(path) is None:
             return resolve(named)
     if not path.exists():
         near = [found.name for found in listed(path.parent)] if path.parent.is_dir() else []
         raise CheckpointError(f"there is no checkpoint {path}." + (f" There: {', '.join(near)}." if near else ""))
+    if deepspeed_folder(path) is not None:
+        raise CheckpointError(
+            f"{path} is a checkpoint of DeepSpeed: `shardfold ckpt import {path} NEW` makes it one that is loaded."
+        )
     inside = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
     complete = [found.name for found in listed(path)] if path.is_dir() else []
     if complete:
@@ -109,6 +113,17 @@ def resolve(path: str | Path) -> Path:
     files = [name for name in inside if name.endswith(".safetensors")]
     what = f"has {', '.join(files)} but no {INDEX}, so not all of it was written" if files else f"has no {INDEX}"
     raise CheckpointError(f"{path} is no complete checkpoint: it {what}; take an earlier one.")
+
+
+def deepspeed_folder(path: Path) -> Path | None:
+    """The folder of one step of a DeepSpeed run: ``path`` itself, or the one that its ``latest`` names; else None."""
+    if path.is_dir() and any(path.glob("*mp_rank_*_states.pt")):
+        return path
+    if (path / LATEST).is_file():
+        named = path / (path / LATEST).read_text().strip()
+        if named.parent == path and named.is_dir() and any(named.glob("*mp_rank_*_states.pt")):
+            return named
+    return None
 
 
 def listed(root: Path) -> list[Path]:

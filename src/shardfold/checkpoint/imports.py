@@ -23,7 +23,7 @@ from shardfold.errors import CheckpointError, ConfigError, did_you_mean
 
 __all__ = ["SOURCES", "ImportReport", "import_from"]
 
-SOURCES = ("hf", "torch", "dcp")
+SOURCES = ("hf", "torch", "dcp", "deepspeed")
 MODEL = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
 #: Buffers that are floating; what is not floating is a buffer anyway. A reader takes either for the other.
@@ -36,7 +36,7 @@ class ImportReport:
 
     Attributes:
         path: the checkpoint.
-        source: what was read: ``"hf"``, ``"torch"`` or ``"dcp"``.
+        source: what was read: one of :data:`SOURCES`.
         num_tensors: weights and buffers, tied ones once.
         num_bytes: of all that was written.
         optimizer: whether the optimizer's state is in it.
@@ -73,8 +73,9 @@ def import_from(
     Args:
         source: a file or folder.
         target: the checkpoint's folder; a checkpoint that is there is replaced.
-        form: ``"hf"``, ``"torch"``, ``"dcp"``, or ``"auto"``, which looks. Files of ``torch`` are read with
-            ``weights_only=True``; those of ``dcp`` are described by a pickle, so read only what you trust.
+        form: ``"hf"``, ``"torch"``, ``"dcp"``, ``"deepspeed"``, or ``"auto"``, which looks. Files of ``torch`` are
+            read with ``weights_only=True``, and nothing pickled in those of ``deepspeed`` runs; those of ``dcp`` are
+            described by a pickle, so read only what you trust.
         key: where in the file the weights are, if not at a usual place: ``"ema.model"``.
         rename: from the names there to those of the model: regular expressions and what they are replaced with, in
             order, or a function. ``{r"^module\\.": ""}`` takes away what DDP puts in front.
@@ -96,6 +97,35 @@ def import_from(
         inside = ", ".join(sorted(p.name for p in path.iterdir())[:8])
         raise CheckpointError(f"{path} is no folder of {', '.join(SOURCES)}: it has {inside or 'nothing'}.")
     new, report = renamer(rename, "import_from"), ImportReport(Path(target), found)
+    if found == "deepspeed":
+        writer = _of_deepspeed(path, target, new, report)
+    else:
+        writer = _of_weights(path, target, new, key, report)
+    report.num_bytes = writer.num_bytes
+    report.path = writer.commit(lambda done: tick(done, report.num_bytes))
+    return report
+
+
+def _of_deepspeed(path: Path, target: str | Path, rename: Callable[[str], str], report: ImportReport) -> Writer:
+    from shardfold.checkpoint.deepspeed import DeepSpeedFolder
+
+    folder = DeepSpeedFolder.open(path)
+    if Path(target).resolve().parent in (folder.path.resolve(), folder.path.resolve().parent):
+        raise CheckpointError(
+            f"{target} is in the folder of DeepSpeed's run, whose 'latest' is DeepSpeed's: choose another folder."
+        )
+    writer = Writer(target, step=folder.step, source=f"deepspeed: {folder.path.name}")
+    folder.write(writer, rename)
+    report.num_tensors, report.optimizer = len(folder.names), True
+    report.notes += folder.notes
+    return writer
+
+
+def _of_weights(
+    path: Path, target: str | Path, new: Callable[[str], str], key: str | None, report: ImportReport
+) -> Writer:
+    """Of every other form: weights, and perhaps an optimizer's state."""
+    found = report.source
     optimizer: Any = None
     rest: dict[str, Any] = {}
     bins = sorted(path.glob("pytorch_model*.bin")) if path.is_dir() and found == "hf" else []
@@ -128,9 +158,8 @@ def import_from(
         writer.run({"schedule": None, "loss_scale": None, "averages": [], "state": state})
     if left := sorted(set(rest) - set(state)):
         report.notes.append(f"Left out, being neither weights nor numbers: {', '.join(left)}.")
-    report.num_tensors, report.num_bytes = len(stored.tensors), writer.num_bytes
-    report.path = writer.commit(lambda done: tick(done, report.num_bytes))
-    return report
+    report.num_tensors = len(stored.tensors)
+    return writer
 
 
 # -- what the files hold

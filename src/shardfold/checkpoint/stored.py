@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint.files import DTYPES
-from shardfold.checkpoint.folders import LATEST
+from shardfold.checkpoint.folders import LATEST, deepspeed_folder
 from shardfold.checkpoint.format import INDEX
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.errors import CheckpointError
@@ -99,7 +99,8 @@ class Values(Mapping[str, Tensor]):
 
 
 def form_of(path: str | Path) -> str:
-    """Whose files these are: ``"shardfold"``, ``"hf"``, ``"torch"`` or ``"dcp"``; empty if they are of none of them."""
+    """Whose files these are: ``"shardfold"``, ``"hf"``, ``"torch"``, ``"dcp"`` or ``"deepspeed"``; empty if they are of
+    none of them."""
     path = Path(path)
     if path.is_file():
         return "hf" if path.suffix == ".safetensors" else "torch"
@@ -111,6 +112,8 @@ def form_of(path: str | Path) -> str:
         return "shardfold"
     if (path / ".metadata").is_file():
         return "dcp"
+    if deepspeed_folder(path) is not None:
+        return "deepspeed"
     return "hf" if (path / HF_INDEX).is_file() or _safetensors(path) or any(path.glob("pytorch_model*.bin")) else ""
 
 

@@ -1,0 +1,121 @@
+"""Files of ``torch.save`` with objects of classes that need not be installed here, read without running any of them.
+
+Tensors, containers and plain values come as they are; every other class or function that the pickle names is a
+:class:`Foreign`, which keeps what it was given and does nothing. Tensors stay in the file (it is mapped) until they are
+read.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _rebuild_tensor_v2
+
+from shardfold.errors import CheckpointError
+
+__all__ = ["Foreign", "load_pickled"]
+
+
+def _values(data: Tensor, *_: Any) -> Tensor:
+    """In place of what makes a parameter of a tensor, and sets attributes on it."""
+    return data
+
+
+def _without_attributes(function: Callable[..., Any], _: Any, arguments: tuple[Any, ...], __: Any) -> Any:
+    """In place of what makes a tensor of a given class with attributes: makes the tensor."""
+    return function(*arguments)
+
+
+#: What may be called while a file is read. Storages are torch.load's own affair.
+HARMLESS: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+    ("torch", "Size"): torch.Size,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
+    ("torch._utils", "_rebuild_parameter"): _values,
+    ("torch._utils", "_rebuild_parameter_with_state"): _values,
+}
+
+
+class Foreign:
+    """An object whose class is not known here.
+
+    Attributes:
+        kind: the full name of its class.
+        arguments: its constructor was given.
+        attributes: by name.
+    """
+
+    kind = ""
+    arguments: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+    def __new__(cls, *arguments: Any, **_: Any) -> Foreign:
+        made = super().__new__(cls)
+        made.arguments, made.attributes = arguments, {}
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        parts = state if isinstance(state, tuple) else (state,)
+        for part in parts:
+            if isinstance(part, dict):
+                self.attributes |= part
+
+    # What classes of containers are filled by.
+    def append(self, _: Any) -> None:
+        pass
+
+    def extend(self, _: Any) -> None:
+        pass
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        known = HARMLESS.get((module_name, global_name))
+        if known is not None:
+            return known
+        if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
+            return dtype
+        return type("Foreign", (Foreign,), {"kind": f"{module_name}.{global_name}"})
+
+
+def _module() -> Any:
+    """What torch.load takes for ``pickle``."""
+    module: Any = ModuleType("pickled")
+    module.Unpickler = _Unpickler
+    module.load = lambda file, **options: _Unpickler(file, **options).load()
+    module.loads = lambda data, **options: _Unpickler(io.BytesIO(data), **options).load()
+    return module
+
+
+def load_pickled(path: Path) -> dict[str, Any]:
+    """The dict that a file holds; its tensors are mapped, on the CPU.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or cut short, or holds something else.
+    """
+    try:
+        said = torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_module())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except Exception as error:  # whatever unpickling a damaged file comes to
+        why = str(error).partition("\n")[0].rstrip(". ") or type(error).__name__
+        raise CheckpointError(f"{path} is damaged, cut short or no file of torch.save ({why}).") from None
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{path} holds a {type(said).__name__} instead of a dict: it is no such checkpoint.")
+    return said
