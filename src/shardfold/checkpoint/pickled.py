@@ -70,6 +70,9 @@ class Foreign:
             if isinstance(part, dict):
                 self.attributes |= part
 
+    def __call__(self, *arguments: Any, **_: Any) -> Foreign:
+        return Foreign(*arguments)
+
     # What classes of containers are filled by.
     def append(self, _: Any) -> None:
         pass
