@@ -280,6 +280,9 @@ def test_the_rest_of_the_run(tmp_path: Path):
         assert not {"fused", "foreach", "capturable", "params"} & set(first)
         assert checkpoint.index.step == STEPS  # without the two that were skipped
         assert checkpoint.run()["schedule"]["last_epoch"] == run.schedule.last_epoch
+        other = sf.optim.warmup_cosine(warmup=2, total=10)(run.optimizer)
+        other.load_state_dict(checkpoint.run()["schedule"])
+        assert other.last_epoch == STEPS
         assert checkpoint.run()["loss_scale"] is None
         state = checkpoint.run()["state"]
         assert state["epoch"] == 4 and state["history"] == [1.5, (2, None)] and state["global_samples"] == 12
