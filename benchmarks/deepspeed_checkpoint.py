@@ -51,6 +51,10 @@ CASES: dict[str, dict[str, Any]] = {
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32"},
     },
+    **{
+        f"zero{stage} fp32, offload": {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+        for stage in (2, 3)
+    },
     "zero2 fp32, round robin": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
     "zero2 bf16, aligned": {
         "zero_optimization": {"stage": 2, "parameter_alignment": True},

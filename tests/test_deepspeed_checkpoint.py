@@ -292,6 +292,20 @@ def test_the_rest_of_the_run(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize(
+    "kind, params, ours", [("Adam", {}, "AdamW"), ("Adam", {"adam_w_mode": False}, "Adam"), ("AdamW", {}, "AdamW")]
+)
+def test_which_optimizer_it_was(tmp_path: Path, kind: str, params: dict[str, Any], ours: str):
+    """DeepSpeed's Adam is AdamW unless told not to be; what PyTorch's do not do is said."""
+    source = save(Run(), tmp_path / "ds", 2, 1, client={"ds_config": {"optimizer": {"type": kind, "params": params}}})
+    path = source / f"global_step{STEPS}" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    base = "base_optimizer_state"
+    changed(path, lambda said: said["optimizer_state_dict"][base]["param_groups"][1].update(bias_correction=False))
+    report = import_from(source, tmp_path / "new")
+    assert report.notes[0] == "The optimizer ran with bias_correction=False, which those of PyTorch do not have."
+    assert f"the engine needs optimizer=torch.optim.{ours}; clip_norm=0.5" in report.notes[1]
+
+
 def continued(path: Path, layout: str, steps: int) -> list[float]:
     model = Net()
     engine = sf.Engine(model, optimizer=torch.optim.AdamW(groups(model), lr=0.02), layout=layout, schedule=SCHEDULE)

@@ -271,6 +271,13 @@ class DeepSpeedFolder:
     def _tell_settings(self, scheduled: bool, scaled: bool) -> None:
         config = self._model.get("ds_config")
         said: list[str] = []
+        optimizer = _section(config, "optimizer")
+        if str(optimizer.get("type")).lower() in ("adam", "adamw"):
+            # DeepSpeed's Adam decouples the decay, unless told not to.
+            coupled = optimizer["type"].lower() == "adam" and optimizer.get("params", {}).get("adam_w_mode") is False
+            said.append(f"optimizer=torch.optim.{'Adam' if coupled else 'AdamW'}")
+        if not self._ranks[0].corrected:
+            self.notes.append("The optimizer ran with bias_correction=False, which those of PyTorch do not have.")
         clip = self._ranks[0].clip
         if clip is None and isinstance(config, dict):
             clip = config.get("gradient_clipping")

@@ -65,6 +65,7 @@ class RankFile:
         gaps: elements left free behind each parameter, by flat; none where there are none.
         scaler: the loss scaler, an object of DeepSpeed's, or None.
         clip: the norm that gradients were clipped at, or None.
+        corrected: False: the optimizer did not correct the bias of its moments.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,6 +84,7 @@ class RankFile:
         count = kept.get("partition_count", 1)
         self.ranks: int = max(count) if isinstance(count, list | tuple) else int(count)
         self.groups: list[tuple[dict[str, Any], list[int]]] = []
+        self.corrected = True
         if isinstance(inner, list):  # elastic: states of flats, without the groups
             states, step = inner, kept.get("base_optimizer_state_step")
             self.states = [dict(each) | ({"step": step} if step is not None else {}) for each in states]
@@ -93,6 +95,7 @@ class RankFile:
                 for number in group["params"]:
                     found = dict(inner["state"].get(number, {}))
                     self.states.append({"step": group["step"]} | found if "step" in group else found)
+                self.corrected = self.corrected and group.get("bias_correction") is not False
                 options = {k: v for k, v in group.items() if k not in NOT_KEPT and is_plain(v)}
                 self.groups.append((options, list(range(first, len(self.states)))))
         if len(self.states) != len(self.flats):
