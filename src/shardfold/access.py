@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfold.bundle import named_state, whole_segments
 from shardfold.cost import state_bytes
-from shardfold.errors import ModelError
+from shardfold.errors import ConfigError, ModelError
 from shardfold.layout import Axes
 from shardfold.loans import refuse_during
 from shardfold.optim.sharded import ShardedOptimizer
@@ -27,10 +27,17 @@ __all__ = ["load_state", "memory_report", "state_dict", "stats"]
 # -- state dicts ------------------------------------------------------------------------------------------------
 
 
-def state_dict(engine: Engine) -> dict[str, Tensor]:
-    """See :meth:`Engine.state_dict`; 16 MiB, or one segment, are whole at a time."""
+def state_dict(engine: Engine, frozen: str) -> dict[str, Tensor]:
+    """See :meth:`Engine.state_dict`; 16 MiB, or one segment, are whole at a time.
+
+    Raises:
+        ConfigError: ``frozen`` is neither ``"keep"`` nor ``"skip"``.
+    """
+    if frozen not in ("keep", "skip"):
+        raise ConfigError(f"engine.state_dict(frozen={frozen!r}): frozen parameters are kept ('keep') or not ('skip').")
     whole: dict[int, Tensor] = {}
-    shards = [_most_precise(engine, segment) for unit in engine.units for segment in unit.segments]
+    segments = [s for unit in engine.units for s in unit.segments if frozen == "keep" or s.spec.trainable]
+    shards = [_most_precise(engine, segment) for segment in segments]
     for segment, flat in whole_segments(engine.actions, shards, "engine.state_dict()"):
         values = flat.cpu()
         for parameter, view in zip(segment.parameters, segment.views_of(values), strict=True):

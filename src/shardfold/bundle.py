@@ -126,12 +126,13 @@ def whole_segments(
 
 
 def named_state(module: nn.Module, whole: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """A state dict of ``module``: parameters from ``whole`` by ``id``, persistent buffers as they are, on the CPU."""
+    """A state dict of ``module``: parameters that are in ``whole`` by ``id``, persistent buffers as they are, on the
+    CPU."""
     state: dict[str, Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, parameter in part._parameters.items():
-            if parameter is not None:
+            if parameter is not None and id(parameter) in whole:
                 state[dot + name] = whole[id(parameter)]
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:

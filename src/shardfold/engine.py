@@ -28,6 +28,7 @@ from shardfold.access import load_state, memory_report, state_dict, stats
 from shardfold.actions import Actions, check_supported
 from shardfold.agreement import Agreement
 from shardfold.changes import Changes
+from shardfold.checkpoint.base import Base
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.save import Saver, Saving
 from shardfold.checkpoint.stored import readable
@@ -174,7 +175,7 @@ class Engine:
         self._runner.forget, self._runner.inside = self._hooks.forget, self._hooks.inside
         self._runner.follow = self._follow_model
         self.steps = 0
-        self.saver = Saver(self)
+        self.saver, self._base = Saver(self), Base(self)
         self.broken = ""  # why the values are of no run
         self._loads = 0
         for unit in self.units:  # the root was kept until all ties were made
@@ -312,10 +313,13 @@ class Engine:
         if not self._runner.under_way:
             self._follow_model()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """All parameters (in the master's precision) and persistent buffers, on the CPU of every rank."""
+    def state_dict(self, *, frozen: str = "keep") -> dict[str, Tensor]:
+        """All parameters (in the master's precision) and persistent buffers, on the CPU of every rank.
+
+        Tied names have one tensor. ``frozen="skip"`` leaves out what the optimizer does not have.
+        """
         self._meet("engine.state_dict()", follow=True)
-        return state_dict(self)
+        return state_dict(self, frozen)
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Takes parameters and buffers from a full state dict that every rank has; the optimizer's state stays.
@@ -337,6 +341,7 @@ class Engine:
         busy: str = "wait",
         keep: int | None = None,
         nonfinite: str = "warn",
+        frozen: str = "keep",
     ) -> Saving | None:
         """Writes a checkpoint of the whole run that any layout, precision and number of ranks can load.
 
@@ -353,6 +358,8 @@ class Engine:
             keep: checkpoints that stay in the folder around ``path``, with this one; None removes none.
             nonfinite: weights or buffers that are inf or NaN are logged and written (``"warn"``), or the save fails
                 (``"raise"``).
+            frozen: ``"skip"`` leaves out parameters that the optimizer does not have, such as the base of an adapter,
+                and keeps a checksum of each, with which :meth:`load` compares the base that it finds.
 
         Returns:
             The save, to ask or to wait for; None if it was skipped. A failure in the background is logged, and raised
@@ -366,8 +373,9 @@ class Engine:
         rebuild.secure(self)
         self._refuse_broken("engine.save()")
         return self.saver.save(
-            path, state=state or {}, rank_state=rank_state or {}, wait=wait, busy=busy, keep=keep, nonfinite=nonfinite
-        )
+            path, state=state or {}, rank_state=rank_state or {}, wait=wait, busy=busy, keep=keep, nonfinite=nonfinite,
+            left_out=self._base.left_out(frozen),
+        )  # fmt: skip
 
     def load(
         self,
@@ -383,14 +391,15 @@ class Engine:
         Args:
             path: a checkpoint, or a folder of checkpoints, whose latest is taken.
             weights_only: parameters and buffers only; the optimizer and the rest of the run stay as they are.
-            strict: False loads what fits; names and states that do not are in the report.
+            strict: False loads what fits; names and states that do not are in the report. Shapes have to fit anyway.
             rename: from the checkpoint's names to the model's: regular expressions and what they are replaced with, in
                 order, or a function.
             state: objects with ``load_state_dict()``, by the names they were saved under.
 
         Raises:
             CheckpointError: on all ranks: there is none, it is not complete or damaged, ranks find different ones, or
-                it does not fit; all that is missing, unexpected or of another shape is listed.
+                it does not fit: all that is missing, unexpected or of another shape is listed; or the state is of an
+                optimizer of another kind, or of other groups; or what was left out has other values here.
         """
         self._meet("engine.load()", follow=True)
         rebuild.secure(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,22 +23,23 @@ from shardfold.unit import Segment
 if TYPE_CHECKING:
     from shardfold.engine import Engine
 
-__all__ = ["average_state", "buffers_of", "collect", "header", "names_of"]
+__all__ = ["average_state", "buffers_of", "collect", "header", "is_average", "most_precise", "names_of"]
 
 
 def collect(
-    engine: Engine, rank_state: Mapping[str, Any], run_tensors: Mapping[str, Tensor]
+    engine: Engine, rank_state: Mapping[str, Any], run_tensors: Mapping[str, Tensor], left_out: Mapping[str, str]
 ) -> tuple[list[Part], Index]:
     """This rank's parts, and what it alone knows: numbers kept once, its own tree.
 
-    Where a state is whole on several ranks, each writes an equal share of it.
+    Where a state is whole on several ranks, each writes an equal share of it. ``left_out``: see :mod:`.base`.
     """
     parts: list[Part] = []
     index = Index()
     for unit in engine.units:
         for segment in unit.segments:
-            for slot in range(len(segment.spec.slots)):
-                _of_parameter(engine, segment, slot, parts, index)
+            for slot, place in enumerate(segment.spec.slots):
+                if place.name not in left_out:
+                    _of_parameter(engine, segment, slot, parts, index)
     tensors: dict[str, Tensor] = {}
     tree = {"rng": rng_state(), "state": plain(rank_state)}
     index.ranks = [encode(tree, "rank_state", tensors)]
@@ -50,7 +52,7 @@ def collect(
     return parts, index
 
 
-def header(engine: Engine, state: Mapping[str, Any]) -> tuple[Index, dict[str, Tensor]]:
+def header(engine: Engine, state: Mapping[str, Any], left_out: Mapping[str, str]) -> tuple[Index, dict[str, Tensor]]:
     """What all ranks share; rank 0's is written. Its larger tensors, by the names that the tree has."""
     import shardfold
 
@@ -58,9 +60,9 @@ def header(engine: Engine, state: Mapping[str, Any]) -> tuple[Index, dict[str, T
     also = names_of(engine)
     parameters: list[Parameter] = []
     for segment, slot in _places(engine):
-        name, kept = segment.spec.slots[slot].name, _most_precise(engine, segment)[0]
-        shape = segment.spec.slots[slot].shape
-        parameters.append(Parameter(name, shape, NAMES[kept.dtype], also.get(name, ()), segment.spec.trainable))
+        name, shape = segment.spec.slots[slot].name, segment.spec.slots[slot].shape
+        dtype, trainable = NAMES[most_precise(engine, segment)[0].dtype], segment.spec.trainable
+        parameters.append(Parameter(name, shape, dtype, also.get(name, ()), trainable, left_out.get(name)))
     order = {name: i for i, (name, _) in enumerate(engine.module.named_parameters())}
     parameters.sort(key=lambda p: order.get(p.name, len(order)))
     run = {
@@ -127,6 +129,11 @@ def average_state(number: int) -> str:
     return "average" + (f"_{number}" if number else "")
 
 
+def is_average(state: str) -> bool:
+    """Whether a state is an average, and not the optimizer's."""
+    return re.fullmatch(r"average(_[1-9]\d*)?", state) is not None
+
+
 # -- a parameter ---------------------------------------------------------------------------------------------------
 
 
@@ -136,7 +143,7 @@ def _places(engine: Engine) -> Iterator[tuple[Segment, int]]:
             yield from ((segment, slot) for slot in range(len(segment.spec.slots)))
 
 
-def _most_precise(engine: Engine, segment: Segment) -> tuple[Tensor, tuple[int, int], Axes]:
+def most_precise(engine: Engine, segment: Segment) -> tuple[Tensor, tuple[int, int], Axes]:
     """The copy of the weights that is kept, its range of the segment, and the axes that it is split over."""
     if segment.master is not None:
         return segment.master, segment.master_range, engine.layout.master.over
@@ -160,7 +167,7 @@ def _share(engine: Engine, bounds: tuple[int, int], over: Axes) -> tuple[int, in
 
 def _of_parameter(engine: Engine, segment: Segment, slot: int, parts: list[Part], index: Index) -> None:
     place = segment.spec.slots[slot]
-    weights, bounds, over = _most_precise(engine, segment)
+    weights, bounds, over = most_precise(engine, segment)
     low, high = _share(engine, bounds, over)
     a, b = max(low, place.offset), min(high, place.offset + place.numel)
     first = place.offset in range(low, high) or (not place.numel and engine.rank == 0)

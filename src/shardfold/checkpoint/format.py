@@ -160,6 +160,7 @@ class Parameter:
         also: further names of the same tensor (tied weights).
         dtype: of the ``weight`` state, as safetensors names it.
         trainable: whether the optimizer had it.
+        digest: checksum of its values, where these were left out; None: they are there.
     """
 
     name: str
@@ -167,6 +168,7 @@ class Parameter:
     dtype: str
     also: tuple[str, ...] = ()
     trainable: bool = True
+    digest: str | None = None
 
     @property
     def numel(self) -> int:
@@ -178,12 +180,16 @@ class Parameter:
             said["also"] = list(self.also)
         if not self.trainable:
             said["trainable"] = False
+        if self.digest is not None:
+            said["digest"] = self.digest
         return said
 
     @staticmethod
     def from_json(said: Mapping[str, Any]) -> Parameter:
-        also = tuple(said.get("also", ()))
-        return Parameter(said["name"], tuple(said["shape"]), said["dtype"], also, said.get("trainable", True))
+        return Parameter(
+            said["name"], tuple(said["shape"]), said["dtype"], tuple(said.get("also", ())),
+            said.get("trainable", True), said.get("digest"),
+        )  # fmt: skip
 
 
 @dataclass

@@ -8,21 +8,22 @@ of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.bundle import complete
-from shardfold.checkpoint.collect import average_state, buffers_of, names_of
-from shardfold.checkpoint.names import Rename, renamer
+from shardfold.checkpoint.base import other_base
+from shardfold.checkpoint.collect import average_state, buffers_of, is_average, most_precise
+from shardfold.checkpoint.fit import Fit
 from shardfold.checkpoint.reader import Checkpoint
-from shardfold.errors import CheckpointError
+from shardfold.errors import CheckpointError, ShardfoldError
 from shardfold.layout import DATA_AXES, Axes
 from shardfold.loans import refuse_during
 from shardfold.rng import set_rng_state
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["LoadReport", "load"]
 
 WHAT = "engine.load()"
+WEIGHTS = "with weights_only=True "
+T = TypeVar("T")
 
 
 @dataclass
@@ -81,7 +84,7 @@ def load(
     *,
     weights_only: bool,
     strict: bool,
-    rename: Rename | None,
+    rename: Mapping[str, str] | Callable[[str], str] | None,
     state: Mapping[str, Any] | None,
     number: int,
 ) -> LoadReport:
@@ -89,22 +92,24 @@ def load(
     begun = perf_counter()
     refuse_during(engine.loans, WHAT)
     with _open(engine, path, number) as checkpoint:
-        plan = _Plan(engine, checkpoint, rename)
-        plan.check_names(strict)
-        if not weights_only:
-            plan.check_optimizer(strict)
-            plan.check_state(state or {}, strict)
+        agreed = _Agreed(engine, f"load/{number}", "Nothing was changed.")
+        fit = agreed(lambda: _fit(engine, checkpoint, rename, state or {}, strict, weights_only))
+        report = LoadReport(
+            checkpoint.path, checkpoint.index.step, missing=fit.missing, unexpected=fit.unexpected, notes=fit.notes
+        )
+        _check_base(engine, checkpoint, fit, strict)
         engine.zero_grad()
-        report = plan.report
-        work = _Work(engine, checkpoint, plan.names)
-        engine.broken = f"the load of {checkpoint.path} failed half-way"
-        work.all(weights_only)
-        work.agree(number)
+        mends = _mends(engine, weights_only, fit)
+        engine.broken = (WEIGHTS if weights_only else "") + f"the load of {checkpoint.path} failed half-way"
+        agreed.after = "The engine now holds a part of it: load another checkpoint before going on."
+        work = _Work(engine, checkpoint, fit)
+        work.tensors(weights_only)
         if not weights_only:
-            plan.take_run(state or {})
-        else:
-            report.notes.append("The optimizer, its schedule, the loss scale and the step count are as they were.")
-        engine.broken = ""
+            work.attempt(lambda: _take_run(engine, checkpoint, fit, report, state or {}))
+        agreed(work.outcome)
+        if weights_only:
+            report.notes.append("The optimizer, its schedule, the loss scale, averages and the step count stay.")
+        engine.broken = mends
         report.num_bytes, report.seconds = checkpoint.num_bytes_read, perf_counter() - begun
         return report
 
@@ -119,10 +124,8 @@ def _open(engine: Engine, path: str | Path, number: int) -> Checkpoint:
     try:
         checkpoint = Checkpoint(path)
         said = f"+{checkpoint.path.name} {checkpoint.digest}"
-    except CheckpointError as error:
-        said = f"!{error}"
-    except OSError as error:
-        said = f"!{path}: {error.strerror}."
+    except Exception as error:
+        said = f"!{_words(error)}"
     everyone = engine.agreement.exchange(f"load/{number}/open", said)
     if checkpoint is None or any(text != said for text in everyone):
         if checkpoint is not None:
@@ -133,195 +136,151 @@ def _open(engine: Engine, path: str | Path, number: int) -> Checkpoint:
         if len(texts) == 1:
             raise CheckpointError(said[1:])
         told = "; ".join(
-            f"rank {', '.join(ranks)}: {text[1:].rstrip('.') if text[0] == '!' else 'finds ' + text[1:].split()[0]}"
+            f"rank {', '.join(ranks)}: "
+            + (text[1:].rstrip(".") if text[0] == "!" else f"finds {text[1:].rpartition(' ')[0]}")
             for text, ranks in texts.items()
         )
         raise CheckpointError(f"ranks do not find the same checkpoint at {path}, nothing was changed: {told}.")
     return checkpoint
 
 
-class _Plan:
-    """What of a checkpoint goes where, and whether it fits.
+class _Agreed:
+    """Something that may go wrong on any rank, and then goes wrong on all: nobody waits for one that has left.
 
     Attributes:
-        names: by the model's name of a parameter or buffer, the checkpoint's.
+        after: what follows from it, a sentence.
     """
 
-    def __init__(self, engine: Engine, checkpoint: Checkpoint, rename: Rename | None) -> None:
-        self._engine, self._checkpoint = engine, checkpoint
-        self.report = LoadReport(checkpoint.path, checkpoint.index.step)
-        named = renamer(rename, "engine.load")
-        theirs = {
-            named(name): p.name
-            for p in [*checkpoint.index.parameters, *checkpoint.index.buffers]
-            for name in (p.name, *p.also)
-        }
-        also = names_of(engine)
-        self._shapes = {
-            slot.name: slot.shape for unit in engine.units for s in unit.segments for slot in s.spec.slots
-        } | {name: tuple(buffer.shape) for name, (buffer, _) in buffers_of(engine).items()}
-        others = also | {name: names for name, (_, names) in buffers_of(engine).items()}
-        self.names: dict[str, str] = {}
-        for name in self._shapes:
-            for candidate in (name, *others.get(name, ())):
-                if candidate in theirs:
-                    self.names[name] = theirs[candidate]
-                    break
-        known = {theirs[name] for names in others.values() for name in names if name in theirs}  # tied ones, kept twice
-        self._unexpected = tuple(sorted(set(theirs.values()) - set(self.names.values()) - known))
+    def __init__(self, engine: Engine, prefix: str, after: str) -> None:
+        self._engine, self._prefix, self.after = engine, prefix, after
+        self._number = 0
 
-    def check_names(self, strict: bool) -> None:
+    def __call__(self, do: Callable[[], T]) -> T:
         """
         Raises:
-            CheckpointError: names or shapes do not fit; all are listed and nothing was changed.
+            CheckpointError: on all ranks, with what went wrong on some.
         """
-        known = self._checkpoint.parameters | self._checkpoint.buffers
-        missing = tuple(sorted(set(self._shapes) - set(self.names)))
-        wrong = [
-            f"{name} is {_shape(known[old].shape)} in the checkpoint and {_shape(self._shapes[name])} in the model"
-            for name, old in self.names.items()
-            if known[old].shape != self._shapes[name]
-        ]
-        said: list[str] = []
-        if strict and missing:
-            said.append(f"missing: {', '.join(missing)}")
-        if strict and self._unexpected:
-            said.append(f"unexpected: {', '.join(self._unexpected)}")
-        said += wrong
-        if said:
-            hint = "" if wrong else "; rename= maps names, strict=False loads what fits"
-            raise CheckpointError(
-                f"{self._checkpoint.path} does not fit the model, nothing was changed: {'; '.join(said)}{hint}."
-            )
-        self.report.missing, self.report.unexpected = missing, self._unexpected
-
-    def check_optimizer(self, strict: bool) -> None:
-        """
-        Raises:
-            CheckpointError: the optimizer's state is of another kind; nothing was changed.
-        """
-        engine, checkpoint = self._engine, self._checkpoint
-        update = engine._update
-        if update is None or engine.optimizer is None:
-            return
-        if checkpoint.index.optimizer is None:
-            raise CheckpointError(
-                f"{checkpoint.path} has no state of an optimizer: load it with weights_only=True; nothing was changed."
-            )
-        kind = checkpoint.index.optimizer["class"].rpartition(".")[2]
-        trained = {p.name: p.trainable for p in checkpoint.index.parameters}
-        fresh: list[str] = []
-        lacking: dict[str, list[str]] = {}
-        surplus: set[str] = set()
-        for segment in (s for unit in engine.units for s in unit.trainable):
-            for number, slot in enumerate(segment.spec.slots):
-                old = self.names.get(slot.name)
-                if old is None or not slot.numel:
-                    continue
-                needed = update.needs(segment, number)
-                have = {s for s in checkpoint.states(old) if s != "weight" and not s.startswith("average")}
-                if not trained.get(old, True):
-                    fresh.append(slot.name)
-                    continue
-                if needed is not None:
-                    surplus |= have - needed
-                    for state in needed - have:
-                        lacking.setdefault(state, []).append(slot.name)
-        if (lacking or surplus) and strict:
-            mine = type(engine.optimizer).__name__
-            what = [
-                f"it has no {state!r} of {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
-                for state, names in lacking.items()
-            ]
-            what += [f"{mine} has no use for {s!r}" for s in sorted(surplus)]
-            raise CheckpointError(
-                f"{checkpoint.path} was written with {kind} and the engine has {mine}: {'; '.join(what)}; load it with "
-                "weights_only=True, or what fits with strict=False; nothing was changed."
-            )
-        if fresh:
-            self.report.notes.append(f"Not trained when saved, so with a new optimizer state: {', '.join(fresh)}.")
-
-    def check_state(self, state: Mapping[str, Any], strict: bool) -> None:
-        """
-        Raises:
-            CheckpointError: something was asked for that was not saved.
-        """
-        there = self._checkpoint.index.run.get("state", {})
-        absent = [name for name in state if name not in there]
-        if absent and strict:
-            raise CheckpointError(
-                f"{self._checkpoint.path} has no state of {', '.join(absent)}; it has {', '.join(there) or 'none'}; "
-                "nothing was changed."
-            )
-
-    def take_run(self, state: Mapping[str, Any]) -> None:
-        """Everything of the run that is not a tensor of the model's."""
-        engine, checkpoint, notes = self._engine, self._checkpoint, self.report.notes
-        run = checkpoint.run()
-        engine.steps = checkpoint.index.step
-        self._take_groups()
-        for name, mine in (("schedule", engine.schedule), ("loss_scale", engine.loss_scale)):
-            saved, title = run.get(name), name.replace("_", " ")
-            if mine is not None and saved is not None:
-                mine.load_state_dict(saved)
-            elif saved is not None:
-                notes.append(f"The {title} of the checkpoint is not used: the engine has none.")
-            elif mine is not None:
-                notes.append(f"The {title} begins anew: the checkpoint has none.")
-        if engine.loss_scale is not None:
-            engine.actions.set_factors()
-        averages = run.get("averages", ())
-        for average, saved in zip(engine.averages, averages, strict=False):
-            average.updates = saved["updates"]
-        if len(averages) != len(engine.averages):
-            notes.append(
-                f"The checkpoint has {len(averages)} averages and the engine {len(engine.averages)}: the others begin "
-                "anew or are not used."
-            )
-        self.report.state = run.get("state", {})
-        for name, target in state.items():
-            if name in self.report.state and hasattr(target, "load_state_dict"):
-                target.load_state_dict(self.report.state[name])
-        ranks = len(checkpoint.index.ranks)
-        self.report.rank_states = [checkpoint.rank(r)["state"] for r in range(ranks)]
-        if ranks == engine.world_size:
-            mine = checkpoint.rank(engine.rank)
-            self.report.rank_state = mine["state"]
-            if mine.get("rng") is not None:
-                set_rng_state(mine["rng"])
-        elif ranks:
-            notes.append(
-                f"Random numbers go on as they are: there were {ranks} rank{'s' * (ranks > 1)} and now there "
-                f"{'are' if engine.world_size > 1 else 'is'} {engine.world_size}."
-            )
-
-    def _take_groups(self) -> None:
         engine = self._engine
-        if engine.optimizer is None:
-            return
-        saved = self._checkpoint.groups()
-        home = {name: options for options, members in saved for name in members}
-        members: list[list[str]] = [[] for _ in engine.optimizer.param_groups]
-        for segment in (s for unit in engine.units for s in unit.trainable):
-            members[segment.spec.group] += [slot.name for slot in segment.spec.slots]
-        for number, (group, names) in enumerate(zip(engine.optimizer.param_groups, members, strict=True)):
-            options = next((home[old] for n in names if (old := self.names.get(n)) in home), None)
-            if options is None and number < len(saved) and not saved[number][1] and not names:
-                options = saved[number][0]
-            if options is not None:
-                group.update(options)
-            elif names:
-                self.report.notes.append(f"Group {number} of the optimizer keeps its options: its parameters had none.")
+        self._number += 1
+        error: Exception | None = None
+        value: Any = None
+        try:
+            value = do()
+        except Exception as raised:
+            error = raised
+        if not engine.actions.control([float(error is not None)], dist.ReduceOp.MAX)[0]:
+            return value
+        said = engine.agreement.exchange(f"{self._prefix}/{self._number}", "" if error is None else _words(error))
+        texts: dict[str, list[str]] = {}
+        for rank, text in enumerate(said):
+            if text:
+                texts.setdefault(text, []).append(str(rank))
+        everywhere = len(texts) == 1 and all(said)
+        if everywhere and isinstance(error, ShardfoldError) and not isinstance(error, CheckpointError):
+            raise error
+        told = "; ".join(
+            (f"rank {', '.join(ranks)}: " if not everywhere else "") + text.rstrip(".") for text, ranks in texts.items()
+        )
+        raise CheckpointError(f"{told}. {self.after}") from error
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, ShardfoldError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'reading'}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _fit(
+    engine: Engine,
+    checkpoint: Checkpoint,
+    rename: Mapping[str, str] | Callable[[str], str] | None,
+    state: Mapping[str, Any],
+    strict: bool,
+    weights_only: bool,
+) -> Fit:
+    fit = Fit(engine, checkpoint, rename)
+    fit.check_names(strict)
+    if not weights_only:
+        fit.check_optimizer(strict)
+        fit.check_state(state, strict)
+    return fit
+
+
+def _check_base(engine: Engine, checkpoint: Checkpoint, fit: Fit, strict: bool) -> None:
+    """
+    Raises:
+        CheckpointError: parameters that the checkpoint left out have other values here; nothing was changed.
+    """
+    other, unclear = other_base(engine, fit.left_out)
+    names = ", ".join(other[:4]) + (f" and {len(other) - 4} more" if len(other) > 4 else "")
+    if other and strict:
+        raise CheckpointError(
+            f"{checkpoint.path} was saved without its frozen parameters, and the engine has others: {names} differ; "
+            "load the same base first, or take this one with strict=False. Nothing was changed."
+        )
+    if other:
+        fit.notes.append(f"Frozen parameters that were left out have other values here: {names}.")
+    if unclear:
+        fit.notes.append(f"Not compared, as they were saved in more digits than they have here: {', '.join(unclear)}.")
+
+
+def _mends(engine: Engine, weights_only: bool, fit: Fit) -> str:
+    """What is still wrong with an engine after this load, if an earlier one failed half-way."""
+    same = not weights_only or engine.broken.startswith(WEIGHTS)
+    return "" if same and not fit.missing else engine.broken
+
+
+def _take_run(engine: Engine, checkpoint: Checkpoint, fit: Fit, report: LoadReport, state: Mapping[str, Any]) -> None:
+    """Everything of the run that is not a tensor of the model's."""
+    notes, run, ranks = report.notes, checkpoint.run(), len(checkpoint.index.ranks)
+    report.state = run.get("state", {})
+    report.rank_states = [checkpoint.of_rank(rank, "state") for rank in range(ranks)]
+    rng = checkpoint.of_rank(engine.rank, "rng") if ranks == engine.world_size else None
+    engine.steps = checkpoint.index.step
+    fit.take_options()
+    for name, mine in (("schedule", engine.schedule), ("loss_scale", engine.loss_scale)):
+        saved, title = run.get(name), name.replace("_", " ")
+        if mine is not None and saved is not None and saved.keys() == mine.state_dict().keys():
+            mine.load_state_dict(saved)
+        elif mine is not None:
+            what = "none" if saved is None else "one of another kind"
+            notes.append(f"The {title} begins anew: the checkpoint has {what}.")
+        elif saved is not None:
+            notes.append(f"The {title} of the checkpoint is not used: the engine has none.")
+    if engine.loss_scale is not None:
+        engine.actions.set_factors()
+    averages = run.get("averages", ())
+    for number, average in enumerate(engine.averages):
+        average.updates = averages[number]["updates"] if number < len(averages) else 0
+    if len(averages) != len(engine.averages):
+        notes.append(
+            f"The checkpoint has {len(averages)} averages and the engine {len(engine.averages)}: the others begin anew "
+            "or are not used."
+        )
+    for name, target in state.items():
+        if name in report.state and hasattr(target, "load_state_dict"):
+            target.load_state_dict(report.state[name])
+    if rng is not None:
+        report.rank_state = report.rank_states[engine.rank]
+        set_rng_state(rng)
+    else:
+        notes.append(
+            f"Random numbers go on as they are: there were {ranks} rank{'s' * (ranks > 1)} and now there "
+            f"{'are' if engine.world_size > 1 else 'is'} {engine.world_size}."
+        )
 
 
 class _Work:
     """Reads a checkpoint into an engine's shards; after a failure it only keeps in step with the other ranks."""
 
-    def __init__(self, engine: Engine, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
-        self._engine, self._checkpoint, self._names = engine, checkpoint, names
-        self._problem = ""
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, fit: Fit) -> None:
+        self._engine, self._checkpoint, self._fit = engine, checkpoint, fit
+        self._problem: Exception | None = None
 
-    def all(self, weights_only: bool) -> None:
+    def tensors(self, weights_only: bool) -> None:
+        """Parameters, buffers and what the optimizer keeps."""
         engine = self._engine
         with torch.no_grad():
             for unit in engine.units:
@@ -331,112 +290,111 @@ class _Work:
                         self._moments(segment)
                 torch.autograd.graph.increment_version([parameter for _, parameter in unit.parameters()])
             for name, (buffer, _) in buffers_of(engine).items():
-                if name in self._names:
-                    self._try(lambda b=buffer, n=name: b.copy_(self._checkpoint.buffer(self._names[n])))
+                if name in self._fit.buffers:
+                    self.attempt(lambda b=buffer, n=name: b.copy_(self._checkpoint.buffer(self._fit.buffers[n])))
 
-    def agree(self, number: int) -> None:
-        """
-        Raises:
-            CheckpointError: on all ranks, if any could not read its part.
-        """
-        engine = self._engine
-        if not engine.actions.control([float(bool(self._problem))], dist.ReduceOp.MAX)[0]:
-            return
-        said = engine.agreement.exchange(f"load/{number}/read", self._problem)
-        told = "; ".join(f"rank {rank}: {text.rstrip('.')}" for rank, text in enumerate(said) if text)
-        raise CheckpointError(f"{told}. The engine now holds a part of it: load another checkpoint before going on.")
+    def attempt(self, do: Callable[[], Any]) -> None:
+        """Does something that sends nothing, unless something went wrong before."""
+        if self._problem is None:
+            try:
+                do()
+            except Exception as error:
+                self._problem = error
 
-    def _try(self, read: Callable[[], Any]) -> None:
-        if self._problem:
-            return
-        try:
-            read()
-        except (CheckpointError, OSError) as error:
-            self._problem = str(error)
+    def outcome(self) -> None:
+        """Raises what went wrong."""
+        if self._problem is not None:
+            raise self._problem
 
     def _weights(self, segment: Segment) -> None:
         """Master, what rests in the compute dtype and what is held, from the one copy that was saved."""
-        layout = self._engine.layout
-        if segment.master is not None:
-            kept, bounds, over = segment.master, segment.master_range, layout.master.over
-        else:
-            assert segment.rest is not None
-            kept, bounds, over = segment.rest, segment.rest_range, layout.rest.over
+        kept, bounds, over = most_precise(self._engine, segment)
         self._fill(segment, "weight", kept, bounds, over)
-        whole: Tensor | None = None
-        if segment.rest is not None and segment.rest is not kept:
-            if segment.rest_range == bounds:
-                if not segment.master_is_rest:
-                    segment.rest.copy_(kept)
-            else:
-                whole = self._whole(segment, kept, bounds, over)
-                if segment.rest is not whole:
-                    segment.rest.copy_(whole[slice(*segment.rest_range)])
-        if segment.held is not None and segment.held_range is not None:
-            whole = self._whole(segment, kept, bounds, over) if whole is None else whole
-            segment.held.copy_(whole[slice(*segment.held_range)])
-
-    def _whole(self, segment: Segment, kept: Tensor, bounds: tuple[int, int], over: Axes) -> Tensor:
-        """All values of a segment in the compute dtype: in its own flat where that has memory."""
-        flat = (
-            segment.flat if not segment.split else torch.empty_like(segment.flat, memory_format=torch.contiguous_format)
-        )
+        rest, held = segment.rest, segment.held
+        if held is None and (rest is None or segment.rest_range == bounds):
+            if rest is not None and rest is not kept and not segment.master_is_rest:
+                rest.copy_(kept)
+            return
+        # All values in the compute dtype: in the flat itself, where that has memory.
+        whole = segment.flat
         if segment.split:
-            flat = torch.empty(segment.spec.length, dtype=segment.dtype, device=kept.device)
-        if not (segment.master_is_rest and flat is segment.flat):
-            flat[slice(*bounds)].copy_(kept)
-        complete(self._engine.actions, [flat], over, WHAT)
-        return flat
+            whole = torch.empty(segment.spec.length, dtype=segment.dtype, device=kept.device)
+        if segment.split or not segment.master_is_rest:
+            whole[slice(*bounds)].copy_(kept)
+        complete(self._engine.actions, [whole], over, WHAT)
+        for target, place in ((rest, segment.rest_range), (held, segment.held_range)):
+            if target is not None and target is not whole and place is not None:
+                target.copy_(whole[slice(*place)])
 
     def _moments(self, segment: Segment) -> None:
         """The optimizer's state and the averages of a segment."""
-        engine, checkpoint = self._engine, self._checkpoint
+        engine, checkpoint, fit = self._engine, self._checkpoint, self._fit
         update = engine._update
-        assert update is not None
+        assert update is not None and segment.master is not None
         bounds, over = segment.master_range, engine.layout.master.over
-        slots = [(i, self._names[s.name]) for i, s in enumerate(segment.spec.slots) if s.name in self._names]
+        here = [(i, fit.parameters[s.name]) for i, s in enumerate(segment.spec.slots) if s.name in fit.parameters]
         for number, average in enumerate(engine.averages):
-            self._fill(segment, average_state(number), average.shard(segment), bounds, over, optional=True)
+            shard, state = average.shard(segment), average_state(number)
+            for slot, old in here:
+                if state not in checkpoint.states(old):  # it begins with what the parameter is now
+                    piece = segment.own_piece(slot)[0]
+                    shard[piece].copy_(segment.master[piece])
+            self._fill(segment, state, shard, bounds, over)
         wanted: dict[str, list[tuple[int, str]]] = {}
-        for slot, old in slots:
+        for slot, old in here:
+            update.forget(segment, slot)
             needed = update.needs(segment, slot)
-            for state in checkpoint.states(old):
-                if state != "weight" and not state.startswith("average") and (needed is None or state in needed):
+            for state in checkpoint.states(old) if segment.spec.slots[slot].name in fit.trained else ():
+                if state != "weight" and not is_average(state) and (needed is None or state in needed):
                     wanted.setdefault(state, []).append((slot, old))
         for state, having in sorted(wanted.items()):
             target = update.moment(segment, state)
             if target is not None:
-                self._fill(segment, state, target, bounds, over, optional=True)
+                self._fill(segment, state, target, bounds, over, {slot for slot, _ in having})
                 continue
             dtype = checkpoint.dtype(having[0][1], state)
-            assert segment.master is not None
+            if dtype == checkpoint.dtype(having[0][1]):  # it follows its parameter, which may have another dtype here
+                dtype = segment.master.dtype
             shard = torch.zeros_like(segment.master, dtype=dtype)
-            self._fill(segment, state, shard, bounds, over, optional=True)
+            self._fill(segment, state, shard, bounds, over)
             for slot, _ in having:
-                update.take_piece(segment, slot, state, shard)
-        for slot, old in slots:
-            for name, value in checkpoint.once(old).items():
-                self._try(lambda i=slot, n=name, v=value: update.take_value(segment, i, n, v))
+                self.attempt(lambda i=slot, n=state, s=shard: update.take_piece(segment, i, n, s))
+        for slot, old in here:
+            if segment.spec.slots[slot].name in fit.trained:
+                self.attempt(lambda i=slot, o=old: self._once(segment, i, o))
+
+    def _once(self, segment: Segment, slot: int, old: str) -> None:
+        update = self._engine._update
+        assert update is not None
+        for name, value in self._checkpoint.once(old).items():
+            update.take_value(segment, slot, name, value)
 
     def _fill(
-        self, segment: Segment, state: str, target: Tensor, bounds: tuple[int, int], over: Axes, optional: bool = False
+        self,
+        segment: Segment,
+        state: str,
+        target: Tensor,
+        bounds: tuple[int, int],
+        over: Axes,
+        slots: set[int] | None = None,
     ) -> None:
-        """Reads a state of a segment's range ``bounds`` into ``target`` ``(n,)``; what the checkpoint lacks stays."""
+        """Reads a state of a segment's range ``bounds`` into ``target`` ``(n,)``; what the checkpoint lacks stays.
+
+        ``slots``: of these parameters only.
+        """
         engine, checkpoint = self._engine, self._checkpoint
         others = tuple(axis for axis in DATA_AXES if axis not in over and engine.mesh.sizes[axis] > 1)
         size = target.numel() // engine.mesh.parts(others)
         low = bounds[0] + size * shard_index(others, engine.mesh.sizes, engine.mesh.coords)
         for slot, a, b in segment.spec.pieces(low, low + size):
             place = segment.spec.slots[slot]
-            old = self._names.get(place.name)
-            if old is None or (optional and state not in checkpoint.states(old)):
+            old = self._fit.parameters.get(place.name)
+            if old is None or (slots is not None and slot not in slots):
+                continue
+            left_out = place.name in self._fit.left_out if state == "weight" else state not in checkpoint.states(old)
+            if left_out:
                 continue
             out = target[a - bounds[0] : b - bounds[0]]
-            self._try(
-                lambda o=old, x=a - place.offset, y=b - place.offset, t=out: checkpoint.read(o, state, x, y, out=t)
-            )
+            x, y = a - place.offset, b - place.offset
+            self.attempt(lambda o=old, x=x, y=y, t=out: checkpoint.read(o, state, x, y, out=t))
         complete(engine.actions, [target], others, WHAT)
-
-
-def _shape(shape: Iterable[int]) -> str:
-    return "x".join(map(str, shape)) or "a scalar"

@@ -20,6 +20,8 @@ from shardfold.errors import CheckpointError, did_you_mean
 
 __all__ = ["Checkpoint"]
 
+AT_ONCE = 1024 * 1024  # elements of an 8-bit state that are decoded at a time
+
 
 class Checkpoint:
     """A complete checkpoint.
@@ -107,8 +109,9 @@ class Checkpoint:
     def states(self, name: str) -> list[str]:
         """States that a parameter has for each element: ``weight``, the optimizer's, 8-bit ones by their own name."""
         kept = self._states.get(name, [])
-        coded = [s.removesuffix("_codes") for s in kept if s.endswith("_codes")]
-        return [s for s in kept if not s.endswith(("_codes", "_scales"))] + coded
+        coded = [s.removesuffix("_scales") for s in kept if self._by_state[(name, s)][0].kind == "block"]
+        parts = {f"{s}_{part}" for s in coded for part in ("codes", "scales")}
+        return [s for s in kept if s not in parts] + coded
 
     def dtype(self, name: str, state: str = "weight") -> torch.dtype:
         """The dtype that :meth:`read` gives by itself."""
@@ -149,6 +152,11 @@ class Checkpoint:
                 self._reader.read(piece, run.piece, out[run.whole - start : run.whole - start + run.numel])
                 read += run.numel
         if read != stop - start:
+            if state == "weight" and parameter.digest is not None:
+                raise CheckpointError(
+                    f"{self.path} was saved with frozen='skip' and has no values of {name!r}: they are in the model "
+                    "that was trained on; load the checkpoint into an engine that holds it."
+                )
             raise CheckpointError(
                 f"{self.path} has {read} of the elements {start} to {stop} of {state!r} of {name!r}"
                 + ("; it keeps " + ", ".join(self.states(name)) if not read else "")
@@ -162,6 +170,12 @@ class Checkpoint:
 
         scales = self._by_state[(parameter.name, f"{state}_scales")]
         block = scales[0].block
+        if stop - start > AT_ONCE:  # decoding takes 13 bytes per element
+            out = torch.empty(stop - start) if out is None else out
+            for a in range(start, stop, AT_ONCE):
+                b = min(a + AT_ONCE, stop)
+                self._decoded(parameter, state, a, b, out[a - start : b - start])
+            return out
         low, high = start // block * block, min(-(-stop // block) * block, parameter.numel)
         codes = self.read(parameter.name, f"{state}_codes", low, high)
         factors = torch.empty(-(-(high - low) // block))
@@ -204,10 +218,13 @@ class Checkpoint:
         return [(decode(g["options"], read), g["parameters"]) for g in self.index.optimizer["groups"]]
 
     def rank(self, rank: int) -> dict[str, Any]:
-        """What one rank kept: its random numbers, the user's own."""
-        return decode(
-            self.index.ranks[rank], lambda name: self._reader.tensor(self._single[("rank", "", name, rank)])
-        )  # fmt: skip
+        """What one rank kept: ``{"rng": its random numbers, "state": the user's own}``."""
+        return {part: self.of_rank(rank, part) for part in self.index.ranks[rank]}
+
+    def of_rank(self, rank: int, part: str) -> Any:
+        """One part of :meth:`rank`; nothing else is read."""
+        read = lambda name: self._reader.tensor(self._single[("rank", "", name, rank)])  # noqa: E731
+        return decode(self.index.ranks[rank][part], read)
 
     def check(self, piece: Piece) -> Iterator[tuple[int, Tensor]]:
         """See :meth:`Reader.check`."""

@@ -134,6 +134,7 @@ class Saver:
         busy: str,
         keep: int | None,
         nonfinite: str,
+        left_out: Mapping[str, str],
     ) -> Saving | None:
         """See :meth:`Engine.save`."""
         begun = perf_counter()
@@ -156,7 +157,7 @@ class Saver:
         job = _Job(engine, draft, self._number, keep, nonfinite, begun)
         self._number += 1
         try:
-            problem = job.prepare(engine, state, rank_state)
+            problem = job.prepare(engine, state, rank_state, left_out)
             self._ready(job, problem)
         except BaseException:
             if engine.rank == 0:
@@ -254,14 +255,16 @@ class _Job:
         self._problem = ""
         self.error: Exception | None = None
 
-    def prepare(self, engine: Engine, state: Mapping[str, Any], rank_state: Mapping[str, Any]) -> str:
+    def prepare(
+        self, engine: Engine, state: Mapping[str, Any], rank_state: Mapping[str, Any], left_out: Mapping[str, str]
+    ) -> str:
         """Finds what this rank writes; what went wrong, or nothing."""
         try:
             tensors: dict[str, Tensor] = {}
             if self._rank == 0:
                 self._draft.begin()
-                self._header, tensors = header(engine, state)
-            self._parts, self._index = collect(engine, rank_state, tensors)
+                self._header, tensors = header(engine, state, left_out)
+            self._parts, self._index = collect(engine, rank_state, tensors, left_out)
         except Exception as error:
             self.error = error
             return _words(error)

@@ -364,6 +364,20 @@ class ShardedOptimizer:
             return None
         return {name for piece in self._pieces_of(segment, slot) for name in self._ours.dtypes(piece.tensor)}
 
+    def forget(self, segment: Segment, slot: int) -> None:
+        """A parameter's state becomes what it is before its first step."""
+        if self._names is not None:
+            shard = self._fused[id(segment)]
+            shard.steps[slot] = 0
+            for moment in shard.moments.values():
+                moment[segment.own_piece(slot)[0]].zero_()
+            return
+        for piece in self._pieces_of(segment, slot):
+            self.torch_optimizer.state.pop(piece.tensor, None)
+            if self._ours is not None:
+                group = self._ours.param_groups[segment.spec.group]
+                self._ours.prepare(group, piece.tensor, self._ours.places[piece.tensor])
+
     def moment(self, segment: Segment, name: str) -> Tensor | None:
         """That moment of the fused update itself, ``(length / parts,)``; None: the state is kept in pieces."""
         return self._fused[id(segment)].moments[name] if self._names is not None else None
@@ -387,7 +401,7 @@ class ShardedOptimizer:
             value = int(value)
         elif name == "step" and isinstance(value, int):  # as torch's classes count
             value = torch.tensor(float(value))
-        for piece in self._pieces_of(segment, slot) if self._names is None else ():
+        for piece in self._pieces_of(segment, slot):
             if self._ours is not None:
                 self._ours.take_once(piece.tensor, name, value)
             else:

@@ -1,0 +1,97 @@
+"""Frozen parameters that a checkpoint leaves out (``frozen="skip"``): a checksum of each stands for its values.
+
+A fine-tuned adapter is some millionths of its base, which does not change. Whoever loads such a checkpoint has the base
+already; the checksums tell whether it is the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from shardfold.bundle import whole_segments
+from shardfold.checkpoint.collect import most_precise
+from shardfold.checkpoint.files import DTYPES
+from shardfold.checkpoint.format import Parameter, checksum
+from shardfold.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from shardfold.engine import Engine
+
+__all__ = ["Base", "other_base"]
+
+
+class Base:
+    """An engine's frozen parameters and their checksums, which are made once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[str, str] = {}
+        self._version: list[object] = []
+
+    def left_out(self, frozen: str) -> dict[str, str]:
+        """Checksums by the names of the parameters that a save leaves out; every rank calls it.
+
+        Raises:
+            ConfigError: ``frozen`` is neither ``"keep"`` nor ``"skip"``.
+            UsageError: nothing would be left, as the engine has no optimizer.
+        """
+        if frozen == "keep":
+            return {}
+        engine = self._engine
+        if frozen != "skip":
+            raise ConfigError(f"engine.save(frozen={frozen!r}): frozen parameters are kept ('keep') or not ('skip').")
+        if engine.optimizer is None:
+            raise UsageError(
+                "engine.save(frozen='skip') of an engine without optimizer would leave out every parameter: "
+                "use frozen='keep'."
+            )
+        units = [unit for unit in engine.units if any(not s.spec.trainable for s in unit.segments)]
+        version = [engine._changes.followed, *((unit.name, unit.life, unit.version) for unit in units)]
+        if engine.actions.control([float(version != self._version)], dist.ReduceOp.MAX)[0]:
+            self._known = _digests(
+                engine,
+                {
+                    slot.name: most_precise(engine, segment)[0].dtype
+                    for unit in units
+                    for segment in unit.segments
+                    if not segment.spec.trainable
+                    for slot in segment.spec.slots
+                },
+            )
+            self._version = version
+        return self._known
+
+
+def other_base(engine: Engine, left_out: Mapping[str, Parameter]) -> tuple[list[str], list[str]]:
+    """Which parameters have other values than those that a checkpoint left out; every rank calls it.
+
+    Args:
+        engine: whose values are compared.
+        left_out: what the checkpoint says of them, by the engine's names.
+
+    Returns:
+        Names of those that differ, and of those that can not be compared as they are kept in fewer digits here.
+    """
+    if not left_out:
+        return [], []
+    mine = {s.name: most_precise(engine, g)[0].dtype for u in engine.units for g in u.segments for s in g.spec.slots}
+    unclear = [n for n, p in left_out.items() if torch.promote_types(mine[n], DTYPES[p.dtype]) != mine[n]]
+    found = _digests(engine, {n: DTYPES[p.dtype] for n, p in left_out.items() if n not in unclear})
+    return [name for name, digest in found.items() if digest != left_out[name].digest], unclear
+
+
+def _digests(engine: Engine, dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
+    """Checksums of parameters' values in these dtypes; 16 MiB, or one segment, are whole at a time."""
+    segments = [s for unit in engine.units for s in unit.segments if any(p.name in dtypes for p in s.spec.slots)]
+    shards = [(segment, kept, over) for segment in segments for kept, _, over in [most_precise(engine, segment)]]
+    found: dict[str, str] = {}
+    for segment, flat in whole_segments(engine.actions, shards, "checksums of frozen parameters"):
+        for slot in segment.spec.slots:
+            if slot.name in dtypes:
+                values = flat[slot.offset : slot.offset + slot.numel].detach().to(dtypes[slot.name]).cpu()
+                found[slot.name] = checksum(values.view(torch.uint8).numpy())
+    return found

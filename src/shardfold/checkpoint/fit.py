@@ -1,0 +1,291 @@
+"""Whether a checkpoint fits an engine: names, shapes, the optimizer's state and its groups; from the index alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardfold.checkpoint.collect import buffers_of, is_average, most_precise, names_of
+from shardfold.checkpoint.files import DTYPES
+from shardfold.checkpoint.format import Parameter
+from shardfold.checkpoint.reader import Checkpoint
+from shardfold.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from shardfold.engine import Engine
+
+__all__ = ["Fit"]
+
+#: Options of which it depends what states torch's optimizers keep.
+STRUCTURE = ("amsgrad", "centered", "momentum")
+#: Options that say how an update is computed, not what it is: the engine's own stay.
+MEANS = ("foreach", "fused", "capturable", "differentiable")
+
+
+class Fit:
+    """What of a checkpoint goes where in an engine.
+
+    Args:
+        engine: that loads.
+        checkpoint: what is loaded.
+        rename: see :meth:`Engine.load`.
+
+    Attributes:
+        parameters: by the engine's name of a parameter, the checkpoint's.
+        buffers: the same of buffers.
+        missing: names of the model that the checkpoint does not have.
+        unexpected: the other way round.
+        trained: by the engine's name, the checkpoint's, of parameters whose optimizer state is loaded.
+        options: options of the optimizer's groups that are loaded, by number.
+        notes: what is not as it was, a sentence each.
+
+    Raises:
+        ConfigError: a rule of ``rename`` is no pattern.
+        CheckpointError: ``rename`` gives two parameters one name.
+    """
+
+    def __init__(
+        self, engine: Engine, checkpoint: Checkpoint, rename: Mapping[str, str] | Callable[[str], str] | None
+    ) -> None:
+        self._engine, self._checkpoint = engine, checkpoint
+        self.notes: list[str] = []
+        self.trained: dict[str, str] = {}
+        self.options: dict[int, dict[str, Any]] = {}
+        named = _renamer(rename)
+        segments = [segment for unit in engine.units for segment in unit.segments]
+        buffers = buffers_of(engine)
+        self._mine = {slot.name: (slot.shape, segment) for segment in segments for slot in segment.spec.slots}
+        self._buffers = {name: buffer for name, (buffer, _) in buffers.items()}
+        self.parameters, lost = _matched(self._mine, names_of(engine), checkpoint.parameters, named)
+        self.buffers, more = _matched(
+            self._buffers, {name: also for name, (_, also) in buffers.items()}, checkpoint.buffers, named
+        )
+        self.unexpected = tuple(sorted(lost + more))
+        known = self.parameters.keys() | self.buffers.keys()
+        self.missing = tuple(sorted((self._mine.keys() | self._buffers.keys()) - known))
+
+    @property
+    def left_out(self) -> dict[str, Parameter]:
+        """Parameters of which the checkpoint has a checksum only, by the engine's names."""
+        theirs = {name: self._checkpoint.parameters[old] for name, old in self.parameters.items()}
+        return {name: parameter for name, parameter in theirs.items() if parameter.digest is not None}
+
+    def check_names(self, strict: bool) -> None:
+        """
+        Raises:
+            CheckpointError: names, shapes or kinds of values do not fit; all are listed.
+        """
+        wrong: list[str] = []
+        for name, old in self.parameters.items():
+            shape, segment = self._mine[name]
+            theirs, dtype = self._checkpoint.parameters[old], most_precise(self._engine, segment)[0].dtype
+            if theirs.shape != shape:
+                wrong.append(f"{name} is {_shape(theirs.shape)} in the checkpoint and {_shape(shape)} in the model")
+            elif DTYPES[theirs.dtype].is_floating_point != dtype.is_floating_point:
+                wrong.append(f"{name} is {DTYPES[theirs.dtype]} in the checkpoint and {dtype} in the model")
+        for name, old in self.buffers.items():
+            shape, theirs = tuple(self._buffers[name].shape), self._checkpoint.buffers[old]
+            if theirs.shape != shape:
+                wrong.append(f"{name} is {_shape(theirs.shape)} in the checkpoint and {_shape(shape)} in the model")
+        said: list[str] = []
+        if strict and self.missing:
+            said.append(f"missing: {', '.join(self.missing)}")
+        if strict and self.unexpected:
+            said.append(f"unexpected: {', '.join(self.unexpected)}")
+        if said or wrong:
+            hint = "" if wrong else "; rename= maps names, strict=False loads what fits"
+            raise CheckpointError(
+                f"{self._checkpoint.path} does not fit the model, nothing was changed: {'; '.join(said + wrong)}{hint}."
+            )
+
+    # -- the optimizer
+
+    def check_optimizer(self, strict: bool) -> None:
+        """Finds whose state is loaded, and which options.
+
+        Raises:
+            CheckpointError: the state is of an optimizer of another kind, or was kept in other groups.
+        """
+        engine, checkpoint = self._engine, self._checkpoint
+        if engine._update is None or engine.optimizer is None:
+            return
+        if checkpoint.index.optimizer is None:
+            raise CheckpointError(
+                f"{checkpoint.path} has no state of an optimizer: load it with weights_only=True; nothing was changed."
+            )
+        self._check_groups(strict)
+        self._check_states(strict)
+
+    def _check_groups(self, strict: bool) -> None:
+        engine = self._engine
+        assert engine.optimizer is not None
+        saved = self._checkpoint.groups()
+        home = {name: number for number, (_, names) in enumerate(saved) for name in names}
+        members: list[list[str]] = [[] for _ in engine.optimizer.param_groups]
+        for segment in (s for unit in engine.units for s in unit.trainable):
+            members[segment.spec.group] += [slot.name for slot in segment.spec.slots]
+        sources = [{home[old] for n in names if (old := self.parameters.get(n)) in home} for names in members]
+        split = {number for number in range(len(saved)) if sum(number in source for source in sources) > 1}
+        mixed = [number for number, source in enumerate(sources) if len(source) > 1 or source & split]
+        if mixed and strict:
+            inside = ", ".join(
+                f"group {number} of the engine has parameters of {_list('group', sorted(sources[number]))} there"
+                for number in mixed
+            )
+            raise CheckpointError(
+                f"{self._checkpoint.path} was written with the optimizer's parameters in other groups ({inside}): make "
+                "the same groups, or keep the engine's options with strict=False; nothing was changed."
+            )
+        for number, (names, source) in enumerate(zip(members, sources, strict=True)):
+            if number not in mixed and source:
+                self.options[number] = saved[next(iter(source))][0]
+            elif not names and number < len(saved) and not saved[number][1]:
+                self.options[number] = saved[number][0]
+            elif names:
+                what = "its parameters were in other groups" if number in mixed else "its parameters had none"
+                self.notes.append(f"Group {number} of the optimizer keeps its options: {what}.")
+
+    def _check_states(self, strict: bool) -> None:
+        engine, checkpoint = self._engine, self._checkpoint
+        assert engine._update is not None and engine.optimizer is not None and checkpoint.index.optimizer is not None
+        theirs, mine = checkpoint.index.optimizer["class"].rpartition(".")[2], type(engine.optimizer).__name__
+        fresh: list[str] = []
+        lacking: dict[str, list[str]] = {}
+        surplus: set[str] = set()
+        for segment in (s for unit in engine.units for s in unit.trainable):
+            group = engine.optimizer.param_groups[segment.spec.group]
+            other = _other_kind(group, self.options.get(segment.spec.group, {})) if theirs == mine else ""
+            for number, slot in enumerate(segment.spec.slots):
+                old = self.parameters.get(slot.name)
+                if old is None:
+                    continue
+                if not checkpoint.parameters[old].trainable:
+                    fresh.append(slot.name)
+                    continue
+                needed = engine._update.needs(segment, number)
+                have = {s for s in checkpoint.states(old) if s != "weight" and not is_average(s)}
+                if not slot.numel or (not have and theirs == mine):  # never used, so it has no state yet
+                    self.trained[slot.name] = old
+                    continue
+                if needed is not None:
+                    surplus |= have - needed
+                    wrong = {repr(state) for state in needed - have}
+                elif theirs != mine:  # a class of torch's: nobody says what its state is called
+                    wrong = {f"state of {mine}"}
+                else:
+                    wrong = {other} if other else set[str]()
+                for state in wrong:
+                    lacking.setdefault(state, []).append(slot.name)
+                if not wrong:
+                    self.trained[slot.name] = old
+        if lacking or surplus:
+            what = [
+                f"it has no {state} of {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
+                for state, names in sorted(lacking.items())
+            ]
+            what += [f"{mine} has no use for {s!r}" for s in sorted(surplus)]
+            if strict:
+                raise CheckpointError(
+                    f"{checkpoint.path} was written with {theirs} and the engine has {mine}: {'; '.join(what)}; load "
+                    "it with weights_only=True, or what fits with strict=False; nothing was changed."
+                )
+            self.notes.append(f"Of the state of {theirs} {mine} has taken what it knows: {'; '.join(what)}.")
+        if fresh:
+            self.notes.append(f"Not trained when saved, so with a new optimizer state: {', '.join(fresh)}.")
+        had = {old for _, names in checkpoint.groups() for old in names}
+        frozen = [n for n, old in self.parameters.items() if old in had and not self._mine[n][1].spec.trainable]
+        if frozen:
+            self.notes.append(
+                f"Trained when saved and frozen here, so without its optimizer state: {', '.join(sorted(frozen))}; "
+                "to go on training, unfreeze before loading."
+            )
+
+    def take_options(self) -> None:
+        """Gives the optimizer's groups the options that they had; of an optimizer of another class its numbers."""
+        engine, checkpoint = self._engine, self._checkpoint
+        if engine.optimizer is None or checkpoint.index.optimizer is None:
+            return
+        same = checkpoint.index.optimizer["class"].rpartition(".")[2] == type(engine.optimizer).__name__
+        for number, options in self.options.items():
+            group = engine.optimizer.param_groups[number]
+            for name, value in options.items():
+                if name in MEANS or (name in STRUCTURE and bool(value) != bool(group.get(name))):
+                    continue
+                if same or name == "initial_lr" or (name in group and not isinstance(value, bool)):
+                    group[name] = value
+
+    # -- what was given as ``state=``
+
+    def check_state(self, state: Iterable[str], strict: bool) -> None:
+        """
+        Raises:
+            CheckpointError: something was asked for that was not saved.
+        """
+        there = self._checkpoint.index.run.get("state", {})
+        absent = [name for name in state if name not in there]
+        if absent and strict:
+            raise CheckpointError(
+                f"{self._checkpoint.path} has no state of {', '.join(absent)}; it has {', '.join(there) or 'none'}; "
+                "nothing was changed."
+            )
+
+
+def _matched(
+    mine: Iterable[str],
+    also: Mapping[str, Sequence[str]],
+    theirs: Mapping[str, Parameter],
+    named: Callable[[str], str],
+) -> tuple[dict[str, str], list[str]]:
+    """The checkpoint's name for each of the engine's that it has; and those that the engine has no use for.
+
+    Raises:
+        CheckpointError: two of the checkpoint's get one name.
+    """
+    known: dict[str, str] = {}
+    for parameter in theirs.values():
+        for name in (parameter.name, *parameter.also):
+            new = named(name)
+            if known.setdefault(new, parameter.name) != parameter.name:
+                raise CheckpointError(
+                    f"engine.load(rename=...) gives {known[new]!r} and {parameter.name!r} the same name {new!r}: "
+                    "make the rules tell them apart."
+                )
+    found: dict[str, str] = {}
+    for name in mine:
+        hit = next((known[candidate] for candidate in (name, *also.get(name, ())) if candidate in known), None)
+        if hit is not None:
+            found[name] = hit
+    return found, [name for name in theirs if name not in found.values()]
+
+
+def _other_kind(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """An option by which one optimizer of a class keeps other states than another, if there is one."""
+    differs = [name for name in STRUCTURE if name in saved and bool(saved[name]) != bool(mine.get(name))]
+    return f"state for {differs[0]}={mine.get(differs[0])!r}" if differs else ""
+
+
+def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    try:
+        rules: Sequence[tuple[re.Pattern[str], str]] = [(re.compile(old), new) for old, new in rename.items()]
+    except re.error as error:
+        raise ConfigError(f"engine.load(rename={dict(rename)!r}): {error.pattern!r} is no pattern: {error}.") from None
+
+    def renamed(name: str) -> str:
+        for pattern, new in rules:
+            name = pattern.sub(new, name)
+        return name
+
+    return renamed
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"
+
+
+def _list(word: str, numbers: Sequence[int]) -> str:
+    return f"{word}{'s' * (len(numbers) > 1)} {' and '.join(map(str, numbers))}"
