@@ -1,6 +1,7 @@
 """What a run is made of beside its tensors, as JSON: no pickle, so that reading a checkpoint runs no code of its own.
 
-A tree is ``None``, booleans, numbers, strings, lists, tuples and dicts of trees, and tensors or arrays in any place.
+A tree is ``None``, booleans, numbers, strings, dtypes, lists, tuples and dicts of trees, and tensors or arrays in any
+place.
 Tensors of several elements go to the files and the tree names them; others are written where they stand.
 
     {"$tuple": [...]}                                 a tuple
@@ -9,6 +10,7 @@ Tensors of several elements go to the files and the tree names them; others are 
     {"$scalar": {"dtype", "shape", "values"}}         a tensor of up to 8 numbers
     {"$tensor": name, "numpy": true}                  a tensor (an array) of the files
     {"$bytes": "00ff"}                                bytes
+    {"$dtype": "bfloat16"}                            a dtype
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         return encode(value.item(), where, tensors)
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": bytes(value).hex()}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, np.ndarray):
         return {**_tensor(torch.from_numpy(np.ascontiguousarray(value)), where, tensors), "numpy": True}
     if isinstance(value, Tensor):
@@ -89,6 +93,8 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
         return {decode(k, read): decode(v, read) for k, v in said["$dict"]}
     if "$float" in said:
         return float(said["$float"])
+    if "$dtype" in said:
+        return getattr(torch, said["$dtype"])
     if "$bytes" in said:
         return bytes.fromhex(said["$bytes"])
     if "$scalar" in said or "$tensor" in said:
