@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def _resume(
         fp16, half = before[0]["fp16"], steps // 2
         assert any(fp16.skipped[:half]) and any(fp16.skipped[half:]), fp16.skipped
         for scales in (fp16.scales[:half], fp16.scales[half:]):
-            assert any(b > a for a, b in zip(scales, scales[1:], strict=False)), fp16.scales
+            assert any(b > a for a, b in pairwise(scales)), fp16.scales
     dry = [name for name in names if CASES[name][0].build is not Wet]
     for setting in elsewhere:
         found = ranks.run(many_resumed, dry, str(folder), steps, setting, world_size=setting.ranks, timeout=600)[0]
