@@ -53,9 +53,9 @@ def _state_dicts(layout: str, precision: str) -> None:
 
     # The module's own: what forward reads, where that is whole.
     if layout in SPLIT:
-        with pytest.raises(FreedParameterError, match="wrap the access in `with engine.gathered"):
+        with pytest.raises(FreedParameterError, match=r"wrap the access in `with engine\.gathered"):
             engine.module.state_dict()
-        with pytest.raises(RuntimeError, match="wrap the access in `with engine.gathered"):
+        with pytest.raises(RuntimeError, match=r"wrap the access in `with engine\.gathered"):
             engine.module.load_state_dict(state)
     else:
         file = io.BytesIO()
