@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_iter
 
 import shardfold as sf
 from shardfold import cost
+from shardfold.checkpoint.format import SUM_BYTES
 from shardfold.testing import Ranks
 
 WIDTH, LAYERS = 256, 6
@@ -123,3 +125,41 @@ def test_the_tracker_sees_what_lives_and_what_is_freed() -> None:
         del a
         c = b * 2
     assert live.peak == 8000 and c.numel() == 1000
+
+
+UNIT = 4 * 1024 * 1028  # bytes of one unit of :func:`wide` in fp32, with its bias and padding
+
+
+def wide(optimizer: Any, layout: str, precision: str) -> sf.Engine:
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    engine = sf.Engine(model, optimizer=optimizer, layout=layout, precision=precision)
+    x = torch.randn(2, 1024, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+    return engine
+
+
+def _loaded(path: str, optimizer: Any, cases: list[tuple[str, str]]) -> list[tuple[int, int, int]]:
+    """Of each load the most bytes beside those that rest, bytes read, and bytes that rest."""
+    engine = wide(optimizer, "zero2", "fp32")
+    engine.save(path, wait=True)
+    engine.close()
+    found: list[tuple[int, int, int]] = []
+    for layout, precision in cases:
+        engine = wide(optimizer, layout, precision)
+        with LiveBytes([segment.flat for unit in engine.units for segment in unit.segments]) as live:
+            report = engine.load(path)  # everything that rests is written to, so now it is known
+            most, live.peak = live.peak, 0
+            live.sample()
+        found.append((most - live.peak, report.num_bytes, live.peak))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad, sf.optim.AdamW8bit])
+def test_a_load_takes_a_unit_and_a_block_beside_what_rests(ranks: Ranks, tmp_path: Path, optimizer: Any) -> None:
+    cases = [("zero1", "fp32"), ("zero3", "bf16"), ("ddp", "fp32"), ("hpz", "bf16")]
+    for found in ranks.run(_loaded, str(tmp_path / "a"), optimizer, cases, world_size=2):
+        for extra, num_bytes, resting in found:
+            assert 0 < extra <= UNIT + SUM_BYTES, extra
+            assert num_bytes <= 1.1 * resting, (num_bytes, resting)

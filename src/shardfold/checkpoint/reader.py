@@ -20,7 +20,7 @@ from shardfold.errors import CheckpointError, did_you_mean
 
 __all__ = ["Checkpoint"]
 
-AT_ONCE = 1024 * 1024  # elements of an 8-bit state that are decoded at a time
+AT_ONCE = 256 * 1024  # elements of an 8-bit state that are in fp32 at a time
 
 
 class Checkpoint:
@@ -170,12 +170,6 @@ class Checkpoint:
 
         scales = self._by_state[(parameter.name, f"{state}_scales")]
         block = scales[0].block
-        if stop - start > AT_ONCE:  # decoding takes 13 bytes per element
-            out = torch.empty(stop - start) if out is None else out
-            for a in range(start, stop, AT_ONCE):
-                b = min(a + AT_ONCE, stop)
-                self._decoded(parameter, state, a, b, out[a - start : b - start])
-            return out
         low, high = start // block * block, min(-(-stop // block) * block, parameter.numel)
         codes = self.read(parameter.name, f"{state}_codes", low, high)
         factors = torch.empty(-(-(high - low) // block))
@@ -184,10 +178,15 @@ class Checkpoint:
             if a < b:
                 part = factors[(a - low) // block : -(-(b - low) // block)]
                 self._reader.read(piece, (a - piece.start) // block, part)
-        values = dequantize(codes, factors, block, signed=state == "exp_avg")[start - low : stop - low]
-        if out is None:
-            return values
-        return out.copy_(values)
+        out = torch.empty(stop - start) if out is None else out
+        step = max(AT_ONCE // block, 1) * block
+        for a in range(low, high, step):
+            b = min(a + step, high)
+            some = factors[(a - low) // block : -(-(b - low) // block)]
+            values = dequantize(codes[a - low : b - low], some, block, signed=state == "exp_avg")
+            x, y = max(a, start), min(b, stop)
+            out[x - start : y - start].copy_(values[x - a : y - a])
+        return out
 
     def parameter(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter's weights, in its shape."""

@@ -107,7 +107,9 @@ class AdamW8bit(PartOptimizer):
         return self._read(self.state[tensor], name, 0, tensor.numel()).view(tensor.shape)
 
     def take_value(self, tensor: Tensor, name: str, values: Tensor) -> None:
-        self._write(self.state[tensor], name, 0, values.reshape(-1))
+        flat, step = values.reshape(-1), max(AT_ONCE // self.block, 1) * self.block
+        for a in range(0, flat.numel(), step):
+            self._write(self.state[tensor], name, a, flat[a : a + step])
 
     def stored(self, tensor: Tensor) -> dict[str, tuple[int, Tensor]]:
         state = self.state.get(tensor, {})
