@@ -13,7 +13,7 @@ program. What is here is what users call, and the life of a step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -43,7 +43,7 @@ from shardfold.mesh import DataMesh, pick_device
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip
 from shardfold.numerics.forensics import Watch
-from shardfold.numerics.scaling import LossScale, Scaler, scaled
+from shardfold.numerics.scaling import LossScale, make_scaler, scaled
 from shardfold.optim.average import Average
 from shardfold.optim.sharded import ShardedOptimizer, build
 from shardfold.passes import Schedule
@@ -131,7 +131,7 @@ class Engine:
             check_supported(bound)
         tf32 = self.precision.tf32
         self._tf32 = hold_tf32(self, tf32) if tf32 is not None else None
-        self.loss_scale = _make_scaler(loss_scale, self.rules.precisions)
+        self.loss_scale = make_scaler(loss_scale, self.rules.precisions)
         self.agreement = Agreement(self.mesh, patience, limit)
         self.store = DeviceStore(self.device, debug=debug)
         self.optimizer = build(optimizer, model) if optimizer is not None else None
@@ -486,17 +486,6 @@ class Engine:
         if follow:
             self._follow_model()
         self._runner.meet(what)
-
-
-def _make_scaler(given: float | LossScale | None, precisions: Iterable[Precision]) -> Scaler | None:
-    if given is None:
-        fp16 = any("fp16" in (precision.compute, precision.autocast) for precision in precisions)
-        return Scaler(LossScale()) if fp16 else None
-    if isinstance(given, LossScale):
-        return Scaler(given)
-    if not isinstance(given, (int, float)) or isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"loss_scale={given!r}: it is a number > 0, a LossScale, or None.")
-    return Scaler(LossScale.static(float(given)))
 
 
 def _check_arguments(accumulate: Any, clip_norm: Any, clip: Any) -> None:

@@ -11,7 +11,7 @@ DeepSpeed's, with its meaning.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
+from shardfold.layout import Precision
 
-__all__ = ["LossScale", "Scaler", "all_finite", "scaled"]
+__all__ = ["LossScale", "Scaler", "all_finite", "make_scaler", "scaled"]
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -167,6 +168,22 @@ def scaled(loss: Tensor, scale: float) -> Tensor:
     """``loss * scale``, in fp32 at least: 65536 times a loss of 1 is more than fp16 can hold."""
     wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
     return wide * scale
+
+
+def make_scaler(given: float | LossScale | None, precisions: Iterable[Precision]) -> Scaler | None:
+    """The loss scale that an engine was given, or needs because something is computed in fp16.
+
+    Raises:
+        ConfigError: ``given`` is no number, no :class:`LossScale` and not None.
+    """
+    if given is None:
+        fp16 = any("fp16" in (precision.compute, precision.autocast) for precision in precisions)
+        return Scaler(LossScale()) if fp16 else None
+    if isinstance(given, LossScale):
+        return Scaler(given)
+    if not isinstance(given, (int, float)) or isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"loss_scale={given!r}: it is a number > 0, a LossScale, or None.")
+    return Scaler(LossScale.static(float(given)))
 
 
 def all_finite(flats: list[Tensor]) -> bool:
