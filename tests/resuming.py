@@ -83,7 +83,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "Muon": lambda model: sf.optim.Muon(muon_groups(model, lr=1e-2, adamw_lr=3e-3)),
 }
 
-GROWING = sf.LossScale(initial=2.0**15, interval=3)
+GROWING = sf.LossScale(initial=2.0**16, interval=3)
 CASES: dict[str, tuple[Case, Setting]] = {
     "dropout, schedule, clipping, accumulation": (
         Case(
