@@ -106,6 +106,32 @@ def test_another_precision_takes_the_same_values_rounded_to_its_dtypes(ranks: Ra
     ranks.run(_precisions, str(tmp_path), world_size=2)
 
 
+def _parts(folder: str) -> None:
+    rules = {"head": "fp32", "blocks.0": "bf16-pure", "*": "bf16"}
+    kept: dict[str, Any] = {}
+    for number, (layout, precision) in enumerate([("zero3", rules), ("zero1", rules), ("fsdp2", "fp32")]):
+        torch.manual_seed(number)
+        engine = sf.Engine(Plain(), optimizer=torch.optim.AdamW, layout=layout, precision=precision)
+        train(engine, 2 - number)
+        if number == 0:
+            engine.save(folder, wait=True)
+            kept = contents(engine)
+            assert kept["master"]["blocks.0.0.weight"].dtype == torch.bfloat16
+        else:
+            engine.load(folder)
+            found = contents(engine)
+            for state in ("weight", "master", "exp_avg", "exp_avg_sq"):
+                for name, value in found[state].items():
+                    assert value.dtype == (kept[state][name].dtype if precision is rules else torch.float32)
+                    assert torch.equal(value, kept[state][name].to(value.dtype)), (layout, state, name)
+            train(engine, 1)
+        engine.close()
+
+
+def test_a_model_whose_parts_have_their_own_precision(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_parts, str(tmp_path / "a"), world_size=2)
+
+
 def _eight_bits(folder: str) -> None:
     narrow = Case(Plain, "AdamW8bit").engine(ZERO3)
     train(narrow, 3)

@@ -405,6 +405,9 @@ class ShardedOptimizer:
             if self._ours is not None:
                 self._ours.take_once(piece.tensor, name, value)
             else:
+                group = self.torch_optimizer.param_groups[segment.spec.group]
+                if isinstance(value, Tensor) and (name != "step" or group.get("capturable") or group.get("fused")):
+                    value = value.to(piece.tensor.device)
                 self.torch_optimizer.state[piece.tensor][name] = copy.deepcopy(value)
 
     def _no_moments(self, segment: Segment) -> dict[str, Tensor]:
