@@ -249,8 +249,6 @@ def _take_run(engine: Engine, checkpoint: Checkpoint, fit: Fit, report: LoadRepo
             notes.append(f"The {title} begins anew: the checkpoint has {what}.")
         elif saved is not None:
             notes.append(f"The {title} of the checkpoint is not used: the engine has none.")
-    if engine.loss_scale is not None:
-        engine.actions.set_factors()
     averages = run.get("averages", ())
     for number, average in enumerate(engine.averages):
         average.updates = averages[number]["updates"] if number < len(averages) else 0
