@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardfold.checkpoint.collect import buffers_of, is_average, most_precise, names_of
 from shardfold.checkpoint.files import DTYPES
 from shardfold.checkpoint.format import Parameter
+from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.reader import Checkpoint
-from shardfold.errors import CheckpointError, ConfigError
+from shardfold.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
@@ -45,30 +45,30 @@ class Fit:
         CheckpointError: ``rename`` gives two parameters one name.
     """
 
-    def __init__(
-        self, engine: Engine, checkpoint: Checkpoint, rename: Mapping[str, str] | Callable[[str], str] | None
-    ) -> None:
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, rename: Rename | None) -> None:
         self._engine, self._checkpoint = engine, checkpoint
         self.notes: list[str] = []
         self.trained: dict[str, str] = {}
         self.options: dict[int, dict[str, Any]] = {}
-        named = _renamer(rename)
         segments = [segment for unit in engine.units for segment in unit.segments]
         buffers = buffers_of(engine)
         self._mine = {slot.name: (slot.shape, segment) for segment in segments for slot in segment.spec.slots}
         self._buffers = {name: buffer for name, (buffer, _) in buffers.items()}
-        self.parameters, lost = _matched(self._mine, names_of(engine), checkpoint.parameters, named)
-        self.buffers, more = _matched(
-            self._buffers, {name: also for name, (_, also) in buffers.items()}, checkpoint.buffers, named
-        )
-        self.unexpected = tuple(sorted(lost + more))
-        known = self.parameters.keys() | self.buffers.keys()
-        self.missing = tuple(sorted((self._mine.keys() | self._buffers.keys()) - known))
+        #: Of parameters and buffers: what was made of others' files does not say which is one.
+        self._theirs = checkpoint.parameters | checkpoint.buffers
+        known = _known(self._theirs, renamer(rename, "engine.load"))
+        also = names_of(engine) | {name: names for name, (_, names) in buffers.items()}
+        self.parameters = _matched(self._mine, also, known)
+        self.buffers = _matched(self._buffers, also, known)
+        mine = self.parameters | self.buffers
+        twice = {known[name] for names in also.values() for name in names if name in known}  # tied ones, kept twice
+        self.unexpected = tuple(sorted(self._theirs.keys() - set(mine.values()) - twice))
+        self.missing = tuple(sorted((self._mine.keys() | self._buffers.keys()) - mine.keys()))
 
     @property
     def left_out(self) -> dict[str, Parameter]:
         """Parameters of which the checkpoint has a checksum only, by the engine's names."""
-        theirs = {name: self._checkpoint.parameters[old] for name, old in self.parameters.items()}
+        theirs = {name: self._theirs[old] for name, old in self.parameters.items()}
         return {name: parameter for name, parameter in theirs.items() if parameter.digest is not None}
 
     def check_names(self, strict: bool) -> None:
@@ -79,13 +79,13 @@ class Fit:
         wrong: list[str] = []
         for name, old in self.parameters.items():
             shape, segment = self._mine[name]
-            theirs, dtype = self._checkpoint.parameters[old], most_precise(self._engine, segment)[0].dtype
+            theirs, dtype = self._theirs[old], most_precise(self._engine, segment)[0].dtype
             if theirs.shape != shape:
                 wrong.append(f"{name} is {_shape(theirs.shape)} in the checkpoint and {_shape(shape)} in the model")
             elif DTYPES[theirs.dtype].is_floating_point != dtype.is_floating_point:
                 wrong.append(f"{name} is {DTYPES[theirs.dtype]} in the checkpoint and {dtype} in the model")
         for name, old in self.buffers.items():
-            shape, theirs = tuple(self._buffers[name].shape), self._checkpoint.buffers[old]
+            shape, theirs = tuple(self._buffers[name].shape), self._theirs[old]
             if theirs.shape != shape:
                 wrong.append(f"{name} is {_shape(theirs.shape)} in the checkpoint and {_shape(shape)} in the model")
         said: list[str] = []
@@ -160,7 +160,7 @@ class Fit:
                 old = self.parameters.get(slot.name)
                 if old is None:
                     continue
-                if not checkpoint.parameters[old].trainable:
+                if not self._theirs[old].trainable:
                     fresh.append(slot.name)
                     continue
                 needed = engine._update.needs(segment, number)
@@ -231,16 +231,11 @@ class Fit:
             )
 
 
-def _matched(
-    mine: Iterable[str],
-    also: Mapping[str, Sequence[str]],
-    theirs: Mapping[str, Parameter],
-    named: Callable[[str], str],
-) -> tuple[dict[str, str], list[str]]:
-    """The checkpoint's name for each of the engine's that it has; and those that the engine has no use for.
+def _known(theirs: Mapping[str, Parameter], named: Callable[[str], str]) -> dict[str, str]:
+    """The checkpoint's name by the new one, tied names too.
 
     Raises:
-        CheckpointError: two of the checkpoint's get one name.
+        CheckpointError: two get one name.
     """
     known: dict[str, str] = {}
     for parameter in theirs.values():
@@ -251,36 +246,23 @@ def _matched(
                     f"engine.load(rename=...) gives {known[new]!r} and {parameter.name!r} the same name {new!r}: "
                     "make the rules tell them apart."
                 )
+    return known
+
+
+def _matched(mine: Iterable[str], also: Mapping[str, Sequence[str]], known: Mapping[str, str]) -> dict[str, str]:
+    """The checkpoint's name for each of the engine's that it has."""
     found: dict[str, str] = {}
     for name in mine:
         hit = next((known[candidate] for candidate in (name, *also.get(name, ())) if candidate in known), None)
         if hit is not None:
             found[name] = hit
-    return found, [name for name in theirs if name not in found.values()]
+    return found
 
 
 def _other_kind(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """An option by which one optimizer of a class keeps other states than another, if there is one."""
     differs = [name for name in STRUCTURE if name in saved and bool(saved[name]) != bool(mine.get(name))]
     return f"state for {differs[0]}={mine.get(differs[0])!r}" if differs else ""
-
-
-def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    try:
-        rules: Sequence[tuple[re.Pattern[str], str]] = [(re.compile(old), new) for old, new in rename.items()]
-    except re.error as error:
-        raise ConfigError(f"engine.load(rename={dict(rename)!r}): {error.pattern!r} is no pattern: {error}.") from None
-
-    def renamed(name: str) -> str:
-        for pattern, new in rules:
-            name = pattern.sub(new, name)
-        return name
-
-    return renamed
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -22,6 +22,7 @@ from shardfold.bundle import complete
 from shardfold.checkpoint.base import other_base
 from shardfold.checkpoint.collect import average_state, buffers_of, is_average, most_precise
 from shardfold.checkpoint.fit import Fit
+from shardfold.checkpoint.names import Rename
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.errors import CheckpointError, ShardfoldError
 from shardfold.layout import DATA_AXES, Axes
@@ -84,7 +85,7 @@ def load(
     *,
     weights_only: bool,
     strict: bool,
-    rename: Mapping[str, str] | Callable[[str], str] | None,
+    rename: Rename | None,
     state: Mapping[str, Any] | None,
     number: int,
 ) -> LoadReport:
@@ -195,7 +196,7 @@ def _words(error: Exception) -> str:
 def _fit(
     engine: Engine,
     checkpoint: Checkpoint,
-    rename: Mapping[str, str] | Callable[[str], str] | None,
+    rename: Rename | None,
     state: Mapping[str, Any],
     strict: bool,
     weights_only: bool,
