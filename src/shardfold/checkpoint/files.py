@@ -173,7 +173,11 @@ class _Output:
         buffer, which, position, length = self._buffers[self._which], self._which, self._position, self._filled
         if self._direct and length % PAGE:
             length += -length % PAGE  # what is behind the end is cut off
-        self._writes[which] = self._pool.submit(self._write, buffer, position, length)
+        try:
+            self._writes[which] = self._pool.submit(self._write, buffer, position, length)
+        except RuntimeError:  # the interpreter is ending, which a save outlives: threads do no more work then
+            self._writes[which] = None
+            self._write(buffer, position, length)
         self._position += self._filled
         self._which, self._filled = 1 - which, 0
         before = self._writes[1 - which]

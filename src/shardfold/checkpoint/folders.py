@@ -11,21 +11,26 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 import socket
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from shardfold.checkpoint.format import INDEX
 from shardfold.errors import CheckpointError
 
-__all__ = ["LATEST", "Draft", "deepspeed_folder", "listed", "resolve"]
+__all__ = ["LATEST", "Draft", "deepspeed_folder", "listed", "prune", "resolve", "sync_folder", "write_synced"]
 
 LATEST = "latest"
 OWNER = "owner.json"
 DAY = 24 * 3600.0
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # fcntl.h, linux/fs.h
+ASIDE = ".{}.shardfold-replaced"  # a checkpoint of this name, for the moment that its successor takes its place
+LEFT_OVER = re.compile(r"\.(.+)\.(?:(writing|removed)-[0-9a-f]{12}|shardfold-replaced)", re.DOTALL)
 
 
 class Draft:
@@ -33,54 +38,115 @@ class Draft:
 
     Args:
         target: the checkpoint's folder.
-        token: of this save, the same on all ranks.
+        token: of this save, 12 hexadecimal digits, the same on all ranks.
     """
 
     def __init__(self, target: Path, token: str) -> None:
-        self.target = target
+        self.target, self.token = target, token
         self.path = target.parent / f".{target.name}.writing-{token}"
+        self._ours = False  # whether what lies at ``path`` is this draft
 
     def begin(self) -> None:
-        """Makes the folder, and removes those that dead processes left beside it."""
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        for stale in self.target.parent.glob(".*.writing-*"):
-            if _dead(stale):
-                shutil.rmtree(stale, ignore_errors=True)
+        """Makes the folder, and removes those that dead processes left beside it.
+
+        Raises:
+            CheckpointError: the target is not a checkpoint's place.
+            OSError: of the file system.
+        """
+        parent = self.target.parent
+        if self.target.name == LATEST or self.target.name.startswith(".") or not self.target.name:
+            raise CheckpointError(
+                f"{self.target}: a checkpoint is not named {self.target.name!r}: {LATEST!r} is the file that says "
+                "which one is the latest, and names that begin with a dot are hidden; choose another."
+            )
+        parent.mkdir(parents=True, exist_ok=True)
+        if (parent / LATEST).is_dir():
+            raise CheckpointError(
+                f"{parent / LATEST} is a folder, where the file that says which checkpoint is the latest belongs: "
+                "choose another folder for checkpoints, or move it."
+            )
+        self._check_target()
+        _clear(parent)
         self.path.mkdir()
-        write_synced(self.path / OWNER, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+        self._ours = True
+        owner = {"host": _host(), "pid": os.getpid(), "started": _started(os.getpid())}
+        write_synced(self.path / OWNER, json.dumps(owner).encode())
 
     def commit(self, index: bytes) -> None:
-        """The folder, complete but for its index, takes its place and is the latest."""
-        write_synced(self.path / INDEX, index)
-        (self.path / OWNER).unlink()
-        sync_folder(self.path)
-        if self.target.exists():
-            self._replace()
-        else:
-            os.rename(self.path, self.target)
-        sync_folder(self.target.parent)
-        mark = self.target.parent / f".{LATEST}.{self.path.name}"
-        write_synced(mark, self.target.name.encode() + b"\n")
-        os.replace(mark, self.target.parent / LATEST)
-        sync_folder(self.target.parent)
-        shutil.rmtree(self.path, ignore_errors=True)  # where there was one of that name
+        """The folder, complete but for its index, takes its place and is the latest.
 
-    def _replace(self) -> None:
-        if not (self.target / INDEX).exists() and any(self.target.iterdir()):
-            raise CheckpointError(
-                f"{self.target} exists and is no checkpoint: nothing was written; choose another path."
-            )
-        if not _exchange(self.path, self.target):
-            # No such system call here: for a moment neither is there, and ``resolve`` knows the other name.
-            aside = self.target.parent / f".{self.target.name}.replaced"
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(self.target, aside)
-            os.rename(self.path, self.target)
-            shutil.rmtree(aside, ignore_errors=True)
+        Raises:
+            CheckpointError, OSError: all is as it was, and the draft still there.
+        """
+        write_synced(self.path / INDEX, index)
+        write_synced(self.path / LATEST, self.target.name.encode() + b"\n")
+        sync_folder(self.path)
+        undo = self._take_place()
+        try:
+            sync_folder(self.target.parent)
+            os.replace(self.target / LATEST, self.target.parent / LATEST)
+        except BaseException:
+            undo()
+            raise
+        self._ours = False
+        with suppress(OSError):  # it is done; after a loss of power ``latest`` may be the one before
+            sync_folder(self.target.parent)
+            (self.target / OWNER).unlink()
+        for old in (self.path, self.target.parent / ASIDE.format(self.target.name)):  # of the same name
+            shutil.rmtree(old, ignore_errors=True)
+
+    @property
+    def committed(self) -> bool:
+        """Whether this save, and no other, is what lies at the target; as another rank can see it."""
+        try:
+            with open(self.target / INDEX, "rb") as file:
+                return json.load(file)["written"].get("save") == self.token
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
 
     def discard(self) -> None:
-        """Removes what was written."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Removes what was written, unless it has become the checkpoint."""
+        if self._ours:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._ours = False
+
+    def _take_place(self) -> Callable[[], None]:
+        """Renames the folder to its target; what brings both back to where they were."""
+        path, target = self.path, self.target
+        if not target.exists():
+            os.rename(path, target)
+            return lambda: os.rename(target, path)
+        self._check_target()
+        if _exchange(path, target):
+            return lambda: None if _exchange(path, target) else self._lose()
+        # No such system call here: for a moment neither is there, and ``resolve`` knows the other name.
+        aside = target.parent / ASIDE.format(target.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
+        try:
+            os.rename(path, target)
+        except BaseException:
+            os.rename(aside, target)
+            raise
+
+        def undo() -> None:
+            os.rename(target, path)
+            os.rename(aside, target)
+
+        return undo
+
+    def _lose(self) -> None:
+        """What lies at ``path`` is the checkpoint that was replaced: nobody may remove it."""
+        self._ours = False
+
+    def _check_target(self) -> None:
+        target = self.target
+        if not target.exists():
+            return
+        if not target.is_dir() or (not (target / INDEX).exists() and any(target.iterdir())):
+            raise CheckpointError(
+                f"{target} exists and is no checkpoint: nothing was written; choose another path, or remove it."
+            )
 
 
 def resolve(path: str | Path) -> Path:
@@ -92,27 +158,49 @@ def resolve(path: str | Path) -> Path:
     path = Path(path)
     if (path / INDEX).is_file():
         return path
-    aside = path.parent / f".{path.name}.replaced"
+    aside = path.parent / ASIDE.format(path.name)
     if not path.exists() and (aside / INDEX).is_file():
         return aside
-    if (path / LATEST).is_file():
-        named = path / (path / LATEST).read_text().strip()
-        if named.parent == path and deepspeed_folder(path) is None:
-            return resolve(named)
-    if not path.exists():
-        near = [found.name for found in listed(path.parent)] if path.parent.is_dir() else []
-        raise CheckpointError(f"there is no checkpoint {path}." + (f" There: {', '.join(near)}." if near else ""))
-    if deepspeed_folder(path) is not None:
+    complete = [found.name for found in listed(path)] if path.is_dir() else []
+    if path.exists() and deepspeed_folder(path) is not None:
         raise CheckpointError(
             f"{path} is a checkpoint of DeepSpeed: `shardfold ckpt import {path} NEW` makes it one that is loaded."
         )
-    inside = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
-    complete = [found.name for found in listed(path)] if path.is_dir() else []
+    if (path / LATEST).is_file():
+        name = (path / LATEST).read_bytes().decode(errors="replace").strip()
+        named = path / name
+        if named.parent == path and name not in ("", ".."):
+            try:
+                return resolve(named)
+            except CheckpointError as error:
+                raise CheckpointError(f"{path / LATEST} names {name!r}, but {error}") from None
+        raise CheckpointError(
+            f"{path / LATEST} is damaged: it does not name a folder beside it. Complete checkpoints there: "
+            f"{', '.join(complete) or 'none'}."
+        )
+    if not path.exists():
+        near = [found.name for found in listed(path.parent)] if path.parent.is_dir() else []
+        raise CheckpointError(f"there is no checkpoint {path}." + (f" There: {', '.join(near)}." if near else ""))
     if complete:
         raise CheckpointError(f"{path} has no {LATEST!r} file: name one of its checkpoints: {', '.join(complete)}.")
-    files = [name for name in inside if name.endswith(".safetensors")]
-    what = f"has {', '.join(files)} but no {INDEX}, so not all of it was written" if files else f"has no {INDEX}"
-    raise CheckpointError(f"{path} is no complete checkpoint: it {what}; take an earlier one.")
+    raise CheckpointError(f"{path} is no complete checkpoint: it {_lacking(path)}; take an earlier one.")
+
+
+def _lacking(path: Path) -> str:
+    """What a folder that is no checkpoint has and has not."""
+    if not path.is_dir():
+        return "is a file"
+    files = sorted(found.name for found in path.glob("*.safetensors"))
+    if not files:
+        return f"has no {INDEX} and no files of ranks"
+    said = f"has {', '.join(files[:8])}{', ...' * (len(files) > 8)} but no {INDEX}"
+    if (many := re.fullmatch(r"rank-\d+-of-(\d+)\.safetensors", files[0])) is not None:
+        ranks = range(int(many[1]))
+        absent = [r for r in ranks if f"rank-{r:05d}-of-{len(ranks):05d}.safetensors" not in files]
+        if absent:
+            names = ", ".join(map(str, absent[:8])) + ", ..." * (len(absent) > 8)
+            said += f" and no file of rank {names}"
+    return said + ", so not all of it was written"
 
 
 def deepspeed_folder(path: Path) -> Path | None:
@@ -120,7 +208,7 @@ def deepspeed_folder(path: Path) -> Path | None:
     if path.is_dir() and any(path.glob("*mp_rank_*_states.pt")):
         return path
     if (path / LATEST).is_file():
-        named = path / (path / LATEST).read_text().strip()
+        named = path / (path / LATEST).read_bytes().decode(errors="replace").strip()
         if named.parent == path and named.is_dir() and any(named.glob("*mp_rank_*_states.pt")):
             return named
     return None
@@ -136,8 +224,8 @@ def prune(target: Path, keep: int) -> list[Path]:
     """Removes the oldest checkpoints beside ``target`` (which stays) until ``keep`` are left; what was removed."""
     others = [path for path in listed(target.parent) if path.name != target.name]
     gone = others[: max(0, len(others) + 1 - keep)]
-    for path in gone:
-        os.rename(path, hidden := path.parent / f".{path.name}.removed")  # never half of one under its name
+    for path in gone:  # never half of one under its name
+        os.rename(path, hidden := path.parent / f".{path.name}.removed-{os.urandom(6).hex()}")
         shutil.rmtree(hidden, ignore_errors=True)
     return gone
 
@@ -150,6 +238,9 @@ def write_synced(path: Path, data: bytes) -> None:
         while view:
             view = view[os.write(fd, view) :]
         os.fsync(fd)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         os.close(fd)
 
@@ -173,18 +264,49 @@ def _exchange(one: Path, other: Path) -> bool:
     return call(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
 
 
+def _clear(parent: Path) -> None:
+    """Removes what processes that are no more left in a folder of checkpoints."""
+    for found in parent.iterdir():
+        match = LEFT_OVER.fullmatch(found.name)
+        if match is None or not found.is_dir():
+            continue
+        name, kind = match.groups()
+        if kind is None and not (parent / name).exists() and (found / INDEX).is_file():
+            with suppress(OSError):
+                os.rename(found, parent / name)  # its successor never came
+        elif kind != "writing" or _dead(found):
+            shutil.rmtree(found, ignore_errors=True)
+
+
 def _dead(draft: Path) -> bool:
     """Whether nobody writes into a draft any more."""
     try:
         owner = json.loads((draft / OWNER).read_text())
-        if owner["host"] != socket.gethostname():
-            return time.time() - draft.stat().st_mtime > DAY
-        os.kill(owner["pid"], 0)
+        if owner["host"] == _host():
+            os.kill(owner["pid"], 0)
+            return owner["started"] != _started(owner["pid"])
     except ProcessLookupError:
         return True
-    except (OSError, ValueError, KeyError):
-        try:
-            return time.time() - draft.stat().st_mtime > DAY
-        except OSError:
-            return False
-    return False
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    try:
+        return time.time() - draft.stat().st_mtime > DAY
+    except OSError:
+        return False
+
+
+def _host() -> str:
+    """Where process ids mean what they mean here: a container is a host of its own."""
+    said = [socket.gethostname()]
+    with suppress(OSError):
+        said.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        said.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(said)
+
+
+def _started(pid: int) -> str:
+    """When a process began, in a unit of the system's; ids are given again. Empty where that is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

@@ -3,9 +3,9 @@
     each rank    copies its part (async) -> writes its file -> writes what it wrote, as JSON, beside it -> says so
     rank 0       hears all -> merges the JSON into the index -> renames the folder -> moves ``latest`` -> says so
 
-Ranks talk through the key-value store, so nothing of it is a collective and it runs in a thread beside the training. A
-rank that fails says with what; one that dies is missed, because it no longer counts its seconds in the store. Either
-way nobody waits for ever, the draft is removed, and what was there before is as it was.
+Ranks talk through the key-value store (``messages``), so nothing of it is a collective and it runs in a thread beside
+the training. A rank that fails says with what; one that dies is missed. Either way nobody waits for ever, the draft is
+removed, and what was there before is as it was.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import atexit
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from logging import getLogger
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +30,8 @@ from torch import Tensor
 from shardfold.checkpoint.collect import collect, header
 from shardfold.checkpoint.files import Part, write_file
 from shardfold.checkpoint.folders import Draft, prune, write_synced
-from shardfold.checkpoint.format import ITEMSIZES, Index, Piece
+from shardfold.checkpoint.format import INDEX, ITEMSIZES, Index, Piece
+from shardfold.checkpoint.messages import SILENCE_AT_EXIT, Messages, ask
 from shardfold.errors import CheckpointError, ConfigError, UsageError
 from shardfold.loans import refuse_during
 from shardfold.report import MemoryRow
@@ -40,9 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["SaveReport", "Saver", "Saving"]
 
 LOG = getLogger("shardfold")
-BEAT = 1.0  # seconds between two signs of life of a rank
-SILENCE, SILENCE_AT_EXIT = 20.0, 8.0  # seconds without one after which it counts as dead
-PAUSE = 0.02  # seconds between two looks
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,6 @@ class Saver:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._number = 0
         self.last: Saving | None = None
         self._thread: threading.Thread | None = None
         self._job: _Job | None = None
@@ -146,50 +145,73 @@ class Saver:
                 f"engine.save() while gradients of {engine.micro_batch} micro-batches wait for engine.step(): they "
                 "would be lost on resuming; save after the step, or call engine.zero_grad() first."
             )
-        under_way = self.last is not None and not self.last.done
-        token = int.from_bytes(os.urandom(6), "big") if engine.rank == 0 else 0
-        flags = engine.actions.control([float(under_way and busy == "skip"), float(token)], dist.ReduceOp.MAX)
-        if flags[0]:
+        token = self._agree(target, f"keep={keep}, nonfinite={nonfinite!r}", busy == "skip")
+        if token is None:
             return None
         self.finish()
-        draft = Draft(target, f"{int(flags[1]):012x}")
-        engine.agreement.same(f"the path of save {self._number}", f"{target}/{keep}/{nonfinite}")
-        job = _Job(engine, draft, self._number, keep, nonfinite, begun)
-        self._number += 1
+        job = _Job(engine, Draft(target, token), keep, nonfinite, begun)
         try:
-            problem = job.prepare(engine, state, rank_state, left_out)
-            self._ready(job, problem)
-        except BaseException:
-            if engine.rank == 0:
-                draft.discard()
+            said = self._everyone(f"save/{token}/ready", job.prepare(engine, state, rank_state, left_out))
+            if any(said):
+                raise job.failure(_by_rank(dict(enumerate(said)))) from job.error
+            job.begin()
+        except BaseException as error:
+            job.give_up(error)
             raise
         saving = self.last = Saving(target)
         if wait:
             job.run(saving)
             saving.wait()
             return saving
-        if self._block is None:
+        if self._memory not in engine.more_memory:
             engine.more_memory.append(self._memory)
-        self._block = job.copy(self._block)
-        job.stall = perf_counter() - begun
-        self._job, self._thread = (
-            job,
-            threading.Thread(target=job.run, args=(saving,), name="shardfold-save", daemon=True),
-        )
+        try:
+            self._block = job.copy(self._block)
+            job.stall = perf_counter() - begun
+            thread = threading.Thread(target=job.run, args=(saving,), name="shardfold-save", daemon=True)
+            thread.start()
+        except BaseException as error:
+            job.give_up(error)
+            saving._end(None, error)
+            raise
+        self._job, self._thread = job, thread
         atexit.register(self._at_exit)
-        self._thread.start()
         return saving
 
-    def _ready(self, job: _Job, problem: str) -> None:
-        """Nobody writes before rank 0 has made the folder and everybody has found what to write.
+    def _agree(self, target: Path, options: str, skip: bool) -> str | None:
+        """The token of a save that all ranks make to the same place; None if it is skipped, as another is under way.
 
         Raises:
-            CheckpointError: on all ranks, with what some of them say.
+            ConfigError: on all ranks: they were given different ones.
         """
         engine = self._engine
-        if engine.actions.control([float(bool(problem))], dist.ReduceOp.MAX)[0]:
-            said = engine.agreement.exchange(f"{job.prefix}/ready", problem)
-            raise job.failure(_by_rank(dict(enumerate(said)), engine.world_size)) from job.error
+        text = f"{target}, {options}"
+        code = float(int.from_bytes(sha256(text.encode()).digest()[:6], "big"))
+        token = float(int.from_bytes(os.urandom(6), "big")) if engine.rank == 0 else 0.0
+        under_way = self.last is not None and not self.last.done
+        flags = engine.actions.control([float(skip and under_way), token, code, -code], dist.ReduceOp.MAX)
+        if flags[0]:
+            return None
+        name = f"{int(flags[1]):012x}"
+        if flags[2] != -flags[3]:
+            said = self._everyone(f"save/{name}/place", text)
+            raise ConfigError(
+                f"engine.save() was given different places or options: {_by_rank(dict(enumerate(said)))}; give every "
+                "rank the same."
+            )
+        return name
+
+    def _everyone(self, key: str, text: str) -> list[str]:
+        """What every rank says, by rank; a rank that is gone is an error at once, and not after a long wait."""
+        engine, store = self._engine, self._engine.mesh.store
+        if store is None:
+            return [text]
+        if text:
+            ask(store, "set", f"{key}/{engine.rank}", text)
+        if not engine.actions.control([float(bool(text))], dist.ReduceOp.MAX)[0]:
+            return [""] * engine.world_size
+        keys = [f"{key}/{rank}" for rank in range(engine.world_size)]
+        return [ask(store, "get", each).decode() if ask(store, "check", [each]) else "" for each in keys]
 
     def finish(self) -> None:
         """Waits for the save that is under way, and tells of its failure if nobody has."""
@@ -212,7 +234,7 @@ class Saver:
 
     def _at_exit(self) -> None:
         if self._job is not None:
-            self._job.silence = SILENCE_AT_EXIT
+            self._job.messages.silence = SILENCE_AT_EXIT
         self.finish()
 
     def tell(self) -> None:
@@ -239,20 +261,18 @@ def _check_options(busy: str, keep: int | None, nonfinite: str) -> None:
 class _Job:
     """One save, as one rank sees it."""
 
-    def __init__(
-        self, engine: Engine, draft: Draft, number: int, keep: int | None, nonfinite: str, begun: float
-    ) -> None:
-        self._store: Any = engine.mesh.store
+    def __init__(self, engine: Engine, draft: Draft, keep: int | None, nonfinite: str, begun: float) -> None:
         self._rank, self._ranks = engine.rank, engine.world_size
+        self._others = range(1, engine.world_size)
         self._draft, self._keep, self._nonfinite = draft, keep, nonfinite
-        self.prefix = f"save/{number}"
-        self.silence = SILENCE
+        self.messages = Messages(engine.mesh.store, f"save/{draft.token}", engine.rank)
         self._begun, self.stall = begun, 0.0
         self._held = 0
         self._parts: list[Part] = []
         self._index = Index()  # this rank's
         self._header = Index()  # rank 0's
         self._problem = ""
+        self._owes = False
         self.error: Exception | None = None
 
     def prepare(
@@ -270,6 +290,11 @@ class _Job:
             return _words(error)
         return ""
 
+    def begin(self) -> None:
+        """All are ready: from now on this rank owes the others a word."""
+        self._owes = True
+        self.messages.begin()
+
     def copy(self, block: Tensor | None) -> Tensor | None:
         """Takes what is to be written out of the memory that training goes on to change, into a block if it fits."""
         try:
@@ -281,22 +306,34 @@ class _Job:
 
     def run(self, saving: Saving) -> None:
         """Writes, and waits until all ranks have; never raises."""
-        pulse = _Pulse(self._store, f"{self.prefix}/alive/{self._rank}")
         try:
-            written = self._write()
-            nonfinite = self._commit() if self._rank == 0 else self._hear_outcome()
+            problem, written = self._write()
+            nonfinite = self._commit(problem) if self._rank == 0 else self._hear_outcome(problem)
             seconds = perf_counter() - self._begun
             stall = self.stall or seconds
             report = SaveReport(self._draft.target, written, self._held, stall, seconds, tuple(nonfinite))
         except BaseException as error:
+            self.give_up(error)
             saving._end(None, error)
         else:
+            self.messages.end()
             saving._end(report, None)
-        finally:
-            pulse.stop()
 
-    def _write(self) -> int:
-        """This rank's file and its JSON; says how that went, and raises nothing of the file system."""
+    def give_up(self, error: BaseException) -> None:
+        """Leaves the save; whoever waits for this rank hears so at once."""
+        self._parts = []
+        if self._owes:
+            self._owes = False
+            with suppress(CheckpointError):  # the store is gone: they find out by themselves
+                if self._rank:
+                    self.messages.say("written", f"!{_words(error)}")
+                else:
+                    self.messages.say("outcome", f"!rank 0: {_words(error)}")
+        self._draft.discard()
+        self.messages.end()
+
+    def _write(self) -> tuple[str, int]:
+        """This rank's file and its JSON: what went wrong, and the bytes written."""
         name = f"rank-{self._rank:05d}-of-{self._ranks:05d}"
         problem, num_bytes = self._problem, 0
         try:
@@ -308,46 +345,64 @@ class _Job:
                 self._index.nonfinite = sorted(bad)
                 write_synced(self._draft.path / f"{name}.json", self._index.to_bytes())
         except Exception as error:
+            if isinstance(error, OSError) and not error.filename:
+                error.filename = f"{name}.safetensors"
             problem = _words(error)
         self._parts = []
-        self._say("written", problem)
-        return num_bytes
+        return problem, num_bytes
 
     # -- the outcome
 
-    def _commit(self) -> list[str]:
-        """Rank 0: makes it a checkpoint, or removes it."""
+    def _commit(self, problem: str) -> list[str]:
+        """Rank 0: makes it a checkpoint, or removes it; names of what is not finite in it."""
+        lost: list[int] = []
         try:
-            self._hear_written()
+            wrong = {0: problem}
+            said = self.messages.hear("written", self._others)
+            lost = [rank for rank in self._others if rank not in said]
+            wrong |= {rank: text[1:] for rank, text in said.items()}
+            wrong |= dict.fromkeys(lost, self._unheard())
+            if any(wrong.values()):
+                raise CheckpointError(_by_rank(wrong))
             index = self._merge()
             if index.nonfinite:
                 names = ", ".join(index.nonfinite[:8]) + (", ..." if len(index.nonfinite) > 8 else "")
-                said = f"inf or NaN in {names} of step {index.step}"
+                words = f"inf or NaN in {names} of step {index.step}"
                 if self._nonfinite == "raise":
-                    raise CheckpointError(said)
-                LOG.warning("%s holds %s", self._draft.target, said)
+                    raise CheckpointError(words)
+                LOG.warning("%s holds %s", self._draft.target, words)
             self._draft.commit(index.to_bytes())
         except Exception as error:
             self._draft.discard()
-            self._say("outcome", _words(error))
+            self._tell_outcome(f"!{_words(error)}", lost)
             raise self.failure(_words(error)) from error
-        self._say("outcome", "", json.dumps(index.nonfinite))
+        self._tell_outcome("+" + json.dumps(index.nonfinite), lost)
         if self._keep is not None:
-            prune(self._draft.target, self._keep)
+            try:
+                prune(self._draft.target, self._keep)
+            except OSError as error:
+                LOG.warning("%s was written, but keep=%d: %s", self._draft.target, self._keep, _words(error))
         return index.nonfinite
+
+    def _tell_outcome(self, text: str, lost: Sequence[int]) -> None:
+        """Says it, and stays until the others have heard it: the store may be this process's."""
+        self._owes = False
+        with suppress(CheckpointError):
+            self.messages.say("outcome", text)
+            self.messages.hear("heard", [rank for rank in self._others if rank not in lost])
 
     def _merge(self) -> Index:
         """The index of all: rank 0's words and everybody's pieces."""
         merged = self._header
         pieces: list[Piece] = []
-        for rank in range(self._ranks):
-            name = self._draft.path / f"rank-{rank:05d}-of-{self._ranks:05d}.json"
+        names = [self._draft.path / f"rank-{rank:05d}-of-{self._ranks:05d}.json" for rank in range(self._ranks)]
+        for rank, name in enumerate(names):
             try:
                 part = Index.from_bytes(name.read_bytes(), str(name))
             except OSError as error:
                 raise CheckpointError(
                     f"rank {rank} wrote its part, but rank 0 does not find it ({error.strerror}: {name.name}): a "
-                    "checkpoint needs a folder that all hosts share."
+                    "checkpoint needs a folder that all hosts share"
                 ) from None
             pieces += part.pieces
             merged.files |= part.files
@@ -356,88 +411,48 @@ class _Job:
             merged.nonfinite += part.nonfinite
         merged.pieces = pieces
         merged.nonfinite = sorted(set(merged.nonfinite))
-        for rank in range(self._ranks):
-            (self._draft.path / f"rank-{rank:05d}-of-{self._ranks:05d}.json").unlink()
+        merged.written["save"] = self._draft.token
+        for name in names:
+            name.unlink()
         return merged
 
-    def _hear_outcome(self) -> list[str]:
-        said = self._wait_for("outcome", 0)
-        if said.startswith("!"):
-            raise self.failure(said[1:])
-        return json.loads(said)
+    def _hear_outcome(self, problem: str) -> list[str]:
+        """The other ranks: what became of it; the folder itself tells if rank 0 does not."""
+        gone: CheckpointError | None = None
+        text, why = None, self._unheard()
+        self._owes = False
+        try:
+            self.messages.say("written", f"!{problem}" if problem else "+")
+            text = self.messages.hear("outcome", [0]).get(0)
+        except CheckpointError as error:
+            gone, why = error, str(error)
+        if text is None:
+            if not self._draft.committed:
+                raise self.failure(f"rank 0, which completes it: {why}") from gone
+            LOG.warning("%s is complete, but rank 0 did not say so: %s", self._draft.target, why)
+            return Index.from_bytes((self._draft.target / INDEX).read_bytes(), str(self._draft.target)).nonfinite
+        with suppress(CheckpointError):
+            self.messages.say("heard", "+")
+        if text.startswith("!"):
+            raise self.failure(text[1:])
+        return json.loads(text[1:])
+
+    def _unheard(self) -> str:
+        return f"it was not heard of for {self.messages.silence:.3g} s, so it has probably died"
 
     def failure(self, problem: str) -> CheckpointError:
         return CheckpointError(
             f"{self._draft.target} was not written: {problem.rstrip('.')}. Checkpoints before it are as they were."
         )
 
-    # -- what ranks say to each other
 
-    def _say(self, what: str, problem: str, well: str = "+") -> None:
-        """Tells the others how this rank's part of something went."""
-        if self._store is not None:
-            self._store.set(f"{self.prefix}/{what}/{self._rank}", f"!{problem}" if problem else well)
-        elif problem and what == "written":
-            raise CheckpointError(problem)
-
-    def _hear_written(self) -> None:
-        """Waits until every rank has said it; raises what they say went wrong."""
-        wrong: dict[int, str] = {}
-        for rank in range(self._ranks if self._store is not None else 0):
-            try:
-                said = self._wait_for("written", rank)
-            except CheckpointError as error:
-                said = f"!{error}"
-            if said.startswith("!"):
-                wrong[rank] = said[1:]
-        if wrong:
-            raise CheckpointError(_by_rank(wrong, self._ranks))
-
-    def _wait_for(self, what: str, rank: int) -> str:
-        """What a rank says, unless it is not heard of for too long."""
-        key, alive = f"{self.prefix}/{what}/{rank}", f"{self.prefix}/alive/{rank}"
-        pause = threading.Event()
-        count, heard = -1, monotonic()
-        while not self._store.check([key]):
-            if monotonic() - heard > 2 * BEAT:
-                now = self._store.add(alive, 0)
-                if now != count:
-                    count, heard = now, monotonic()
-                elif monotonic() - heard > self.silence:
-                    raise CheckpointError(f"it was not heard of for {self.silence:.0f} s")
-            pause.wait(PAUSE)
-        return self._store.get(key).decode()
-
-
-class _Pulse:
-    """Counts in the store while a rank lives, from a thread, as a slow disk is no death."""
-
-    def __init__(self, store: Any, key: str) -> None:
-        self._store, self._key, self._over = store, key, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardfold-pulse", daemon=True)
-        if store is not None:
-            self._thread.start()
-
-    def _run(self) -> None:
-        while not self._over.wait(BEAT):
-            try:
-                self._store.add(self._key, 1)
-            except RuntimeError:  # the store's host is gone: who waits there finds out by itself
-                return
-
-    def stop(self) -> None:
-        self._over.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-
-def _by_rank(said: Mapping[int, str], ranks: int) -> str:
-    """``rank 0, 1: one text; rank 2: another``."""
+def _by_rank(said: Mapping[int, str]) -> str:
+    """``rank 0, 1: one text; rank 2: another``; the text alone where there is one rank."""
     texts: dict[str, list[str]] = {}
     for rank, text in said.items():
         if text:
             texts.setdefault(text, []).append(str(rank))
-    if ranks == 1:
+    if len(said) == 1:
         return next(iter(texts))
     return "; ".join(f"rank {', '.join(numbers)}: {text.rstrip('.')}" for text, numbers in texts.items())
 
@@ -445,6 +460,8 @@ def _by_rank(said: Mapping[int, str], ranks: int) -> str:
 def _words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}" + (f" ({error.filename})" if error.filename else "")
+    if not isinstance(error, Exception):
+        return f"it was interrupted ({type(error).__name__})"
     return str(error) or type(error).__name__
 
 

@@ -1,0 +1,125 @@
+"""What ranks tell each other during a save, through the key-value store: no collective, so it may run in a thread.
+
+Each rank counts in the store while it lives (from a thread of its own, as a slow disk is no death), so that whoever
+waits for a word of it can tell a rank that is slow from one that is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from time import monotonic
+from typing import Any
+
+from shardfold.errors import CheckpointError
+
+__all__ = ["SILENCE_AT_EXIT", "Messages", "ask"]
+
+BEAT = 1.0  # seconds between two signs of life of a rank
+SILENCE, SILENCE_AT_EXIT = 20.0, 8.0  # seconds without one after which it counts as dead
+PAUSE = 0.02  # seconds between two looks
+
+
+class Messages:
+    """The words of one save.
+
+    Args:
+        store: shared by all ranks; None for one rank.
+        name: of the save, the same on all ranks and of no other save.
+        rank: this rank.
+
+    Attributes:
+        silence: seconds without a sign of life after which a rank counts as dead.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int) -> None:
+        self._store, self._name, self._rank = store, name, rank
+        self.silence = SILENCE
+        self._over = threading.Event()
+        self._pulse: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """From now on the others see that this rank lives, until :meth:`end`.
+
+        Raises:
+            CheckpointError: the store is gone.
+        """
+        if self._store is None:
+            return
+        if hasattr(self._store, "clone"):  # a connection of its own: another thread may wait for minutes on that of all
+            self._store = ask(self._store, "clone")
+        pulse = threading.Thread(target=self._beat, args=(self._store,), name="shardfold-pulse", daemon=True)
+        pulse.start()
+        self._pulse = pulse
+
+    def end(self) -> None:
+        """This rank has said and heard all; may be called twice."""
+        self._over.set()
+        if self._pulse is not None:
+            self._pulse.join(self.silence)
+            self._pulse = None
+        self._store = None
+
+    def say(self, what: str, text: str) -> None:
+        """Tells the others.
+
+        Raises:
+            CheckpointError: the store is gone.
+        """
+        if self._store is not None:
+            self._ask("set", f"{self._name}/{what}/{self._rank}", text)
+
+    def hear(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
+        """Waits for what each of ``ranks`` says, by rank; those that are not there are not heard of any more.
+
+        Raises:
+            CheckpointError: the store is gone.
+        """
+        said: dict[int, str] = {}
+        waiting = {rank: f"{self._name}/{what}/{rank}" for rank in ranks} if self._store is not None else {}
+        begun = looked = monotonic()
+        beats: dict[int, tuple[int, float]] = {}  # the last count of each rank, and when it was first seen
+        pause = threading.Event()
+        while waiting:
+            if self._ask("check", list(waiting.values())):
+                return said | {rank: self._ask("get", key).decode() for rank, key in waiting.items()}
+            if monotonic() - looked > BEAT:
+                for rank in list(waiting):
+                    if self._ask("check", [waiting[rank]]):
+                        said[rank] = self._ask("get", waiting.pop(rank)).decode()
+                        continue
+                    count = int(self._ask("add", f"{self._name}/alive/{rank}", 0))
+                    last, since = beats.get(rank, (count, begun))
+                    beats[rank] = (count, since if count == last else monotonic())
+                looked = monotonic()
+                if waiting and all(looked - beats[rank][1] > self.silence for rank in waiting):
+                    break
+            pause.wait(PAUSE)
+        return said
+
+    def _beat(self, store: Any) -> None:
+        while True:
+            try:
+                store.add(f"{self._name}/alive/{self._rank}", 1)
+            except RuntimeError:  # the store is gone: whoever waits finds out by itself
+                return
+            if self._over.wait(BEAT):
+                return
+
+    def _ask(self, call: str, *arguments: Any) -> Any:
+        return ask(self._store, call, *arguments)
+
+
+def ask(store: Any, call: str, *arguments: Any) -> Any:
+    """Calls a key-value store.
+
+    Raises:
+        CheckpointError: it is gone.
+    """
+    try:
+        return getattr(store, call)(*arguments)
+    except RuntimeError as error:
+        raise CheckpointError(
+            "the store through which ranks talk is gone, as the process that serves it has died or left "
+            f"({str(error).splitlines()[0]})"
+        ) from error
