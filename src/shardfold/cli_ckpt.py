@@ -5,6 +5,7 @@ Nothing here imports torch before a command needs it; errors are told by ``cli.m
 
 from __future__ import annotations
 
+import json as jsons
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from shardfold.errors import ConfigError, did_you_mean
+from shardfold.errors import CheckpointError, ConfigError, did_you_mean
 
 __all__ = ["app"]
 
@@ -114,3 +115,83 @@ def _progress(word: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(word, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+Where = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints, whose latest is taken.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+
+
+@app.command(epilog="For example: shardfold ckpt inspect runs/a/step-100 --finite")
+def inspect(
+    path: Where,
+    finite: Annotated[bool, typer.Option("--finite", help="Read all tensors and look for inf and NaN.")] = False,
+    json: Json = False,
+) -> None:
+    """Show what is in a checkpoint: modules, states, the layout it was written under, the run.
+
+    With --finite the status is 1 if anything is inf or NaN.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from shardfold.checkpoint import inspect as looking
+    from shardfold.observe.contents import contents_table, reading, run_table, states_table
+    from shardfold.observe.progress import format_bytes, format_count
+
+    with reading("reading", Console(stderr=True)) as tick:
+        contents = looking.inspect(path, finite=finite, tick=tick)
+    found = contents.not_finite
+    if json:
+        print(jsons.dumps(contents.to_json(), indent=2))
+    else:
+        index, console = contents.index, Console(highlight=False)
+        layout = index.layout
+        console.print(
+            f"[bold]{escape(str(contents.path))}[/bold]: step {index.step}, {format_count(contents.num_elements)} "
+            f"parameters, {format_bytes(contents.num_bytes)} in {len(index.files)} files",
+            soft_wrap=True,
+        )
+        facts = {"written": ", ".join(f"{k} {v}" for k, v in index.written.items() if k != "save"), **contents.run}
+        if "table" in layout:
+            mesh = " x ".join(f"{axis} {size}" for axis, size in layout["mesh"].items())
+            facts["layout"] = f"{layout['precision']}, {layout['ranks']} ranks ({mesh})\n{layout['table']}"
+        elif layout:
+            facts["layout"] = ", ".join(f"{name} {value}" for name, value in layout.items())
+        if index.nonfinite:
+            facts["not finite"] = f"when written: {', '.join(index.nonfinite)}"
+        if found is not None:
+            facts["inf or NaN"] = "\n".join(map(str, found)) or "none"
+        console.print(contents_table(contents.rows()), states_table(contents.states, contents.num_bytes), sep="")
+        console.print(run_table(facts))
+    raise typer.Exit(1 if found else 0)
+
+
+@app.command(epilog="For example: shardfold ckpt verify runs/a/step-100")
+def verify(path: Where, json: Json = False) -> None:
+    """Read all of a checkpoint and check it: every byte, every element of every state.
+
+    Names each damaged tensor, its file and its bytes; the status is 1 if there is one.
+    """
+    from rich.console import Console
+
+    from shardfold.checkpoint import verify as checking
+    from shardfold.observe.contents import reading
+    from shardfold.observe.progress import format_bytes
+
+    try:
+        with reading("verifying", Console(stderr=True)) as tick:
+            found = checking.verify(path, tick)
+    except CheckpointError as error:
+        if not json:
+            raise
+        print(jsons.dumps({"path": str(path), "ok": False, "damage": [{"what": str(error)}]}, indent=2))
+        raise typer.Exit(2) from None
+    if json:
+        print(jsons.dumps(found.to_json(), indent=2))
+    else:
+        size = f"{found.num_tensors} tensors, {format_bytes(found.num_bytes)} in {found.num_files} files"
+        for each in found.damage:
+            print(each)
+        count = f"{len(found.damage)} problem{'s' * (len(found.damage) != 1)}"
+        print(f"{found.path}: step {found.step}, {size}: {'whole' if found.ok else count}")
+    raise typer.Exit(0 if found.ok else 1)

@@ -3,7 +3,8 @@
 format    what the index says: pieces, and where their elements are       trees     the run's own state as JSON
 files     safetensors files, written and read in pieces of a few MiB      folders   a folder is there whole, or not
 collect   what an engine has to keep          save      all ranks write, one makes it a checkpoint
-reader    a checkpoint without an engine      load      into the shards of any layout
+messages  what ranks tell each other then     load      into the shards of any layout
+reader    a checkpoint without an engine      inspect   what is in one        verify    whether it is as it was written
 
 and the doors: tensors are read when they are asked for, one at a time
 
@@ -21,18 +22,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardfold.checkpoint.export import export_to
     from shardfold.checkpoint.imports import ImportReport, import_from
+    from shardfold.checkpoint.inspect import Contents
     from shardfold.checkpoint.load import LoadReport
     from shardfold.checkpoint.model import load_model
     from shardfold.checkpoint.reader import Checkpoint
     from shardfold.checkpoint.save import SaveReport, Saving
+    from shardfold.checkpoint.verify import Damage, Verification
     from shardfold.checkpoint.writer import Writer
 
 __all__ = [
     "Checkpoint",
+    "Contents",
+    "Damage",
     "ImportReport",
     "LoadReport",
     "SaveReport",
     "Saving",
+    "Verification",
     "Writer",
     "export_to",
     "import_from",
@@ -41,10 +47,13 @@ __all__ = [
 
 _HOMES = {
     "Checkpoint": "reader",
+    "Contents": "inspect",
+    "Damage": "verify",
     "ImportReport": "imports",
     "LoadReport": "load",
     "SaveReport": "save",
     "Saving": "save",
+    "Verification": "verify",
     "Writer": "writer",
     "export_to": "export",
     "import_from": "imports",

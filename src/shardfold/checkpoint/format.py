@@ -254,7 +254,7 @@ class Index:
             form, version, digest = said.pop("format"), said.pop("version"), said.pop("checksum")
         except (ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{where} is no index of a checkpoint, or is damaged ({error}).") from None
-        if form != FORMAT or not isinstance(version, int) or version > VERSION:
+        if form != FORMAT or version not in range(1, VERSION + 1):
             raise CheckpointError(
                 f"{where} says {form!r} version {version!r}; this Shardfold reads {FORMAT!r} up to version {VERSION}: "
                 "read it with the release that wrote it, or a later one."

@@ -16,6 +16,7 @@ from shardfold.checkpoint.files import DTYPES, Reader
 from shardfold.checkpoint.folders import resolve
 from shardfold.checkpoint.format import INDEX, Index, Parameter, Piece, checksum, overlaps
 from shardfold.checkpoint.trees import decode
+from shardfold.checkpoint.verify import missing_files
 from shardfold.errors import CheckpointError, did_you_mean
 
 __all__ = ["Checkpoint"]
@@ -50,11 +51,11 @@ class Checkpoint:
         self.buffers: dict[str, Parameter] = {b.name: b for b in self.index.buffers}
         self._first = {other: p.name for p in self.index.parameters for other in p.also}
         self._reader = Reader(self.path, verify=verify)
-        for name, size in self.index.files.items():
-            found = (self.path / name).stat().st_size if (self.path / name).exists() else None
-            if found != size:
-                what = "is missing" if found is None else f"has {found} bytes instead of {size}"
-                raise CheckpointError(f"{self.path} is not complete: {name} {what}; take another checkpoint.")
+        if damage := missing_files(self.path, self.index):
+            more = f" and {len(damage) - 8} more" * (len(damage) > 8)
+            raise CheckpointError(
+                f"{self.path} is not complete: {'; '.join(map(str, damage[:8]))}{more}; take another checkpoint."
+            )
 
     def __enter__(self) -> Checkpoint:
         return self

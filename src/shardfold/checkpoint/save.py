@@ -32,6 +32,7 @@ from shardfold.checkpoint.files import Part, write_file
 from shardfold.checkpoint.folders import Draft, prune, write_synced
 from shardfold.checkpoint.format import INDEX, ITEMSIZES, Index, Piece
 from shardfold.checkpoint.messages import SILENCE_AT_EXIT, Messages, ask
+from shardfold.checkpoint.verify import gaps, missing_files
 from shardfold.errors import CheckpointError, ConfigError, UsageError
 from shardfold.loans import refuse_during
 from shardfold.report import MemoryRow
@@ -345,8 +346,6 @@ class _Job:
                 self._index.nonfinite = sorted(bad)
                 write_synced(self._draft.path / f"{name}.json", self._index.to_bytes())
         except Exception as error:
-            if isinstance(error, OSError) and not error.filename:
-                error.filename = f"{name}.safetensors"
             problem = _words(error)
         self._parts = []
         return problem, num_bytes
@@ -412,6 +411,9 @@ class _Job:
         merged.pieces = pieces
         merged.nonfinite = sorted(set(merged.nonfinite))
         merged.written["save"] = self._draft.token
+        if damage := [*gaps(merged), *missing_files(self._draft.path, merged)]:
+            more = f" and {len(damage) - 4} more" * (len(damage) > 4)
+            raise CheckpointError(f"what the ranks wrote is not whole: {'; '.join(map(str, damage[:4]))}{more}")
         for name in names:
             name.unlink()
         return merged
