@@ -43,10 +43,11 @@ class Row(Protocol):
 def contents_table(rows: Sequence[Row]) -> Group:
     """Show the tree of modules; sizes of siblings that are alike are those of all of them."""
     table = new_table()
+    table.padding = (0, 2, 0, 0)
     table.add_column("module", no_wrap=True)
     table.add_column("shape", no_wrap=True)
     table.add_column("elements", justify="right", no_wrap=True)
-    table.add_column("dtype")
+    table.add_column("dtype", no_wrap=True)
     table.add_column("weights", justify="right", no_wrap=True)
     table.add_column("states", justify="right", no_wrap=True)
     for row, lines in zip(rows, _lines(rows), strict=True):
