@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Small, batches
 
 import shardfold as sf
+from models import Small, batches
 from shardfold.checkpoint import folders
 from shardfold.checkpoint.verify import verify
 

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import threading
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from saving import Disk, die, engine, expect, left_over, train, whole
 
-import shardfold as sf
+from saving import Disk, die, engine, expect, left_over, train, whole
 from shardfold.checkpoint import folders, messages
 from shardfold.errors import ShardfoldError
 from shardfold.testing import Ranks, RanksFailed

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -217,7 +218,8 @@ class _Output:
             self._pool.shutdown(wait=True)
             os.close(self._fd)
             for buffer in self._buffers:
-                buffer.close()
+                with suppress(BufferError):  # the traceback of a failure may still hold a part of it
+                    buffer.close()
 
 
 class Reader:

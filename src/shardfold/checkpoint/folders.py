@@ -59,6 +59,9 @@ class Draft:
                 f"{self.target}: a checkpoint is not named {self.target.name!r}: {LATEST!r} is the file that says "
                 "which one is the latest, and names that begin with a dot are hidden; choose another."
             )
+        there = next(above for above in self.target.parents if above.exists())
+        if not there.is_dir():
+            raise CheckpointError(f"{there} is a file, where a folder is needed; choose another path.")
         parent.mkdir(parents=True, exist_ok=True)
         if (parent / LATEST).is_dir():
             raise CheckpointError(

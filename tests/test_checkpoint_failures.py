@@ -1,0 +1,347 @@
+"""Saves that fail: what was there before is there and whole, every rank says what happened, and training goes on."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardfold as sf
+from saving import Disk, engine, expect, left_over, train, whole
+from shardfold.checkpoint import folders
+from shardfold.errors import CheckpointError, ConfigError, UsageError
+from shardfold.testing import Ranks
+
+NO_ROOM = "No space left on device"
+
+
+class Raises:
+    """A state that can not be given."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("the sampler has no epoch")
+
+
+@contextmanager
+def failing(root: Path, name: str, number: int, code: int) -> Iterator[None]:
+    """The ``number``-th call ``name`` of the file system below ``root`` fails."""
+    seen: list[str] = []
+
+    def at(_: int, call: str) -> None:
+        seen.append(call)
+        if call == name and seen.count(name) == number:
+            raise OSError(code, os.strerror(code))
+
+    with Disk(root, at).watched():
+        yield
+    assert seen.count(name) >= number, f"{name} was called {seen.count(name)} times"
+
+
+@contextmanager
+def limited(num_bytes: int) -> Iterator[None]:
+    """No file of this process may be larger: the kernel refuses, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def never(condition: bool) -> Iterator[None]:
+    yield
+
+
+def broken_saves(folder: str) -> dict[str, list[str]]:
+    """Saves step 1; then each way to fail; after each of them what is there is as it was, and a step is trained."""
+    root = Path(folder)
+    rank = int(os.environ["RANK"])
+    trained = engine()
+    train(trained)
+    expect(trained, root)
+    trained.save(root / "a", wait=True)
+    if rank == 0:
+        (root / "taken").mkdir()
+        (root / "taken" / "thesis.tex").write_text("mine")
+        (root / "file").write_text("mine")
+    before = sf.Checkpoint(root).digest
+    said: dict[str, list[str]] = {}
+
+    def attempt(
+        name: str,
+        target: Path = root / "b",
+        *,
+        on: int = 0,
+        broken: Any = None,
+        wait: bool = True,
+        step: bool = True,
+        **more: Any,
+    ) -> None:
+        said[name] = []
+        with broken if broken is not None and rank == on else never(True):
+            try:
+                saving = trained.save(target, wait=wait, **more)
+                saving.wait()
+            except (CheckpointError, ConfigError) as error:
+                said[name].append(f"{type(error).__name__}: {error}")
+        assert sf.Checkpoint(root).digest == before, name
+        assert not (root / "b").exists(), name
+        train(trained, int(step))
+
+    full = errno.ENOSPC
+    attempt("disk full on rank 1", on=1, broken=failing(root, "pwrite", 1, full))
+    attempt("in the background", on=1, broken=failing(root, "pwrite", 1, full), wait=False)
+    attempt("at the index of rank 1", on=1, broken=failing(root, "write", 1, full))
+    attempt("at the index", broken=failing(root, "write", 3, full))
+    attempt("at the sync of rank 1", on=1, broken=failing(root, "fsync", 1, errno.EIO))
+    attempt("too large a file", on=1, broken=limited(16384))
+    attempt("rename", broken=failing(root, "rename", 1, errno.EACCES))
+    attempt("latest", broken=failing(root, "replace", 1, errno.EACCES))
+    attempt("latest of one of that name", root / "a", broken=failing(root, "replace", 1, errno.EACCES))
+    exchange, folders._exchange = folders._exchange, lambda one, other: False
+    attempt("latest, no exchange", root / "a", broken=failing(root, "replace", 1, errno.EACCES))
+    attempt("second rename, no exchange", root / "a", broken=failing(root, "rename", 2, errno.EIO))
+    folders._exchange = exchange
+    attempt("below a file", root / "file" / "b")
+    attempt("no checkpoint", root / "taken")
+    attempt("a file", root / "file")
+    attempt("named latest", root / "latest")
+    attempt("raises on rank 0", state={"sampler": Raises()})
+    attempt("raises on rank 1", rank_state={"sampler": Raises()} if rank == 1 else {})
+    attempt("not encodable", rank_state={"data": {"lock": threading.Lock()}} if rank == 1 else {})
+    attempt("other places", root / f"b{rank}")
+    attempt("other options", keep=rank + 1)
+    with trained.gathered("norm.bias", write=True) as bias, torch.no_grad():
+        bias[3] = float("inf")
+    attempt("not finite", step=False, nonfinite="raise")
+    with trained.gathered("norm.bias", write=True) as bias, torch.no_grad():
+        bias[3] = 0.0
+    if rank == 0:
+        assert left_over(root) == ["file", "taken"]
+        assert (root / "taken" / "thesis.tex").read_text() == (root / "file").read_text() == "mine"
+        (root / "file").unlink()
+        (root / "taken" / "thesis.tex").unlink()  # an empty folder is a place
+    expect(trained, root)
+    trained.save(root / "taken", wait=True)
+    trained.close()
+    return said
+
+
+SAID = {
+    "disk full on rank 1": ["rank 1: No space left on device", "rank-00001-of-00002.safetensors"],
+    "in the background": ["rank 1: No space left on device", "rank-00001-of-00002.safetensors"],
+    "at the index of rank 1": ["rank 1: No space left on device", "rank-00001-of-00002.json"],
+    "at the index": ["No space left on device", "index.json"],
+    "at the sync of rank 1": ["rank 1: Input/output error"],
+    "too large a file": ["rank 1: File too large", "rank-00001-of-00002.safetensors"],
+    "rename": ["Permission denied"],
+    "latest": ["Permission denied"],
+    "latest of one of that name": ["Permission denied"],
+    "latest, no exchange": ["Permission denied"],
+    "second rename, no exchange": ["Input/output error"],
+    "below a file": ["rank 0: ", "/file is a file, where a folder is needed"],
+    "no checkpoint": ["rank 0: ", "taken exists and is no checkpoint"],
+    "a file": ["rank 0: ", "file exists and is no checkpoint"],
+    "named latest": ["not named 'latest'", "choose another"],
+    "raises on rank 0": ["rank 0: the sampler has no epoch"],
+    "raises on rank 1": ["rank 1: the sampler has no epoch"],
+    "not encodable": ["rank 1: rank_state.state.data.lock is a lock, which a checkpoint does not take"],
+    "other places": ["ConfigError: ", "rank 0: ", "/b0", "rank 1: ", "/b1", "give every rank the same"],
+    "other options": ["ConfigError: ", "rank 0: ", "keep=1", "rank 1: ", "keep=2"],
+    "not finite": ["inf or NaN in norm.bias"],
+}
+
+
+def test_every_rank_says_why_and_the_checkpoint_before_stays(ranks: Ranks, tmp_path: Path) -> None:
+    """Whatever fails on one rank: both raise one sentence with the reason, and nothing of the attempt is left."""
+    root = tmp_path / "run"
+    root.mkdir()
+    said = ranks.run(broken_saves, str(root), world_size=2)
+    assert said[0] == said[1]
+    assert said[0].keys() == SAID.keys()
+    for name, words in SAID.items():
+        (text,) = said[0][name]
+        assert all(word in text for word in words), (name, text)
+        if "ConfigError" not in words[0]:
+            assert text.startswith("CheckpointError: /") and "was not written: " in text, text
+            assert text.endswith("Checkpoints before it are as they were."), text
+    assert whole(root) == len(SAID)
+    assert left_over(root) == []
+
+
+def told_once(folder: str) -> tuple[list[str], str]:
+    """A save that fails in the background while training goes on."""
+    root, records = Path(folder), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("shardfold").addHandler(handler)
+    trained = engine()
+    train(trained)
+    broken = failing(root, "pwrite", 1, errno.ENOSPC) if trained.rank == 1 else never(True)
+    with broken:
+        saving = trained.save(root / "a")
+        saving._over.wait()
+    train(trained, 3)
+    first = list(records)
+    with pytest.raises(CheckpointError, match="was not written") as error:
+        saving.wait()
+    expect(trained, root)
+    trained.save(root / "b")
+    trained.close()
+    logging.getLogger("shardfold").removeHandler(handler)
+    assert records == first
+    return records, str(error.value)
+
+
+def test_a_failure_in_the_background_is_logged_once_and_raised_by_wait(ranks: Ranks, tmp_path: Path) -> None:
+    """Training goes on; every rank logs one line; the next save is written, and closing waits for it."""
+    root = tmp_path / "run"
+    root.mkdir()
+    for records, error in ranks.run(told_once, str(root), world_size=2):
+        assert records == [error] and NO_ROOM in error
+    assert whole(root) == 4
+
+
+def one_after_the_other(folder: str) -> list[Any]:
+    """Saves while one is under way: it is held until the next is asked for."""
+    root = Path(folder)
+    go = threading.Event()
+    trained = engine()
+    train(trained)
+    with pytest.raises(UsageError, match="micro-batches"):
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        trained.accumulate, accumulate = 2, trained.accumulate
+        trained.backward(trained(tokens, tokens))
+        trained.save(root / "between")
+    trained.zero_grad()
+    trained.accumulate = accumulate
+    finish = trained.saver.finish
+
+    def finishing() -> None:
+        go.set()
+        finish()
+
+    def at(_: int, name: str) -> None:
+        if name == "pwrite" and trained.rank == 1:
+            go.wait()
+
+    with Disk(root, at).watched():
+        first = trained.save(root / "a")
+        train(trained)
+        skipped = trained.save(root / "b", busy="skip")
+        under_way = first.done
+        trained.saver.finish = finishing
+        expect(trained, root)
+        second = trained.save(root / "c", busy="wait")
+        order = first.done
+        second.wait()
+    for number in range(4):
+        train(trained)
+        expect(trained, root)
+        trained.save(root / f"kept-{number}", wait=True, keep=2)
+    trained.close()
+    return [skipped, under_way, order]
+
+
+def test_saves_wait_for_each_other_or_are_skipped(ranks: Ranks, tmp_path: Path) -> None:
+    """One at a time: the second waits or is left out, by all ranks alike; none between micro-batches; keep=2."""
+    root = tmp_path / "run"
+    root.mkdir()
+    assert ranks.run(one_after_the_other, str(root), world_size=2) == [[None, False, True]] * 2
+    assert sorted(p.name for p in root.iterdir()) == ["kept-2", "kept-3", "latest"]
+    assert whole(root) == 6
+
+
+def leaving(folder: str, how: str) -> None:
+    """Ends while a save is under way, whose writes wait until the end has begun."""
+    root = Path(folder)
+    go = threading.Event()
+    trained = engine()
+    train(trained)
+    expect(trained, root)
+
+    def at(_: int, name: str) -> None:
+        if name == "pwrite":
+            go.wait()
+
+    with Disk(root, at).watched():
+        saving = trained.save(root / "a")
+        if how == "close":
+            finish = trained.saver.finish
+            trained.saver.finish = lambda: (go.set(), finish())
+            trained.close()
+        else:
+            dist.destroy_process_group()
+            go.set()
+        saving.wait()
+
+
+@pytest.mark.parametrize("how", ["close", "destroy"])
+def test_a_save_outlives_its_engine_and_the_process_group(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    """Closing the engine waits for the save; one who destroys the process group meanwhile does not break it."""
+    root = tmp_path / "run"
+    root.mkdir()
+    ranks.run(leaving, str(root), how, world_size=2)
+    assert whole(root) == 1
+
+
+SCRIPT = """
+import sys, threading
+from pathlib import Path
+from saving import Disk, engine, expect, train
+root, ending = Path(sys.argv[1]), threading.Event()
+trained = engine()
+train(trained)
+expect(trained, root)
+# Until the main thread has ended, nothing is written.
+def at(number, name):
+    if name == "pwrite":
+        threading.main_thread().join()
+Disk(root, at).watched().__enter__()
+trained.save(root / "a")
+print("the script has ended")
+"""
+
+
+def test_the_interpreter_ends_after_the_save(tmp_path: Path) -> None:
+    """A script that ends while a save is under way leaves it complete; also where rank 0 serves the store itself."""
+    root = tmp_path / "run"
+    root.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with _free_port() as port:
+        here = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+        here |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(root)], env={**here, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert all("the script has ended" in text and "not written" not in text for text in outputs), outputs
+    assert whole(root) == 1
+
+
+@contextmanager
+def _free_port() -> Iterator[int]:
+    import socket
+
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
