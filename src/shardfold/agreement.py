@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
 from logging import getLogger
@@ -87,7 +88,8 @@ class Agreement:
     def close(self) -> None:
         """The other ranks learn that this one has left."""
         if self._watch is not None:
-            self._mesh.store.set(f"left/{self._mesh.rank}", "")
+            with suppress(RuntimeError):  # the process that served the store may have died
+                self._mesh.store.set(f"left/{self._mesh.rank}", "")
             self._watch.leave(self._mesh.name)
             self._watch = None
 
