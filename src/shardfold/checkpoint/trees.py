@@ -52,7 +52,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, np.ndarray):
-        return {**_tensor(torch.from_numpy(np.ascontiguousarray(value)), where, tensors), "numpy": True}
+        return {**_tensor(torch.from_numpy(np.array(value, order="C")), where, tensors), "numpy": True}
     if isinstance(value, Tensor):
         return _tensor(value.detach(), where, tensors)
     if isinstance(value, tuple):
