@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import resource
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import shardfold as sf
 from saving import Disk, engine, expect, left_over, train, whole
 from shardfold.checkpoint import folders
+from shardfold.checkpoint.folders import resolve
 from shardfold.errors import CheckpointError, ConfigError, UsageError
 from shardfold.testing import Ranks
 
@@ -345,3 +347,237 @@ def _free_port() -> Iterator[int]:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
+
+
+def interrupted(folder: str) -> list[str]:
+    """One rank leaves a save by what is no ordinary error, in the file system or where it starts its thread."""
+    root = Path(folder)
+    trained = engine()
+    train(trained)
+    expect(trained, root)
+    trained.save(root / "a", wait=True)
+    said: list[str] = []
+    for rank, when in ((0, "mkdir"), (0, "pwrite"), (1, "pwrite")):
+
+        def at(_: int, name: str, when: str = when) -> None:
+            if name == when:
+                raise KeyboardInterrupt
+
+        try:
+            with Disk(root, at).watched() if trained.rank == rank else never(True):
+                trained.save(root / "b", wait=True)
+        except (KeyboardInterrupt, CheckpointError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        train(trained)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "shardfold-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refuse if trained.rank == 1 else start  # type: ignore[method-assign]
+    try:
+        saving = trained.save(root / "b")
+        threading.Thread.start = start  # type: ignore[method-assign]
+        saving.wait()
+    except RuntimeError as error:
+        said.append(f"{type(error).__name__}: {error}")
+    threading.Thread.start = start  # type: ignore[method-assign]
+    assert [path.name for path in folders.listed(root)] == ["a"]
+    trained.close()
+    return said
+
+
+def test_a_rank_that_is_interrupted_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    """Ctrl-C on one rank, or no thread to be had: the other hears it at once, and the draft is gone."""
+    root = tmp_path / "run"
+    root.mkdir()
+    first, second = ranks.run(interrupted, str(root), world_size=2)
+    assert first[:2] == ["KeyboardInterrupt: "] * 2 and second[2] == "KeyboardInterrupt: "
+    assert all("rank 0: it was interrupted (KeyboardInterrupt)" in each for each in second[:2])
+    assert "rank 1: it was interrupted (KeyboardInterrupt)" in first[2]
+    assert second[3] == "RuntimeError: can't start new thread" and "rank 1: can't start new thread" in first[3]
+    assert whole(root) == 1
+    assert left_over(root) == []
+
+
+# -- what lies on the disk
+
+
+def one_engine(root: Path, *names: str) -> sf.Engine:
+    """An engine of this process alone, and checkpoints of steps 1, 2, ... that it has saved."""
+    root.mkdir()
+    trained = engine("ddp")
+    for name in names:
+        train(trained)
+        expect(trained, root)
+        trained.save(root / name, wait=True)
+    return trained
+
+
+def owner(draft: Path, pid: int, **other: Any) -> None:
+    draft.mkdir()
+    said = {"host": folders._host(), "pid": pid, "started": folders._started(pid)} | other
+    (draft / folders.OWNER).write_text(json.dumps(said))
+
+
+def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
+    """Drafts of the dead, what was being removed, what was being replaced; not what somebody may still write."""
+    root = tmp_path / "run"
+    trained = one_engine(root, "a", "b")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    owner(root / ".x.writing-00000000000a", dead.pid)
+    owner(root / ".x.writing-00000000000b", os.getppid(), started="long ago")  # its number was given again
+    owner(root / ".x.writing-00000000000c", os.getppid())
+    owner(root / ".x.writing-00000000000d", dead.pid, host="another host")
+    (root / ".x.writing-00000000000e").mkdir()  # no owner yet
+    (root / ".x.writing-notes").mkdir()  # the user's own
+    (root / ".a.removed-00000000000f").mkdir()
+    os.rename(root / "a", root / ".a.shardfold-replaced")  # killed between two renames
+    (root / ".b.shardfold-replaced").mkdir()
+    assert resolve(root / "a") == root / ".a.shardfold-replaced"
+    assert sf.Checkpoint(root / "a").index.step == 1
+    train(trained)
+    expect(trained, root)
+    trained.save(root / "c", wait=True)
+    trained.close()
+    assert sorted(p.name for p in root.iterdir()) == [
+        ".x.writing-00000000000c", ".x.writing-00000000000d", ".x.writing-00000000000e", ".x.writing-notes",
+        "a", "b", "c", "latest",
+    ]  # fmt: skip
+    assert sf.Checkpoint(root / "a").index.step == 1
+    assert whole(root) == 3
+    for draft in (root / ".x.writing-00000000000d", root / ".x.writing-00000000000e"):
+        os.utime(draft, (0, 0))
+        assert folders._dead(draft)
+
+
+def test_a_checkpoint_that_is_not_there_is_explained(tmp_path: Path) -> None:
+    """What was asked for, what is wrong with it, and what is there instead."""
+    root = tmp_path / "run"
+    trained = one_engine(root, "a", "b")
+    trained.close()
+
+    def error(path: Path) -> str:
+        with pytest.raises(CheckpointError) as raised:
+            sf.Checkpoint(path)
+        return str(raised.value)
+
+    assert error(root / "c") == f"there is no checkpoint {root / 'c'}. There: a, b."
+    (root / "latest").write_text("gone\n")
+    assert error(root) == (f"{root / 'latest'} names 'gone', but there is no checkpoint {root / 'gone'}. There: a, b.")
+    for bad in ("", "..", "../elsewhere", "\x00"):
+        (root / "latest").write_text(bad)
+        assert "latest" in error(root) and "a, b" in error(root)
+    (root / "latest").unlink()
+    assert error(root) == f"{root} has no 'latest' file: name one of its checkpoints: a, b."
+    (part,) = (root / "a").glob("*.safetensors")
+    half = root / "half"
+    half.mkdir()
+    assert "has no index.json and no files of ranks" in error(half)
+    (half / "rank-00001-of-00003.safetensors").write_bytes(part.read_bytes())
+    assert (
+        "has rank-00001-of-00003.safetensors but no index.json and no file of rank 0, 2, so not all of it was written"
+        in error(half)
+    )
+    assert f"{part.name}: has 9 bytes instead of " in [part.write_bytes(b"too short"), error(root / "a")][1]
+    part.unlink()
+    assert error(root / "a").startswith(f"{root / 'a'} is not complete: {part.name}: is missing")
+    assert error(part.parent / "index.json" / "x").startswith("there is no checkpoint")
+    assert "is a file" in error(root / "b" / "index.json")
+
+
+def bad_loads(folder: str) -> dict[str, str]:
+    """Loads what is damaged, or differs from what the other rank finds."""
+    root = Path(folder)
+    trained = engine()
+    train(trained, 2)
+    trained.save(root / "a", wait=True)
+    train(trained)
+    trained.save(root / "b", wait=True)
+    said: dict[str, str] = {}
+
+    def attempt(name: str, path: Path) -> None:
+        try:
+            trained.load(path)
+        except CheckpointError as error:
+            said[name] = str(error)
+
+    attempt("different", root / "ab"[trained.rank])
+    attempt("one has none", root / ("a" if trained.rank else "c"))
+    train(trained)  # nothing was changed
+    file = root / "b" / "rank-00001-of-00002.safetensors"
+    if trained.rank == 0:
+        with open(file, "r+b") as opened:
+            opened.seek(-40000, os.SEEK_END)
+            byte = opened.read(1)
+            opened.seek(-40000, os.SEEK_END)
+            opened.write(bytes([byte[0] ^ 1]))
+    attempt("a bit", root)
+    try:
+        trained.save(root / "d", wait=True)
+    except UsageError as error:
+        said["after it"] = str(error)
+    assert trained.load(root / "a").step == 2
+    train(trained)
+    trained.close()
+    return said
+
+
+def test_ranks_that_can_not_load_say_so_together(ranks: Ranks, tmp_path: Path) -> None:
+    """Different checkpoints, none on one rank, a bit that only one rank reads: an error on both, that names it."""
+    said, other = ranks.run(bad_loads, str(tmp_path / "run"), world_size=2)
+    for name in said:  # each names the path that it was given
+        assert said[name].partition("nothing was changed")[2] == other[name].partition("nothing was changed")[2]
+    assert said["a bit"] == other["a bit"] and said["after it"] == other["after it"]
+    assert "do not find the same checkpoint" in said["different"] and "rank 0: finds a" in said["different"]
+    assert "rank 1: finds b" in said["different"] and "nothing was changed" in said["different"]
+    assert "rank 0: there is no checkpoint" in said["one has none"] and "rank 1: finds a" in said["one has none"]
+    assert "rank-00001-of-00002.safetensors is damaged: bytes " in said["a bit"]
+    assert "load another checkpoint" in said["after it"]
+
+
+def test_keep_fails_and_the_save_does_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What can not be removed is logged: the new checkpoint is there all the same."""
+    root = tmp_path / "run"
+    trained = one_engine(root, "a", "b")
+    train(trained)
+    expect(trained, root)
+    with failing(root, "rename", 2, errno.EACCES):
+        trained.save(root / "c", wait=True, keep=1)
+    assert "c was written, but keep=1: Permission denied" in caplog.text
+    assert [path.name for path in folders.listed(root)] == ["a", "b", "c"]
+    train(trained)
+    expect(trained, root)
+    trained.save(root / "d", wait=True, keep=1)
+    trained.close()
+    assert [path.name for path in folders.listed(root)] == ["d"]
+    assert whole(root) == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk(tmp_path: Path) -> None:
+    """On a file system of 1 MiB: the save that does not fit is refused, and takes nothing away."""
+    root = tmp_path / "small"
+    root.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(root)], check=False)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        root = root / "run"
+        trained = one_engine(root, "a")
+        train(trained)
+        ballast = torch.zeros(300_000)
+        for wait in (True, False):
+            with pytest.raises(CheckpointError, match=rf"{NO_ROOM} \(.*rank-00000-of-00001.safetensors\)"):
+                trained.save(root / "b", state={"ballast": ballast}, wait=wait).wait()
+            assert whole(root) == 1
+            assert left_over(root) == []
+        expect(trained, root)
+        trained.save(root / "b", wait=True)
+        trained.close()
+        assert whole(root) == 2
+    finally:
+        subprocess.run(["umount", str(tmp_path / "small")], check=True)

@@ -113,6 +113,11 @@ class Draft:
             shutil.rmtree(self.path, ignore_errors=True)
             self._ours = False
 
+    def sweep(self) -> None:
+        """On another rank, which has heard that the save failed: removes what it wrote after it was discarded."""
+        if not (self.path / INDEX).exists():
+            shutil.rmtree(self.path, ignore_errors=True)
+
     def _take_place(self) -> Callable[[], None]:
         """Renames the folder to its target; what brings both back to where they were."""
         path, target = self.path, self.target

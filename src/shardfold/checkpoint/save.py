@@ -153,6 +153,8 @@ class Saver:
         job = _Job(engine, Draft(target, token), keep, nonfinite, begun)
         try:
             said = self._everyone(f"save/{token}/ready", job.prepare(engine, state, rank_state, left_out))
+            if job.error is not None and not isinstance(job.error, Exception):
+                raise job.error
             if any(said):
                 raise job.failure(_by_rank(dict(enumerate(said)))) from job.error
             job.begin()
@@ -274,7 +276,7 @@ class _Job:
         self._header = Index()  # rank 0's
         self._problem = ""
         self._owes = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def prepare(
         self, engine: Engine, state: Mapping[str, Any], rank_state: Mapping[str, Any], left_out: Mapping[str, str]
@@ -284,9 +286,9 @@ class _Job:
             tensors: dict[str, Tensor] = {}
             if self._rank == 0:
                 self._draft.begin()
-                self._header, tensors = header(engine, state, left_out)
-            self._parts, self._index = collect(engine, rank_state, tensors, left_out)
-        except Exception as error:
+                self._header, tensors = header(engine, state)
+            self._parts, self._index = collect(engine, rank_state, tensors)
+        except BaseException as error:  # also an interruption: the others are about to ask
             self.error = error
             return _words(error)
         return ""
@@ -328,6 +330,7 @@ class _Job:
             with suppress(CheckpointError):  # the store is gone: they find out by themselves
                 if self._rank:
                     self.messages.say("written", f"!{_words(error)}")
+                    self.messages.say("heard", "+")  # it will not ask
                 else:
                     self.messages.say("outcome", f"!rank 0: {_words(error)}")
         self._draft.discard()
@@ -436,6 +439,7 @@ class _Job:
         with suppress(CheckpointError):
             self.messages.say("heard", "+")
         if text.startswith("!"):
+            self._draft.sweep()
             raise self.failure(text[1:])
         return json.loads(text[1:])
 
