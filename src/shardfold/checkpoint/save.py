@@ -286,8 +286,8 @@ class _Job:
             tensors: dict[str, Tensor] = {}
             if self._rank == 0:
                 self._draft.begin()
-                self._header, tensors = header(engine, state)
-            self._parts, self._index = collect(engine, rank_state, tensors)
+                self._header, tensors = header(engine, state, left_out)
+            self._parts, self._index = collect(engine, rank_state, tensors, left_out)
         except BaseException as error:  # also an interruption: the others are about to ask
             self.error = error
             return _words(error)
