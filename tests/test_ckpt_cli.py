@@ -117,6 +117,12 @@ def the_length_of_the_header(folder: Path) -> list[str]:
     return [f"{FILES[1]}: bytes 0 to ", "its header is damaged"]
 
 
+def a_folder(folder: Path) -> list[str]:
+    (folder / FILES[1]).unlink()
+    (folder / FILES[1]).mkdir()
+    return [f"{FILES[1]}: has ", f"{FILES[1]}: can not be read (Is a directory)"]
+
+
 def other_files(folder: Path) -> list[str]:
     first, second = ((folder / name).read_bytes() for name in FILES)
     (folder / FILES[0]).write_bytes(second)
@@ -124,7 +130,7 @@ def other_files(folder: Path) -> list[str]:
     return [f"{FILES[0]}: has {len(second)} bytes instead of {len(first)}", f"{FILES[1]}: "]
 
 
-DAMAGES = [cut_short, absent, a_bit, a_bit_of_the_second_block, a_bit_of_the_header, the_length_of_the_header,
+DAMAGES = [cut_short, absent, a_bit, a_bit_of_the_second_block, a_bit_of_the_header, the_length_of_the_header, a_folder,
            other_files]  # fmt: skip
 
 

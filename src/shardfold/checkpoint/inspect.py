@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardfold.checkpoint.format import Index, Parameter, Piece
-from shardfold.checkpoint.verify import blocks, missing_files, read_index
+from shardfold.checkpoint.verify import blocks, by_file, missing_files, read_index
 from shardfold.errors import CheckpointError
 
 __all__ = ["Contents", "NotFinite", "inspect", "not_finite"]
@@ -216,8 +216,8 @@ def not_finite(folder: Path, index: Index, tick: Callable[[int, int], None]) -> 
     counts: dict[str, tuple[int, int]] = {}
     total = sum(piece.nbytes for piece in index.pieces)
     done = 0
-    for name in index.files:
-        for piece, _, data in blocks(folder, [piece for piece in index.pieces if piece.file == name]):
+    for pieces in by_file(index).values():
+        for piece, _, data in blocks(folder, pieces):
             done += len(data)
             tick(done, total)
             if (found := _count(data, piece.dtype)) != (0, 0):

@@ -15,7 +15,7 @@ from typing import Any
 from shardfold.checkpoint.folders import resolve
 from shardfold.checkpoint.format import INDEX, ITEMSIZES, KINDS, SUM_BYTES, Index, Parameter, Piece, checksum, overlaps
 
-__all__ = ["Damage", "Verification", "blocks", "gaps", "missing_files", "read_index", "verify"]
+__all__ = ["Damage", "Verification", "blocks", "by_file", "gaps", "missing_files", "read_index", "verify"]
 
 METADATA = {"format": "pt"}  # of every file's header
 
@@ -104,22 +104,30 @@ def verify(path: str | Path, tick: Callable[[int, int], None] = lambda done, tot
     found.damage += gaps(index) + missing_files(folder, index)
     absent = {each.file for each in found.damage if each.file and not (folder / each.file).is_file()}
     total = sum(piece.nbytes for piece in index.pieces if piece.file not in absent)
-    for name, size in index.files.items():
+    for name, pieces in by_file(index).items():
         if name in absent:
             continue
-        pieces = sorted((p for p in index.pieces if p.file == name), key=lambda p: (p.at, p.nbytes))
-        begin, damage = _header(folder / name, pieces)
-        found.damage += damage
-        found.damage += _tiling(name, pieces, begin, size)
-        for piece, number, data in blocks(folder, pieces):
-            low, wanted = piece.at + number * SUM_BYTES, min(SUM_BYTES, piece.nbytes - number * SUM_BYTES)
-            if len(data) < wanted:
-                _add(found.damage, Damage("the file ends before", name, piece.key, (low + len(data), low + wanted)))
-            elif number >= len(piece.sums) or checksum(data) != piece.sums[number]:
-                _add(found.damage, Damage("differs from its checksum", name, piece.key, (low, low + wanted)))
-            found.num_bytes += len(data)
-            tick(found.num_bytes, total)
+        try:
+            _check_file(found, folder, pieces, name, index.files[name], lambda done: tick(done, total))
+        except OSError as error:
+            found.damage.append(Damage(f"can not be read ({error.strerror})", name))
     return found
+
+
+def _check_file(
+    found: Verification, folder: Path, pieces: Sequence[Piece], name: str, size: int, tick: Callable[[int], None]
+) -> None:
+    """Its header, that tensors are all that is in it, and every byte of them."""
+    begin, damage = _header(folder / name, pieces)
+    found.damage += [*damage, *_tiling(name, pieces, begin, size)]
+    for piece, number, data in blocks(folder, pieces):
+        low, wanted = piece.at + number * SUM_BYTES, min(SUM_BYTES, piece.nbytes - number * SUM_BYTES)
+        if len(data) < wanted:
+            _add(found.damage, Damage("the file ends before", name, piece.key, (low + len(data), low + wanted)))
+        elif number >= len(piece.sums) or checksum(data) != piece.sums[number]:
+            _add(found.damage, Damage("differs from its checksum", name, piece.key, (low, low + wanted)))
+        found.num_bytes += len(data)
+        tick(found.num_bytes)
 
 
 def blocks(folder: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, memoryview]]:
@@ -138,6 +146,15 @@ def blocks(folder: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, 
                 yield piece, number, buffer[:done]
     finally:
         os.close(fd)
+
+
+def by_file(index: Index) -> dict[str, list[Piece]]:
+    """The pieces of each file that an index lists, in the order in which they lie."""
+    found: dict[str, list[Piece]] = {name: [] for name in index.files}
+    for piece in sorted(index.pieces, key=lambda piece: (piece.at, piece.nbytes)):
+        if piece.file in found:
+            found[piece.file].append(piece)
+    return found
 
 
 def missing_files(folder: Path, index: Index) -> list[Damage]:
