@@ -102,7 +102,7 @@ def verify(path: str | Path, tick: Callable[[int, int], None] = lambda done, tot
     folder, index = read_index(path)
     found = Verification(folder, index.step, len(index.files), len(index.pieces))
     found.damage += gaps(index) + missing_files(folder, index)
-    absent = {each.file for each in found.damage if each.file and not (folder / each.file).is_file()}
+    absent = {each.file for each in found.damage if each.file and not (folder / each.file).exists()}
     total = sum(piece.nbytes for piece in index.pieces if piece.file not in absent)
     for name, pieces in by_file(index).items():
         if name in absent:
