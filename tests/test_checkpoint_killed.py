@@ -130,7 +130,8 @@ def goes_on(root: Path, step: int) -> None:
     one.save(root / "c", wait=True)
     one.close()
     assert whole(root) == step + 1
-    assert left_over(root) == []
+    # Killed before it had said whose the folder is: that stays, with nothing in it, for a day.
+    assert [name for name in left_over(root) if {p.name for p in (root / name).iterdir()} - {"owner.json"}] == []
 
 
 def moments(count: int, seed: int) -> list[tuple[int, float, bool, bool, bool]]:
