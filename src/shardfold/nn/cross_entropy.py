@@ -1,0 +1,248 @@
+"""The loss of a language model's head without the logits of all rows at once.
+
+Logits exist for a chunk of rows at a time, and the gradients of a chunk are computed while they do, so backward has
+nothing to recompute and nothing of size rows x vocabulary is kept: the way of Liger Kernel (arXiv 2410.10989). Cut Your
+Losses (arXiv 2411.09009) cuts the vocabulary as well, for a fourth matrix product of the same size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfold.errors import ConfigError, UsageError, did_you_mean
+
+__all__ = ["chunked_cross_entropy"]
+
+CHUNK_BYTES = {"cpu": 64 * 2**20}
+"""Of a chunk's logits, by type of device. The more, the seldomer the weight and its gradient are read."""
+OTHER_CHUNK_BYTES = 512 * 2**20
+BLOCK = 2**22  # elements of the gradient of a 16-bit weight that are added to the sum at once
+REDUCTIONS = ("mean", "sum", "none")
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`` in a fraction of its memory.
+
+    Losses, and the sums that make up the gradients of weight and bias, are fp32 for 16-bit inputs and under autocast,
+    fp64 for fp64 ones. Gradients are computed in forward, where they are wanted at all, and scaled in backward; with
+    ``reduction="none"`` what they are scaled by is not known before, and backward computes the logits again.
+
+    Args:
+        hidden: ``(..., d)``, what the head gets.
+        weight: ``(vocab, d)``, of the head; may be tied, frozen, or split over ranks by an engine.
+        targets: ``(...)``, integer classes.
+        bias: ``(vocab,)``.
+        chunk: rows whose logits exist at once. None: as many as fit 64 MiB on a CPU, 512 MiB on another device.
+        ignore_index: rows with this target count neither in the loss nor in the mean.
+        label_smoothing: from 0 to 1 (arXiv 1512.00567).
+        reduction: ``"mean"`` over the rows that count (NaN if none does, as in PyTorch), ``"sum"``, or ``"none"``.
+        softcap: logits are ``softcap * tanh(logits / softcap)`` (arXiv 2408.00118).
+
+    Returns:
+        A scalar, or ``(...)`` for ``"none"``, in fp32 or fp64.
+
+    Raises:
+        ConfigError: an option, a shape or a dtype does not fit.
+        UsageError: in backward with ``create_graph=True``: there are no gradients of these gradients.
+    """
+    _check(hidden, weight, targets, bias, chunk, label_smoothing, reduction, softcap)
+    device = hidden.device.type
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    elif weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
+        given = f"{dtype}, weight {weight.dtype}" + (f", bias {bias.dtype}" if bias is not None else "")
+        raise ConfigError(f"chunked_cross_entropy takes tensors of one dtype, but hidden is {given}: cast them.")
+    grads = torch.is_grad_enabled()
+    plan = _Plan(
+        rows=chunk or _rows(targets.numel(), weight.shape[0], dtype, device),
+        dtype=dtype,
+        ignore_index=ignore_index,
+        smoothing=label_smoothing,
+        reduction=reduction,
+        softcap=softcap,
+        wanted=tuple(grads and each is not None and each.requires_grad for each in (hidden, weight, bias)),
+    )
+    # Through a torch operation, at which an engine gathers a weight that it has split.
+    whole = weight.view_as(weight)
+    losses = _CrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), whole, bias, targets.reshape(-1), plan)
+    return losses.view(targets.shape) if reduction == "none" else losses
+
+
+class _Plan(NamedTuple):
+    rows: int
+    dtype: torch.dtype
+    """Of logits and matrix products."""
+    ignore_index: int
+    smoothing: float
+    reduction: str
+    softcap: float | None
+    wanted: tuple[bool, ...]
+    """Gradients of hidden, weight, bias."""
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Saves the gradients of the sum of losses, or, where each row's loss is scaled on its own, what they are made of.
+
+    What is saved for the sum has not been divided by the number of rows yet: in fp16 much of it would be 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan) -> Tensor:
+        ctx.plan = plan
+        if plan.reduction == "none":
+            ctx.save_for_backward(hidden, weight, bias, targets)
+            return _by_chunks(hidden, weight, bias, targets, plan._replace(wanted=(False,) * 3))[0]
+        losses, grads = _by_chunks(hidden, weight, bias, targets, plan)
+        count = (targets != plan.ignore_index).sum() if plan.reduction == "mean" else losses.new_ones(())
+        ctx.save_for_backward(*grads, count.clamp(min=1))
+        return losses.sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "chunked_cross_entropy has no gradients of its gradients (create_graph=True): take "
+                "F.cross_entropy(F.linear(hidden, weight), targets)."
+            )
+        if ctx.plan.reduction == "none":
+            return *_by_chunks(*ctx.saved_tensors, ctx.plan, outputs[0])[1], None, None
+        *grads, count = ctx.saved_tensors
+        scale = outputs[0] / count
+        again = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
+        scaled = (each if each is None else each * scale if again else each.mul_(scale) for each in grads)
+        return *scaled, None, None
+
+
+def _by_chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan, scales: Tensor | None = None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Losses ``(rows,)`` and the gradients of their sum, each row's scaled by ``scales`` ``(rows,)``."""
+    of_hidden, of_weight, of_bias = plan.wanted
+    (number, d), vocab = hidden.shape, weight.shape[0]
+    wide = torch.float32 if plan.dtype in SIXTEEN_BITS else plan.dtype
+    weight = weight.to(plan.dtype)
+    bias = bias if bias is None else bias.to(plan.dtype)
+    # One memory for all chunks: the system would have to clear a fresh one each time.
+    products = hidden.new_empty(min(plan.rows, number), vocab, dtype=plan.dtype)
+    wides = products if wide == plan.dtype else torch.empty_like(products, dtype=wide)
+    losses = hidden.new_empty(number, dtype=wide)
+    grads = [
+        torch.empty_like(hidden, dtype=plan.dtype) if of_hidden else None,
+        weight.new_zeros(vocab, d, dtype=wide) if of_weight else None,
+        weight.new_zeros(vocab, dtype=wide) if of_bias else None,
+    ]
+    with torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, number, plan.rows):
+            rows = slice(start, start + plan.rows)
+            part = hidden[rows].to(plan.dtype)
+            product, logits = products[: len(part)], wides[: len(part)]
+            if bias is None:
+                torch.mm(part, weight.t(), out=product)
+            else:
+                torch.addmm(bias, part, weight.t(), out=product)
+            if logits is not product:
+                logits.copy_(product)
+            losses[rows] = _rows_loss(logits, targets[rows], plan, None if scales is None else scales[rows])
+            if any(plan.wanted):
+                slope = logits if logits is product else product.copy_(logits)
+                _add(grads, rows, part, weight, slope, logits)
+    return losses, grads
+
+
+def _rows_loss(logits: Tensor, targets: Tensor, plan: _Plan, scales: Tensor | None) -> Tensor:
+    """Losses ``(rows,)`` of ``logits`` ``(rows, vocab)``, in whose place are then the gradients of the products."""
+    certain = 1 - plan.smoothing
+    bend = None
+    if plan.softcap is not None:
+        logits.div_(plan.softcap).tanh_()
+        bend = 1 - logits.square() if any(plan.wanted) else None
+        logits.mul_(plan.softcap)
+    counts = targets != plan.ignore_index
+    column = targets.where(counts, 0).unsqueeze(1)
+    expected = logits.gather(1, column).mul_(certain)
+    if plan.smoothing:
+        expected += logits.mean(1, keepdim=True) * plan.smoothing
+    top = logits.amax(1, keepdim=True)
+    total = logits.sub_(top).exp_().sum(1, keepdim=True)
+    losses = (total.log() + top - expected).squeeze(1).where(counts, 0)
+    if any(plan.wanted):
+        scale = (counts.to(losses.dtype) if scales is None else scales.where(counts, 0)).unsqueeze(1)
+        logits.mul_(scale / total).scatter_add_(1, column, -certain * scale)
+        if plan.smoothing:
+            logits.sub_(scale * (plan.smoothing / logits.shape[1]))
+        if bend is not None:
+            logits.mul_(bend)
+    return losses
+
+
+def _add(
+    grads: list[Tensor | None], rows: slice, part: Tensor, weight: Tensor, slope: Tensor, wide_slope: Tensor
+) -> None:
+    """Into ``grads`` what a chunk contributes, whose products have the gradients ``slope``."""
+    of_hidden, of_weight, of_bias = grads
+    if of_hidden is not None:
+        torch.mm(slope, weight, out=of_hidden[rows])
+    if of_weight is not None and of_weight.dtype == part.dtype:
+        of_weight.addmm_(slope.t(), part)
+    elif of_weight is not None:
+        step = max(BLOCK // max(weight.shape[1], 1), 1)
+        for begin in range(0, len(of_weight), step):
+            of_weight[begin : begin + step] += slope[:, begin : begin + step].t() @ part
+    if of_bias is not None:
+        of_bias += wide_slope.sum(0)
+
+
+def _rows(number: int, vocab: int, dtype: torch.dtype, device: str) -> int:
+    """The largest number of rows whose logits fit, evened out over the chunks."""
+    each = vocab * (6 if dtype in SIXTEEN_BITS else dtype.itemsize)
+    most = max(CHUNK_BYTES.get(device, OTHER_CHUNK_BYTES) // max(each, 1), 1)
+    return max(math.ceil(number / math.ceil(number / most)), 1) if number else 1
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    chunk: int | None,
+    smoothing: float,
+    reduction: str,
+    softcap: float | None,
+) -> None:
+    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ConfigError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit: chunked_cross_entropy takes "
+            "hidden (..., d) and weight (vocab, d)."
+        )
+    if targets.shape != hidden.shape[:-1] or targets.is_floating_point():
+        raise ConfigError(
+            f"targets are {targets.dtype} of shape {tuple(targets.shape)}, but must be integer classes of shape "
+            f"{tuple(hidden.shape[:-1])}, one for each row of hidden."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ConfigError(f"bias has shape {tuple(bias.shape)}, but must have {tuple(weight.shape[:1])}.")
+    if chunk is not None and chunk < 1:
+        raise ConfigError(f"chunk is {chunk}, but must be 1 row or more.")
+    if not 0 <= smoothing <= 1:
+        raise ConfigError(f"label_smoothing is {smoothing}, but must be from 0 to 1.")
+    if softcap is not None and softcap <= 0:
+        raise ConfigError(f"softcap is {softcap}, but must be more than 0.")
+    if reduction not in REDUCTIONS:
+        raise ConfigError(f"reduction {reduction!r} is unknown.{did_you_mean(reduction, REDUCTIONS)}")
