@@ -22,6 +22,7 @@ CHUNK_BYTES = {"cpu": 64 * 2**20}
 OTHER_CHUNK_BYTES = 512 * 2**20
 BLOCK = 2**22  # elements of the gradient of a 16-bit weight that are added to the sum at once
 REDUCTIONS = ("mean", "sum", "none")
+_untraced: Any = torch.compiler.disable  # torch.compile would write out the loop, chunk by chunk
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -81,7 +82,7 @@ def chunked_cross_entropy(
     )
     # Through a torch operation, at which an engine gathers a weight that it has split.
     whole = weight.view_as(weight)
-    losses = _CrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), whole, bias, targets.reshape(-1), plan)
+    losses = _apply(hidden.reshape(-1, hidden.shape[-1]), whole, bias, targets.reshape(-1), plan)
     return losses.view(targets.shape) if reduction == "none" else losses
 
 
@@ -122,12 +123,18 @@ class _CrossEntropy(torch.autograd.Function):
                 "F.cross_entropy(F.linear(hidden, weight), targets)."
             )
         if ctx.plan.reduction == "none":
-            return *_by_chunks(*ctx.saved_tensors, ctx.plan, outputs[0])[1], None, None
+            hidden, weight, bias, targets = ctx.saved_tensors
+            return *_by_chunks(hidden, weight, bias, targets, ctx.plan, outputs[0])[1], None, None
         *grads, count = ctx.saved_tensors
         scale = outputs[0] / count
         again = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
         scaled = (each if each is None else each * scale if again else each.mul_(scale) for each in grads)
         return *scaled, None, None
+
+
+@_untraced
+def _apply(*args: Any) -> Any:
+    return _CrossEntropy.apply(*args)
 
 
 def _by_chunks(
@@ -175,7 +182,7 @@ def _rows_loss(logits: Tensor, targets: Tensor, plan: _Plan, scales: Tensor | No
         bend = 1 - logits.square() if any(plan.wanted) else None
         logits.mul_(plan.softcap)
     counts = targets != plan.ignore_index
-    column = targets.where(counts, 0).unsqueeze(1)
+    column = targets.where(counts, 0).long().unsqueeze(1)
     expected = logits.gather(1, column).mul_(certain)
     if plan.smoothing:
         expected += logits.mean(1, keepdim=True) * plan.smoothing
@@ -184,7 +191,10 @@ def _rows_loss(logits: Tensor, targets: Tensor, plan: _Plan, scales: Tensor | No
     losses = (total.log() + top - expected).squeeze(1).where(counts, 0)
     if any(plan.wanted):
         scale = (counts.to(losses.dtype) if scales is None else scales.where(counts, 0)).unsqueeze(1)
-        logits.mul_(scale / total).scatter_add_(1, column, -certain * scale)
+        logits.mul_(scale / total)
+        logits.scatter_(
+            1, column, logits.gather(1, column) - certain * scale
+        )  # scatter_add_ is not deterministic on CUDA
         if plan.smoothing:
             logits.sub_(scale * (plan.smoothing / logits.shape[1]))
         if bend is not None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
+from shardfold.nn import chunked_cross_entropy
 from shardfold.recipes.config import SIZES, GPTConfig
 
 __all__ = ["GPT", "SIZES", "GPTConfig", "generate"]
@@ -153,10 +154,8 @@ class GPT(nn.Module):
         cos, sin = self.cos[:time].to(x.dtype), self.sin[:time].to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        x = self.norm(x)
+        return self.head(x) if targets is None else chunked_cross_entropy(x, self.head.weight, targets)
 
 
 @torch.no_grad()
