@@ -6,8 +6,8 @@ All ways get the same fp32 tensors in one process of one thread, and take turns 
 A turn is forward and backward, from no gradients to those of hidden and weight. Its memory is the peak of resident
 memory above what was resident before, less the bytes of these two gradients, which every way has to make. Its time is
 the process's CPU time, which other work on the machine disturbs less than the clock on the wall. Figures are medians
-over rounds; ratios are medians of each round's ratio. The error, on a smaller problem, is the largest difference from an
-fp64 gradient, relative to its largest element.
+over rounds; ratios are medians of each round's ratio. The error, of a smaller problem, is the largest difference from
+an fp64 gradient, relative to its largest element.
 """
 
 from __future__ import annotations
