@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardfold as sf
 from shardfold.errors import ConfigError, UsageError
 from shardfold.nn import chunked_cross_entropy
+from shardfold.recipes.gpt import GPT, GPTConfig
 from shardfold.testing import Ranks, same_training
 
 VOCAB, WIDTH = 37, 8
@@ -313,3 +314,29 @@ def _scaled() -> tuple[float, float]:
 def test_a_loss_scale_is_taken_out_again(ranks: Ranks) -> None:
     for ours, reference in ranks.run(_scaled, world_size=2):
         assert ours == pytest.approx(reference, rel=5e-3) and ours > 0
+
+
+def _heads_of_their_own() -> list[tuple[float, float]]:
+    """The recipe's loss beside that of its logits, with an fp32 head, and under autocast."""
+    losses = []
+    for precision in ({"head": "fp32", "*": "bf16"}, "bf16-autocast"):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(d_model=32, layers=1, heads=2, context=16))
+        engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), layout="zero3", precision=precision)
+        tokens = torch.arange(32).view(2, 16)
+        loss = engine(tokens, tokens)
+        engine.backward(loss)
+        engine.step()
+        with torch.no_grad():
+            after = engine(tokens, tokens).item()
+            logits = engine(tokens).float()
+        losses.append((after, F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).item()))
+        assert after < loss.item()
+        engine.close()
+    return losses
+
+
+def test_the_recipe_takes_heads_of_their_own_precision(ranks: Ranks) -> None:
+    for losses in ranks.run(_heads_of_their_own, world_size=2):
+        for loss, reference in losses:
+            assert loss == pytest.approx(reference, rel=1e-5)

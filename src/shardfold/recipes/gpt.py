@@ -155,7 +155,10 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin)
         x = self.norm(x)
-        return self.head(x) if targets is None else chunked_cross_entropy(x, self.head.weight, targets)
+        if targets is None:
+            return self.head(x)
+        weight = self.head.weight
+        return chunked_cross_entropy(x.to(weight.dtype), weight, targets)  # a head may have a precision of its own
 
 
 @torch.no_grad()
