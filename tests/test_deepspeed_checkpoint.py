@@ -309,7 +309,8 @@ def test_which_optimizer_it_was(tmp_path: Path, kind: str, params: dict[str, Any
 def continued(path: Path, layout: str, steps: int) -> list[float]:
     model = Net()
     engine = sf.Engine(model, optimizer=torch.optim.AdamW(groups(model), lr=0.02), layout=layout, schedule=SCHEDULE)
-    assert not engine.load(path).notes[1:]  # but for random numbers
+    notes = engine.load(path).notes
+    assert notes[1:] == [], notes  # but for random numbers
     assert engine.steps == STEPS
     losses: list[float] = []
     for step in range(STEPS, STEPS + steps):

@@ -93,16 +93,18 @@ class Actions:
         self._reducing = None
         self.set_factors()
 
-    def set_factors(self) -> None:
+    def set_factors(self, share: float = 1.0) -> None:
         """[Note: where gradients are unscaled] As they arrive they are cast to what they travel in and multiplied by
         1 / (ranks * micro-batches * loss scale): everything that reads them later sees true values. Only where they
-        travel or accumulate in fp16, which could not hold those, do they stay scaled until the update."""
+        travel or accumulate in fp16, which could not hold those, do they stay scaled until the update. ``share``
+        multiplies those that have arrived."""
+        self._part = None  # sums of another factor
         self.lifted = scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         for unit in self.units.values():
             for segment in unit.trainable:
                 late = torch.float16 in (segment.dtypes["reduce"], segment.dtypes["grads"])
                 segment.factor = self.scale if late else self.scale / scale
-                segment.unscale = 1.0 / scale if late else 1.0
+                segment.unscale = share / scale if late else share
 
     def bind(self, section: str, op: Op) -> Callable[[], None] | None:
         if op.verb in MARKERS:

@@ -44,6 +44,7 @@ from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip
 from shardfold.numerics.forensics import Watch
 from shardfold.numerics.scaling import LossScale, make_scaler, scaled
+from shardfold.numerics.shares import Shares
 from shardfold.optim.average import Average
 from shardfold.optim.sharded import ShardedOptimizer, build
 from shardfold.passes import Schedule
@@ -161,6 +162,7 @@ class Engine:
         self.averages: list[Average] = []
         self.watch: Watch | None = None  # of the outputs of modules
         self.alarm = Alarm(self)
+        self.shares = Shares()  # of the micro-batches since the last step
         self.loans: list[Loan] = []  # whole values that are lent: no update meanwhile
         self._clock = Clock(self.agreement.waited)
         self._runner = Runner(
@@ -205,12 +207,15 @@ class Engine:
         """Runs the model's forward."""
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, *, weight: float | None = None, retain_graph: bool = False) -> None:
         """Runs backward; without a loss scale the same as ``loss.backward()``, which under one is refused.
 
-        The loss is not divided: gradients are, as they arrive.
+        The loss is not divided: gradients are, as they arrive. With a ``weight``, such as the number of tokens that a
+        mean was taken over, the step's gradient is the weighted mean over all micro-batches of all ranks.
         """
-        self.alarm.note(loss)
+        if weight != 0:
+            self.alarm.note(loss)
+        loss = self.shares.weighed(loss, weight, first=not self._runner.micro)
         if self.loss_scale is not None:
             if not self._runner.micro and self.actions.lifted != self.loss_scale.scale:
                 self.actions.set_factors()

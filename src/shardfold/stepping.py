@@ -57,8 +57,8 @@ def _update(engine: Engine) -> bool:
     for unit in engine.units:
         if unit.resting is not None and not unit.reduced:  # one rank: nothing reduced, so nothing completed
             unit.resting.complete()
-    used, late, (overflowed, raised) = actions.agree_on_use(
-        scaler is not None and actions.overflowed(), engine.alarm.raised()
+    used, late, (overflowed, raised, weighed) = actions.agree_on_use(
+        scaler is not None and actions.overflowed(), engine.alarm.raised(), engine.shares.any
     )
     engine._runner.reduce_late(late)
     if scaler is not None and late and not overflowed:  # what came late was not among what was looked at
@@ -69,6 +69,9 @@ def _update(engine: Engine) -> bool:
             unit.forget_gradients()
         engine._runner.end_step(skipped=True)
         return False
+    if weighed:
+        sums = actions.control(engine.shares.sums(), dist.ReduceOp.SUM)
+        actions.set_factors(engine.shares.factor(sums, engine.world_size * engine.accumulate))
     actions.grad_norm = actions.coefficient = None
     track = engine._runner.tracks["step"]
     track.restart()
@@ -89,5 +92,7 @@ def _update(engine: Engine) -> bool:
         unit._drain(unit.filling, engine.agreement.wait)
         unit.forget_gradients()
         torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
+    if weighed:
+        actions.set_factors()
     engine._runner.end_step()
     return True

@@ -176,7 +176,7 @@ def gaps(index: Index) -> list[Damage]:
     found: list[Damage] = []
     known = {p.name: p for p in index.parameters}
     by_state: dict[tuple[str, str], list[Piece]] = {
-        (p.name, "weight"): [] for p in index.parameters if p.numel
+        (p.name, "weight"): [] for p in index.parameters if p.numel and p.digest is None
     }  # each must have one
     keys: dict[tuple[str, str], int] = {}
     for piece in index.pieces:
