@@ -243,7 +243,7 @@ def _take_run(engine: Engine, checkpoint: Checkpoint, fit: Fit, report: LoadRepo
     fit.take_options()
     for name, mine in (("schedule", engine.schedule), ("loss_scale", engine.loss_scale)):
         saved, title = run.get(name), name.replace("_", " ")
-        if mine is not None and saved is not None and saved.keys() == mine.state_dict().keys():
+        if mine is not None and saved is not None and saved.keys() <= mine.state_dict().keys():
             mine.load_state_dict(saved)
         elif mine is not None:
             what = "none" if saved is None else "one of another kind"
