@@ -243,7 +243,10 @@ def _take_run(engine: Engine, checkpoint: Checkpoint, fit: Fit, report: LoadRepo
     fit.take_options()
     for name, mine in (("schedule", engine.schedule), ("loss_scale", engine.loss_scale)):
         saved, title = run.get(name), name.replace("_", " ")
-        if mine is not None and saved is not None and saved.keys() <= mine.state_dict().keys():
+        known = mine.state_dict().keys() if mine is not None else set[str]()
+        if saved is not None and "lr_lambdas" not in known:  # of functions, which say nothing of the place in the run
+            saved = {key: value for key, value in saved.items() if key != "lr_lambdas"}
+        if mine is not None and saved is not None and saved.keys() <= known:
             mine.load_state_dict(saved)
         elif mine is not None:
             what = "none" if saved is None else "one of another kind"
