@@ -33,6 +33,7 @@ from shardfold.presets import PRESETS
 
 if TYPE_CHECKING:
     from shardfold import checkpoint, nn, numerics, optim
+    from shardfold.activations import Activations
     from shardfold.checkpoint import Checkpoint, load_model
     from shardfold.data import Loader, Sampler
     from shardfold.engine import Engine
@@ -48,6 +49,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "PRESETS",
+    "Activations",
     "Average",
     "Cell",
     "Checkpoint",
@@ -77,6 +79,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Activations": "shardfold.activations",
     "Checkpoint": "shardfold.checkpoint",
     "Average": "shardfold.optim.average",
     "Stats": "shardfold.stats",

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from shardfold import cost, presets, rebuild
 from shardfold.access import load_state, memory_report, state_dict, stats
 from shardfold.actions import Actions, check_supported
+from shardfold.activations import Activations, Replacements
 from shardfold.agreement import Agreement
 from shardfold.changes import Changes
 from shardfold.checkpoint.base import Base
@@ -74,6 +75,8 @@ class Engine:
             floating dtype that most elements have; those of others, and of fp64, keep their own dtype in every state.
             Or ordered rules of these, ``{path pattern or class: policy, ..., "*": policy}``, of which the first that
             matches a module holds for it and all inside.
+        activations: what happens to what autograd saves in each unit: a mode of :data:`shardfold.activations.MODES`,
+            an :class:`Activations`, or ordered rules of these, as of ``precision``.
         accumulate: micro-batches per optimizer step.
         clip_norm: the largest norm of all gradients, short for ``clip=Clip(norm=...)``; None does not clip.
         clip: by another norm, or by value; see :class:`Clip`.
@@ -101,6 +104,7 @@ class Engine:
         optimizer: Any = None,
         layout: str | Layout = "zero3",
         precision: str | Precision | Mapping[Any, str | Precision] | Sequence[tuple[Any, str | Precision]] = "fp32",
+        activations: str | Activations | Mapping[Any, str | Activations] | Sequence[Any] = "keep",
         accumulate: int = 1,
         clip_norm: float | None = None,
         clip: Clip | None = None,
@@ -127,6 +131,7 @@ class Engine:
         self.timing = timing or Schedule()
         self.rules = Rules(precision, self.table, self.mesh.sizes)
         self.rules.check(model)
+        self._replaced = Replacements(model, activations)
         self.precision, self.layout = self.rules.default, self.rules.layouts[-1]
         for bound in self.rules.layouts:
             check_supported(bound)
@@ -173,7 +178,10 @@ class Engine:
         policy = any(not s.spec.own and s.spec.table is None for unit in self.units for s in unit.segments)
         narrow = TORCH_DTYPES[self.precision.compute] if policy and self.precision.compute in ("bf16", "fp16") else None
         autocast = (TORCH_DTYPES[self.precision.autocast], self.device.type) if self.precision.autocast else None
-        self._hooks = Hooks(model, self.units, self._runner, cast=narrow, casts=self.rules.mixed, autocast=autocast)
+        self._hooks = Hooks(
+            model, self.units, self._runner, cast=narrow, casts=self.rules.mixed, autocast=autocast,
+            replaced=self._replaced,
+        )  # fmt: skip
         self._runner.forget, self._runner.inside = self._hooks.forget, self._hooks.inside
         self._runner.follow = self._follow_model
         self.steps = 0
@@ -444,7 +452,7 @@ class Engine:
         sent = self._update.traffic() if self._update is not None else None
         return explain(
             self.table, self.layout, self.program, specs, self.mesh.sizes, held, self.accumulate, sent,
-            parts=self.rules.described(),
+            parts=self.rules.described(), activations=self._replaced.described(),
         )  # fmt: skip
 
     def buffer_dtypes(self) -> dict[int, torch.dtype]:

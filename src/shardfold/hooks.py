@@ -34,7 +34,7 @@ _AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssu
 
 UP_TO_32 = (torch.float32, torch.bfloat16, torch.float16)
 
-__all__ = ["Hooks", "Listener", "in_backward", "tensors_in"]
+__all__ = ["Hooks", "Listener", "Replaced", "in_backward", "inside_checkpoint", "tensors_in", "top_saved_hooks"]
 
 
 class Listener(Protocol):
@@ -54,9 +54,30 @@ class Listener(Protocol):
     def end_backward(self) -> None: ...
 
 
+class Replaced(Protocol):
+    """What puts forwards of its own in place of modules' (see ``activations``)."""
+
+    def attach(self, units: Sequence[Unit], needs: Callable[[Unit], None]) -> None:
+        """``needs`` is to be called with a unit whose forward runs again inside of a backward."""
+        ...
+
+    def remove(self) -> None: ...
+
+
 def in_backward() -> bool:
     """Whether autograd runs on this thread (activation checkpointing runs forwards inside backward)."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+
+
+def top_saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The ``(pack, unpack)`` that apply to what autograd saves now."""
+    return _AUTOGRAD._top_saved_tensors_default_hooks(False)
+
+
+def inside_checkpoint() -> bool:
+    """Whether what runs is recomputed anyway, by a checkpoint around it, or is being recomputed."""
+    top = top_saved_hooks()
+    return in_backward() or (top is not None and top[0].__module__ == "torch.utils.checkpoint")
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -107,6 +128,7 @@ class Hooks:
         casts: whether every module with parameters of its own gets its floating-point inputs in their dtype, as the
             parts of the model compute in several.
         autocast: dtype and type of device of the ``torch.autocast`` that forward runs under; None: without.
+        replaced: follows the units.
     """
 
     def __init__(
@@ -117,8 +139,9 @@ class Hooks:
         cast: torch.dtype | None = None,
         casts: bool = False,
         autocast: tuple[torch.dtype, str] | None = None,
+        replaced: Replaced | None = None,
     ) -> None:
-        self._listener, self._model = listener, model
+        self._listener, self._model, self._replaced = listener, model, replaced
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, tuple[nn.Module, list[int]]] = {}  # modules and the ids of their hooks
         self._accumulators: list[Any] = []  # a parameter refers to its node weakly
@@ -134,6 +157,8 @@ class Hooks:
         self.remove()
         model = self._model
         units = list(units)
+        if self._replaced is not None:
+            self._replaced.attach(units, self._needs)
         self._units = [unit for unit in units if unit.split]  # whose memory comes and goes
         if self._casts:  # first, because ``_stay_last`` looks for a module's last one
             self._cast_between_parts(units)
@@ -172,6 +197,8 @@ class Hooks:
 
     def remove(self) -> None:
         """Takes every hook off the model."""
+        if self._replaced is not None:
+            self._replaced.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -278,7 +305,7 @@ class Hooks:
         A backward that reaches it by another way than the unit's outputs (a loss of something kept on the side) then
         gathers the unit. Hooks that are already there (activation checkpointing) take precedence.
         """
-        if _AUTOGRAD._top_saved_tensors_default_hooks(False) is not None:
+        if top_saved_hooks() is not None:
             return
         owners = {storage: unit for unit in units for storage in unit.storages()}
 
@@ -355,6 +382,13 @@ class Hooks:
         return hook
 
     # -- backward
+
+    def _needs(self, unit: Unit) -> None:
+        """A unit's forward runs again: it was gathered for its backward, unless that came by another way."""
+        if unit.split and unit.life is not Life.GATHERED:
+            self._ensure_backward()
+            with apart():
+                self._listener.enter_aside(unit)
 
     @staticmethod
     def _watch(output: Any, hook: Callable[[Tensor], None]) -> None:

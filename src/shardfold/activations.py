@@ -1,0 +1,345 @@
+"""WHERE what autograd saves for backward is meanwhile: kept, made again, or resting in host memory or on disk.
+
+    keep        on the device, as in plain PyTorch
+    recompute   a unit's inputs are kept; its forward runs again in backward (arXiv 1604.06174)
+    select      the same, but products of matrices, convolutions and attention are kept: what is cheap is made again
+    host        copies in (pinned) host memory, which come back one unit ahead of backward
+    disk        copies in a file, written and read by a thread
+
+A mode holds for a unit, or for a module that a rule of its own names. It takes the place of the module's ``forward``,
+so that hooks run once, outside of it; in backward the engine has gathered the unit by the time its forward runs again,
+so recomputation gathers nothing. Values are those without it, to the bit: random numbers, autocast and buffers are as
+they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardfold.copies import replace_forward, restore_forward
+from shardfold.errors import ConfigError, ModelError, did_you_mean
+from shardfold.hooks import inside_checkpoint
+from shardfold.rules import Patterns, pairs, text_of
+from shardfold.unit import Unit
+
+__all__ = ["MODES", "Activations", "Place", "Replacements"]
+
+MODES = ("keep", "recompute", "select")
+RECOMPUTED = ("recompute", "select")
+
+SMALL = 64 * 1024
+"""Bytes of the largest buffer that a forward may change, such as running statistics, and be recomputed as it was."""
+
+_ATEN = torch.ops.aten
+KEPT: frozenset[Any] = frozenset(
+    getattr(_ATEN, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_int_mm",
+        "_scaled_mm",
+        "_grouped_mm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    )
+    if hasattr(_ATEN, name)
+)
+"""Operations whose results ``select`` keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What happens to what autograd saves in the forward of a unit.
+
+    Attributes:
+        mode: one of :data:`MODES`.
+        kept: of ``select``: operations whose results are kept too, e.g. ``torch.ops.aten.silu.default``.
+        over: mesh axes over which what is saved is split; none can be given yet.
+
+    Raises:
+        ConfigError: the mode is unknown, or a field does not go with it.
+    """
+
+    mode: str = "keep"
+    kept: tuple[Any, ...] = ()
+    over: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"activations={self.mode!r} is unknown.{did_you_mean(str(self.mode), MODES)}")
+        if self.over:
+            raise ConfigError(
+                f"Activations.over is {self.over!r}: activations can not be split over mesh axes yet, so leave it out; "
+                "'recompute' and 'host' free the same memory."
+            )
+        if self.kept and self.mode != "select":
+            raise ConfigError(f"Activations.kept says what 'select' keeps, but mode is {self.mode!r}: leave it out.")
+
+    @staticmethod
+    def named(given: str | Activations) -> Activations:
+        """The value itself, or that of a mode's name.
+
+        Raises:
+            ConfigError: the name is unknown.
+        """
+        return given if isinstance(given, Activations) else Activations(mode=given)
+
+
+@dataclass(eq=False)
+class Place:
+    """A module whose forward is replaced.
+
+    Attributes:
+        path: of the module in the model.
+        unit: that it is, or is a part of.
+        inner: it and the modules in it.
+        left: it last ran inside of a checkpoint of the model's own, to which it is left.
+    """
+
+    path: str
+    module: nn.Module
+    unit: Unit
+    given: Activations
+    inner: list[nn.Module] = field(default_factory=list[nn.Module])
+    left: bool = False
+
+    def __post_init__(self) -> None:
+        self.inner = list(self.module.modules())
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the model recomputes this, or parts of it, itself (``gradient_checkpointing`` of transformers)."""
+        return any(vars(module).get("gradient_checkpointing") for module in self.inner)
+
+
+class Replacements:
+    """The places of a model, for as long as an engine lives.
+
+    Args:
+        model: whose modules are meant.
+        given: the engine's argument: a mode, an :class:`Activations`, or ordered rules of these.
+
+    Raises:
+        ConfigError: the rules are none, or a mode is unknown.
+        ModelError: a rule matches no module.
+    """
+
+    def __init__(self, model: nn.Module, given: Any) -> None:
+        rules = pairs(given, "activations", (str, Activations), "mode")
+        self._model = model
+        self._values = [Activations.named(value) for _, value in rules]
+        self._patterns = Patterns([pattern for pattern, _ in rules], "activations")
+        self._patterns.check(model)
+        self.places: list[Place] = []
+
+    def attach(self, units: Sequence[Unit], needs: Callable[[Unit], None]) -> None:
+        """Puts forwards in place of those of these units, and takes away what was there.
+
+        Args:
+            units: of the model.
+            needs: called with a unit whose forward is about to run again.
+
+        Raises:
+            ModelError: parts of what is recomputed have a mode of their own, or nothing has the mode that is asked for.
+        """
+        self.remove()
+        self.places = list(self._find(units))
+        if not self.places and any(value.mode != "keep" for value in self._values):
+            asked = next(value.mode for value in self._values if value.mode != "keep")
+            raise ModelError(
+                f"activations={asked!r} applies to no unit of this model, in which nothing but single layers was "
+                "found: name its blocks with units=, or leave it out."
+            )
+        for place in self.places:
+            replace_forward(place.module, _recomputing(place, place.module.forward, needs))
+
+    def remove(self) -> None:
+        """Gives every module its own forward."""
+        for place in self.places:
+            restore_forward(place.module)
+        self.places = []
+
+    def described(self) -> dict[str, str]:
+        """What happens in each unit, by its name, where that is not ``keep``."""
+        said: dict[str, list[str]] = {}
+        for place in self.places:
+            mode = place.given.mode
+            if place.leaves or place.left:
+                mode = "left to the model's own checkpointing"
+            whole = any(place.module is module for module in place.unit.modules)
+            said.setdefault(place.unit.name, []).append(mode if whole else f"{place.path}: {mode}")
+        return {name: ", ".join(modes) for name, modes in said.items()}
+
+    def _find(self, units: Sequence[Unit]) -> Iterator[Place]:
+        rule = self._patterns.assign(self._model)
+        unit_of: dict[int, Unit] = {}
+        for unit in sorted(units, key=lambda unit: not unit.spec.root):  # the root's are those that no other has
+            for module in unit.modules:
+                unit_of.update({id(inner): unit for inner in module.modules()})
+        tops = {id(module) for unit in units if not unit.spec.root for module in unit.modules}
+        around: set[str] = {""}  # paths of what contains units
+        modules = dict(self._model.named_modules())
+        for path, module in modules.items():
+            if id(module) in tops:
+                around.update(path[:i] for i, letter in enumerate(path) if letter == ".")
+        found: dict[str, Place] = {}
+        for path, module in modules.items():
+            outer = path.rpartition(".")[0]
+            number = rule[id(module)]
+            if path in around or (id(module) not in tops and number == rule[id(modules[outer])]):
+                continue
+            value, enclosing = self._values[number], _enclosing(found, path)
+            if enclosing is not None and enclosing.given.mode in RECOMPUTED:
+                raise ModelError(
+                    f"activations= has {value.mode!r} for {path!r} by its rule for "
+                    f"{text_of(self._patterns.patterns[number])}, and {enclosing.given.mode!r} for {enclosing.path!r}, "
+                    "which contains it and is made again as a whole: leave one of them out."
+                )
+            if value.mode == "keep" or id(module) not in unit_of:
+                continue
+            if value.mode in RECOMPUTED and isinstance(module, (nn.Embedding, nn.Linear)):
+                continue  # what it saves is its input
+            found[path] = Place(path, module, unit_of[id(module)], value)
+        yield from found.values()
+
+
+def _enclosing(places: dict[str, Place], path: str) -> Place | None:
+    while path:
+        path = path.rpartition(".")[0]
+        if path in places:
+            return places[path]
+    return None
+
+
+# -- recomputation
+
+
+def _recomputing(place: Place, forward: Callable[..., Any], needs: Callable[[Unit], None]) -> Callable[..., Any]:
+    contexts = _contexts(place.given)
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # torch.compile recomputes in the graph
+            return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        place.left = inside_checkpoint()
+        if place.left or place.leaves or (call := _without_caches(args, kwargs)) is None:
+            return forward(*args, **kwargs)
+        again = _Again(place, forward, needs, call)
+        return checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
+
+    return run
+
+
+def _contexts(given: Activations) -> dict[str, Any]:
+    """Arguments of ``checkpoint``."""
+    if given.mode != "select":
+        return {}
+    kept = KEPT | set(given.kept)
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+
+class _Again:
+    """One forward, which runs now and once more in each backward.
+
+    Attributes:
+        leaves: the arguments, flat: a checkpoint looks for tensors, and so for the devices whose random numbers it
+            keeps, among positional arguments only.
+    """
+
+    def __init__(
+        self, place: Place, forward: Callable[..., Any], needs: Callable[[Unit], None], call: tuple[Any, Any]
+    ) -> None:
+        self._place, self._forward, self._needs = place, forward, needs
+        self.leaves, self._shape = tree_flatten(call)
+        self._before: list[_Buffer] | None = None  # until it has run
+
+    def __call__(self, *leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(list(leaves), self._shape)
+        if self._before is None:
+            buffers = list(_small_buffers(self._place.inner))
+            try:
+                return self._forward(*args, **kwargs)
+            finally:
+                self._before = [buffer for buffer in buffers if buffer.changed()]
+        self._needs(self._place.unit)
+        with _as_they_were(self._before):
+            return self._forward(*args, **kwargs)
+
+
+class _Buffer(NamedTuple):
+    """A buffer and its value before a forward."""
+
+    owner: dict[str, Tensor | None]
+    name: str
+    buffer: Tensor
+    version: int
+    value: Tensor
+    statistics: bool  # of a normalization, which PyTorch changes without a word
+
+    def changed(self) -> bool:
+        found = self.owner.get(self.name)
+        return self.statistics or found is not self.buffer or self.buffer._version != self.version
+
+
+def _small_buffers(modules: Sequence[nn.Module]) -> Iterator[_Buffer]:
+    for module in modules:
+        statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.nbytes <= SMALL:
+                value = buffer.detach().clone()
+                yield _Buffer(module._buffers, name, buffer, buffer._version, value, statistics)
+
+
+@contextmanager
+def _as_they_were(buffers: Sequence[_Buffer]) -> Iterator[None]:
+    """Inside, buffers have their values from before, and changes of them are lost: they were made once already."""
+    now = [buffer.owner.get(buffer.name) for buffer in buffers]
+    for buffer in buffers:
+        buffer.owner[buffer.name] = buffer.value.clone()
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, now, strict=True):
+            buffer.owner[buffer.name] = value
+
+
+def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments without caches of keys and values (transformers'), which running twice would fill twice; None if
+    one holds something, which forward has to see."""
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not caches:
+        return args, kwargs
+    if any(int(cache.get_seq_length()) for cache in caches):
+        return None
+    args = tuple(None if _is_cache(value) else value for value in args)
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def _is_cache(value: Any) -> bool:
+    return not isinstance(value, (Tensor, nn.Module)) and callable(getattr(value, "get_seq_length", None))

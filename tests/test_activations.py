@@ -1,0 +1,305 @@
+"""What autograd saves may be made again or rest elsewhere: losses, gradients and traffic stay, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import models
+import shardfold as sf
+import zoo
+from shardfold.activations import MODES
+from shardfold.recipes.config import GPTConfig
+from shardfold.recipes.gpt import GPT, Block
+from shardfold.testing import Ranks
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+CHANGED = [mode for mode in MODES if mode != "keep"]
+
+
+class Dropping(Block):
+    """A block of the GPT with dropout."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return F.dropout(super().forward(x, cos, sin), 0.2, self.training)
+
+
+def _gpt(dropout: bool) -> nn.Module:
+    model = GPT(GPTConfig(vocab=61, d_model=32, layers=3, heads=2, context=8))
+    for block in model.blocks:
+        block.__class__ = Dropping if dropout else Block
+    return model
+
+
+def _of_zoo(name: str, dropout: bool) -> nn.Module:
+    model = zoo.build(name)
+    for module in model.modules() if dropout else ():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+        elif hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    return model
+
+
+def _job(name: str, dropout: bool) -> tuple[nn.Module, dict[str, Any], Callable[[Any], Tensor]]:
+    """A model, a global batch and what makes the loss of an output."""
+    torch.manual_seed(0)
+    if name == "gpt":
+        draw = torch.Generator().manual_seed(0)
+        batch = {"tokens": zoo.tokens(draw), "targets": zoo.tokens(draw)}
+        return _gpt(dropout), batch, lambda output: output
+    batch = zoo.batches(name, 1)[0]
+    return _of_zoo(name, dropout), batch, lambda output: zoo.loss(name, output, batch)
+
+
+def _train(model: nn.Module, batch: dict[str, Any], loss: Callable[[Any], Tensor], **options: Any) -> dict[str, Any]:
+    """Losses, whole gradients and traffic of two steps."""
+    engine = sf.Engine(copy.deepcopy(model), optimizer=SGD, **options)
+    part = {key: value.chunk(engine.world_size)[engine.rank] for key, value in batch.items()}
+    found: dict[str, Any] = {}
+    for step in range(2):
+        torch.manual_seed(10 * step + engine.rank)
+        value = loss(engine(**part))
+        engine.backward(value)
+        found[f"loss {step}"] = value.detach()
+        with engine.gathered(of="grads") as grads:
+            found.update({f"gradient {step} of {key}": grad for key, grad in grads.items()})
+        engine.step()
+        found[f"random {step}"] = torch.rand(2)
+    found["traffic"] = [(row.op, row.calls, row.sent) for row in engine.traffic().rows]
+    found |= {f"buffer {key}": value for key, value in model.named_buffers()}
+    found["explained"] = engine.explain()
+    assert engine.memory().transient == 0
+    engine.close()
+    return found
+
+
+def _differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    assert expected.keys() == found.keys()
+    return [
+        key
+        for key, value in expected.items()
+        if key != "explained"
+        and not (torch.equal(value, found[key]) if isinstance(value, Tensor) else value == found[key])
+    ]
+
+
+def _compare(name: str, layout: str, precision: str, dropouts: tuple[bool, ...] = (False, True)) -> list[str]:
+    wrong = []
+    for dropout in dropouts:
+        model, batch, loss = _job(name, dropout)
+        train = partial(_train, model, batch, loss, layout=layout, precision=precision)
+        expected = train()
+        torch.manual_seed(dist.get_rank())
+        if dropout:  # forward took random numbers
+            assert not torch.equal(expected["random 0"], torch.rand(2))
+        for mode in CHANGED:
+            found = train(activations=mode)
+            assert f"  {mode}\n" in found["explained"], found["explained"]
+            wrong += [f"{mode} {dropout=}: {key}" for key in _differences(expected, found)]
+    return wrong
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert"])
+def test_losses_gradients_and_traffic_are_those_of_kept_activations(
+    ranks: Ranks, name: str, layout: str, precision: str
+) -> None:
+    assert ranks.run(_compare, name, layout, precision, world_size=2) == [[], []]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["zero3", "hpz"])
+@pytest.mark.parametrize("name", sorted(zoo.ZOO))
+def test_every_architecture_trains_the_same(ranks: Ranks, name: str, layout: str) -> None:
+    assert ranks.run(_compare, name, layout, "fp32", (False,), world_size=2) == [[], []]
+
+
+# -- what else happens to a model
+
+
+class Net(nn.Module):
+    """Blocks, which the model's own code may checkpoint; each counts its forwards."""
+
+    def __init__(self, own: str = "", norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Counted(norm) for _ in range(3))
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.own:
+                x = checkpoint(block, x, use_reentrant=self.own == "reentrant")
+            else:
+                x = block(x)
+        return x.square().mean()
+
+
+class Counted(nn.Module):
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.norm = nn.BatchNorm1d(24) if norm else nn.Identity()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+def _step(engine: sf.Engine, seed: int = 0) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    engine.backward(engine(torch.randn(6, 12, generator=draw, requires_grad=True)))
+    engine.step()
+
+
+def _own_checkpoints(layout: str, own: str) -> tuple[list[int], str]:
+    engine = sf.Engine(Net(own), optimizer=SGD, layout=layout, activations="recompute")
+    _step(engine)
+    explained = engine.explain()
+    engine.close()
+    return [block.count for block in engine.module.blocks], explained
+
+
+@pytest.mark.parametrize("own", ["", "new", "reentrant"])
+def test_a_models_own_checkpoints_are_not_doubled(ranks: Ranks, own: str) -> None:
+    for counts, explained in ranks.run(_own_checkpoints, "zero3", own, world_size=2):
+        assert counts == [2, 2, 2]
+        assert ("left to the model's own checkpointing" in explained) == bool(own)
+
+
+def _of_transformers() -> list[str]:
+    model, batch, loss = _job("llama", dropout=True)
+    expected = _train(model, batch, loss, layout="zero3")
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    found = _train(model, batch, loss, layout="zero3", activations="recompute")
+    assert "left to the model's own checkpointing" in found["explained"]
+    return _differences(expected, found)
+
+
+def test_gradient_checkpointing_of_transformers_keeps_working(ranks: Ranks) -> None:
+    assert ranks.run(_of_transformers, world_size=2) == [[], []]
+
+
+def _statistics(mode: str) -> list[dict[str, Tensor]]:
+    found = []
+    for activations in ("keep", mode):
+        engine = sf.Engine(Net(norm=True), optimizer=SGD, layout="zero3", activations=activations)
+        for seed in range(3):
+            _step(engine, seed)
+        found.append(engine.state_dict())
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", CHANGED)
+def test_running_statistics_count_a_batch_once(ranks: Ranks, mode: str) -> None:
+    for kept, changed in ranks.run(_statistics, mode, world_size=2):
+        assert kept["blocks.0.norm.num_batches_tracked"] == 3
+        for name, value in kept.items():
+            assert torch.equal(value, changed[name]), name
+
+
+def _copies(mode: str) -> list[str]:
+    engine = sf.Engine(Net(), optimizer=SGD, layout="zero3", activations=mode)
+    _step(engine)
+    problems = []
+    with engine.gathered():
+        block: Any = engine.module.blocks[0]
+        copied: list[Any] = [copy.deepcopy(block), pickle.loads(pickle.dumps(block))]
+    for made in copied:
+        count = block.count
+        made(torch.randn(2, 12)).sum().backward()
+        if vars(made).get("forward") or block.count != count or made.up.weight.grad is None:
+            problems.append("a copy is not a plain module")
+    _step(engine)
+    engine.close()
+    if vars(block).keys() != vars(Counted(norm=False)).keys():
+        problems.append(f"close() leaves {vars(block).keys()}")
+    return problems
+
+
+@pytest.mark.parametrize("mode", CHANGED)
+def test_copies_and_closed_models_are_plain(ranks: Ranks, mode: str) -> None:
+    assert ranks.run(_copies, mode, world_size=2) == [[], []]
+
+
+def _compiled(layout: str, mode: str) -> list[str]:
+    torch._dynamo.reset()
+    model = models.Small(layers=2)
+    tokens, targets = models.batches(1)[0]
+    batch = {"tokens": tokens, "targets": targets}
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    train = partial(_train, model, batch, lambda output: output, layout=layout)
+    return _differences(train(), train(activations=mode))
+
+
+@pytest.mark.product
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("mode", CHANGED)
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_compiled_blocks(ranks: Ranks, layout: str, mode: str) -> None:
+    assert ranks.run(_compiled, layout, mode, world_size=2) == [[], []]
+
+
+# -- rules
+
+
+def _explained(activations: Any) -> list[str]:
+    engine = sf.Engine(models.small(), activations=activations)
+    lines = engine.explain().partition("activations (of all others: keep):\n")[2].partition("\n\n")[0].split("\n")
+    engine.close()
+    return [line.strip() for line in lines if line]
+
+
+@pytest.mark.parametrize(
+    ("activations", "expected"),
+    [
+        ("keep", {}),
+        ({"blocks.1": "recompute", "blocks": "select", "*": "keep"}, {0: "select", 1: "recompute", 2: "select"}),
+        ([(models.Block, "select"), ("*", "recompute")], {0: "select", 1: "select", 2: "select"}),
+        ({"blocks.0.up": "keep", "*": "keep"}, {}),
+        ({"blocks.2.norm": sf.Activations(mode="recompute"), "*": "keep"}, {2: "blocks.2.norm: recompute"}),
+    ],
+)
+def test_rules_choose_by_path_and_class(ranks: Ranks, activations: Any, expected: dict[int, str]) -> None:
+    lines = [f"{f'blocks.{i}':<28}{mode}" for i, mode in expected.items()]
+    assert ranks.run(_explained, activations, world_size=1) == [lines]
+
+
+@pytest.mark.parametrize(
+    ("activations", "message"),
+    [
+        ("recomputed", "Did you mean 'recompute'"),
+        ({"blocks": "recompute"}, "end them with '\\*'"),
+        ({"*": "keep", "blocks": "recompute"}, "put '\\*' last"),
+        ({"block": "recompute", "*": "keep"}, "matches no module. Did you mean 'blocks'"),
+        ({"blocks.*.up": "select", "blocks": "recompute", "*": "keep"}, "made again as a whole"),
+        (3, "it is a mode, its name, or ordered rules"),
+    ],
+)
+def test_rules_that_can_not_hold_are_refused(ranks: Ranks, activations: Any, message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        ranks.run(_explained, activations, world_size=1)
+
+
+def test_values_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(sf.ShardfoldError, match="can not be split over mesh axes yet"):
+        sf.Activations(mode="keep", over=("tp",))
+    with pytest.raises(sf.ShardfoldError, match="what 'select' keeps"):
+        sf.Activations(mode="recompute", kept=(torch.ops.aten.silu.default,))
