@@ -27,6 +27,11 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 CHANGED = [mode for mode in MODES if mode != "keep"]
 
 
+def _as(mode: str) -> sf.Activations:
+    """The mode, for the small tensors of tests."""
+    return sf.Activations(mode=mode, smallest=0)
+
+
 class Dropping(Block):
     """A block of the GPT with dropout."""
 
@@ -94,7 +99,9 @@ def _differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _compare(name: str, layout: str, precision: str, dropouts: tuple[bool, ...] = (False, True)) -> list[str]:
+def _compare(
+    name: str, layout: str, precision: str, modes: list[str] = CHANGED, dropouts: tuple[bool, ...] = (False, True)
+) -> list[str]:
     wrong = []
     for dropout in dropouts:
         model, batch, loss = _job(name, dropout)
@@ -103,8 +110,8 @@ def _compare(name: str, layout: str, precision: str, dropouts: tuple[bool, ...] 
         torch.manual_seed(dist.get_rank())
         if dropout:  # forward took random numbers
             assert not torch.equal(expected["random 0"], torch.rand(2))
-        for mode in CHANGED:
-            found = train(activations=mode)
+        for mode in modes:
+            found = train(activations=_as(mode))
             assert f"  {mode}\n" in found["explained"], found["explained"]
             wrong += [f"{mode} {dropout=}: {key}" for key in _differences(expected, found)]
     return wrong
@@ -122,9 +129,11 @@ def test_losses_gradients_and_traffic_are_those_of_kept_activations(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", ["zero3", "hpz"])
-@pytest.mark.parametrize("name", sorted(zoo.ZOO))
+@pytest.mark.parametrize("name", sorted(zoo.ZOO.keys() - {"albert_one_block"}))  # which is no unit but all root
 def test_every_architecture_trains_the_same(ranks: Ranks, name: str, layout: str) -> None:
-    assert ranks.run(_compare, name, layout, "fp32", (False,), world_size=2) == [[], []]
+    for wrong in ranks.run(_compare, name, layout, "fp32", dropouts=(False,), world_size=2):
+        # Reformer takes its seeds from the clock.
+        assert not [key for key in wrong if name != "reformer" or ": random" not in key]
 
 
 # -- what else happens to a model
@@ -198,7 +207,7 @@ def test_gradient_checkpointing_of_transformers_keeps_working(ranks: Ranks) -> N
 def _statistics(mode: str) -> list[dict[str, Tensor]]:
     found = []
     for activations in ("keep", mode):
-        engine = sf.Engine(Net(norm=True), optimizer=SGD, layout="zero3", activations=activations)
+        engine = sf.Engine(Net(norm=True), optimizer=SGD, layout="zero3", activations=_as(activations))
         for seed in range(3):
             _step(engine, seed)
         found.append(engine.state_dict())
@@ -215,7 +224,7 @@ def test_running_statistics_count_a_batch_once(ranks: Ranks, mode: str) -> None:
 
 
 def _copies(mode: str) -> list[str]:
-    engine = sf.Engine(Net(), optimizer=SGD, layout="zero3", activations=mode)
+    engine = sf.Engine(Net(), optimizer=SGD, layout="zero3", activations=_as(mode))
     _step(engine)
     problems = []
     with engine.gathered():
@@ -246,7 +255,7 @@ def _compiled(layout: str, mode: str) -> list[str]:
     for block in model.blocks:
         block.compile(backend="aot_eager")
     train = partial(_train, model, batch, lambda output: output, layout=layout)
-    return _differences(train(), train(activations=mode))
+    return _differences(train(), train(activations=_as(mode)))
 
 
 @pytest.mark.product
@@ -278,7 +287,7 @@ def _explained(activations: Any) -> list[str]:
     ],
 )
 def test_rules_choose_by_path_and_class(ranks: Ranks, activations: Any, expected: dict[int, str]) -> None:
-    lines = [f"{f'blocks.{i}':<28}{mode}" for i, mode in expected.items()]
+    lines = [f"{f'blocks.{i}':<28}  {mode}" for i, mode in expected.items()]
     assert ranks.run(_explained, activations, world_size=1) == [lines]
 
 

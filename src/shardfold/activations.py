@@ -15,7 +15,7 @@ they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -28,13 +28,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardfold.copies import replace_forward, restore_forward
 from shardfold.errors import ConfigError, ModelError, did_you_mean
 from shardfold.hooks import inside_checkpoint
+from shardfold.report import SavedReport
 from shardfold.rules import Patterns, pairs, text_of
+from shardfold.saved import Movers, counted
 from shardfold.unit import Unit
 
 __all__ = ["MODES", "Activations", "Place", "Replacements"]
 
-MODES = ("keep", "recompute", "select")
+MODES = ("keep", "recompute", "select", "host", "disk")
 RECOMPUTED = ("recompute", "select")
+MOVED = ("host", "disk")
 
 SMALL = 64 * 1024
 """Bytes of the largest buffer that a forward may change, such as running statistics, and be recomputed as it was."""
@@ -71,6 +74,8 @@ class Activations:
     Attributes:
         mode: one of :data:`MODES`.
         kept: of ``select``: operations whose results are kept too, e.g. ``torch.ops.aten.silu.default``.
+        smallest: of ``host`` and ``disk``: bytes of the smallest tensor that is moved.
+        folder: of ``disk``: where the file is; None: the system's folder for temporary files.
         over: mesh axes over which what is saved is split; none can be given yet.
 
     Raises:
@@ -79,6 +84,8 @@ class Activations:
 
     mode: str = "keep"
     kept: tuple[Any, ...] = ()
+    smallest: int = 64 * 1024
+    folder: str | None = None
     over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -91,6 +98,10 @@ class Activations:
             )
         if self.kept and self.mode != "select":
             raise ConfigError(f"Activations.kept says what 'select' keeps, but mode is {self.mode!r}: leave it out.")
+        if self.folder is not None and self.mode != "disk":
+            raise ConfigError(f"Activations.folder is for 'disk', but mode is {self.mode!r}: leave it out.")
+        if self.smallest < 0:
+            raise ConfigError(f"Activations.smallest is {self.smallest}: it is a number of bytes, 0 or more.")
 
     @staticmethod
     def named(given: str | Activations) -> Activations:
@@ -135,19 +146,22 @@ class Replacements:
     Args:
         model: whose modules are meant.
         given: the engine's argument: a mode, an :class:`Activations`, or ordered rules of these.
+        device: that trains.
 
     Raises:
         ConfigError: the rules are none, or a mode is unknown.
         ModelError: a rule matches no module.
     """
 
-    def __init__(self, model: nn.Module, given: Any) -> None:
+    def __init__(self, model: nn.Module, given: Any, device: torch.device) -> None:
         rules = pairs(given, "activations", (str, Activations), "mode")
         self._model = model
         self._values = [Activations.named(value) for _, value in rules]
         self._patterns = Patterns([pattern for pattern, _ in rules], "activations")
         self._patterns.check(model)
         self.places: list[Place] = []
+        self._movers = Movers(model, device)
+        self._units: Sequence[Unit] = ()
 
     def attach(self, units: Sequence[Unit], needs: Callable[[Unit], None]) -> None:
         """Puts forwards in place of those of these units, and takes away what was there.
@@ -167,8 +181,14 @@ class Replacements:
                 f"activations={asked!r} applies to no unit of this model, in which nothing but single layers was "
                 "found: name its blocks with units=, or leave it out."
             )
+        self._units = units
+        self._movers.follow([storage for unit in units for storage in unit.storages()])
         for place in self.places:
-            replace_forward(place.module, _recomputing(place, place.module.forward, needs))
+            own = place.module.forward
+            moved = place.given.mode in MOVED
+            replace_forward(
+                place.module, _moving(place, own, self._movers) if moved else _recomputing(place, own, needs)
+            )
 
     def remove(self) -> None:
         """Gives every module its own forward."""
@@ -176,12 +196,20 @@ class Replacements:
             restore_forward(place.module)
         self.places = []
 
+    def close(self) -> None:
+        """Ends threads and gives back files."""
+        self._movers.close()
+
+    def counted(self) -> AbstractContextManager[SavedReport]:
+        """See :meth:`Engine.activations`."""
+        return counted(self._model, self._units, self.described(), self._movers)
+
     def described(self) -> dict[str, str]:
         """What happens in each unit, by its name, where that is not ``keep``."""
         said: dict[str, list[str]] = {}
         for place in self.places:
             mode = place.given.mode
-            if place.leaves or place.left:
+            if place.left or (mode in RECOMPUTED and place.leaves):
                 mode = "left to the model's own checkpointing"
             whole = any(place.module is module for module in place.unit.modules)
             said.setdefault(place.unit.name, []).append(mode if whole else f"{place.path}: {mode}")
@@ -226,6 +254,23 @@ def _enclosing(places: dict[str, Place], path: str) -> Place | None:
         if path in places:
             return places[path]
     return None
+
+
+def _moving(place: Place, forward: Callable[..., Any], movers: Movers) -> Callable[..., Any]:
+    given = place.given
+
+    @partial(torch.compiler.disable, recursive=False)  # what it calls is compiled, under the hooks of its frame
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        place.left = inside_checkpoint()
+        if place.left:
+            return forward(*args, **kwargs)
+        with movers.frame(place.module, given.mode, given.folder, given.smallest, (args, kwargs)):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 # -- recomputation

@@ -14,7 +14,7 @@ program. What is here is what users call, and the life of a step:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from shardfold.optim.average import Average
 from shardfold.optim.sharded import ShardedOptimizer, build
 from shardfold.passes import Schedule
 from shardfold.program import Program
-from shardfold.report import MemoryReport, MemoryRow, StepReport, TrafficReport
+from shardfold.report import MemoryReport, MemoryRow, SavedReport, StepReport, TrafficReport
 from shardfold.rules import Rules
 from shardfold.runner import Runner
 from shardfold.stats import Clock, Stats
@@ -131,7 +131,7 @@ class Engine:
         self.timing = timing or Schedule()
         self.rules = Rules(precision, self.table, self.mesh.sizes)
         self.rules.check(model)
-        self._replaced = Replacements(model, activations)
+        self._replaced = Replacements(model, activations, self.device)
         self.precision, self.layout = self.rules.default, self.rules.layouts[-1]
         for bound in self.rules.layouts:
             check_supported(bound)
@@ -429,6 +429,10 @@ class Engine:
         """Bytes held on this rank by state and tier, walked from live storages, beside what the table says."""
         return memory_report(self, self._update)
 
+    def activations(self) -> AbstractContextManager[SavedReport]:
+        """Inside, bytes that autograd saves in each unit are counted; the report is complete at the end."""
+        return self._replaced.counted()
+
     def traffic(self) -> TrafficReport:
         """Bytes this rank sent in the last step, by journey and axes, beside what the program says."""
         specs = [unit.spec for unit in self.units]
@@ -480,6 +484,7 @@ class Engine:
         self._changes.close()
         self.alarm.close()
         self._hooks.remove()
+        self._replaced.close()
         self.agreement.close()  # first, so that whoever finds the wire closed knows why
         self.actions.wire.close()
         self.mesh.close()

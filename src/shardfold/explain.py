@@ -48,7 +48,7 @@ def explain(
         lines.append(f"{unit.name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}")
     if activations:
         lines += ["", "activations (of all others: keep):"]
-        lines += [f"  {name:<28}{what}" for name, what in activations.items()]
+        lines += [f"  {name:<28}  {what}" for name, what in activations.items()]
     lines += ["", "bytes at rest on each rank:"]
     lines += [f"  {state:<9}{num_bytes:>18,.0f}" for state, num_bytes in held.items()]
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"

@@ -9,7 +9,16 @@ from shardfold.layout import Axes
 if TYPE_CHECKING:
     from shardfold.numerics.forensics import Finding
 
-__all__ = ["MemoryReport", "MemoryRow", "StepReport", "TrafficReport", "TrafficRow", "human"]
+__all__ = [
+    "MemoryReport",
+    "MemoryRow",
+    "SavedReport",
+    "SavedRow",
+    "StepReport",
+    "TrafficReport",
+    "TrafficRow",
+    "human",
+]
 
 
 def human(num_bytes: float) -> str:
@@ -59,6 +68,45 @@ class MemoryReport(NamedTuple):
             )
         lines.append(f"{'all':<18}{human(self.table):>12}{human(self.padding):>12}{human(self.held):>12}")
         lines.append(f"in use now besides: {human(self.transient)}")
+        return "\n".join(lines)
+
+
+class SavedRow(NamedTuple):
+    """What autograd saved in forwards of one unit, in bytes of storages: on the ``device``, where each counts once and
+    for the unit that saved it first, and ``outside``, in host memory or on disk."""
+
+    unit: str
+    mode: str
+    device: int
+    outside: int
+
+
+class SavedReport:
+    """What autograd saved for backward on this rank, without parameters and buffers.
+
+    Attributes:
+        rows: the root first, then the other units.
+        peak: the most bytes of what rests outside that were on the device at once, in forward or backward.
+    """
+
+    def __init__(self) -> None:
+        self.rows: tuple[SavedRow, ...] = ()
+        self.peak = 0
+
+    @property
+    def device(self) -> int:
+        return sum(row.device for row in self.rows)
+
+    @property
+    def outside(self) -> int:
+        return sum(row.outside for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{'unit':<28}  {'activations':<14}{'device':>12}{'outside':>12}"]
+        for row in self.rows:
+            lines.append(f"{row.unit:<28}  {row.mode:<14}{human(row.device):>12}{human(row.outside):>12}")
+        lines.append(f"{'all':<44}{human(self.device):>12}{human(self.outside):>12}")
+        lines.append(f"at once on the device of what is outside: {human(self.peak)}")
         return "\n".join(lines)
 
 
