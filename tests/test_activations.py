@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import shardfold as sf
+import test_loops
+import test_peak
 import zoo
 from shardfold.activations import MODES
 from shardfold.recipes.config import GPTConfig
 from shardfold.recipes.gpt import GPT, Block
-from shardfold.testing import Ranks
+from shardfold.testing import Ranks, RanksFailed
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 CHANGED = [mode for mode in MODES if mode != "keep"]
@@ -266,6 +269,172 @@ def test_compiled_blocks(ranks: Ranks, layout: str, mode: str) -> None:
     assert ranks.run(_compiled, layout, mode, world_size=2) == [[], []]
 
 
+def _loop(loop: Callable[[Any], list[Any]], mode: str) -> list[dict[str, Tensor]]:
+    def make(model: nn.Module, optimizer: Any = test_loops.ADAMW) -> sf.Engine:
+        return sf.Engine(model, optimizer=optimizer, layout="zero3", units=["blocks.*"], activations=_as(mode))
+
+    engines = loop(make)
+    states = [engine.state_dict() for engine in engines]
+    for engine in engines:
+        assert engine.memory().transient == 0
+        engine.close()
+    return states
+
+
+@pytest.mark.parametrize("mode", CHANGED)
+@pytest.mark.parametrize(
+    "loop",
+    [test_loops.losses_on_the_side, test_loops.several_losses]
+    + [
+        pytest.param(loop, marks=pytest.mark.soak)
+        for loop in test_loops.LOOPS
+        if loop not in (test_loops.losses_on_the_side, test_loops.several_losses)
+    ],
+)
+def test_training_loops(ranks: Ranks, loop: Callable[[Any], list[Any]], mode: str) -> None:
+    """Among them: losses that reach a unit by another way than its outputs, and a graph that two backwards read."""
+    if mode == "select" and loop is test_loops.several_losses:
+        with pytest.raises(RanksFailed, match="only allowed to backward once"):  # says PyTorch
+            ranks.run(_loop, loop, mode, world_size=2)
+        return
+    expected = ranks.run(_loop, loop, "keep", world_size=2)
+    for mine, kept in zip(ranks.run(_loop, loop, mode, world_size=2), expected, strict=True):
+        for state, other in zip(mine, kept, strict=True):
+            assert all(torch.equal(value, other[name]) for name, value in state.items())
+
+
+class Failing(Net):
+    """Raises behind its second block when told to."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        if self.fails:
+            raise ArithmeticError("told to")
+        return self.blocks[2](x).square().mean()
+
+
+def _after_an_exception(mode: str) -> list[dict[str, Tensor]]:
+    found = []
+    for fails in (False, True):
+        model = Failing()
+        engine = sf.Engine(model, optimizer=SGD, layout="zero3", activations=_as(mode))
+        _step(engine)
+        if fails:
+            model.fails = True
+            with pytest.raises(ArithmeticError):
+                _step(engine)
+            model.fails = False
+        _step(engine)
+        found.append(engine.state_dict())
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", CHANGED)
+def test_an_exception_in_forward_leaves_nothing_behind(ranks: Ranks, mode: str) -> None:
+    for plain, failed in ranks.run(_after_an_exception, mode, world_size=2):
+        assert all(torch.equal(value, failed[name]) for name, value in plain.items())
+
+
+# -- bytes
+
+ROWS, LAYERS = 2048, 8
+
+
+class Wide(nn.Module):
+    """Blocks whose activations are much more than their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.Block(64) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _bytes(layout: str, mode: str) -> dict[str, Any]:
+    """What is counted, and what tensors take in one forward and backward beyond what rests."""
+    engine = sf.Engine(Wide(), optimizer=SGD, layout=layout, activations=mode)
+    x = torch.randn(ROWS, 64)
+
+    def loss() -> Tensor:
+        return engine(x).mean()
+
+    engine.backward(loss())
+    engine.step()
+    with engine.activations() as saved:
+        engine.backward(loss())
+    engine.step()
+    with test_peak.LiveBytes([segment.flat for unit in engine.units for segment in unit.segments]) as live:
+        engine.backward(loss())
+        engine.step()
+        live.peak = 0
+        live.sample()
+        rest = live.peak
+        value = loss()
+        live.peak = 0
+        live.sample()
+        after = live.peak
+        engine.backward(value)
+        peak = live.peak
+    engine.close()
+    return {"rows": saved.rows, "peak": saved.peak, "text": str(saved), "after": after - rest, "backward": peak - rest}
+
+
+def test_recomputation_takes_the_inputs_and_one_unit(ranks: Ranks) -> None:
+    kept = ranks.run(_bytes, "ddp", "keep", world_size=1)[0]
+    made = ranks.run(_bytes, "ddp", "recompute", world_size=1)[0]
+    one = kept["rows"][1].device
+    inputs = [row.device for row in made["rows"][1:]]
+    assert inputs == [ROWS * 64 * 4] * LAYERS
+    assert one == 10 * ROWS * 64 * 4 + 2 * ROWS * 4  # input, normalized, two of four times the width; mean and variance
+    # The first input rests, and what tensors take is a little more: gradients of parameters, the loss.
+    assert made["after"] == pytest.approx(sum(inputs[1:]), rel=0.01)
+    assert kept["after"] == pytest.approx(LAYERS * one, rel=0.02)
+    gradients = kept["backward"] - kept["after"]  # of activations, which both have
+    assert made["backward"] - gradients <= 1.1 * (sum(inputs) + one)
+
+
+def test_selection_keeps_products(ranks: Ranks) -> None:
+    made = ranks.run(_bytes, "ddp", "select", world_size=1)[0]
+    for row in made["rows"][1:]:
+        assert row == (row.unit, "select", (1 + 4 + 1) * ROWS * 64 * 4, 0)
+    assert made["after"] == pytest.approx(sum(row.device for row in made["rows"]), rel=0.03)
+
+
+@pytest.mark.parametrize("mode", ["host", "disk"])
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_two_units_at_a_time_are_on_the_device(ranks: Ranks, layout: str, mode: str) -> None:
+    for found in ranks.run(_bytes, layout, mode, world_size=2):
+        rows = found["rows"][1:]
+        assert [row.mode for row in rows] == [mode] * LAYERS
+        one = 10 * ROWS * 64 * 4
+        assert [row.outside for row in rows] == [one] * LAYERS
+        assert all(row.device == 2 * ROWS * 4 for row in rows)  # smaller than what is moved
+        assert found["peak"] == 2 * one
+        assert found["after"] < one / 10
+        assert "blocks.7" in found["text"] and mode in found["text"]
+
+
+def _into(folder: str) -> None:
+    engine = sf.Engine(Net(), optimizer=SGD, activations=sf.Activations(mode="disk", smallest=0, folder=folder))
+    try:
+        _step(engine)
+        assert list(Path(folder).iterdir()) == []  # the file has no name
+    finally:
+        engine.close()
+
+
+def test_the_folder_of_the_file_is_a_choice(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_into, str(tmp_path), world_size=1)
+    with pytest.raises(RanksFailed, match="No such file or directory"):
+        ranks.run(_into, str(tmp_path / "missing"), world_size=1)
+
+
 # -- rules
 
 
@@ -303,12 +472,16 @@ def test_rules_choose_by_path_and_class(ranks: Ranks, activations: Any, expected
     ],
 )
 def test_rules_that_can_not_hold_are_refused(ranks: Ranks, activations: Any, message: str) -> None:
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(RanksFailed, match=message):
         ranks.run(_explained, activations, world_size=1)
 
 
 def test_values_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(sf.ShardfoldError, match="can not be split over mesh axes yet"):
         sf.Activations(mode="keep", over=("tp",))
+    with pytest.raises(sf.ShardfoldError, match="folder is for 'disk'"):
+        sf.Activations(mode="host", folder="/tmp")
+    with pytest.raises(sf.ShardfoldError, match="a number of bytes"):
+        sf.Activations(mode="host", smallest=-1)
     with pytest.raises(sf.ShardfoldError, match="what 'select' keeps"):
         sf.Activations(mode="recompute", kept=(torch.ops.aten.silu.default,))

@@ -15,19 +15,20 @@ they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardfold.copies import replace_forward, restore_forward
 from shardfold.errors import ConfigError, ModelError, did_you_mean
-from shardfold.hooks import inside_checkpoint
+from shardfold.hooks import inside_checkpoint, tensors_in
 from shardfold.report import SavedReport
 from shardfold.rules import Patterns, pairs, text_of
 from shardfold.saved import Movers, counted
@@ -186,9 +187,8 @@ class Replacements:
         for place in self.places:
             own = place.module.forward
             moved = place.given.mode in MOVED
-            replace_forward(
-                place.module, _moving(place, own, self._movers) if moved else _recomputing(place, own, needs)
-            )
+            replaced = _moving(place, own, self._movers) if moved else _recomputing(place, own, needs, self._movers)
+            replace_forward(place.module, replaced)
 
     def remove(self) -> None:
         """Gives every module its own forward."""
@@ -276,8 +276,11 @@ def _moving(place: Place, forward: Callable[..., Any], movers: Movers) -> Callab
 # -- recomputation
 
 
-def _recomputing(place: Place, forward: Callable[..., Any], needs: Callable[[Unit], None]) -> Callable[..., Any]:
-    contexts = _contexts(place.given)
+def _recomputing(
+    place: Place, forward: Callable[..., Any], needs: Callable[[Unit], None], movers: Movers
+) -> Callable[..., Any]:
+    kept = KEPT | set(place.given.kept) if place.given.mode == "select" else frozenset[Any]()
+    contexts: dict[str, Any] = {"context_fn": partial(_selective, kept)} if kept else {}
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -289,21 +292,35 @@ def _recomputing(place: Place, forward: Callable[..., Any], needs: Callable[[Uni
         if place.left or place.leaves or (call := _without_caches(args, kwargs)) is None:
             return forward(*args, **kwargs)
         again = _Again(place, forward, needs, call)
-        return checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
+        counter = movers.counter if kept else None
+        with _Counting(kept, partial(counter.count, place.unit.name)) if counter is not None else nullcontext():
+            return checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
 
     return run
 
 
-def _contexts(given: Activations) -> dict[str, Any]:
-    """Arguments of ``checkpoint``."""
-    if given.mode != "select":
-        return {}
-    kept = KEPT | set(given.kept)
+def _selective(kept: frozenset[Any]) -> Any:
+    """What a checkpoint runs forward and its recomputation under, so that results of ``kept`` are not made again."""
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+    return create_selective_checkpoint_contexts(policy)
+
+
+class _Counting(TorchDispatchMode):
+    """Inside, results of ``kept`` are counted."""
+
+    def __init__(self, kept: frozenset[Any], count: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._kept, self._count = kept, count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in self._kept:
+            for tensor in tensors_in(out):
+                self._count(tensor)
+        return out
 
 
 class _Again:

@@ -193,6 +193,7 @@ class Movers:
         tally: of all of it.
         moved: bytes that the last forward of each module moved, by ``id``.
         last: the frame before the next.
+        counter: while forwards are counted.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -200,6 +201,7 @@ class Movers:
         self.tally = Tally()
         self.moved: dict[int, int] = {}
         self.last: weakref.ref[_Frame] | None = None
+        self.counter: _Counter | None = None
         self._stores: dict[tuple[str, str | None], Any] = {}
         self._stays: set[int] = set()
         self._known: dict[int, _Known] = {}
@@ -270,6 +272,7 @@ def counted(model: nn.Module, units: Sequence[Unit], modes: Mapping[str, str], m
     tally = movers.tally
     tally.peak = tally.device
     movers.moved.clear()
+    movers.counter = counter
     root = next((unit.name for unit in units if unit.spec.root), ROOT)
     inner = [(unit, module) for unit in units if not unit.spec.root for module in unit.modules]
     for name, module in [(root, model), *((unit.name, module) for unit, module in inner)]:
@@ -277,6 +280,7 @@ def counted(model: nn.Module, units: Sequence[Unit], modes: Mapping[str, str], m
     try:
         yield report
     finally:
+        movers.counter = None
         counter.close()
         outside: dict[str, int] = {}
         owner = {id(part): unit.name for unit, module in inner for part in module.modules()}
@@ -316,6 +320,14 @@ class _Counter:
         self._handles.append(module.register_forward_pre_hook(untraced(before)))
         self._handles.append(module.register_forward_hook(untraced(after), always_call=True))
 
+    def count(self, name: str, tensor: Tensor) -> None:
+        """``tensor`` is kept for backward in forwards of ``name``."""
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._seen:
+                self._seen.add(storage._cdata)
+                self.bytes[name] = self.bytes.get(name, 0) + storage.nbytes()
+
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -325,11 +337,8 @@ class _Counter:
         recomputed = outer is not None and outer[0].__module__ == "torch.utils.checkpoint"
 
         def pack(tensor: Tensor) -> Any:
-            if not recomputed and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._seen:
-                    self._seen.add(storage._cdata)
-                    self.bytes[name] = self.bytes.get(name, 0) + storage.nbytes()
+            if not recomputed:
+                self.count(name, tensor)
             return tensor if outer is None else outer[0](tensor)
 
         return pack, (lambda packed: packed) if outer is None else outer[1]
