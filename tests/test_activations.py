@@ -207,10 +207,53 @@ def test_gradient_checkpointing_of_transformers_keeps_working(ranks: Ranks) -> N
     assert ranks.run(_of_transformers, world_size=2) == [[], []]
 
 
-def _statistics(mode: str) -> list[dict[str, Tensor]]:
+def _filled_cache() -> list[str]:
+    """Keys and values from before, which layers have to see and add to."""
+    import transformers
+
+    model, batch, loss = _job("llama", dropout=False)
+    found = []
+    for mode in ("keep", *CHANGED):
+        torch.manual_seed(0)
+        engine = sf.Engine(copy.deepcopy(model), optimizer=SGD, layout="zero3", activations=_as(mode))
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            engine(batch["input_ids"], past_key_values=cache)
+        value = loss(engine(**batch, past_key_values=cache))
+        engine.backward(value)
+        with engine.gathered(of="grads") as grads:
+            found.append({"loss": value.detach(), "length": cache.get_seq_length(), **grads})
+        engine.close()
+    return [key for other in found[1:] for key in _differences(found[0], other)]
+
+
+def test_a_cache_that_holds_something_is_seen(ranks: Ranks) -> None:
+    assert ranks.run(_filled_cache, world_size=2) == [[], []]
+
+
+def _changing() -> list[list[int]]:
+    engine = sf.Engine(Net(), optimizer=SGD, layout="zero3", activations="recompute")
+    _step(engine)
+    old: Any = engine.module.blocks[1]
+    engine.module.blocks[1] = Counted(norm=False)
+    _step(engine)
+    counts = [block.count for block in engine.module.blocks]
+    engine.close()
+    return [counts, [old.count], [int("forward" in vars(old))]]
+
+
+def test_a_block_that_is_replaced_is_followed(ranks: Ranks) -> None:
+    assert ranks.run(_changing, world_size=2) == [[[4, 2, 4], [2], [0]]] * 2
+
+
+def _statistics(mode: str, compiled: bool) -> list[dict[str, Tensor]]:
+    torch._dynamo.reset()
     found = []
     for activations in ("keep", mode):
-        engine = sf.Engine(Net(norm=True), optimizer=SGD, layout="zero3", activations=_as(activations))
+        model = Net(norm=True)
+        for block in model.blocks if compiled else ():
+            block.compile(backend="eager")
+        engine = sf.Engine(model, optimizer=SGD, layout="zero3", activations=_as(activations))
         for seed in range(3):
             _step(engine, seed)
         found.append(engine.state_dict())
@@ -218,9 +261,10 @@ def _statistics(mode: str) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mode", CHANGED)
-def test_running_statistics_count_a_batch_once(ranks: Ranks, mode: str) -> None:
-    for kept, changed in ranks.run(_statistics, mode, world_size=2):
+def test_running_statistics_count_a_batch_once(ranks: Ranks, mode: str, compiled: bool) -> None:
+    for kept, changed in ranks.run(_statistics, mode, compiled, world_size=2):
         assert kept["blocks.0.norm.num_batches_tracked"] == 3
         for name, value in kept.items():
             assert torch.equal(value, changed[name]), name

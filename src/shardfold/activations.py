@@ -264,11 +264,14 @@ def _moving(place: Place, forward: Callable[..., Any], movers: Movers) -> Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        place.left = inside_checkpoint()
-        if place.left:
+        begun = movers.begin(given.mode, given.folder, given.smallest, (args, kwargs))
+        place.left = begun is None
+        if begun is None:
             return forward(*args, **kwargs)
-        with movers.frame(place.module, given.mode, given.folder, given.smallest, (args, kwargs)):
+        try:
             return forward(*args, **kwargs)
+        finally:
+            movers.end(begun, place.module)
 
     return run
 
@@ -281,6 +284,7 @@ def _recomputing(
 ) -> Callable[..., Any]:
     kept = KEPT | set(place.given.kept) if place.given.mode == "select" else frozenset[Any]()
     contexts: dict[str, Any] = {"context_fn": partial(_selective, kept)} if kept else {}
+    statistics = any(isinstance(module, nn.modules.batchnorm._NormBase) for module in place.inner)
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -296,7 +300,8 @@ def _recomputing(
         with _Counting(kept, partial(counter.count, place.unit.name)) if counter is not None else nullcontext():
             return checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
 
-    return run
+    # A graph of torch.compile would count a batch in running statistics once more as it recomputes.
+    return torch.compiler.disable(run) if statistics else run
 
 
 def _selective(kept: frozenset[Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.freed import apart
-from shardfold.hooks import in_backward, tensors_in, top_saved_hooks
+from shardfold.hooks import in_backward, inside_checkpoint, tensors_in, top_saved_hooks
 from shardfold.report import SavedReport, SavedRow
 from shardfold.stores.disk import DiskStore
 from shardfold.stores.host import HostStore
@@ -25,6 +25,8 @@ from shardfold.unit import Unit
 __all__ = ["Movers", "Tally", "counted"]
 
 ROOT = "(root)"
+
+_untraced: Any = torch.compiler.disable  # torch.compile looks into what a forward that it does not trace calls
 
 SHARE = 4
 """A storage is copied as a whole if a tensor that is saved has this part of it or more: others may save the rest."""
@@ -122,6 +124,7 @@ class _Frame:
         self._num_bytes = self._pieces = self._given = 0
         self._fetched = False
 
+    @_untraced
     def pack(self, tensor: Tensor) -> _Piece | _Elsewhere:
         with torch.no_grad(), apart():
             if not self._movers.moves(tensor, self._smallest):
@@ -159,6 +162,7 @@ class _Frame:
         self._movers.tally.arrive(entry.nbytes)
         return entry
 
+    @_untraced
     def unpack(self, packed: _Piece | _Elsewhere) -> Tensor:
         if isinstance(packed, _Elsewhere):
             return packed.packed if packed.unpack is None else packed.unpack(packed.packed)
@@ -191,7 +195,7 @@ class Movers:
 
     Attributes:
         tally: of all of it.
-        moved: bytes that the last forward of each module moved, by ``id``.
+        moved: bytes that forwards of each module moved since they are counted, by ``id``.
         last: the frame before the next.
         counter: while forwards are counted.
     """
@@ -223,9 +227,15 @@ class Movers:
         found = self._known.get(storage)
         return found.entries if found is not None and found.tensor() is not None else None
 
-    @contextmanager
-    def frame(self, module: nn.Module, mode: str, folder: str | None, smallest: int, inputs: Any) -> Iterator[None]:
-        """Inside, what autograd saves is moved: to ``"host"`` memory, or to ``"disk"`` in that folder."""
+    @_untraced
+    def begin(self, mode: str, folder: str | None, smallest: int, inputs: Any) -> Any:
+        """From now on what autograd saves is moved: to ``"host"`` memory, or to ``"disk"`` in that folder.
+
+        Returns:
+            What :meth:`end` takes; None inside of a checkpoint, to which it is left.
+        """
+        if inside_checkpoint():
+            return None
         store = self._stores.get((mode, folder))
         if store is None:
             store = DiskStore(self._device, folder) if mode == "disk" else HostStore(self._device)
@@ -233,11 +243,16 @@ class Movers:
         self._meet(tensors_in(inputs))
         frame = _Frame(self, store, smallest)
         self.last = weakref.ref(frame)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack):
-                yield
-        finally:
-            self.moved[id(module)] = frame.leave()
+        hooks = torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack)
+        hooks.__enter__()
+        return frame, hooks
+
+    @_untraced
+    def end(self, begun: tuple[_Frame, Any], module: nn.Module) -> None:
+        """The forward of a module is over."""
+        frame, hooks = begun
+        hooks.__exit__()
+        self.moved[id(module)] = self.moved.get(id(module), 0) + frame.leave()
 
     def _meet(self, tensors: Sequence[Tensor]) -> None:
         self._known = {key: known for key, known in self._known.items() if known.tensor() is not None}
@@ -316,9 +331,8 @@ class _Counter:
             if self._open and self._open[-1][0] is module and not in_backward():
                 self._open.pop()[1].__exit__()
 
-        untraced: Any = torch.compiler.disable
-        self._handles.append(module.register_forward_pre_hook(untraced(before)))
-        self._handles.append(module.register_forward_hook(untraced(after), always_call=True))
+        self._handles.append(module.register_forward_pre_hook(_untraced(before)))
+        self._handles.append(module.register_forward_hook(_untraced(after), always_call=True))
 
     def count(self, name: str, tensor: Tensor) -> None:
         """``tensor`` is kept for backward in forwards of ``name``."""
@@ -341,4 +355,4 @@ class _Counter:
                 self.count(name, tensor)
             return tensor if outer is None else outer[0](tensor)
 
-        return pack, (lambda packed: packed) if outer is None else outer[1]
+        return _untraced(pack), _untraced((lambda packed: packed) if outer is None else outer[1])
