@@ -11,6 +11,7 @@ from torch import Tensor
 from shardfold.bundle import named_state, whole_segments
 from shardfold.cost import state_bytes
 from shardfold.errors import ConfigError, ModelError
+from shardfold.explain import explain
 from shardfold.layout import Axes
 from shardfold.loans import refuse_during
 from shardfold.optim.sharded import ShardedOptimizer
@@ -21,7 +22,7 @@ from shardfold.unit import Segment
 if TYPE_CHECKING:
     from shardfold.engine import Engine
 
-__all__ = ["load_state", "memory_report", "state_dict", "stats"]
+__all__ = ["explained", "load_state", "memory_report", "state_dict", "stats"]
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------
@@ -125,6 +126,18 @@ def memory_report(engine: Engine, update: ShardedOptimizer | None) -> MemoryRepo
             rows.append(MemoryRow(name, tier, table, padded.get(name, 0.0) - table, held))
     rows += [row() for row in engine.more_memory]
     return MemoryReport(tuple(rows), _live_bytes(transient, seen))
+
+
+def explained(engine: Engine, update: ShardedOptimizer | None) -> str:
+    """See :meth:`Engine.explain`."""
+    specs = [unit.spec for unit in engine.units]
+    moments, kept = (update.num_moments(), update.kept_bytes()) if update is not None else (0, None)
+    held = state_bytes(engine.layout, specs, engine.mesh.sizes, num_moments=moments, padded=True, kept=kept)
+    return explain(
+        engine.table, engine.layout, engine.program, specs, engine.mesh.sizes, held, engine.accumulate,
+        update.traffic() if update is not None else None,
+        parts=engine.rules.described(), activations=engine._replaced.described(),
+    )  # fmt: skip
 
 
 def stats(engine: Engine, clock: Clock, peak_flops: float | None) -> Stats:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfold import cost, presets, rebuild
-from shardfold.access import load_state, memory_report, state_dict, stats
+from shardfold.access import explained, load_state, memory_report, state_dict, stats
 from shardfold.actions import Actions, check_supported
 from shardfold.activations import Activations, Replacements
 from shardfold.agreement import Agreement
@@ -34,7 +34,6 @@ from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.save import Saver, Saving
 from shardfold.checkpoint.stored import readable
 from shardfold.errors import ConfigError, UsageError
-from shardfold.explain import explain
 from shardfold.gathered import gathered
 from shardfold.hooks import Hooks
 from shardfold.layout import Layout, Precision
@@ -448,16 +447,7 @@ class Engine:
 
     def explain(self) -> str:
         """The table, the units and the program, as text."""
-        moments, kept = (
-            (self._update.num_moments(), self._update.kept_bytes()) if self._update is not None else (0, None)
-        )
-        specs = [unit.spec for unit in self.units]
-        held = cost.state_bytes(self.layout, specs, self.mesh.sizes, num_moments=moments, padded=True, kept=kept)
-        sent = self._update.traffic() if self._update is not None else None
-        return explain(
-            self.table, self.layout, self.program, specs, self.mesh.sizes, held, self.accumulate, sent,
-            parts=self.rules.described(), activations=self._replaced.described(),
-        )  # fmt: skip
+        return explained(self, self._update)
 
     def buffer_dtypes(self) -> dict[int, torch.dtype]:
         """The dtype of the floating buffers of each module whose policy says one, by ``id``."""
