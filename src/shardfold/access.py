@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from shardfold.bundle import named_state, whole_segments
-from shardfold.cost import state_bytes
+from shardfold.cost import section_traffic, state_bytes
 from shardfold.errors import ConfigError, ModelError
 from shardfold.explain import explain
 from shardfold.layout import Axes
 from shardfold.loans import refuse_during
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.report import MemoryReport, MemoryRow
+from shardfold.report import MemoryReport, MemoryRow, TrafficReport
 from shardfold.stats import Clock, Stats
 from shardfold.unit import Segment
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
 
-__all__ = ["explained", "load_state", "memory_report", "state_dict", "stats"]
+__all__ = ["explained", "load_state", "memory_report", "state_dict", "stats", "traffic_report"]
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------
@@ -126,6 +126,15 @@ def memory_report(engine: Engine, update: ShardedOptimizer | None) -> MemoryRepo
             rows.append(MemoryRow(name, tier, table, padded.get(name, 0.0) - table, held))
     rows += [row() for row in engine.more_memory]
     return MemoryReport(tuple(rows), _live_bytes(transient, seen))
+
+
+def traffic_report(engine: Engine, update: ShardedOptimizer | None) -> TrafficReport:
+    """See :meth:`Engine.traffic`."""
+    specs, ran = [unit.spec for unit in engine.units], engine.actions.meter.last_sections
+    predicted = section_traffic(engine.program, engine.layout, specs, engine.mesh.sizes, ran)
+    if ran["step"] and update is not None:
+        predicted |= update.traffic()
+    return engine.actions.meter.report(predicted)
 
 
 def explained(engine: Engine, update: ShardedOptimizer | None) -> str:

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold import cost, presets, rebuild
-from shardfold.access import explained, load_state, memory_report, state_dict, stats
+from shardfold import presets, rebuild
+from shardfold.access import explained, load_state, memory_report, state_dict, stats, traffic_report
 from shardfold.actions import Actions, check_supported
 from shardfold.activations import Activations, Replacements
 from shardfold.agreement import Agreement
@@ -434,12 +434,7 @@ class Engine:
 
     def traffic(self) -> TrafficReport:
         """Bytes this rank sent in the last step, by journey and axes, beside what the program says."""
-        specs = [unit.spec for unit in self.units]
-        ran = self.actions.meter.last_sections
-        predicted = cost.section_traffic(self.program, self.layout, specs, self.mesh.sizes, ran)
-        if ran["step"] and self._update is not None:
-            predicted |= self._update.traffic()
-        return self.actions.meter.report(predicted)
+        return traffic_report(self, self._update)
 
     def stats(self, *, peak_flops: float | None = None) -> Stats:
         """Times, rates, waiting, bytes sent and held, as data; ``peak_flops`` of this rank's device is for the MFU."""
