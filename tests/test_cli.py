@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardfold import cli, launch
+from shardfold.checkpoint import Checkpoint
 from shardfold.observe.metrics import read_metrics
 from shardfold.recipes.config import TrainConfig
 
@@ -252,6 +253,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_other_ranks(tmp_path: Path):
         check=False, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode != 0
+    assert Checkpoint(tmp_path / "run").path == checkpoints / "step-000006"  # a run folder is its latest checkpoint
     assert "has done 6 of 6 steps already" in done.stderr
 
 

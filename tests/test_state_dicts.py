@@ -266,3 +266,22 @@ def _not_finite(folder: str) -> list[str]:
 def test_what_is_not_finite_is_named_or_refused(ranks: Ranks, tmp_path: Path) -> None:
     for named in ranks.run(_not_finite, str(tmp_path), world_size=2):
         assert named == ["blocks.1.0.weight", "mean"]
+
+
+def _saved_differently(folder: str) -> list[str]:
+    engine = make(Setting("zero3", 2))
+    choice = "skip" if engine.rank == 0 else "keep"
+    said: list[str] = []
+    for call in (lambda: engine.save(folder, frozen=choice), lambda: engine.state_dict(frozen=choice)):
+        with pytest.raises(sf.ShardfoldError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_that_leave_out_different_things_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    """Before anything is gathered or written, so that none waits for the other."""
+    for said in ranks.run(_saved_differently, str(tmp_path / "one"), world_size=2):
+        assert "rank 0: engine.save(frozen='skip'); rank 1: engine.save(frozen='keep')" in said[0]
+        assert len(said) == 2
+    assert not (tmp_path / "one").exists()

@@ -330,7 +330,7 @@ class Engine:
 
         Tied names have one tensor. ``frozen="skip"`` leaves out what the optimizer does not have.
         """
-        self._meet("engine.state_dict()", follow=True)
+        self._meet(f"engine.state_dict(frozen={frozen!r})", follow=True)
         return state_dict(self, frozen)
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -381,7 +381,7 @@ class Engine:
             CheckpointError: it can not be written; what was there before is as it was.
             UsageError: between the micro-batches of a step, or while values are lent.
         """
-        self._meet("engine.save()", follow=True)
+        self._meet(f"engine.save(frozen={frozen!r})", follow=True)
         rebuild.secure(self)
         self._refuse_broken("engine.save()")
         return self.saver.save(
@@ -413,7 +413,7 @@ class Engine:
                 it does not fit: all that is missing, unexpected or of another shape is listed; or the state is of an
                 optimizer of another kind, or of other groups; or what was left out has other values here.
         """
-        self._meet("engine.load()", follow=True)
+        self._meet(f"engine.load(weights_only={weights_only})", follow=True)
         rebuild.secure(self)
         self._loads += 1
         return load(

@@ -96,7 +96,7 @@ def export_to(
     """
     target = Path(os.path.abspath(target))
     if to not in TARGETS:
-        raise ConfigError(f"export_to(to={to!r}): there is no such form.{did_you_mean(to, TARGETS)}")
+        raise ConfigError(f"there is no form {to!r} to export to.{did_you_mean(to, TARGETS)}")
     if config is not None and to != "hf":
         raise ConfigError(f"export_to(config=...): only 'hf' has a config.json beside its weights, not {to!r}.")
     if dtype is not None and not dtype.is_floating_point:

@@ -273,14 +273,6 @@ class Reader:
         self.read(piece, 0, out)
         return out.view(piece.shape)
 
-    def check(self, piece: Piece) -> Iterator[tuple[int, Tensor]]:
-        """``(number of the block, its bytes)``, each checked; the bytes are valid until the next one."""
-        scratch = torch.empty(min(SUM_BYTES, piece.nbytes), dtype=torch.uint8)
-        for number, low in enumerate(range(0, piece.nbytes, SUM_BYTES)):
-            block = scratch[: min(SUM_BYTES, piece.nbytes - low)]
-            self._fetch(piece, number, low, block)
-            yield number, block
-
     def _fetch(self, piece: Piece, number: int, low: int, out: Tensor) -> None:
         """Bytes of a piece from its byte ``low`` on; a whole block is compared with its checksum."""
         view = memoryview(out.numpy())  # pyright: ignore

@@ -23,9 +23,10 @@ from pathlib import Path
 from shardfold.checkpoint.format import INDEX
 from shardfold.errors import CheckpointError
 
-__all__ = ["LATEST", "Draft", "deepspeed_folder", "listed", "prune", "resolve", "sync_folder", "write_synced"]
+__all__ = ["IN_RUN", "LATEST", "Draft", "deepspeed_folder", "listed", "prune", "resolve", "sync_folder", "write_synced"]
 
 LATEST = "latest"
+IN_RUN = "checkpoints"  # the folder of checkpoints in the folder of a run of ours
 OWNER = "owner.json"
 DAY = 24 * 3600.0
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # fcntl.h, linux/fs.h
@@ -158,7 +159,7 @@ class Draft:
 
 
 def resolve(path: str | Path) -> Path:
-    """The folder of a checkpoint: ``path`` itself, or the latest of the checkpoints in it.
+    """The folder of a checkpoint: ``path`` itself, or the latest of the checkpoints in it or in its ``checkpoints``.
 
     Raises:
         CheckpointError: there is none, or it is not complete; says what is there.
@@ -169,6 +170,8 @@ def resolve(path: str | Path) -> Path:
     aside = path.parent / ASIDE.format(path.name)
     if not path.exists() and (aside / INDEX).is_file():
         return aside
+    if not (path / LATEST).exists() and (path / IN_RUN / LATEST).is_file():
+        return resolve(path / IN_RUN)
     complete = [found.name for found in listed(path)] if path.is_dir() else []
     if path.exists() and deepspeed_folder(path) is not None:
         raise CheckpointError(

@@ -87,7 +87,7 @@ def import_from(
     """
     path = Path(source)
     if form not in ("auto", *SOURCES):
-        raise ConfigError(f"import_from(form={form!r}): there is no such form.{did_you_mean(form, SOURCES)}")
+        raise ConfigError(f"there is no form {form!r} to import from.{did_you_mean(form, SOURCES)}")
     if not path.exists():
         raise CheckpointError(f"there is no {path}.")
     found = form_of(path) if form == "auto" else form

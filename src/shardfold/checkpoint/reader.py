@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -225,10 +224,6 @@ class Checkpoint:
         """One part of :meth:`rank`; nothing else is read."""
         read = lambda name: self._reader.tensor(self._single[("rank", "", name, rank)])  # noqa: E731
         return decode(self.index.ranks[rank][part], read)
-
-    def check(self, piece: Piece) -> Iterator[tuple[int, Tensor]]:
-        """See :meth:`Reader.check`."""
-        return self._reader.check(piece)
 
     def _no_tensor(self, name: str) -> Tensor:
         raise CheckpointError(f"{self.path}: {name!r} is not where it should be; the index is damaged.")

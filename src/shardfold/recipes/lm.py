@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 import shardfold as sf
+from shardfold.checkpoint.folders import IN_RUN
 from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.launch import INTERRUPTED
 from shardfold.observe import tables
@@ -39,7 +40,6 @@ __all__ = ["Result", "TrainConfig", "train"]
 
 LN2 = math.log(2)
 EVAL_BATCH = 16  # windows that go through the model at once
-CHECKPOINTS = "checkpoints"  # in the run folder
 HASTY_WINDOWS = 32  # windows read by the evaluation after an interruption
 
 
@@ -142,8 +142,7 @@ class Run:
 
     def resume(self, path: Path) -> str:
         """Go on where a checkpoint was written, on any number of ranks; return a word on it."""
-        folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-        report = self.engine.load(folder, state={"data": self.sampler})
+        report = self.engine.load(path, state={"data": self.sampler})
         self.done = self.begun_at = report.state["done"]
         if self.done >= self.config.steps:
             raise ConfigError(
@@ -153,7 +152,7 @@ class Run:
 
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint into the run folder, beside the training unless it is the last."""
-        path = self.out / CHECKPOINTS / f"step-{self.done:06d}"
+        path = self.out / IN_RUN / f"step-{self.done:06d}"
         self.engine.save(path, state={"data": self.sampler, "done": self.done}, keep=self.config.keep, wait=wait)
 
     def batches(self) -> Iterator[list[int]]:
