@@ -1,0 +1,1 @@
+"""DeepSpeed's public face: what its users call, done by calling the engine."""
