@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,128 +18,10 @@ import models
 import shardfold as sf
 import test_loops
 import test_peak
-import zoo
-from shardfold.activations import MODES
-from shardfold.recipes.config import GPTConfig
-from shardfold.recipes.gpt import GPT, Block
 from shardfold.testing import Ranks, RanksFailed
+from test_activations_product import CHANGED, as_mode, differences, job, train
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-CHANGED = [mode for mode in MODES if mode != "keep"]
-
-
-def _as(mode: str) -> sf.Activations:
-    """The mode, for the small tensors of tests."""
-    return sf.Activations(mode=mode, smallest=0)
-
-
-class Dropping(Block):
-    """A block of the GPT with dropout."""
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return F.dropout(super().forward(x, cos, sin), 0.2, self.training)
-
-
-def _gpt(dropout: bool) -> nn.Module:
-    model = GPT(GPTConfig(vocab=61, d_model=32, layers=3, heads=2, context=8))
-    for block in model.blocks:
-        block.__class__ = Dropping if dropout else Block
-    return model
-
-
-def _of_zoo(name: str, dropout: bool) -> nn.Module:
-    model = zoo.build(name)
-    for module in model.modules() if dropout else ():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.2
-        elif hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.2
-    return model
-
-
-def _job(name: str, dropout: bool) -> tuple[nn.Module, dict[str, Any], Callable[[Any], Tensor]]:
-    """A model, a global batch and what makes the loss of an output."""
-    torch.manual_seed(0)
-    if name == "gpt":
-        draw = torch.Generator().manual_seed(0)
-        batch = {"tokens": zoo.tokens(draw), "targets": zoo.tokens(draw)}
-        return _gpt(dropout), batch, lambda output: output
-    batch = zoo.batches(name, 1)[0]
-    return _of_zoo(name, dropout), batch, lambda output: zoo.loss(name, output, batch)
-
-
-def _train(model: nn.Module, batch: dict[str, Any], loss: Callable[[Any], Tensor], **options: Any) -> dict[str, Any]:
-    """Losses, whole gradients and traffic of two steps."""
-    engine = sf.Engine(copy.deepcopy(model), optimizer=SGD, **options)
-    part = {key: value.chunk(engine.world_size)[engine.rank] for key, value in batch.items()}
-    found: dict[str, Any] = {}
-    for step in range(2):
-        torch.manual_seed(10 * step + engine.rank)
-        value = loss(engine(**part))
-        engine.backward(value)
-        found[f"loss {step}"] = value.detach()
-        with engine.gathered(of="grads") as grads:
-            found.update({f"gradient {step} of {key}": grad for key, grad in grads.items()})
-        engine.step()
-        found[f"random {step}"] = torch.rand(2)
-    found["traffic"] = [(row.op, row.calls, row.sent) for row in engine.traffic().rows]
-    found |= {f"buffer {key}": value.clone() for key, value in engine.module.named_buffers()}
-    found["explained"] = engine.explain()
-    assert engine.memory().transient == 0
-    engine.close()
-    return found
-
-
-def _differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    assert expected.keys() == found.keys()
-    return [
-        key
-        for key, value in expected.items()
-        if key != "explained"
-        and not (torch.equal(value, found[key]) if isinstance(value, Tensor) else value == found[key])
-    ]
-
-
-def _compare(name: str, layout: str, precision: str, dropout: bool) -> list[str]:
-    model, batch, loss = _job(name, dropout)
-    train = partial(_train, model, batch, loss, layout=layout, precision=precision)
-    expected = train()
-    torch.manual_seed(dist.get_rank())
-    if dropout:  # forward took random numbers
-        assert not torch.equal(expected["random 0"], torch.rand(2))
-    wrong = []
-    for mode in CHANGED:
-        found = train(activations=_as(mode))
-        assert f"  {mode}\n" in found["explained"], found["explained"]
-        wrong += [f"{mode}: {key}" for key in _differences(expected, found)]
-    return wrong
-
-
-@pytest.mark.product
-@pytest.mark.parametrize(
-    ("precision", "dropout"),
-    [
-        ("fp32", False),
-        ("bf16", True),
-        pytest.param("fp32", True, marks=pytest.mark.soak),
-        pytest.param("bf16", False, marks=pytest.mark.soak),
-    ],
-)
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
-@pytest.mark.parametrize("name", ["gpt", "llama", "bert"])
-def test_losses_gradients_and_traffic_are_those_of_kept_activations(
-    ranks: Ranks, name: str, layout: str, precision: str, dropout: bool
-) -> None:
-    assert ranks.run(_compare, name, layout, precision, dropout, world_size=2) == [[], []]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("layout", ["zero3", "hpz"])
-@pytest.mark.parametrize("name", sorted(zoo.ZOO.keys() - {"albert_one_block"}))  # which is no unit but all root
-def test_every_architecture_trains_the_same(ranks: Ranks, name: str, layout: str) -> None:
-    for wrong in ranks.run(_compare, name, layout, "fp32", False, world_size=2):
-        # Reformer takes its seeds from the clock.
-        assert not [key for key in wrong if name != "reformer" or ": random" not in key]
 
 
 # -- what else happens to a model
@@ -199,13 +79,13 @@ def test_a_models_own_checkpoints_are_not_doubled(ranks: Ranks, own: str) -> Non
 
 
 def _of_transformers() -> list[str]:
-    model, batch, loss = _job("llama", dropout=True)
-    expected = _train(model, batch, loss, layout="zero3")
+    model, batch, loss = job("llama", dropout=True)
+    expected = train(model, batch, loss, layout="zero3")
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
-    found = _train(model, batch, loss, layout="zero3", activations="recompute")
+    found = train(model, batch, loss, layout="zero3", activations="recompute")
     assert "left to the model's own checkpointing" in found["explained"]
-    return _differences(expected, found)
+    return differences(expected, found)
 
 
 def test_gradient_checkpointing_of_transformers_keeps_working(ranks: Ranks) -> None:
@@ -216,11 +96,11 @@ def _filled_cache() -> list[str]:
     """Keys and values from before, which layers have to see and add to."""
     import transformers
 
-    model, batch, loss = _job("llama", dropout=False)
+    model, batch, loss = job("llama", dropout=False)
     found = []
     for mode in ("keep", *CHANGED):
         torch.manual_seed(0)
-        engine = sf.Engine(copy.deepcopy(model), optimizer=SGD, layout="zero3", activations=_as(mode))
+        engine = sf.Engine(copy.deepcopy(model), optimizer=SGD, layout="zero3", activations=as_mode(mode))
         cache = transformers.DynamicCache()
         with torch.no_grad():
             engine(batch["input_ids"], past_key_values=cache)
@@ -229,7 +109,7 @@ def _filled_cache() -> list[str]:
         with engine.gathered(of="grads") as grads:
             found.append({"loss": value.detach(), "length": cache.get_seq_length(), **grads})
         engine.close()
-    return [key for other in found[1:] for key in _differences(found[0], other)]
+    return [key for other in found[1:] for key in differences(found[0], other)]
 
 
 def test_a_cache_that_holds_something_is_seen(ranks: Ranks) -> None:
@@ -258,7 +138,7 @@ def _statistics(mode: str, compiled: bool) -> list[dict[str, Tensor]]:
         model = Net(norm=True)
         for block in model.blocks if compiled else ():
             block.compile(backend="eager")
-        engine = sf.Engine(model, optimizer=SGD, layout="zero3", activations=_as(activations))
+        engine = sf.Engine(model, optimizer=SGD, layout="zero3", activations=as_mode(activations))
         for seed in range(3):
             _step(engine, seed)
         found.append(engine.state_dict())
@@ -276,7 +156,7 @@ def test_running_statistics_count_a_batch_once(ranks: Ranks, mode: str, compiled
 
 
 def _copies(mode: str) -> list[str]:
-    engine = sf.Engine(Net(), optimizer=SGD, layout="zero3", activations=_as(mode))
+    engine = sf.Engine(Net(), optimizer=SGD, layout="zero3", activations=as_mode(mode))
     _step(engine)
     problems = []
     with engine.gathered():
@@ -306,8 +186,8 @@ def _compiled(layout: str, mode: str) -> list[str]:
     batch = {"tokens": tokens, "targets": targets}
     for block in model.blocks:
         block.compile(backend="aot_eager")
-    train = partial(_train, model, batch, lambda output: output, layout=layout)
-    return _differences(train(), train(activations=_as(mode)))
+    again = partial(train, model, batch, lambda output: output, layout=layout)
+    return differences(again(), again(activations=as_mode(mode)))
 
 
 @pytest.mark.product
@@ -320,7 +200,7 @@ def test_compiled_blocks(ranks: Ranks, layout: str, mode: str) -> None:
 
 def _loop(loop: Callable[[Any], list[Any]], mode: str) -> list[dict[str, Tensor]]:
     def make(model: nn.Module, optimizer: Any = test_loops.ADAMW) -> sf.Engine:
-        return sf.Engine(model, optimizer=optimizer, layout="zero3", units=["blocks.*"], activations=_as(mode))
+        return sf.Engine(model, optimizer=optimizer, layout="zero3", units=["blocks.*"], activations=as_mode(mode))
 
     engines = loop(make)
     states = [engine.state_dict() for engine in engines]
@@ -368,7 +248,7 @@ def _after_an_exception(mode: str) -> list[dict[str, Tensor]]:
     found = []
     for fails in (False, True):
         model = Failing()
-        engine = sf.Engine(model, optimizer=SGD, layout="zero3", activations=_as(mode))
+        engine = sf.Engine(model, optimizer=SGD, layout="zero3", activations=as_mode(mode))
         _step(engine)
         if fails:
             model.fails = True
