@@ -173,6 +173,11 @@ def test_losses_gradients_and_traffic_are_those_of_kept_activations(ranks: Ranks
     check(ranks, [setting for setting in SOME if setting.layout == layout])
 
 
+def test_what_is_recomputed_fills_an_empty_cache_as_in_forward(ranks: Ranks) -> None:
+    """Attention with dropout sums in another order where keys and values come from no cache."""
+    check(ranks, [Setting("ddp", "fp32", "gpt2_tied", True, mode) for mode in ("recompute", "select")])
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("layout", sf.PRESETS)

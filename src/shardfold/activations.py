@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -293,9 +294,9 @@ def _recomputing(
         if torch.compiler.is_compiling():  # torch.compile recomputes in the graph
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         place.left = inside_checkpoint()
-        if place.left or place.leaves or (call := _without_caches(args, kwargs)) is None:
+        if place.left or place.leaves or any(_holds_something(value) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)
-        again = _Again(place, forward, needs, call)
+        again = _Again(place, forward, needs, (args, kwargs))
         counter = movers.counter if kept else None
         with _Counting(kept, partial(counter.count, place.unit.name)) if counter is not None else nullcontext():
             return checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
@@ -344,7 +345,8 @@ class _Again:
         self._before: list[_Buffer] | None = None  # until it has run
 
     def __call__(self, *leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(list(leaves), self._shape)
+        # Each run fills an empty cache of its own, as running twice would fill one twice.
+        args, kwargs = tree_unflatten([deepcopy(leaf) if _is_cache(leaf) else leaf for leaf in leaves], self._shape)
         if self._before is None:
             buffers = list(_small_buffers(self._place.inner))
             try:
@@ -393,19 +395,9 @@ def _as_they_were(buffers: Sequence[_Buffer]) -> Iterator[None]:
             buffer.owner[buffer.name] = value
 
 
-def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments without caches of keys and values (transformers'), which running twice would fill twice; None if
-    one holds something, which forward has to see."""
-    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-    if not caches:
-        return args, kwargs
-    if any(int(cache.get_seq_length()) for cache in caches):
-        return None
-    args = tuple(None if _is_cache(value) else value for value in args)
-    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    return args, kwargs
+def _holds_something(value: Any) -> bool:
+    """Whether it is a cache of keys and values (transformers') from before, which forward has to see and to fill."""
+    return _is_cache(value) and bool(int(value.get_seq_length()))
 
 
 def _is_cache(value: Any) -> bool:
