@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -403,6 +404,49 @@ def test_rules_choose_by_path_and_class(ranks: Ranks, activations: Any, expected
 def test_rules_that_can_not_hold_are_refused(ranks: Ranks, activations: Any, message: str) -> None:
     with pytest.raises(RanksFailed, match=message):
         ranks.run(_explained, activations, world_size=1)
+
+
+def _in_table(layout: Any, activations: Any) -> tuple[str, list[str]]:
+    engine = sf.Engine(models.small(), layout=layout, activations=activations)
+    modes, row = (
+        engine.explain().partition("activations (of all others: keep):\n")[2],
+        str(engine.table).split("\n")[-2],
+    )
+    assert str(engine.layout).split("\n")[-2] == row
+    engine.close()
+    return row.split()[-1], [line.split()[1] for line in modes.partition("\n\n")[0].split("\n") if "blocks" in line]
+
+
+@pytest.mark.parametrize(
+    ("cell", "argument", "row", "modes"),
+    [
+        ("keep", None, "device", []),
+        ("host", None, "host", ["host"] * 3),
+        (sf.Activations(mode="host"), None, "host", ["host"] * 3),
+        ("host", "keep", "device", []),
+        ("keep", "recompute", "recomputed", ["recompute"] * 3),
+        ("host", {"blocks.1": "recompute", "*": "disk"}, "disk", ["disk", "recompute", "disk"]),
+    ],
+)
+def test_the_argument_is_short_for_the_cell_of_the_layout(
+    ranks: Ranks, cell: Any, argument: Any, row: str, modes: list[str]
+) -> None:
+    layout = sf.PRESETS["zero2"].replace(activations=cell)
+    assert ranks.run(_in_table, layout, argument, world_size=1) == [(row, modes)]
+
+
+def _modes_of_ranks() -> list[Tensor]:
+    """One rank recomputes."""
+    engine = sf.Engine(Net(), optimizer=SGD, layout="zero3", activations=["keep", "recompute"][dist.get_rank()])
+    _step(engine)
+    values = list(engine.state_dict().values())
+    engine.close()
+    return values
+
+
+def test_ranks_may_differ_in_modes(ranks: Ranks) -> None:
+    one, other = ranks.run(_modes_of_ranks, world_size=2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_values_that_do_not_go_together_are_refused() -> None:

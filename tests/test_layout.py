@@ -8,7 +8,7 @@ import pytest
 
 from shardfold import presets
 from shardfold.errors import ConfigError, LayoutError
-from shardfold.layout import DATA_AXES, PRECISIONS, Cell, Layout, Precision, Tier, Wire
+from shardfold.layout import DATA_AXES, PRECISIONS, Activations, Cell, Layout, Precision, Tier, Wire
 from shardfold.presets import PRESETS, ddp, fsdp2, hpz, hsdp, zero1, zero2, zero3
 
 MESH = {"inter": 2, "intra": 4}
@@ -221,17 +221,47 @@ def test_edit_changes_only_the_named_cells():
 
 def test_a_table_prints_as_a_table():
     assert str(zero1) == (
-        "state    split over      dtype     tier\n"
-        "params   nothing         compute   device\n"
-        "held     (as params)\n"
-        "grads    nothing         grads     device\n"
-        "master   inter+intra     master    device\n"
-        "moments  inter+intra     moments   device\n"
+        "state        split over      dtype     tier\n"
+        "params       nothing         compute   device\n"
+        "held         (as params)\n"
+        "grads        nothing         grads     device\n"
+        "master       inter+intra     master    device\n"
+        "moments      inter+intra     moments   device\n"
+        "activations  nothing         as made   device\n"
         "journeys: gather plain/compute, reduce plain/reduce"
     )
 
 
 def test_a_table_without_params_says_what_stands_in_for_them():
     lines = str(fsdp2.bind(BF16, MESH)).splitlines()
-    assert lines[1:3] == ["params   (as master, cast while gathering)", "held     (as master)"]
+    assert lines[1:3] == ["params       (as master, cast while gathering)", "held         (as master)"]
     assert lines[-1] == "journeys: gather plain/bf16, reduce plain/fp32"
+
+
+@pytest.mark.parametrize(
+    ("mode", "tier"),
+    [
+        ("keep", "device"),
+        ("recompute", "recomputed"),
+        ("select", "recomputed, but products"),
+        ("host", "host"),
+        ("disk", "disk"),
+    ],
+)
+def test_activations_are_a_cell_that_every_layout_may_have(mode: str, tier: str) -> None:
+    for table in PRESETS.values():
+        changed = table.edit("activations", mode=mode)
+        assert changed == table.replace(activations=mode) == table.replace(activations=Activations(mode=mode))
+        assert (changed == table) == (mode == "keep")
+        assert changed.bind(BF16, MESH).activations == Activations(mode=mode)
+        assert changed.cells() == table.cells()
+        assert str(changed).splitlines()[-2] == f"activations  nothing         as made   {tier}"
+
+
+def test_activations_that_can_not_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'recompute'"):
+        zero1.replace(activations="recomputed")
+    with pytest.raises(ConfigError, match="can not be split over mesh axes yet"):
+        zero1.edit("activations", over=("intra",))
+    with pytest.raises(LayoutError, match="Did you mean 'activations'"):
+        zero1.edit("activation", mode="host")

@@ -27,13 +27,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardfold.errors import ShardfoldError
-from shardfold.layout import Cell, Layout, Precision, Tier, Wire
+from shardfold.layout import Activations, Cell, Layout, Precision, Tier, Wire
 from shardfold.passes import Schedule
 from shardfold.presets import PRESETS
 
 if TYPE_CHECKING:
     from shardfold import checkpoint, nn, numerics, optim
-    from shardfold.activations import Activations
     from shardfold.checkpoint import Checkpoint, load_model
     from shardfold.data import Loader, Sampler
     from shardfold.engine import Engine
@@ -79,7 +78,6 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Activations": "shardfold.activations",
     "Checkpoint": "shardfold.checkpoint",
     "Average": "shardfold.optim.average",
     "Stats": "shardfold.stats",

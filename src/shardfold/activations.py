@@ -28,16 +28,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardfold.copies import replace_forward, restore_forward
-from shardfold.errors import ConfigError, ModelError, did_you_mean
+from shardfold.errors import ModelError
 from shardfold.hooks import inside_checkpoint, tensors_in
+from shardfold.layout import MODES, Activations, Layout
 from shardfold.report import SavedReport
-from shardfold.rules import Patterns, pairs, text_of
+from shardfold.rules import EVERYTHING, Patterns, pairs, text_of
 from shardfold.saved import Movers, counted
 from shardfold.unit import Unit
 
-__all__ = ["MODES", "Activations", "Place", "Replacements"]
+__all__ = ["MODES", "Activations", "Place", "Replacements", "in_table"]
 
-MODES = ("keep", "recompute", "select", "host", "disk")
 RECOMPUTED = ("recompute", "select")
 MOVED = ("host", "disk")
 
@@ -69,52 +69,6 @@ KEPT: frozenset[Any] = frozenset(
 """Operations whose results ``select`` keeps."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activations:
-    """What happens to what autograd saves in the forward of a unit.
-
-    Attributes:
-        mode: one of :data:`MODES`.
-        kept: of ``select``: operations whose results are kept too, e.g. ``torch.ops.aten.silu.default``.
-        smallest: of ``host`` and ``disk``: bytes of the smallest tensor that is moved.
-        folder: of ``disk``: where the file is; None: the system's folder for temporary files.
-        over: mesh axes over which what is saved is split; none can be given yet.
-
-    Raises:
-        ConfigError: the mode is unknown, or a field does not go with it.
-    """
-
-    mode: str = "keep"
-    kept: tuple[Any, ...] = ()
-    smallest: int = 64 * 1024
-    folder: str | None = None
-    over: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"activations={self.mode!r} is unknown.{did_you_mean(str(self.mode), MODES)}")
-        if self.over:
-            raise ConfigError(
-                f"Activations.over is {self.over!r}: activations can not be split over mesh axes yet, so leave it out; "
-                "'recompute' and 'host' free the same memory."
-            )
-        if self.kept and self.mode != "select":
-            raise ConfigError(f"Activations.kept says what 'select' keeps, but mode is {self.mode!r}: leave it out.")
-        if self.folder is not None and self.mode != "disk":
-            raise ConfigError(f"Activations.folder is for 'disk', but mode is {self.mode!r}: leave it out.")
-        if self.smallest < 0:
-            raise ConfigError(f"Activations.smallest is {self.smallest}: it is a number of bytes, 0 or more.")
-
-    @staticmethod
-    def named(given: str | Activations) -> Activations:
-        """The value itself, or that of a mode's name.
-
-        Raises:
-            ConfigError: the name is unknown.
-        """
-        return given if isinstance(given, Activations) else Activations(mode=given)
-
-
 @dataclass(eq=False)
 class Place:
     """A module whose forward is replaced.
@@ -140,6 +94,19 @@ class Place:
     def leaves(self) -> bool:
         """Whether the model recomputes this, or parts of it, itself (``gradient_checkpointing`` of transformers)."""
         return any(vars(module).get("gradient_checkpointing") for module in self.inner)
+
+
+def in_table(layout: Layout, given: Any) -> tuple[Layout, Any]:
+    """The table of an engine whose argument is ``given``, and the rules that hold: those, or else the table's cell.
+
+    Raises:
+        ConfigError: the rules are none, or a mode is unknown.
+    """
+    if given is None:
+        return layout, layout.activations
+    rules = pairs(given, "activations", (str, Activations), "mode")
+    rest = next((value for pattern, value in rules if pattern == EVERYTHING), layout.activations)
+    return layout.replace(activations=rest), given
 
 
 class Replacements:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shardfold import presets, rebuild
 from shardfold.access import explained, load_state, memory_report, state_dict, stats, traffic_report
 from shardfold.actions import Actions, check_supported
-from shardfold.activations import Activations, Replacements
+from shardfold.activations import Activations, Replacements, in_table
 from shardfold.agreement import Agreement
 from shardfold.changes import Changes
 from shardfold.checkpoint.base import Base
@@ -74,8 +74,8 @@ class Engine:
             floating dtype that most elements have; those of others, and of fp64, keep their own dtype in every state.
             Or ordered rules of these, ``{path pattern or class: policy, ..., "*": policy}``, of which the first that
             matches a module holds for it and all inside.
-        activations: what happens to what autograd saves in each unit: a mode of :data:`shardfold.activations.MODES`,
-            an :class:`Activations`, or ordered rules of these, as of ``precision``.
+        activations: short for the cell of ``layout``, what happens to what autograd saves in each unit: a mode, an
+            :class:`Activations`, or ordered rules of these, as of ``precision``. None: as the layout says.
         accumulate: micro-batches per optimizer step.
         clip_norm: the largest norm of all gradients, short for ``clip=Clip(norm=...)``; None does not clip.
         clip: by another norm, or by value; see :class:`Clip`.
@@ -103,7 +103,7 @@ class Engine:
         optimizer: Any = None,
         layout: str | Layout = "zero3",
         precision: str | Precision | Mapping[Any, str | Precision] | Sequence[tuple[Any, str | Precision]] = "fp32",
-        activations: str | Activations | Mapping[Any, str | Activations] | Sequence[Any] = "keep",
+        activations: str | Activations | Mapping[Any, str | Activations] | Sequence[Any] | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
         clip: Clip | None = None,
@@ -121,7 +121,7 @@ class Engine:
     ) -> None:
         _check_arguments(accumulate, clip_norm, clip)
         self.module = model
-        self.table = presets.named(layout)
+        self.table, activations = in_table(presets.named(layout), activations)
         self.device = pick_device(device)
         self.mesh = DataMesh(mesh, self.device, timedelta(seconds=limit))
         self.rank, self.world_size = self.mesh.rank, self.mesh.world
@@ -143,9 +143,8 @@ class Engine:
         self._changes = Changes(self, units, seed, made_here=not isinstance(optimizer, torch.optim.Optimizer))
         cuts = self._changes.cut()
         values = Weights(readable(weights), model) if weights is not None else None
-        self.agreement.same(
-            "the model's parameters, the optimizer's groups and the layout", repr((self.layout, [c.spec for c in cuts]))
-        )
+        said = repr((self.layout.replace(activations="keep"), [c.spec for c in cuts]))  # in which ranks may differ
+        self.agreement.same("the model's parameters, the optimizer's groups and the layout", said)
         if values is not None:
             values.load_buffers(model)
         move_buffers(dict(model.named_modules()), self.device, self.mesh, self.buffer_dtypes())

@@ -12,6 +12,8 @@ reduce) what is on the wire. A :class:`Precision` says which dtypes the words ``
     master    what the optimizer updates                                 the parameter is frozen
     moments   the optimizer's own state, one cell per moment             the parameter is frozen
 
+and one of none: ``activations``, what autograd saves in forward for backward (:class:`Activations`).
+
 Sources: ZeRO (arXiv 1910.02054, section 5), ZeRO++ (arXiv 2306.10209, section 3), MiCS/HSDP (arXiv 2205.00119).
 """
 
@@ -23,13 +25,15 @@ from enum import Enum
 from math import prod
 from typing import Any
 
-from shardfold.errors import LayoutError, did_you_mean
+from shardfold.errors import ConfigError, LayoutError, did_you_mean
 
 __all__ = [
     "DATA_AXES",
     "ITEMSIZE",
+    "MODES",
     "PRECISIONS",
     "ROLES",
+    "Activations",
     "Axes",
     "Cell",
     "Layout",
@@ -62,6 +66,8 @@ ROLES = ("compute", "grads", "reduce", "master", "moments")
 
 STATES = ("params", "held", "grads", "master", "moments")
 WIRES = ("plain",)
+MODES = ("keep", "recompute", "select", "host", "disk")
+"""What can happen to what autograd saves; see :class:`Activations`."""
 
 
 class Tier(str, Enum):
@@ -172,6 +178,60 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What happens to what autograd saves in the forward of a unit: the last cell of a table. Dtypes are those of the
+    operations.
+
+    Attributes:
+        mode: one of :data:`MODES`.
+        kept: of ``select``: operations whose results are kept too, e.g. ``torch.ops.aten.silu.default``.
+        smallest: of ``host`` and ``disk``: bytes of the smallest tensor that is moved.
+        folder: of ``disk``: where the file is; None: the system's folder for temporary files.
+        over: mesh axes over which what is saved is split; none can be given yet.
+
+    Raises:
+        ConfigError: the mode is unknown, or a field does not go with it.
+    """
+
+    mode: str = "keep"
+    kept: tuple[Any, ...] = ()
+    smallest: int = 64 * 1024
+    folder: str | None = None
+    over: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"activations={self.mode!r} is unknown.{did_you_mean(str(self.mode), MODES)}")
+        if self.over:
+            raise ConfigError(
+                f"Activations.over is {self.over!r}: activations can not be split over mesh axes yet, so leave it out; "
+                "'recompute' and 'host' free the same memory."
+            )
+        if self.kept and self.mode != "select":
+            raise ConfigError(f"Activations.kept says what 'select' keeps, but mode is {self.mode!r}: leave it out.")
+        if self.folder is not None and self.mode != "disk":
+            raise ConfigError(f"Activations.folder is for 'disk', but mode is {self.mode!r}: leave it out.")
+        if self.smallest < 0:
+            raise ConfigError(f"Activations.smallest is {self.smallest}: it is a number of bytes, 0 or more.")
+
+    @property
+    def tier(self) -> str:
+        """Where it rests between forward and backward, as a table says it."""
+        return {"keep": "device", "recompute": "recomputed", "select": "recomputed, but products"}.get(
+            self.mode, self.mode
+        )
+
+    @staticmethod
+    def named(given: str | Activations) -> Activations:
+        """The value itself, or that of a mode's name.
+
+        Raises:
+            ConfigError: the name is unknown.
+        """
+        return given if isinstance(given, Activations) else Activations(mode=given)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Wire:
     """What a collective puts on the link: ``dtype`` of its elements."""
 
@@ -195,6 +255,7 @@ class Layout:
     grads: Cell = Cell(dtype="grads")
     master: Cell = Cell(dtype="master")
     moments: Cell = Cell(dtype="moments")
+    activations: Activations = Activations()
     gather: Wire = field(default=Wire(dtype="compute"))
     reduce: Wire = field(default=Wire(dtype="reduce"))
 
@@ -209,7 +270,7 @@ class Layout:
         return self.held or self.rest
 
     def cells(self) -> dict[str, Cell]:
-        """The states that this table has, by name, in table order."""
+        """The states of parameters that this table has, by name, in table order."""
         named = {name: getattr(self, name) for name in STATES}
         return {name: cell for name, cell in named.items() if cell is not None}
 
@@ -218,16 +279,19 @@ class Layout:
         return replace(self, **changes)
 
     def edit(self, *states: str, **changes: Any) -> Layout:
-        """A copy in which the named cells have other fields, e.g. ``edit("grads", over=("intra",))``."""
-        cells = self.cells()
+        """A copy in which the named cells have other fields: ``edit("grads", over=("intra",))``,
+        ``edit("activations", mode="recompute")``."""
+        cells: dict[str, Any] = {**self.cells(), "activations": self.activations}
+        known = (*STATES, "activations")
         for state in states:
-            if state not in STATES:
-                raise LayoutError(f"the table has no state {state!r}.{did_you_mean(state, STATES)}")
+            if state not in known:
+                raise LayoutError(f"the table has no state {state!r}.{did_you_mean(state, known)}")
             if state not in cells:
                 raise LayoutError(f"this table has no {state} to edit: give it a cell with replace({state}=Cell(...)).")
         return replace(self, **{state: replace(cells[state], **changes) for state in states})
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "activations", Activations.named(self.activations))  # a mode's name does too
         for name, cell in self.cells().items():
             if not isinstance(cell.over, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise LayoutError(f"{name} is split over {cell.over!r}: over= takes a tuple of axes, as in ('intra',).")
@@ -337,14 +401,16 @@ class Layout:
         return alias
 
     def __str__(self) -> str:
-        lines = [f"{'state':<9}{'split over':<16}{'dtype':<10}tier"]
+        lines = [f"{'state':<13}{'split over':<16}{'dtype':<10}tier"]
         for name in STATES:
             cell = getattr(self, name)
             if cell is None:
                 note = "as master, cast while gathering" if name == "params" else "as params"
-                lines.append(f"{name:<9}({note if name == 'params' or self.params else 'as master'})")
+                lines.append(f"{name:<13}({note if name == 'params' or self.params else 'as master'})")
             else:
-                lines.append(f"{name:<9}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}")
+                lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}")
+        saved = self.activations
+        lines.append(f"{'activations':<13}{_axes(saved.over):<16}{'as made':<10}{saved.tier}")
         lines.append(f"journeys: gather {self.gather}, reduce {self.reduce}")
         return "\n".join(lines)
 
