@@ -68,6 +68,7 @@ __all__ = [
     "TrafficReport",
     "Wire",
     "checkpoint",
+    "engine_of",
     "load_model",
     "meta_init",
     "nn",
@@ -75,6 +76,8 @@ __all__ = [
     "optim",
     "rng_state",
     "set_rng_state",
+    "sharded_init",
+    "whole",
 ]
 
 _LAZY = {
@@ -86,6 +89,9 @@ _LAZY = {
     "LossScale": "shardfold.numerics.scaling",
     "load_model": "shardfold.checkpoint",
     "meta_init": "shardfold.materialize",
+    "sharded_init": "shardfold.construction",
+    "engine_of": "shardfold.holders",
+    "whole": "shardfold.wholes",
     "StepReport": "shardfold.report",
     "MemoryReport": "shardfold.report",
     "Sampler": "shardfold.data",

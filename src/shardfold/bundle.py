@@ -10,28 +10,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardfold.agreement import Agreement
 from shardfold.layout import DATA_AXES, Axes
+from shardfold.mesh import DataMesh
+from shardfold.meter import Meter
 from shardfold.program import Op
 from shardfold.shards import shard_index
+from shardfold.stores.device import DeviceStore
 from shardfold.unit import Segment
-from shardfold.wires.plain import Pending
+from shardfold.wires.plain import Pending, PlainWire
 
-if TYPE_CHECKING:
-    from shardfold.actions import Actions
-
-__all__ = ["BATCH", "Slice", "complete", "gather_slices", "named_state", "spread", "whole_segments"]
+__all__ = ["BATCH", "Carrier", "Slice", "complete", "gather_slices", "named_state", "spread", "whole_segments"]
 
 BATCH = 64 * 1024 * 1024
 """Bytes of the largest buffer."""
 
 LARGE = 1024 * 1024
 """Bytes of a tensor that travels by itself."""
+
+
+class Carrier(Protocol):
+    """What carries bundles: an engine's ``Actions``, or, before there is one, ``early.ShardRanks``."""
+
+    mesh: DataMesh
+    agreement: Agreement
+    meter: Meter
+    wire: PlainWire
+    store: DeviceStore
 
 
 class Stretch(NamedTuple):
@@ -50,11 +61,11 @@ class Slice(NamedTuple):
     shard: Tensor
 
 
-def complete(actions: Actions, flats: Sequence[Tensor], over: Axes, what: str) -> None:
+def complete(actions: Carrier, flats: Sequence[Tensor], over: Axes, what: str) -> None:
     """Completes 1-D ``flats``, in each of which this rank's of ``parts`` equal chunks is in place.
 
     Args:
-        actions: of the engine whose wire and meter are used.
+        actions: whose wire and meter are used.
         flats: of any dtypes; their lengths divide by the number of chunks.
         over: the axes that the chunks are split over.
         what: the caller, for messages.
@@ -70,7 +81,7 @@ def complete(actions: Actions, flats: Sequence[Tensor], over: Axes, what: str) -
     _exchange(actions, [_bytes(flat) for flat in small], rows, over, what)
 
 
-def gather_slices(actions: Actions, slices: Sequence[Slice], over: Axes, what: str) -> list[Tensor]:
+def gather_slices(actions: Carrier, slices: Sequence[Slice], over: Axes, what: str) -> list[Tensor]:
     """New tensors with all values of parameters' states that are split ``over`` axes, in their shapes and dtypes."""
     sizes, parts = actions.mesh.sizes, actions.mesh.parts(over)
     me = shard_index(over, sizes, actions.mesh.coords)
@@ -90,27 +101,27 @@ def gather_slices(actions: Actions, slices: Sequence[Slice], over: Axes, what: s
     return whole
 
 
-def spread(actions: Actions, tensors: Sequence[Tensor], what: str) -> None:
-    """Rank 0's values of contiguous ``tensors`` become every rank's."""
+def spread(actions: Carrier, tensors: Sequence[Tensor], what: str, source: int = 0) -> None:
+    """The values that rank ``source`` has of contiguous ``tensors`` become every rank's."""
     if actions.mesh.world == 1:
         return
     small, large = _by_size(tensors)
     for tensor in large:
-        _broadcast(actions, _bytes(tensor), what)
+        _broadcast(actions, _bytes(tensor), what, source)
     parts = [_bytes(tensor) for tensor in small]
     stream = [Stretch(i, 0, part.numel()) for i, part in enumerate(parts)]
     total = sum(part.numel() for part in parts)
     for start in range(0, total, BATCH):
         buffer = actions.store.empty(min(BATCH, total - start), torch.uint8)
-        if actions.mesh.rank == 0:
+        if actions.mesh.rank == source:
             _copy(stream, parts, buffer, start, read=True)
-        _broadcast(actions, buffer, what)
-        if actions.mesh.rank:
+        _broadcast(actions, buffer, what, source)
+        if actions.mesh.rank != source:
             _copy(stream, parts, buffer, start, read=False)
 
 
 def whole_segments(
-    actions: Actions, shards: Iterable[tuple[Segment, Tensor, Axes]], what: str
+    actions: Carrier, shards: Iterable[tuple[Segment, Tensor, Axes]], what: str
 ) -> Iterator[tuple[Segment, Tensor]]:
     """``(segment, flat)`` for each ``(segment, shard, over)``: all its values ``(length,)``; 16 MiB, or one, at a time.
 
@@ -145,7 +156,7 @@ def _whole_bytes(batch: Sequence[tuple[Segment, Tensor, Axes]]) -> int:
 
 
 def _whole_batch(
-    actions: Actions, batch: Sequence[tuple[Segment, Tensor, Axes]], what: str
+    actions: Carrier, batch: Sequence[tuple[Segment, Tensor, Axes]], what: str
 ) -> Iterator[tuple[Segment, Tensor]]:
     if not batch:
         return
@@ -168,7 +179,7 @@ def _whole_batch(
 
 
 def _exchange(
-    actions: Actions, tensors: Sequence[Tensor], rows: Sequence[Sequence[Stretch]], over: Axes, what: str
+    actions: Carrier, tensors: Sequence[Tensor], rows: Sequence[Sequence[Stretch]], over: Axes, what: str
 ) -> None:
     """Brings each rank's stream (``rows``, by shard index) to all; what this rank has is in ``tensors``, as bytes."""
     ranks, me = len(rows), shard_index(over, actions.mesh.sizes, actions.mesh.coords)
@@ -215,15 +226,15 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _all_gather(actions: Actions, flat: Tensor, over: Axes, what: str) -> Pending:
+def _all_gather(actions: Carrier, flat: Tensor, over: Axes, what: str) -> Pending:
     op = Op("ALL_GATHER", axes=over)
     actions.agreement.issue(f"{op} for {what}")
     actions.meter.count(op, flat, asked=True)
     return actions.wire.all_gather(flat, actions.mesh.group(over))
 
 
-def _broadcast(actions: Actions, flat: Tensor, what: str) -> None:
+def _broadcast(actions: Carrier, flat: Tensor, what: str, source: int) -> None:
     op = Op("BROADCAST", axes=DATA_AXES)
     actions.agreement.issue(f"BROADCAST for {what}")
     actions.meter.count(op, flat, asked=True)
-    actions.agreement.wait(dist.broadcast(flat, group_src=0, group=actions.mesh.everyone, async_op=True))
+    actions.agreement.wait(dist.broadcast(flat, group_src=source, group=actions.mesh.everyone, async_op=True))

@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_modules
 from shardfold.cut import Cut, cut, main_dtypes
 from shardfold.errors import ConfigError, UsageError
 from shardfold.freed import FreedParameter
+from shardfold.holders import hold, let_go
 from shardfold.loans import Loan
 from shardfold.optim.sharded import alignment, group_numbers
 from shardfold.unit import TORCH_DTYPES, Life, Segment, Unit
@@ -101,6 +102,7 @@ class Changes:
         )  # fmt: skip
 
     def close(self) -> None:
+        let_go(self.engine)
         self._finalizer()
 
     def note(self, module: nn.Module) -> None:
@@ -113,6 +115,7 @@ class Changes:
     def renew(self) -> None:
         """Takes the present model as what the units were made of."""
         engine = self.engine
+        hold(engine)
         self.plan, self._dirty = None, False
         self._modules = list(engine.module.modules())
         self._members = {id(module) for module in self._modules}

@@ -113,6 +113,10 @@ class FreedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         freed = list(_freed_in([*args, *(kwargs or {}).values()]))
+        if func is Tensor.detach and (outline := getattr(freed[0].__dict__[_FREED][2], "outline", None)) is not None:
+            found = outline()
+            if found is not None:
+                return found
         gathers = [parameter.__dict__[_FREED][2] for parameter in freed]  # the first may gather all of them
         with apart():
             gathered = all([gather() for gather in gathers])
@@ -124,7 +128,9 @@ class FreedParameter(nn.Parameter):
         _refuse("pickling", (self,), None)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        _refuse("copy.deepcopy", (self,), None)
+        if not self.__dict__[_FREED][2]():
+            _refuse("copy.deepcopy", (self,), None)
+        return self.__deepcopy__(memo)  # it is of its own class again
 
     def __format__(self, spec: str) -> str:
         return _refuse("formatting", (self,), None) if spec else repr(self)
@@ -155,9 +161,10 @@ def _name(freed: FreedParameter) -> str:
 def _refuse(what: str, args: Any, kwargs: Any) -> NoReturn:
     freed = next(_freed_in([*args, *(kwargs or {}).values()]), None)
     name = _name(freed) if freed is not None else "a parameter"
+    way = getattr(freed.__dict__[_FREED][2], "way", None) if freed is not None else None
     raise FreedParameterError(
         f"{what} touched {name!r} while only this rank's shard of it is in memory: "
-        f"wrap the access in `with engine.gathered({name!r}):`, which all ranks enter."
+        f"{way or f'wrap the access in `with engine.gathered({name!r}):`, which all ranks enter'}."
     )
 
 
@@ -167,7 +174,8 @@ def seal(parameter: nn.Parameter, name: str, gather: Callable[[], bool]) -> None
     Args:
         parameter: whose memory is given back.
         name: for messages.
-        gather: called when it is touched; True if its memory is there again.
+        gather: called when it is touched; True if its memory is there again. It may have an attribute ``way``, which
+            ends the message, and a method ``outline``, whose result, if any, is the answer to ``detach()``.
     """
     state: Any = parameter.__dict__
     state[_FREED] = (name, type(parameter), gather)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfold.cut import Cut
+from shardfold.early import hand_over
 from shardfold.errors import ModelError, did_you_mean
 from shardfold.gradients import GradientBuffer
 from shardfold.layout import Layout
@@ -95,6 +96,7 @@ def _give_values(
 ) -> None:
     """Makes the states of a unit. Values are made, and reach the master, in its dtype: in that of the parameters they
     would be rounded, and the first steps be those of another model than AMP, or FSDP2, trains."""
+    hand_over(parameter for _, parameter in unit.parameters())
     exact = [segment.exact_flat() for segment in unit.segments]
     empty = _bind_parameters(unit, exact)
     if empty or weights is not None:

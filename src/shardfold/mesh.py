@@ -167,6 +167,16 @@ class DataMesh:
                 dist.destroy_process_group(group)
         self._made.clear()
 
+    def leave(self) -> None:
+        """Gives back the groups of this mesh; a default group that it made stays until the interpreter exits."""
+        if self.owns_default_group and os.getpid() == self._process and dist.is_initialized():
+            self._groups.clear()
+            self.control = None
+            while self._made:
+                dist.destroy_process_group(self._made.pop())
+        else:
+            self.close()
+
     def abandon(self) -> None:
         """Leaves all groups but this mesh's own, so that ranks stuck in collectives of the user's own wake up.
 

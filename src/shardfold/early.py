@@ -1,0 +1,287 @@
+"""Parameters that are split over the ranks while no engine holds them (how they come to be: ``construction``).
+
+    whole parameter     --scatter of rank 0's values-->    each rank's slice    (the whole is given back)
+
+It stays the same ``nn.Parameter`` object: shape and dtype answer, anything else raises one sentence (see ``freed``). A
+slice is ``ceil(numel / ranks)`` elements, the last ones padded with zeros, so that all are of one length. An engine
+takes such parameters over one unit at a time; until then :func:`gather` makes some whole, and :func:`release` ends it.
+Before anything is sent ranks say what they are about to do, and if that differs all of them raise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardfold.agreement import Agreement
+from shardfold.bundle import complete, spread
+from shardfold.errors import OrderError
+from shardfold.freed import FreedParameter, apart, seal, unseal
+from shardfold.layout import DATA_AXES
+from shardfold.mesh import DataMesh
+from shardfold.meter import Meter
+from shardfold.stores.device import DeviceStore
+from shardfold.wires.plain import GlooWire, NcclWire, PlainWire
+
+__all__ = ["EarlyShard", "ShardRanks", "early_shard", "gather", "hand_over", "release"]
+
+_EARLY = "_shardfold_early"
+_NUMBERS = itertools.count()
+
+TOUCHED: list[Callable[[nn.Parameter], bool]] = []
+"""What is asked to make a parameter whole that was touched; empty but while modules are made (see ``construction``)."""
+
+
+
+class ShardRanks:
+    """The ranks that parameters are split over, and what carries their values; there until the last one is gone.
+
+    Args:
+        device: where whole values are.
+        rest: where slices are; None: there too.
+        patience, limit: seconds, as of an ``Engine``.
+    """
+
+    def __init__(
+        self, device: torch.device, rest: torch.device | None = None, patience: float = 10.0, limit: float = 1800.0
+    ) -> None:
+        self.device, self.rest = device, rest or device
+        self.mesh = DataMesh(None, device, timedelta(seconds=limit))
+        self.agreement = Agreement(self.mesh, patience, limit)
+        self.store = DeviceStore(device)
+        self.meter = Meter(self.mesh)
+        nccl = self.mesh.backend == "nccl"
+        self.wire: PlainWire = NcclWire() if nccl else GlooWire(self.store.empty, self.store.recycle)
+        weakref.finalize(self, _leave, self.mesh, self.agreement)
+
+    def slice_of(self, flat: Tensor) -> Tensor:
+        """This rank's slice of rank 0's values; ``flat`` ``(numel,)`` is read on rank 0 only."""
+        ranks, size = self.mesh.world, -(-flat.numel() // self.mesh.world)
+        own = torch.empty(size, dtype=flat.dtype, device=flat.device)
+        if ranks == 1:
+            own.copy_(flat)
+        elif size:
+            parts = range(ranks if self.mesh.rank == 0 else 0)
+            sent = [_bytes(_padded(flat[i * size : (i + 1) * size], size)) for i in parts] or None
+            self.agreement.issue("a scatter of a parameter")
+            work = dist.scatter(_bytes(own), sent, group_src=0, group=self.mesh.everyone, async_op=True)
+            self.agreement.wait(work)
+        return own.to(self.rest)
+
+
+def _leave(mesh: DataMesh, agreement: Agreement) -> None:
+    agreement.close()
+    mesh.leave()
+
+
+class EarlyShard:
+    """What a parameter knows of itself while no engine holds it.
+
+    Attributes:
+        ranks: that it is split over.
+        number: in the order of construction, the same on every rank.
+        name: for messages.
+        shape, dtype: of the whole.
+        values: this rank's slice, ``(ceil(numel / ranks),)``.
+        pins: how many times over it is whole.
+    """
+
+    way = "give its model to an Engine, or wrap the access in `with sf.whole(parameter):`, which all ranks enter"
+
+    def __init__(self, parameter: nn.Parameter, name: str, ranks: ShardRanks, dtype: torch.dtype | None) -> None:
+        self.ranks, self.number, self.name = ranks, next(_NUMBERS), name
+        self.pins = 0
+        value = parameter.detach()
+        if dtype is not None and value.is_floating_point():
+            value = value.to(dtype)
+        self._fit(value.to(ranks.device))
+        self._parameter = weakref.ref(parameter)
+        parameter.__dict__[_EARLY] = self
+        self.seal(parameter)
+
+    def _fit(self, value: Tensor) -> None:
+        """Takes shape, dtype and rank 0's values of ``value``."""
+        self.shape, self.dtype = value.shape, value.dtype
+        self.values = self.ranks.slice_of(value.contiguous().view(-1))
+        # What the parameter is while it is not whole: it has a shape, and no memory.
+        self._hollow = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        self._hollow.untyped_storage().resize_(0)
+
+    def __reduce__(self) -> Any:  # a copy of a parameter that is whole is an ordinary one
+        return type(None), ()
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def __call__(self) -> bool:
+        """The parameter was touched: under a constructor it is made whole."""
+        parameter = self._parameter()
+        return parameter is not None and bool(TOUCHED) and TOUCHED[-1](parameter)
+
+    def outline(self) -> nn.Parameter | None:
+        """What ``detach()`` answers: ``state_dict()`` shows names and shapes of a model whose values are split."""
+        if TOUCHED:
+            return None
+        shown = nn.Parameter(self._hollow.detach(), requires_grad=False)
+        seal(shown, self.name, _Outline(self))
+        return shown
+
+    def seal(self, parameter: nn.Parameter) -> None:
+        parameter.data = self._hollow
+        seal(parameter, self.name, self)
+
+    def padded(self) -> Tensor:
+        """A flat for the whole values, with this rank's slice in place; ``(ranks * ceil(numel / ranks),)``."""
+        size, rank = self.values.numel(), self.ranks.mesh.rank
+        flat = self.ranks.store.empty(size * self.ranks.mesh.world, self.dtype)
+        flat[rank * size : (rank + 1) * size].copy_(self.values)
+        return flat
+
+    def open(self, parameter: nn.Parameter, flat: Tensor) -> None:
+        unseal(parameter)
+        parameter.data = flat[: self.numel].view(self.shape)
+
+    def keep_own(self, parameter: nn.Parameter) -> None:
+        """This rank's slice of the values that the parameter has here; nothing is sent."""
+        size, rank = self.values.numel(), self.ranks.mesh.rank
+        flat = parameter.detach().contiguous().view(-1)
+        self.values.copy_(_padded(flat[rank * size : (rank + 1) * size], size))
+
+    def take(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Takes ``whole``, the same on every rank, which the parameter may have got by ``parameter.data = x``."""
+        if whole.shape != self.shape or whole.dtype != self.dtype:
+            self._fit(whole)
+        else:
+            self.keep_own(parameter)
+
+
+class _Outline:
+    """Behind a tensor that only tells the shape of a parameter."""
+
+    def __init__(self, shard: EarlyShard) -> None:
+        self._shard, self.way = shard, shard.way
+
+    def __call__(self) -> bool:
+        return False
+
+    def outline(self) -> nn.Parameter | None:
+        return self._shard.outline()
+
+
+def early_shard(parameter: Any) -> EarlyShard | None:
+    """What a parameter that is split and that no engine holds knows of itself; None for any other."""
+    return parameter.__dict__.get(_EARLY) if isinstance(parameter, nn.Parameter) else None
+
+
+# -- whole for a while ----------------------------------------------------------------------------------------------
+
+
+def gather(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes early parameters whole on every rank until :func:`release`; others are left alone. Every rank calls it.
+
+    Raises:
+        OrderError: ranks ask for different parameters.
+    """
+    for ranks, members in _by_ranks(parameters):
+        apart_now = [p for p in members if isinstance(p, FreedParameter)]
+        if apart_now:
+            shards = [_shard(p) for p in apart_now]
+            what = f"a gather of {_described(shards)}"
+            ranks.agreement.meet(what)
+            with torch.no_grad(), apart():
+                flats = [shard.padded() for shard in shards]
+                complete(ranks, [flat for flat in flats if flat.numel()], DATA_AXES, what)
+            for p, shard, flat in zip(apart_now, shards, flats, strict=True):
+                shard.open(p, flat)
+        for p in members:
+            _shard(p).pins += 1
+
+
+def release(parameters: Iterable[nn.Parameter], *, source: int | None = None, failed: bool = False) -> None:
+    """Ends a :func:`gather`. Every rank calls it.
+
+    Args:
+        parameters: that were gathered.
+        source: the rank whose values become everyone's; None: what was changed is gone.
+        failed: this rank left by an exception: nothing is kept, and ranks that would write raise.
+
+    Raises:
+        OrderError: ranks would write different parameters, or one of them failed.
+    """
+    for ranks, members in _by_ranks(parameters):
+        try:
+            if source is not None:
+                _write(ranks, members, source, failed)
+        finally:
+            for p in members:
+                shard = _shard(p)
+                shard.pins -= 1
+                if not shard.pins:
+                    shard.seal(p)
+
+
+def _write(ranks: ShardRanks, members: Sequence[nn.Parameter], source: int, failed: bool) -> None:
+    what = f"writing {_described([_shard(p) for p in members], [p.shape for p in members])} of rank {source}"
+    if failed:
+        with suppress(OrderError):  # what this rank raises already is what its user shall see
+            ranks.agreement.meet("leaving a block that writes parameters by an exception: nothing is written")
+        return
+    ranks.agreement.meet(what)
+    with torch.no_grad(), apart():
+        wholes = [p.detach().to(ranks.device).contiguous() for p in members]
+        spread(ranks, [whole for whole in wholes if whole.numel()], what, source)
+        for p, whole in zip(members, wholes, strict=True):
+            p.data = whole
+            _shard(p).take(p, whole)
+
+
+def hand_over(parameters: Iterable[nn.Parameter]) -> None:
+    """Early parameters become ordinary ones, whole; others are left alone. Every rank calls it."""
+    early = [p for p in parameters if early_shard(p) is not None]
+    gather(early)
+    for p in early:
+        del p.__dict__[_EARLY]
+
+
+def _shard(parameter: nn.Parameter) -> EarlyShard:
+    return parameter.__dict__[_EARLY]
+
+
+def _by_ranks(parameters: Iterable[nn.Parameter]) -> list[tuple[ShardRanks, list[nn.Parameter]]]:
+    """Early parameters, each once, in the order of construction: users pass sets, which have another on each rank."""
+    found = {shard.number: p for p in parameters if (shard := early_shard(p)) is not None}
+    groups: dict[int, tuple[ShardRanks, list[nn.Parameter]]] = {}
+    for number in sorted(found):
+        ranks = _shard(found[number]).ranks
+        groups.setdefault(id(ranks), (ranks, []))[1].append(found[number])
+    return list(groups.values())
+
+
+def _described(shards: Sequence[EarlyShard], shapes: Sequence[torch.Size] | None = None) -> str:
+    shapes = shapes or [shard.shape for shard in shards]
+    parts = [f"{shard.name} {tuple(shape)}" for shard, shape in zip(shards, shapes, strict=True)]
+    more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+    numels = sum(shape.numel() for shape in shapes)
+    return f"{', '.join(parts[:3])}{more} ({numels} elements, numbers {shards[0].number} to {shards[-1].number})"
+
+
+def _padded(piece: Tensor, size: int) -> Tensor:
+    """``piece`` with zeros behind it, ``(size,)``."""
+    if piece.numel() == size:
+        return piece
+    padded = piece.new_zeros(size)
+    padded[: piece.numel()].copy_(piece)
+    return padded
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
