@@ -2,7 +2,7 @@
 
 Parameters are lent as they are: their units are made full and stay so, and programs neither gather nor free them
 meanwhile. Everything else is lent as new whole tensors. Either way many tensors come by one collective (see
-``bundle``). What comes back is rank 0's, if the user asked to write; a control message first tells every rank whether
+``bundle``). What comes back is one rank's, if the user asked to write; a control message first tells every rank whether
 all ranks left the block well and who changed what, so that a misuse on one rank raises on all and writes nothing.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from logging import getLogger
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["gathered"]
 
+LOG = getLogger("shardfold")
+
 
 class Place(NamedTuple):
     """Where a parameter lies; ``name`` is the first that was asked for, of a tied one."""
@@ -41,11 +44,15 @@ class Lent(Protocol):
     """What is behind one ``with`` block."""
 
     values: dict[str, Any]  # by every name asked for
-    watched: dict[str, Tensor]  # by one name each: what must not change, or, when writing, only on rank 0
+    watched: dict[str, Tensor]  # by one name each: what must not change, or, when writing, only on the source
     dropped: bool  # whether a change that is not written back is gone after the block
 
-    def write(self, changed: set[str]) -> None:
-        """Rank 0's values are everyone's; ``changed``: those that rank 0 is known to have changed."""
+    def write(self, changed: set[str], source: int) -> None:
+        """The values of rank ``source`` are everyone's; ``changed``: those that it is known to have changed."""
+        ...
+
+    def keep(self, changed: Sequence[str]) -> None:
+        """What was changed and is not gone after the block becomes the value in every state that mirrors it."""
         ...
 
     def restore(self) -> None:
@@ -56,9 +63,15 @@ class Lent(Protocol):
 
 
 @contextmanager
-def gathered(engine: Engine, names: tuple[str, ...], *, write: bool, of: str) -> Iterator[Any]:
-    """See :meth:`Engine.gathered`."""
-    what = _title(names, write, of)
+def gathered(
+    engine: Engine, names: tuple[str, ...], *, write: bool, of: str, source: int = 0, strict: bool = True
+) -> Iterator[Any]:
+    """See :meth:`Engine.gathered`.
+
+    ``source`` is the rank whose values are written. Without ``strict`` a change that is not to be written is logged
+    and, where parameters are split, gone after the block, and what ranks other than ``source`` change does not matter.
+    """
+    what = _title(names, write, of) + (f" from rank {source}" if source else "")
     if write and any(loan.what.startswith("average.") for loan in engine.loans):
         raise UsageError(f"{what} inside `with average.applied():` would be lost when it ends: write outside of it.")
     places, asked = _find(engine, names, of)
@@ -84,8 +97,12 @@ def gathered(engine: Engine, names: tuple[str, ...], *, write: bool, of: str) ->
                 _leave_by_exception(engine, lent, places, error)
             raise
         if write:
-            _write(engine, lent, loan, places)
-        elif changed := loan.changed():
+            _write(engine, lent, loan, places, source, strict)
+        elif (changed := loan.changed()) and not strict:
+            outcome = "that is gone now" if lent.dropped else "it was kept"
+            LOG.warning("%s changed inside %s, which only reads: %s.", _listed(changed), what, outcome)
+            lent.keep(changed)
+        elif changed:
             raise UsageError(
                 f"{_listed(changed)} changed inside {what}, which only reads "
                 f"({'the change is dropped' if lent.dropped else 'the change is on this rank only'}): "
@@ -96,8 +113,8 @@ def gathered(engine: Engine, names: tuple[str, ...], *, write: bool, of: str) ->
         lent.close()
 
 
-def _write(engine: Engine, lent: Lent, loan: Loan, places: Sequence[Place]) -> None:
-    """Writes rank 0's values, unless some rank left by an exception or changed what it must not."""
+def _write(engine: Engine, lent: Lent, loan: Loan, places: Sequence[Place], source: int, strict: bool) -> None:
+    """Writes the source's values, unless some rank left by an exception or changed what it must not."""
     names, changed = [place.name for place in places], loan.changed()
     if foreign := [name for name in changed if name not in names]:
         error = UsageError(
@@ -106,8 +123,8 @@ def _write(engine: Engine, lent: Lent, loan: Loan, places: Sequence[Place]) -> N
         )
         _leave_by_exception(engine, lent, places, error)
         raise error
-    failed, first, other = _agree(engine, places, changed, failed=False)
-    stray = [name for name in names if name in other and name not in first]
+    failed, first, other = _agree(engine, places, changed, source, failed=False)
+    stray = [name for name in names if strict and name in other and name not in first]
     if failed or stray:
         lent.restore()
     if failed:
@@ -116,10 +133,10 @@ def _write(engine: Engine, lent: Lent, loan: Loan, places: Sequence[Place]) -> N
         )
     if stray:
         raise UsageError(
-            f"{loan.what}: {_listed(stray)} changed on another rank than 0 only, so nothing was written: "
-            "change values on rank 0 (or on all ranks), whose values become everyone's."
+            f"{loan.what}: {_listed(stray)} changed on another rank than {source} only, so nothing was written: "
+            f"change values on rank {source} (or on all ranks), whose values become everyone's."
         )
-    lent.write(first)
+    lent.write(first, source)
 
 
 def _leave_by_exception(engine: Engine, lent: Lent, places: Sequence[Place], error: BaseException) -> None:
@@ -128,18 +145,18 @@ def _leave_by_exception(engine: Engine, lent: Lent, places: Sequence[Place], err
         lent.restore()
     if isinstance(error, Exception) and not isinstance(error, (OrderError, CollectiveError)):
         with suppress(Exception):  # what the user's code raised is what the user shall see
-            _agree(engine, places, [], failed=True)
+            _agree(engine, places, [], 0, failed=True)
 
 
 def _agree(
-    engine: Engine, places: Sequence[Place], changed: Sequence[str], *, failed: bool
+    engine: Engine, places: Sequence[Place], changed: Sequence[str], source: int, *, failed: bool
 ) -> tuple[list[int], set[str], set[str]]:
-    """Ranks that left by an exception, and what was changed on rank 0 and on any other rank."""
+    """Ranks that left by an exception, and what was changed on the source and on any other rank."""
     world, mine = engine.world_size, set(changed)
     flags = [0.0] * world
     flags[engine.rank] = float(failed)
-    for zero in (True, False):
-        flags += [float(place.name in mine and (engine.rank == 0) is zero) for place in places]
+    for first in (True, False):
+        flags += [float(place.name in mine and (engine.rank == source) is first) for place in places]
     said = engine.agree(flags)
     first, other = said[world : world + len(places)], said[world + len(places) :]
     return (
@@ -220,13 +237,21 @@ class _Parameters:
             flats = [segment.flat for unit in self._units if id(unit) in stays for segment in unit.segments]
             self._before = [(flat, flat.clone()) for flat in flats]
 
-    def write(self, changed: set[str]) -> None:
+    def write(self, changed: set[str], source: int) -> None:
         views = [place.segment.views_of(place.segment.flat)[place.slot] for place in self._places]
-        spread(self._engine.actions, views, self._what)
+        spread(self._engine.actions, views, self._what, source)
         with torch.no_grad():
             for place, view in zip(self._places, views, strict=True):
                 place.segment.take(place.slot, view, exact=place.name in changed)
         _mark_written(self._engine, [place.parameter for place in self._places])
+
+    def keep(self, changed: Sequence[str]) -> None:
+        with torch.no_grad():
+            for unit in self._units:
+                for segment in unit.segments if not unit.split else ():
+                    for slot, parameter in enumerate(segment.parameters):
+                        if any(self.watched[name] is parameter for name in changed):
+                            segment.take(slot, parameter)
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -324,8 +349,8 @@ class _States:
         own = segment.master.dtype if apart and segment.master is not None else dtype
         return self._engine._update.state_shard(segment, self._of, own)
 
-    def write(self, changed: set[str]) -> None:
-        spread(self._engine.actions, list(self.watched.values()), self._what)
+    def write(self, changed: set[str], source: int) -> None:
+        spread(self._engine.actions, list(self.watched.values()), self._what, source)
         with torch.no_grad():
             for place in self._places:
                 self._take(place, self.watched[place.name].view(-1), place.name in changed)
@@ -341,6 +366,9 @@ class _States:
         else:
             assert self._engine._update is not None
             self._engine._update.take_state(place.segment, place.slot, self._of, values, changed=changed)
+
+    def keep(self, changed: Sequence[str]) -> None:
+        return
 
     def restore(self) -> None:
         return
