@@ -313,7 +313,7 @@ class Actions:
                 f"the norm of all gradients is {float(self.grad_norm)} and Clip(error_if_nonfinite=True): nothing was "
                 "updated; engine.zero_grad() drops these gradients."
             )
-        self.coefficient = clip_coefficient(self.grad_norm, clip.norm)
+        self.coefficient = clip_coefficient(self.grad_norm, clip.norm) if clip.norm < inf else None
 
     def clip_values(self) -> None:
         """Cuts every element of this rank's gradients to the range of ``Clip.value``."""

@@ -33,17 +33,18 @@ from shardfold.checkpoint.base import Base
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.save import Saver, Saving
 from shardfold.checkpoint.stored import readable
-from shardfold.errors import ConfigError, UsageError
+from shardfold.errors import UsageError
 from shardfold.gathered import gathered
 from shardfold.hooks import Hooks
 from shardfold.layout import Layout, Precision
 from shardfold.loans import Loan, refuse_during
+from shardfold.losses import lift, run_backward
 from shardfold.materialize import Weights, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
 from shardfold.numerics.alarm import Alarm
-from shardfold.numerics.clipping import Clip
+from shardfold.numerics.clipping import Clip, one_clip
 from shardfold.numerics.forensics import Watch
-from shardfold.numerics.scaling import LossScale, make_scaler, scaled
+from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.shares import Shares
 from shardfold.optim.average import Average
 from shardfold.optim.sharded import ShardedOptimizer, build
@@ -53,7 +54,7 @@ from shardfold.report import MemoryReport, MemoryRow, SavedReport, StepReport, T
 from shardfold.rules import Rules
 from shardfold.runner import Runner
 from shardfold.stats import Clock, Stats
-from shardfold.stepping import take_step
+from shardfold.stepping import check_accumulate, take_step
 from shardfold.stores.device import DeviceStore
 from shardfold.tf32 import hold_tf32
 from shardfold.unit import TORCH_DTYPES, Life, Unit
@@ -119,14 +120,13 @@ class Engine:
         limit: float = 1800.0,
         debug: bool = False,
     ) -> None:
-        _check_arguments(accumulate, clip_norm, clip)
+        check_accumulate(accumulate)
         self.module = model
         self.table, activations = in_table(presets.named(layout), activations)
         self.device = pick_device(device)
         self.mesh = DataMesh(mesh, self.device, timedelta(seconds=limit))
         self.rank, self.world_size = self.mesh.rank, self.mesh.world
-        self.accumulate = accumulate
-        self.clip = Clip(norm=clip_norm) if clip_norm is not None else clip
+        self.clip = one_clip(clip_norm, clip)
         self.timing = timing or Schedule()
         self.rules = Rules(precision, self.table, self.mesh.sizes)
         self.rules.check(model)
@@ -219,26 +219,11 @@ class Engine:
         The loss is not divided: gradients are, as they arrive. With a ``weight``, such as the number of tokens that a
         mean was taken over, the step's gradient is the weighted mean over all micro-batches of all ranks.
         """
-        if weight != 0:
-            self.alarm.note(loss)
-        loss = self.shares.weighed(loss, weight, first=not self._runner.micro)
-        if self.loss_scale is not None:
-            if not self._runner.micro and self.actions.lifted != self.loss_scale.scale:
-                self.actions.set_factors()
-            loss = scaled(loss, self.actions.lifted)
-        self._runner.scaled = True
-        try:
-            loss.backward(retain_graph=retain_graph)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error) or not any(unit.split for unit in self.units):
-                raise
-            raise RuntimeError(
-                f"{error} Under a layout that splits parameters this also happens when backward reaches a unit by a "
-                "tensor that its forward did not return (kept on the side, or made under engine.gathered()): return "
-                "it from the unit's forward, or choose units= so that the unit contains its use."
-            ) from error
-        finally:
-            self._runner.scaled = False
+        run_backward(self, loss, weight, retain_graph)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for a ``backward()`` of your own; the same loss where there is no scale."""
+        return lift(self, loss)
 
     def step(self, *, tokens: float | None = None, samples: float | None = None) -> StepReport:
         """The optimizer step, at an accumulation boundary; before it, nothing happens.
@@ -258,11 +243,33 @@ class Engine:
         if runner.micro == 0:
             raise UsageError("engine.step() with no backward since the last step: call engine.backward(loss).")
         self._clock.told(tokens, samples)
+        runner.close_micro_batches()
         if not runner.boundary:
             return StepReport(self.steps, updated=False, loss_scale=self.actions.lifted)
         refuse_during(self.loans, "engine.step()")
         rebuild.secure(self)
         return take_step(self)
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per step; when it is set, the gradients that come are divided by it, the same on all ranks."""
+        return self._runner.accumulate
+
+    @accumulate.setter
+    def accumulate(self, accumulate: int) -> None:
+        check_accumulate(accumulate)
+        self._runner.accumulate, self.actions.scale = accumulate, 1.0 / (self.world_size * accumulate)
+        self.actions.set_factors()
+
+    @property
+    def last_micro_batch(self) -> bool | None:
+        """Whether the next backward is the last before a step (None: each ``accumulate``-th is), on all ranks alike. Set
+        to True behind a backward that was not, it lets :meth:`step` reduce what that left."""
+        return self._runner.last
+
+    @last_micro_batch.setter
+    def last_micro_batch(self, last: bool | None) -> None:
+        self._runner.last = last
 
     @property
     def micro_batch(self) -> int:
@@ -353,6 +360,7 @@ class Engine:
         keep: int | None = None,
         nonfinite: str = "warn",
         frozen: str = "keep",
+        latest: bool = True,
     ) -> Saving | None:
         """Writes a checkpoint of the whole run that any layout, precision and number of ranks can load.
 
@@ -371,6 +379,7 @@ class Engine:
                 (``"raise"``).
             frozen: ``"skip"`` leaves out parameters that the optimizer does not have, such as the base of an adapter,
                 and keeps a checksum of each, with which :meth:`load` compares the base that it finds.
+            latest: False leaves the file ``latest`` as it is.
 
         Returns:
             The save, to ask or to wait for; None if it was skipped. A failure in the background is logged, and raised
@@ -385,7 +394,7 @@ class Engine:
         self._refuse_broken("engine.save()")
         return self.saver.save(
             path, state=state or {}, rank_state=rank_state or {}, wait=wait, busy=busy, keep=keep, nonfinite=nonfinite,
-            left_out=self._base.left_out(frozen),
+            left_out=self._base.left_out(frozen), latest=latest,
         )  # fmt: skip
 
     def load(
@@ -488,12 +497,3 @@ class Engine:
         if follow:
             self._follow_model()
         self._runner.meet(what)
-
-
-def _check_arguments(accumulate: Any, clip_norm: Any, clip: Any) -> None:
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate!r}: it is the number of micro-batches per step, an integer >= 1.")
-    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
-        raise ConfigError(f"clip_norm={clip_norm!r}: it is the largest gradient norm, a number > 0, or None.")
-    if clip is not None and (clip_norm is not None or not isinstance(clip, Clip)):
-        raise ConfigError(f"clip={clip!r} beside clip_norm={clip_norm!r}: give one of them; clip= takes a Clip.")

@@ -57,6 +57,7 @@ class Runner:
         micro: backwards since the last step.
         attempt: steps, done or skipped, and other ends of gradients so far.
         boundary: whether the last of them reduced everything, so that a step may follow.
+        last: whether the next backward is the last before a step; None: each ``accumulate``-th is.
         synchronize: False inside ``no_sync()``.
         scaled: whether the backward under way is that of a loss that the engine scaled.
         orders: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
@@ -84,6 +85,7 @@ class Runner:
         self._late: set[str] = set()
         self.micro = self.attempt = 0
         self.boundary = self._boundary_before = False
+        self.last: bool | None = None
         self.synchronize = True
         self.scaled = False
         self.buffers = Buffers(model, mesh, agreement)
@@ -299,7 +301,7 @@ class Runner:
 
         The interrupted pass is finished without computing: other ranks may have been further, or may still be in it.
         """
-        self._interrupted = False
+        self._interrupted = self.scaled = False
         self.forget()
         outer, self._outer = self._outer, []
         for unit in self.units:
@@ -436,10 +438,12 @@ class Runner:
             self.reset()
         self._delivered, self._boundary_before = False, self.boundary
         nested = self._run is not None
-        self.boundary = not nested and self.synchronize and self.micro + 1 >= self.accumulate
+        last = self.last if self.last is not None else self.micro + 1 >= self.accumulate
+        self.boundary = not nested and self.synchronize and last
         section = "quiet" if nested or not self.synchronize else "last" if self.boundary else "backward"
         if self._collective[section]:
-            kind = "inside a forward" if nested else f"{self.micro + 1} of {self.accumulate}"
+            count = f"{self.micro + 1} of {self.accumulate}" if self.last is None else f"{self.micro + 1}"
+            kind = "inside a forward" if nested else count + ", the last" * (self.last is True)
             self.meet(f"a backward pass ({kind}{'' if self.synchronize else ', no_sync'})")
         if self._run is not None:  # torch.autograd.grad inside of the model's forward
             self._outer.append((self._run, self._section))
@@ -503,6 +507,8 @@ class Runner:
             self._finish()
         if self._outer:
             self._run, self._section = self._outer.pop()
+        else:
+            self.scaled = False
         if self._delivered:
             self.micro += 1
         else:  # torch.autograd.grad: no parameter's gradient was asked for, so this was no micro-batch
@@ -516,6 +522,19 @@ class Runner:
                 unit.show_gradients()
 
     # -- the step
+
+    def close_micro_batches(self) -> None:
+        """Before a step behind a backward that was not known to be the last: what only that would have reduced."""
+        if self.boundary or not self.last:
+            return
+        self.meet("the end of the micro-batches")
+        done = {(op.unit, op.verb) for op in self.program.backward}
+        for op in self.program.last:
+            if op.verb in REDUCTIONS and (op.unit, op.verb) not in done:
+                self.actions.reduce(self.by_name[op.unit], op)
+        for unit in self.units:
+            unit.end_reduce(self.agreement.wait)
+        self.boundary = True
 
     def reduce_late(self, late: Sequence[Unit]) -> None:
         """[Note: late gradients]: one more reduction for these units, now and, from the next step on, at the end."""

@@ -7,19 +7,28 @@ follow    the program's section ``step``: NORM, then UPDATE and ALL_GATHER of ea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from shardfold.errors import NonFiniteError
+from shardfold.errors import ConfigError, NonFiniteError
 from shardfold.numerics.forensics import examine
 from shardfold.report import StepReport
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
 
-__all__ = ["take_step"]
+__all__ = ["check_accumulate", "take_step"]
+
+
+def check_accumulate(accumulate: Any) -> None:
+    """
+    Raises:
+        ConfigError: it is no number of micro-batches.
+    """
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate!r}: it is the number of micro-batches per step, an integer >= 1.")
 
 
 def take_step(engine: Engine) -> StepReport:

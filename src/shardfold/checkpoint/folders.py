@@ -40,10 +40,11 @@ class Draft:
     Args:
         target: the checkpoint's folder.
         token: of this save, 12 hexadecimal digits, the same on all ranks.
+        latest: whether it becomes the latest checkpoint.
     """
 
-    def __init__(self, target: Path, token: str) -> None:
-        self.target, self.token = target, token
+    def __init__(self, target: Path, token: str, *, latest: bool = True) -> None:
+        self.target, self.token, self._latest = target, token, latest
         self.path = target.parent / f".{target.name}.writing-{token}"
         self._ours = False  # whether what lies at ``path`` is this draft
 
@@ -77,18 +78,20 @@ class Draft:
         write_synced(self.path / OWNER, json.dumps(owner).encode())
 
     def commit(self, index: bytes) -> None:
-        """The folder, complete but for its index, takes its place and is the latest.
+        """The folder, complete but for its index, takes its place, and is the latest if it is to be.
 
         Raises:
             CheckpointError, OSError: all is as it was, and the draft still there.
         """
         write_synced(self.path / INDEX, index)
-        write_synced(self.path / LATEST, self.target.name.encode() + b"\n")
+        if self._latest:
+            write_synced(self.path / LATEST, self.target.name.encode() + b"\n")
         sync_folder(self.path)
         undo = self._take_place()
         try:
             sync_folder(self.target.parent)
-            os.replace(self.target / LATEST, self.target.parent / LATEST)
+            if self._latest:
+                os.replace(self.target / LATEST, self.target.parent / LATEST)
         except BaseException:
             undo()
             raise

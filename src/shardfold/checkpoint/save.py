@@ -135,6 +135,7 @@ class Saver:
         keep: int | None,
         nonfinite: str,
         left_out: Mapping[str, str],
+        latest: bool,
     ) -> Saving | None:
         """See :meth:`Engine.save`."""
         begun = perf_counter()
@@ -146,11 +147,11 @@ class Saver:
                 f"engine.save() while gradients of {engine.micro_batch} micro-batches wait for engine.step(): they "
                 "would be lost on resuming; save after the step, or call engine.zero_grad() first."
             )
-        token = self._agree(target, f"keep={keep}, nonfinite={nonfinite!r}", busy == "skip")
+        token = self._agree(target, f"keep={keep}, nonfinite={nonfinite!r}, latest={latest}", busy == "skip")
         if token is None:
             return None
         self.finish()
-        job = _Job(engine, Draft(target, token), keep, nonfinite, begun)
+        job = _Job(engine, Draft(target, token, latest=latest), keep, nonfinite, begun)
         try:
             said = self._everyone(f"save/{token}/ready", job.prepare(engine, state, rank_state, left_out))
             if job.error is not None and not isinstance(job.error, Exception):

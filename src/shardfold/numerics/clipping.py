@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
 
-__all__ = ["Clip", "clip_coefficient", "norm_of", "norm_part", "square_sum"]
+__all__ = ["Clip", "clip_coefficient", "norm_of", "norm_part", "one_clip", "square_sum"]
 
 _ROW = 4096
 
@@ -22,7 +23,8 @@ class Clip:
     """How gradients are clipped at each step, over all ranks, after micro-batches are summed and unscaled.
 
     Attributes:
-        norm: the largest norm of all gradients taken together; larger ones are scaled down to it.
+        norm: the largest norm of all gradients taken together; larger ones are scaled down to it. ``inf`` only takes
+            the norm.
         p: of which norm, a number > 0 or ``inf``.
         value: every element of a gradient is cut to ``[-value, value]``; instead of ``norm``.
         error_if_nonfinite: an inf or NaN norm raises on every rank before anything is updated.
@@ -44,6 +46,19 @@ class Clip:
             raise ConfigError(
                 f"Clip.p is {self.p!r}: it is a number > 0 or inf, and goes with norm=, as error_if_nonfinite does."
             )
+
+
+def one_clip(norm: Any, clip: Any) -> Clip | None:
+    """What an engine's ``clip_norm=`` and ``clip=`` say together.
+
+    Raises:
+        ConfigError: both are given, or one is of another kind.
+    """
+    if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
+        raise ConfigError(f"clip_norm={norm!r}: it is the largest gradient norm, a number > 0, or None.")
+    if clip is not None and (norm is not None or not isinstance(clip, Clip)):
+        raise ConfigError(f"clip={clip!r} beside clip_norm={norm!r}: give one of them; clip= takes a Clip.")
+    return Clip(norm=norm) if norm is not None else clip
 
 
 def _positive(number: object) -> bool:
