@@ -485,7 +485,7 @@ class Runner:
     def gradient(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
         """``place``: number of the trainable segment and of the slot."""
         self._delivered = True
-        if not self.scaled and self.actions.loss_scale is not None:
+        if not self.scaled and self.actions.lifted != 1.0:
             raise UsageError(
                 "loss.backward() under a loss scale gives gradients that are not scaled, of which fp16 loses the small "
                 "ones: call engine.backward(loss), which scales the loss."

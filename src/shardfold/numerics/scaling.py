@@ -4,8 +4,8 @@ Gradients smaller than 6e-8 are zero in fp16. So the loss is multiplied by a sca
 1/S in fp32 as they arrive (Micikevicius et al., Mixed Precision Training, arXiv 1710.03740). A dynamic scale is halved
 whenever a gradient is inf or NaN, in which case no rank updates, and doubled after 2000 updates without one.
 
-With the defaults scales and skipped steps are those of ``torch.amp.GradScaler``; ``hysteresis`` and ``floor`` are
-DeepSpeed's, with its meaning.
+With the defaults scales and skipped steps are those of ``torch.amp.GradScaler``; ``hysteresis``, ``refill`` and
+``floor`` are DeepSpeed's, with its meaning, and with ``delay=1`` so are its scales.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ class LossScale:
         backoff: factor after an overflow.
         interval: updates without overflow until the scale grows.
         hysteresis: so many overflows since the scale last grew lower it for the first time; 1: each does.
+        refill: whether each step without overflow refills the hysteresis too, not only one after which the scale grows.
+        delay: updates after the start, and after each overflow, that do not count towards ``interval``.
         floor: the scale is never lowered below it.
-        patience: steps skipped in a row at the floor until ``engine.step()`` raises; None: it never does.
+        patience: overflows in a row that would lower the scale below its floor, until ``engine.step()`` raises; None:
+            it never does.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -49,6 +52,8 @@ class LossScale:
     backoff: float = 0.5
     interval: int = 2000
     hysteresis: int = 1
+    refill: bool = False
+    delay: int = 0
     floor: float = 1.0
     patience: int | None = 10
 
@@ -59,6 +64,7 @@ class LossScale:
             "backoff": 0 < self.backoff <= 1,
             "interval": self.interval >= 1,
             "hysteresis": self.hysteresis >= 1,
+            "delay": self.delay >= 0,
             "floor": 0 < self.floor <= self.initial,
             "patience": self.patience is None or self.patience >= 1,
         }
@@ -66,7 +72,7 @@ class LossScale:
             if not is_legal:
                 raise ConfigError(
                     f"LossScale.{name} is {getattr(self, name)!r}: initial and floor are numbers > 0 with floor <= "
-                    "initial, growth >= 1, 0 < backoff <= 1, interval, hysteresis and patience integers >= 1."
+                    "initial, growth >= 1, 0 < backoff <= 1, interval, hysteresis and patience integers >= 1, delay >= 0."
                 )
 
     @staticmethod
@@ -81,7 +87,7 @@ class Scaler:
     Attributes:
         scale: what the losses of the next step are multiplied by.
         skipped: steps skipped so far.
-        stuck: steps skipped in a row with the scale at its floor.
+        stuck: steps skipped in a row that would have lowered the scale below its floor.
         last_scales: of the last 16 steps, done or skipped.
     """
 
@@ -90,7 +96,7 @@ class Scaler:
         self.scale = float(rule.initial)
         self.skipped = self.stuck = 0
         self.last_scales: deque[float] = deque(maxlen=16)
-        self._good = 0  # updates since the scale last moved, or since an overflow
+        self._good = -rule.delay  # updates since the scale last moved, or since an overflow
         self._left = rule.hysteresis  # overflows until the scale is lowered
 
     def __repr__(self) -> str:
@@ -105,7 +111,8 @@ class Scaler:
     def last_chance(self) -> bool:
         """Whether another overflow exhausts it."""
         rule = self.rule
-        return rule.patience is not None and self.scale <= rule.floor and self.stuck + 1 >= rule.patience
+        at_floor = self.scale <= rule.floor and self._left <= 1
+        return rule.patience is not None and at_floor and self.stuck + 1 >= rule.patience
 
     def update(self, overflowed: bool) -> None:
         """A step was skipped because gradients overflowed, or was done."""
@@ -113,17 +120,19 @@ class Scaler:
         self.last_scales.append(self.scale)
         if overflowed:
             self.skipped += 1
-            self.stuck = self.stuck + 1 if self.scale <= rule.floor else 0
-            self._good = 0
+            self._good = -rule.delay
             self._left -= 1
+            self.stuck = self.stuck + 1 if self.scale <= rule.floor and self._left <= 0 else 0
             if self._left <= 0:
                 self.scale = max(self.scale * rule.backoff, rule.floor)
             return
         self.stuck = 0
         self._good += 1
-        if self._good >= rule.interval:
-            self._good = 0
+        grows = self._good >= rule.interval
+        if grows or rule.refill:
             self._left = rule.hysteresis
+        if grows:
+            self._good = 0
             if self.scale * rule.growth <= LARGEST:
                 self.scale *= rule.growth
 

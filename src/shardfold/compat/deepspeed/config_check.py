@@ -1,0 +1,178 @@
+"""The walk over a config: every key is known, of its type and legal, or one sentence says which is not."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
+from shardfold.compat.deepspeed.config_keys import KEYS, NOTED, REFUSED, Key
+
+__all__ = ["TYPES", "Checked", "Note", "check"]
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to say once at start: a key without effect here, or a default that matters. ``key`` is its path."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass
+class Checked:
+    """What the walk found.
+
+    Attributes:
+        given: by path, as a value of its type.
+        notes: keys that have no effect here.
+        autos: paths whose value is ``"auto"``.
+    """
+
+    given: dict[str, Any] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    autos: list[str] = field(default_factory=list)
+
+
+def _integer(value: Any) -> bool:
+    return _number(value) and math.isfinite(value) and value == int(value)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+TYPES: Mapping[str, Callable[[Any], bool]] = {
+    "integer": _integer,
+    "number": _number,
+    "boolean": lambda value: isinstance(value, bool),
+    "string": lambda value: isinstance(value, str),
+    "path": lambda value: isinstance(value, str) or hasattr(value, "__fspath__"),
+    "list of strings": lambda value: isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value),
+    "object": lambda value: isinstance(value, Mapping),
+    "any": lambda value: True,
+}
+"""The types of values: what JSON calls them, and whether a value is of it. ``5e8`` is an integer."""
+
+BY_NAME = {f"{key.path.rpartition('.')[0]}.{alias}".lstrip("."): key for key in KEYS.values() for alias in key.aliases}
+BY_NAME.update(KEYS)
+SECTIONS = {".".join(path.split(".")[:n]) for path in KEYS for n in range(1, path.count(".") + 1)}
+OTHER_SECTION_NAMES = {"bfloat16": "bf16"}
+
+
+def check(config: Mapping[str, Any], where: str) -> Checked:
+    """Walks over every key.
+
+    Raises:
+        DeepSpeedConfigError: a key is unknown, twice there under two names, of the wrong type, out of its range, or
+            would change the training and can not be honoured.
+    """
+    found = Checked()
+    _walk(config, "", found, where)
+    return found
+
+
+def _walk(section: Mapping[str, Any], prefix: str, found: Checked, where: str) -> None:
+    switched_off = section.get("enabled", True) is False
+    for name, value in section.items():
+        if not isinstance(name, str):
+            raise DeepSpeedConfigError(f"{where} has the key {name!r}, which is no string: keys of JSON are strings.")
+        path = prefix + (OTHER_SECTION_NAMES.get(name, name) if not prefix else name)
+        if path in SECTIONS:
+            _section(path, value, found, where)
+        elif path in BY_NAME:
+            _value(BY_NAME[path], path, value, found, quiet=switched_off)
+        elif not prefix and "." in name:
+            found.notes.append(Note(name, value, "a key with dots is read by no version of DeepSpeed: nest it"))
+        else:
+            raise DeepSpeedConfigError(f"{where} has the unknown key {path!r}.{_nearest(name, prefix)}")
+
+
+def _section(path: str, value: Any, found: Checked, where: str) -> None:
+    if path == "zero_optimization" and isinstance(value, bool):
+        value = {"stage": int(value)}  # an old form
+    if value is None:
+        return
+    if value == AUTO:
+        found.autos.append(path)
+    elif isinstance(value, Mapping):
+        _walk(value, f"{path}.", found, where)
+    else:
+        raise DeepSpeedConfigError(f"{path} is {value!r}: it is a section, {{...}}.")
+
+
+def _value(key: Key, name: str, value: Any, found: Checked, *, quiet: bool) -> None:
+    if key.path in found.given:
+        raise DeepSpeedConfigError(f"{key.path} is given under two names, the other is {name}: keep one.")
+    if AUTO not in key.off:
+        found.autos += _autos(value, key.path)
+        if isinstance(value, Mapping):
+            value = {k: v for k, v in value.items() if v != AUTO}
+    if value is None or (value == AUTO and AUTO not in key.off):
+        if value is None and None not in key.off and key.default is not None:
+            raise DeepSpeedConfigError(f"{name} is null: expected {_a(key.type)}, or leave it out.")
+        return
+    _check_value(key, name, value)
+    if key.type == "integer":
+        value = int(value)
+    elif key.choices:
+        value = value.lower()
+    found.given[key.path] = value
+    if quiet or value in key.off or _disabled(value):
+        return
+    if key.kind == REFUSED:
+        raise DeepSpeedConfigError(f"{name} is {_short(value)}, which is refused: {key.why}.")
+    if key.kind == NOTED:
+        found.notes.append(Note(key.path, value, key.why))
+
+
+def _check_value(key: Key, name: str, value: Any) -> None:
+    if not TYPES[key.type](value):
+        raise DeepSpeedConfigError(f"{name} is {value!r}, of type {type(value).__name__}: expected {_a(key.type)}.")
+    if key.choices and value.lower() not in key.choices:
+        near = difflib.get_close_matches(value.lower(), key.choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise DeepSpeedConfigError(f"{name} is {value!r}: it is one of {', '.join(map(repr, key.choices))}.{hint}")
+    if key.type in ("integer", "number") and not key.low <= value <= key.high:
+        upper = f" and <= {key.high:g}" if math.isfinite(key.high) else ""
+        raise DeepSpeedConfigError(f"{name} is {value!r}: it must be >= {key.low:g}{upper}.")
+
+
+def _autos(value: Any, path: str) -> Iterator[str]:
+    if value == AUTO:
+        yield path
+    elif isinstance(value, Mapping):
+        yield from (f"{path}.{name}" for name, inner in value.items() if inner == AUTO)
+
+
+def _a(type: str) -> str:
+    return f"{'an' if type[0] in 'aio' else 'a'} {type}"
+
+
+def _disabled(value: Any) -> bool:
+    """A section that is switched off by itself."""
+    return isinstance(value, Mapping) and value.get("enabled") is False
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _nearest(name: str, prefix: str) -> str:
+    """The nearest key of the section; else the section that has such a key."""
+    depth = prefix.count(".")
+    names = {p.split(".")[depth] for p in (*BY_NAME, *SECTIONS) if p.startswith(prefix) and p.count(".") >= depth}
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
+    if near:
+        return f" Did you mean {prefix + near[0]!r}?"
+    elsewhere = [path for path in BY_NAME if path.rpartition(".")[2] == name]
+    if elsewhere:
+        return f" Did you mean {elsewhere[0]!r}?"
+    return f" Known: {', '.join(sorted(names))}." if prefix else " docs/from-deepspeed.md lists all keys."

@@ -1,0 +1,121 @@
+"""The sections ``optimizer`` and ``scheduler``: which types there are and which arguments they take, as data.
+
+``optimizers.py`` builds from them; here nothing imports torch, so that a config can be judged without it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from shardfold.compat.deepspeed.config_check import TYPES
+from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
+
+__all__ = ["OPTIMIZERS", "SCHEDULERS", "hyper"]
+
+ADAM = {
+    "lr": "number", "betas": "pair of numbers", "eps": "number", "weight_decay": "number", "bias_correction": "boolean",
+    "amsgrad": "boolean", "torch_adam": "boolean", "adam_w_mode": "boolean", "foreach": "boolean", "fused": "boolean",
+    "fp32_optimizer_states": "boolean",
+}  # fmt: skip
+OPTIMIZERS: Mapping[str, Mapping[str, str]] = {
+    "Adam": ADAM,
+    "AdamW": ADAM,
+    "Lamb": {
+        "lr": "number", "bias_correction": "boolean", "betas": "pair of numbers", "eps": "number",
+        "eps_inside_sqrt": "boolean", "weight_decay": "number", "max_coeff": "number", "min_coeff": "number",
+        "amsgrad": "boolean",
+    },
+    "Lion": {"lr": "number", "betas": "pair of numbers", "weight_decay": "number", "fp32_optimizer_states": "boolean"},
+    "Muon": {
+        "lr": "number", "momentum": "number", "weight_decay": "number", "muon_lr": "number", "adam_lr": "number",
+        "betas": "pair of numbers", "eps": "number", "torch_adam": "boolean", "adam_w_mode": "boolean",
+        "ns_method": "string", "per_head_muon": "boolean", "bias_correction": "boolean",
+    },
+}  # fmt: skip
+"""Types that DeepSpeed has itself, whatever the letter case, and their arguments."""
+
+TORCH_OPTIMIZERS = (
+    "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+MUP_OPTIMIZERS = ("MuAdam", "MuAdamW", "MuSGD")
+REFUSED = {
+    "onebitadam": "it changes the wire", "zerooneadam": "it changes the wire", "onebitlamb": "it changes the wire",
+    "lbfgs": "it needs a closure", "sparseadam": "it needs sparse gradients",
+}  # fmt: skip
+
+WARMUP = {"warmup_num_steps": "integer", "warmup_type": "string", "last_batch_iteration": "integer"}
+SCHEDULERS: Mapping[str, Mapping[str, str]] = {
+    "LRRangeTest": {
+        "lr_range_test_min_lr": "rate", "lr_range_test_step_size": "integer", "lr_range_test_step_rate": "number",
+        "lr_range_test_staircase": "boolean", "last_batch_iteration": "integer",
+    },
+    "OneCycle": {
+        "cycle_min_lr": "rate", "cycle_max_lr": "rate", "decay_lr_rate": "number", "cycle_first_step_size": "number",
+        "cycle_second_step_size": "number", "cycle_first_stair_count": "integer",
+        "cycle_second_stair_count": "integer", "decay_step_size": "number", "cycle_momentum": "boolean",
+        "cycle_min_mom": "rate", "cycle_max_mom": "rate", "decay_mom_rate": "number",
+        "last_batch_iteration": "integer",
+    },
+    "WarmupLR": {"warmup_min_lr": "rate", "warmup_max_lr": "rate", **WARMUP},
+    "WarmupDecayLR": {"total_num_steps": "integer", "warmup_min_lr": "rate", "warmup_max_lr": "rate", **WARMUP},
+    "WarmupCosineLR": {
+        "total_num_steps": "integer", "warmup_min_ratio": "number", "cos_min_ratio": "number", **WARMUP,
+    },
+}  # fmt: skip
+"""The five schedules of DeepSpeed, and their arguments."""
+
+TORCH_SCHEDULERS = (
+    "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR", "LinearLR",
+    "MultiStepLR", "OneCycleLR", "PolynomialLR", "StepLR",
+)  # fmt: skip
+
+MORE_TYPES = {
+    **TYPES,
+    "pair of numbers": lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(map(TYPES["number"], v)),
+    "rate": lambda v: TYPES["number"](v) or (isinstance(v, (list, tuple)) and all(map(TYPES["number"], v))),
+}
+
+
+def hyper(section: str, name: str | None, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The type, in its own letter case, and its arguments; None if the section names no type.
+
+    Raises:
+        DeepSpeedConfigError: the type or an argument is unknown or refused, or an argument is of the wrong type.
+    """
+    if name is None:
+        if params:
+            raise DeepSpeedConfigError(f"{section}.params are given without {section}.type: name the type.")
+        return None
+    own = OPTIMIZERS if section == "optimizer" else SCHEDULERS
+    torch_names = (*TORCH_OPTIMIZERS, *MUP_OPTIMIZERS) if section == "optimizer" else TORCH_SCHEDULERS
+    if section == "optimizer" and name.lower() in REFUSED:
+        raise DeepSpeedConfigError(f"optimizer.type is {name!r}, which is refused: {REFUSED[name.lower()]}.")
+    found = next((known for known in (*own, *torch_names) if known.lower() == name.lower()), None)
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), [known.lower() for known in (*own, *torch_names)], n=1)
+        hint = next((f" Did you mean {k!r}?" for k in (*own, *torch_names) if near and k.lower() == near[0]), "")
+        raise DeepSpeedConfigError(
+            f"{section}.type is {name!r}, which is unknown.{hint or ' Known: ' + ', '.join((*own, *torch_names)) + '.'}"
+        )
+    if section == "optimizer" and "max_grad_norm" in params:
+        raise DeepSpeedConfigError(
+            f"optimizer.params.max_grad_norm is {params['max_grad_norm']!r}: clip with the key gradient_clipping."
+        )
+    if found in own:
+        _check(f"{section}.params", found, own[found], params)
+    return found, dict(params)
+
+
+def _check(where: str, kind: str, known: Mapping[str, str], params: Mapping[str, Any]) -> None:
+    for name, value in params.items():
+        if name not in known:
+            near = difflib.get_close_matches(name.lower(), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
+            raise DeepSpeedConfigError(f"{where}.{name} is no argument of {kind}.{hint}")
+        if value is not None and not MORE_TYPES[known[name]](value):
+            article = "an" if known[name][0] in "aio" else "a"
+            raise DeepSpeedConfigError(
+                f"{where}.{name} is {value!r}, of type {type(value).__name__}: expected {article} {known[name]}."
+            )

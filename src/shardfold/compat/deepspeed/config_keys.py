@@ -1,0 +1,335 @@
+"""Every key of DeepSpeed's JSON, as data: what it is, and what it does here.
+
+One row per key. Reading, errors, the notes at start, ``shardfold explain --config`` and the table in
+``docs/from-deepspeed.md`` all come from these rows, so that none of them can say something else than the others.
+
+    honoured   it has its documented effect
+    noted      it has no effect here and the training is the same: said once at start, with the reason
+    refused    to ignore it would change the training: an error, unless its value asks for nothing (``off``)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+__all__ = ["HONOURED", "KEYS", "NOTED", "REFUSED", "Key"]
+
+HONOURED, NOTED, REFUSED = "honoured", "noted", "refused"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key.
+
+    Attributes:
+        path: sections and name, with dots.
+        kind: honoured, noted or refused.
+        type: a name of :data:`shardfold.compat.deepspeed.config_check.TYPES`.
+        default: what holds when it is absent.
+        why: what it does here, or why it does nothing, or why it is refused.
+        choices: legal values of a string; letter case does not matter.
+        low, high: legal range of a number.
+        aliases: other names of the same key, in the same section.
+        off: values that ask for nothing that is not so anyway: not noted, not refused.
+    """
+
+    path: str
+    kind: str
+    type: str
+    default: Any
+    why: str
+    choices: tuple[str, ...] = ()
+    low: float = -inf
+    high: float = inf
+    aliases: tuple[str, ...] = ()
+    off: tuple[Any, ...] = (None, False)
+
+
+def _honoured(path: str, type: str, default: Any, why: str, **more: Any) -> Key:
+    return Key(path=path, kind=HONOURED, type=type, default=default, why=why, **more)
+
+
+def _noted(path: str, type: str, default: Any, why: str, **more: Any) -> Key:
+    return Key(path=path, kind=NOTED, type=type, default=default, why=why, **more)
+
+
+def _refused(path: str, type: str, default: Any, why: str, **more: Any) -> Key:
+    return Key(path=path, kind=REFUSED, type=type, default=default, why=why, **more)
+
+
+DTYPES = ("fp32", "fp16", "bf16")
+WIDE_DTYPES = (*DTYPES, "float32", "float16", "bfloat16", "float", "half")
+BUCKETS = "what is sent together is a unit of the model, not a bucket of so many elements"
+NO_TIER = (
+    "states stay on the training device, as there is no host or NVMe tier for them yet: the training is the same, the "
+    "device memory is not"
+)
+NO_HOST_OPTIONS = "options of a tier that does not exist here"
+GONE = "DeepSpeed itself has removed it, and it would change the training"
+
+BATCH = (
+    _honoured("train_batch_size", "integer", None, "samples per optimizer step on all ranks", low=1),
+    _honoured("train_micro_batch_size_per_gpu", "integer", None, "samples per rank and backward", low=1),
+    _honoured("gradient_accumulation_steps", "integer", None, "backwards per optimizer step; 1 if nothing says more",
+              low=1),
+    _refused("managed_gradient_accumulation", "boolean", True, "the last backward before a step is known by its "
+             "count, or by engine.set_gradient_accumulation_boundary(): use one of these", off=(True,)),
+    _honoured("gradient_clipping", "number", 1.0, "largest norm of all gradients; 0 does not clip. Absent, DeepSpeed's "
+              "1.0 holds", low=0),
+    _honoured("dataloader_drop_last", "boolean", False, "of the loader that initialize(training_data=...) makes"),
+)  # fmt: skip
+
+OPTIMIZER = (
+    _honoured("optimizer.type", "string", None, "Adam, AdamW, Lamb, Lion, Adagrad, Muon, or a class of torch.optim"),
+    _honoured("optimizer.params", "object", {}, "its arguments, each checked"),
+    _noted("optimizer.legacy_fusion", "boolean", False, "optimizers run on flat shards, in blocks"),
+    _honoured("scheduler.type", "string", None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a "
+              "class of torch.optim.lr_scheduler"),
+    _honoured("scheduler.params", "object", {}, "its arguments, each checked"),
+    _noted("zero_allow_untested_optimizer", "boolean", False, "every element-wise optimizer works under every stage",
+           off=(None, False, True)),
+    _noted("zero_force_ds_cpu_optimizer", "boolean", True, "no optimizer runs on the host", off=(None, True, False)),
+)  # fmt: skip
+
+PRECISION = (
+    _honoured("fp16.enabled", "boolean", False, "parameters and activations in fp16, masters in fp32"),
+    _honoured("fp16.auto_cast", "boolean", False, "inputs of forward are cast to fp16, which is always so"),
+    _honoured("fp16.loss_scale", "number", 0, "0: dynamic; else this scale", low=0),
+    _honoured("fp16.initial_scale_power", "integer", 16, "the first dynamic scale is 2 to this power", low=0, high=126),
+    _honoured("fp16.loss_scale_window", "integer", 1000, "steps without overflow until the scale doubles"),
+    _honoured("fp16.hysteresis", "integer", 2, "so many overflows lower the scale for the first time", low=1),
+    _honoured("fp16.consecutive_hysteresis", "boolean", False, "each step without overflow refills the hysteresis"),
+    _honoured("fp16.min_loss_scale", "number", 1, "the scale is not lowered below it; an overflow there ends the run"),
+    _refused("fp16.fp16_master_weights_and_grads", "boolean", False, "masters in fp16 lose small updates; bf16 with "
+             "bf16_master_weights_and_grads is the mode for so little memory"),
+    _honoured("bf16.enabled", "boolean", False, "parameters and activations in bf16, masters in fp32"),
+    _noted("bf16.immediate_grad_update", "boolean", False, "gradients are always accumulated as they arrive"),
+    _honoured("bf16.check_grad_overflow", "boolean", True, "a step with inf or NaN in its gradients is skipped",
+              aliases=("check_overflow",)),
+    _honoured("bf16.bf16_master_weights_and_grads", "boolean", False, "masters and gradients in bf16"),
+    _honoured("bf16.bf16_optimizer_states", "boolean", False, "the optimizer's moments in bf16 too"),
+    _honoured("torch_autocast.enabled", "boolean", False, "forward runs under torch.autocast, parameters stay fp32"),
+    _honoured("torch_autocast.dtype", "string", "bfloat16", "of autocast",
+              choices=("bfloat16", "float16", "bf16", "fp16", "half", "torch.bfloat16", "torch.float16")),
+    _noted("torch_autocast.lower_precision_safe_modules", "list of strings", None,
+           "it only narrows what is sent: communication_data_type says that here"),
+    _honoured("data_types.grad_accum_dtype", "string", "fp32", "in which gradients accumulate. Absent, it is fp32 here "
+              "and the model's dtype in DeepSpeed", choices=WIDE_DTYPES),
+    _honoured("data_types.param_dtype", "string", None, "must agree with fp16 and bf16", choices=WIDE_DTYPES),
+    _honoured("data_types.buffer_dtype", "string", None, "buffers keep their dtype, or follow the parameters'",
+              choices=WIDE_DTYPES),
+    _noted("data_types.keep_in_fp32_modules", "any", "auto", "buffers keep their dtype anyway",
+           off=("auto", None, [])),
+    _honoured("communication_data_type", "string", "fp32", "in which gradients are reduced. Absent, it is fp32 here "
+              "and the model's dtype in DeepSpeed", choices=DTYPES),
+    _honoured("fp32_allreduce", "boolean", False, "older word for communication_data_type fp32"),
+    _noted("seq_parallel_communication_data_type", "string", "fp32", "there is no sequence parallelism",
+           choices=DTYPES),
+    _noted("prescale_gradients", "boolean", False, "gradients are divided as they arrive, in the dtype they travel in"),
+    _noted("gradient_predivide_factor", "number", 1.0, "the same mean either way", off=(None, 1)),
+    _refused("gradient_allreduce_op", "string", "mean", "gradients are averaged: multiply the loss by the number of "
+             "ranks for their sum", choices=("mean", "sum"), off=("mean",)),
+)  # fmt: skip
+
+ZERO = (
+    _honoured("zero_optimization.stage", "integer", 0, "the layout: 0 ddp, 1 zero1, 2 zero2, 3 zero3"),
+    _noted("zero_optimization.contiguous_gradients", "boolean", True, "gradients are always written into flat buffers",
+           off=(None, True)),
+    _noted("zero_optimization.reduce_scatter", "boolean", True, "the layout says which collective reduces",
+           off=(None, True)),
+    _noted("zero_optimization.reduce_bucket_size", "integer", 500_000_000, BUCKETS, low=1),
+    _noted("zero_optimization.use_multi_rank_bucket_allreduce", "boolean", True, BUCKETS, off=(None, True)),
+    _noted("zero_optimization.allgather_partitions", "boolean", True, "updated parameters are always all-gathered",
+           off=(None, True)),
+    _noted("zero_optimization.allgather_bucket_size", "integer", 500_000_000, BUCKETS, low=0),
+    _honoured("zero_optimization.overlap_comm", "boolean", None, "false: a gradient is reduced before backward goes "
+              "on. Absent or true, it may be on its way on a GPU"),
+    _noted("zero_optimization.compute_grad_norm", "boolean", True, "the norm is computed where something reads it",
+           off=(None, True)),
+    _noted("zero_optimization.load_from_fp32_weights", "boolean", True, "masters are restored in fp32",
+           off=(None, True)),
+    _noted("zero_optimization.elastic_checkpoint", "boolean", False, "every checkpoint loads on any number of ranks"),
+    _noted("zero_optimization.sub_group_size", "integer", 1_000_000_000, "the update goes in blocks of its own size",
+           low=0),
+    _noted("zero_optimization.offload_param.device", "string", "none", NO_TIER, choices=("none", "cpu", "nvme"),
+           off=(None, "none")),
+    _noted("zero_optimization.offload_param.nvme_path", "path", None, NO_HOST_OPTIONS),
+    _noted("zero_optimization.offload_param.buffer_count", "integer", 5, NO_HOST_OPTIONS, low=0),
+    _noted("zero_optimization.offload_param.buffer_size", "integer", 100_000_000, NO_HOST_OPTIONS, low=0),
+    _noted("zero_optimization.offload_param.max_in_cpu", "integer", 1_000_000_000, NO_HOST_OPTIONS, low=0),
+    _noted("zero_optimization.offload_param.pin_memory", "boolean", True, NO_HOST_OPTIONS),
+    _noted("zero_optimization.offload_optimizer.device", "string", "none", NO_TIER, choices=("none", "cpu", "nvme"),
+           off=(None, "none")),
+    _noted("zero_optimization.offload_optimizer.nvme_path", "path", None, NO_HOST_OPTIONS),
+    _noted("zero_optimization.offload_optimizer.buffer_count", "integer", 4, NO_HOST_OPTIONS, low=0),
+    _noted("zero_optimization.offload_optimizer.pin_memory", "boolean", True, NO_HOST_OPTIONS),
+    _noted("zero_optimization.offload_optimizer.pipeline_read", "boolean", False, NO_HOST_OPTIONS),
+    _noted("zero_optimization.offload_optimizer.pipeline_write", "boolean", False, NO_HOST_OPTIONS),
+    _noted("zero_optimization.offload_optimizer.fast_init", "boolean", False, NO_HOST_OPTIONS),
+    _noted("zero_optimization.offload_optimizer.ratio", "number", 1.0, NO_HOST_OPTIONS, low=0, high=1),
+    _noted("zero_optimization.offload_optimizer.super_offload", "boolean", False, NO_HOST_OPTIONS),
+    _noted("zero_optimization.offload_optimizer.cpuadam_cores_perc", "number", 0.8, NO_HOST_OPTIONS, low=0, high=1),
+    _noted("zero_optimization.cpu_offload", "boolean", False,
+           f"older word for offload_optimizer.device cpu: {NO_TIER}"),
+    _noted("zero_optimization.cpu_offload_param", "boolean", False,
+           f"older word for offload_param.device cpu: {NO_TIER}", aliases=("cpu_offload_params",)),
+    _noted("zero_optimization.cpu_offload_use_pin_memory", "boolean", False, NO_HOST_OPTIONS),
+    _refused("zero_optimization.zenflow", "object", None, "it delays the update of most gradients"),
+    _honoured("zero_optimization.stage3_prefetch_bucket_size", "integer", 50_000_000, "0: nothing is gathered ahead of "
+              "its use; else one unit is", low=0, aliases=("prefetch_bucket_size",)),
+    _noted("zero_optimization.stage3_param_persistence_threshold", "integer", 100_000, "small parameters are sharded "
+           "with their unit, which costs no message of their own", low=0, aliases=("param_persistence_threshold",)),
+    _noted("zero_optimization.stage3_model_persistence_threshold", "integer", None, "no parameter stays whole",
+           low=0, aliases=("model_persistence_threshold",)),
+    _noted("zero_optimization.stage3_max_live_parameters", "integer", 1_000_000_000, "two units are full at a time",
+           low=0, aliases=("max_live_parameters",)),
+    _noted("zero_optimization.stage3_max_reuse_distance", "integer", 1_000_000_000, "two units are full at a time",
+           low=0, aliases=("max_reuse_distance",)),
+    _honoured("zero_optimization.stage3_gather_16bit_weights_on_model_save", "boolean", False, "whether "
+              "save_16bit_model gathers the parameters of stage 3",
+              aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")),
+    _noted("zero_optimization.stage3_module_granularity_threshold", "integer", 0, "units are found by the model's "
+           "blocks", off=(None, 0), aliases=("module_granularity_threshold",)),
+    _noted("zero_optimization.stage3_use_all_reduce_for_fetch_params", "boolean", False, "units are all-gathered in "
+           "place", aliases=("use_all_reduce_for_fetch_params",)),
+    _noted("zero_optimization.stage3_allgather_sequential", "boolean", False, "units are all-gathered in place",
+           aliases=("allgather_sequential",)),
+    _noted("zero_optimization.ignore_unused_parameters", "boolean", True, "unused parameters are always legal",
+           off=(None, True)),
+    _noted("zero_optimization.legacy_stage1", "boolean", False, "there is one implementation"),
+    _noted("zero_optimization.round_robin_gradients", "boolean", False, NO_HOST_OPTIONS),
+    _noted("zero_optimization.parameter_alignment", "boolean", False, "every parameter is aligned anyway"),
+    _honoured("zero_optimization.zero_hpz_partition_size", "integer", 1, "stage 3 keeps a second copy of the "
+              "parameters, split over so many ranks, for backward: layout hpz", low=0),
+    _honoured("zero_optimization.mics_shard_size", "integer", -1, "stage 3 splits states over so many ranks and "
+              "replicates them between such groups: layout hsdp"),
+    _noted("zero_optimization.mics_hierarchical_params_gather", "boolean", False, "hsdp gathers within a group only"),
+    _refused("zero_optimization.zero_quantized_weights", "boolean", False, "parameters in INT8 on the wire change the "
+             "numbers"),
+    _refused("zero_optimization.zero_quantized_nontrainable_weights", "boolean", False, "frozen parameters in INT8 "
+             "change the numbers"),
+    _refused("zero_optimization.zero_quantized_gradients", "boolean", False, "gradients in INT4 on the wire change the "
+             "numbers"),
+    _refused("zero_optimization.zeropp_loco_param", "object", None, GONE),
+    _noted("zero_optimization.memory_efficient_linear", "boolean", True, "linear layers are PyTorch's own",
+           off=(None, True, False)),
+    _noted("zero_optimization.pipeline_loading_checkpoint", "boolean", False, "checkpoints are read in parallel"),
+    _noted("zero_optimization.override_module_apply", "boolean", True, "Module.apply works on sharded models",
+           off=(None, True)),
+    _noted("zero_optimization.log_trace_cache_warnings", "boolean", False, "there is no trace cache"),
+    _noted("zero_optimization.enable_sanity_checks", "boolean", False, "ranks compare what they do in any case"),
+    _noted("zero_optimization.save_muon_momentum_buffer_in_memory", "boolean", False, NO_HOST_OPTIONS),
+    *(_noted(f"zero_optimization.leaf_module.{name}", "list of strings", None, "ranks may use different parameters "
+             "without it") for name in ("classes", "names", "name_suffixes")),
+)  # fmt: skip
+
+PARALLEL = (
+    _refused("tensor_parallel", "object", None, "there is no automatic tensor parallelism", off=(None, {})),
+    _refused("expert_parallel", "object", None, "there is no automatic expert parallelism", off=(None, {})),
+    _refused("pipeline", "object", None, "there is no PipelineModule", off=(None, {})),
+    _refused("sequence_parallel_size", "integer", 1, "there is no sequence parallelism", low=1, off=(None, 1)),
+    _noted("use_data_before_expert_parallelism", "boolean", False, "there is no expert parallelism"),
+)
+
+OBSERVERS = (
+    _honoured("steps_per_print", "number", None, "a line of progress every so many steps; infinity: none", low=1),
+    _honoured("wall_clock_breakdown", "boolean", False, "seconds of forward, backward and step, at each such line"),
+    _honoured("memory_breakdown", "boolean", False, "bytes by state, at each such line"),
+    _honoured("dump_state", "boolean", False, "the settings and the engine's table, printed at start"),
+    _honoured("flops_profiler.enabled", "boolean", False, "counts floating-point operations of one step"),
+    _honoured("flops_profiler.recompute_fwd_factor", "number", 0.0, "how much of forward is computed again", low=0),
+    _honoured("flops_profiler.profile_step", "integer", 1, "which step", low=0),
+    _honoured("flops_profiler.module_depth", "integer", -1, "how deep modules are listed; -1: all"),
+    _honoured("flops_profiler.top_modules", "integer", 1, "how many modules of each depth are listed", low=1),
+    _honoured("flops_profiler.detailed", "boolean", True, "whether the model is printed with its figures"),
+    _honoured("flops_profiler.output_file", "path", None, "where to write; absent: standard output"),
+    _honoured("comms_logger.enabled", "boolean", False, "bytes and calls by collective, from the engine's own count"),
+    _honoured("comms_logger.verbose", "boolean", False, "a line after each step"),
+    _honoured("comms_logger.prof_all", "boolean", True, "all operations, or those of prof_ops"),
+    _honoured("comms_logger.prof_ops", "list of strings", [], "operations to list"),
+    _noted("comms_logger.debug", "boolean", False, "operations are named by journey and axes in any case"),
+    _noted("timers.throughput.enabled", "boolean", True, "throughput is always measured", off=(None, True)),
+    _noted("timers.throughput.synchronized", "boolean", True, "the device is never waited for", off=(None,)),
+    *(
+        _honoured(f"{monitor}.{name}", type, default, why)
+        for monitor, what, more in (
+            ("tensorboard", "TensorBoard files", ()),
+            ("csv_monitor", "one CSV file per quantity", ()),
+            ("wandb", "Weights & Biases", (("group", "string", None, "of runs"), ("team", "string", None, "the entity"),
+                                           ("project", "string", "deepspeed", "its name"))),
+            ("comet", "Comet", (
+                ("samples_log_interval", "integer", 100, "samples between two reports"),
+                ("project", "string", None, "its name"), ("workspace", "string", None, "its name"),
+                ("api_key", "string", None, "of the account"), ("experiment_name", "string", None, "shown"),
+                ("experiment_key", "string", None, "of an experiment that goes on"),
+                ("online", "boolean", None, "false: into a file"),
+                ("mode", "string", None, "get, create or get_or_create"),
+            )),
+        )
+        for name, type, default, why in (
+            ("enabled", "boolean", False, f"loss, rate and loss scale go to {what}"),
+            *(more or (("output_path", "path", "", "the folder"),
+                       ("job_name", "string", "DeepSpeedJobName", "a folder in it"))),
+        )
+    ),
+)  # fmt: skip
+
+CHECKPOINT = (
+    _honoured(
+        "checkpoint.tag_validation",
+        "string",
+        "Warn",
+        "ranks that save under different tags: ignored, warned of or an error",
+        choices=("ignore", "warn", "fail"),
+    ),
+    _noted("checkpoint.load_universal", "boolean", False, "every checkpoint loads on every layout and number of ranks"),
+    _noted("checkpoint.use_node_local_storage", "boolean", False, "every rank writes into the folder it was given"),
+    _noted("checkpoint.parallel_write", "object", None, "ranks always write in parallel", off=(None, {})),
+    _noted("checkpoint.checkpoint_serialization", "boolean", True, "files have their own format", off=(None, True)),
+    _noted("checkpoint.writer", "object", None, "there is one writer", off=(None, {})),
+    _noted("datastates_ckpt", "any", None, "there is one writer", off=(None, False)),
+)
+
+OTHERS = (
+    *(
+        _noted(f"activation_checkpointing.{name}", type, default, "it configures deepspeed.checkpointing.checkpoint, "
+               "which the model must call and which recomputes as torch.utils.checkpoint does: the same numbers")
+        for name, type, default in (
+            ("partition_activations", "boolean", False), ("cpu_checkpointing", "boolean", False),
+            ("contiguous_memory_optimization", "boolean", False), ("number_checkpoints", "integer", None),
+            ("synchronize_checkpoint_boundary", "boolean", False), ("profile", "boolean", False),
+        )
+    ),
+    *(
+        _noted(f"aio.{name}", type, default, NO_HOST_OPTIONS)
+        for name, type, default in (
+            ("block_size", "integer", 1048576), ("queue_depth", "integer", 8), ("intra_op_parallelism", "integer", 1),
+            ("thread_count", "integer", 1), ("single_submit", "boolean", False), ("overlap_events", "boolean", True),
+            ("use_gds", "boolean", False),
+        )
+    ),
+    _noted("autotuning", "object", None, "nothing is tuned by trying", off=(None, {})),
+    _noted("compile", "object", None, "the program is not compiled: the same numbers", off=(None, {})),
+    _noted("disable_allgather", "boolean", False, "updated parameters are always all-gathered"),
+    _noted("allgather_size", "integer", 500_000_000, BUCKETS),
+    _noted("disable_python_gc", "boolean", False, "Python collects garbage as it does"),
+    _noted("log_level", "string", None, "use logging.getLogger('shardfold').setLevel()"),
+    _noted("vocabulary_size", "integer", None, "nothing is padded to it"),
+    _refused("hybrid_engine", "object", None, "generate on the engine's module instead", off=(None, {})),
+    _refused("weight_quantization", "object", None, "it would change the numbers", off=(None, {})),
+    _refused("data_efficiency", "object", None, "it would change what is trained on: use a sampler", off=(None, {})),
+    *(
+        _refused(name, "any", None, GONE, off=(None, False, {}))
+        for name in (
+            "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue",
+            "sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
+        )
+    ),
+)  # fmt: skip
+
+KEYS: dict[str, Key] = {
+    key.path: key for key in (*BATCH, *OPTIMIZER, *PRECISION, *ZERO, *PARALLEL, *OBSERVERS, *CHECKPOINT, *OTHERS)
+}
+"""Every key by its path."""
