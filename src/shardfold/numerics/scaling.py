@@ -72,7 +72,7 @@ class LossScale:
             if not is_legal:
                 raise ConfigError(
                     f"LossScale.{name} is {getattr(self, name)!r}: initial and floor are numbers > 0 with floor <= "
-                    "initial, growth >= 1, 0 < backoff <= 1, interval, hysteresis and patience integers >= 1, delay >= 0."
+                    "initial, growth >= 1, 0 < backoff <= 1, interval, hysteresis, patience integers >= 1, delay >= 0."
                 )
 
     @staticmethod

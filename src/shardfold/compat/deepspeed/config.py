@@ -134,16 +134,16 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
         return given.get(path, KEYS[path].default)
 
     stage = _stage(get("zero_optimization.stage"))
-    batch = None if early else solve(*(given.get(name) for name in TRIAD), ranks, ranks_from)
+    train, micro, accumulate = (given.get(name) for name in TRIAD)
+    batch = None if early else solve(train, micro, accumulate, ranks, ranks_from)
     _say_defaults(checked, early)
     layout, mesh = layout_of(get, stage, ranks, notes, early)
     precision = precision_of(get, given, stage, notes)
     values, origins = _effective(checked, batch, precision)
     return Settings(
         raw=raw, values=values, origins=origins, world_size=ranks, stage=stage,
-        train_batch_size=batch.train if batch else given.get(TRIAD[0]),
-        micro_batch=batch.micro if batch else given.get(TRIAD[1]),
-        accumulate=batch.accumulate if batch else given.get(TRIAD[2], 1),
+        train_batch_size=batch.train if batch else train, micro_batch=batch.micro if batch else micro,
+        accumulate=batch.accumulate if batch else accumulate or 1,
         clip_norm=float(get("gradient_clipping")) or None,
         precision=precision, layout=layout, mesh=mesh, timing=timing_of(get), scaling=loss_scale_of(get),
         optimizer=hyper("optimizer", get("optimizer.type"), get("optimizer.params")),

@@ -33,25 +33,27 @@ def solve(train: int | None, micro: int | None, accumulate: int | None, ranks: i
             + (f", only gradient_accumulation_steps = {accumulate}" if accumulate else "")
             + ": give one of them."
         )
-    origins = tuple(DERIVED if value is None else GIVEN for value in (train, micro, accumulate))
-    numbers = [train, micro, accumulate]
-    if accumulate is None and (train is None or micro is None):
-        numbers[2], origins = 1, (*origins[:2], DEFAULT)
-    if train is None:
-        numbers[0] = _of(numbers[1]) * _of(numbers[2]) * ranks
+    by_default = accumulate is None and (train is None or micro is None)
+    origins = (
+        DERIVED if train is None else GIVEN,
+        DERIVED if micro is None else GIVEN,
+        DEFAULT if by_default else DERIVED if accumulate is None else GIVEN,
+    )
+    if by_default:
+        accumulate = 1
+    if accumulate is None:
+        assert train is not None and micro is not None
+        accumulate = train // (micro * ranks)
     elif micro is None:
-        numbers[1] = train // (_of(numbers[2]) * ranks)
-    elif accumulate is None:
-        numbers[2] = train // (micro * ranks)
-    batch = Batch(_of(numbers[0]), _of(numbers[1]), _of(numbers[2]), origins)
+        assert train is not None
+        micro = train // (accumulate * ranks)
+    elif train is None:
+        train = micro * accumulate * ranks
+    assert train is not None and micro is not None
+    batch = Batch(train, micro, accumulate, origins)
     if not batch.micro or not batch.accumulate or batch.train != batch.micro * batch.accumulate * ranks:
         raise DeepSpeedConfigError(_mismatch(batch, ranks, ranks_from))
     return batch
-
-
-def _of(number: int | None) -> int:
-    assert number is not None
-    return number
 
 
 def _mismatch(batch: Batch, ranks: int, ranks_from: str) -> str:
