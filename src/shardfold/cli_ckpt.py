@@ -6,7 +6,6 @@ Nothing here imports torch before a command needs it; errors are told by ``cli.m
 from __future__ import annotations
 
 import json as jsons
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +13,12 @@ from typing import Annotated
 
 import typer
 
+from shardfold.budget import parse_bytes
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
 
 __all__ = ["app"]
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 Source = Annotated[Path, typer.Argument(help="What to read.", show_default=False)]
 Target = Annotated[Path, typer.Argument(help="What to write.", show_default=False)]
@@ -90,10 +89,10 @@ def import_(
 
 
 def _bytes(size: str) -> int:
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", size)
-    if match is None or match[2].upper() not in UNITS or match[1].count(".") > 1 or not float(match[1]):
+    found = parse_bytes(size)
+    if found is None:
         raise ConfigError(f"--shard-size {size!r} is no number of bytes: give it as 500MB, 5GB or 1GiB.")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    return found
 
 
 def _renames(rules: list[str] | None) -> dict[str, str] | None:
