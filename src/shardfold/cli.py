@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from shardfold import cli_ckpt, launch, presets
+from shardfold import cli_ckpt, cli_run, launch, presets
 from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
 from shardfold.recipes.config import TrainConfig, check_run_folder, read_settings, resumed_settings
 
@@ -163,15 +163,18 @@ def bench(
 
 
 app.add_typer(cli_ckpt.app, name="ckpt")
+cli_run.register(app)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command line and end the process with its status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
+    # After `run` there may be a script's own --debug: what is ours stands before.
+    ours = arguments.index("run") if "run" in arguments[:2] else len(arguments)
+    debug = "--debug" in arguments[:ours]
     try:
         status = typer.main.get_command(app).main(
-            [each for each in arguments if each != "--debug"],
+            [each for place, each in enumerate(arguments) if place >= ours or each != "--debug"],
             prog_name="shardfold",
             standalone_mode=False,
             obj=debug,  # for the command that starts others

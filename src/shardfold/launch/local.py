@@ -1,4 +1,4 @@
-"""Starts one process per rank on this machine and sees all of them to their end.
+"""Starts Shardfold itself as one process per rank on this machine, without torch, and sees all of them to their end.
 
 Rank 0 owns the terminal: its output passes through. What the other ranks say is kept, and shown when they fail. The
 first rank that fails is the one reported; the others, whose collectives can not finish without it, are ended. No
@@ -9,11 +9,9 @@ Linux the kernel ends it should the launcher itself be killed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,31 +21,12 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import IO
 
-__all__ = ["INTERRUPTED", "SAID", "is_rank", "launch_local"]
+from shardfold.launch.process import INTERRUPTED, SAID, die_with_parent, exit_status, free_port, how, num_cores
 
-INTERRUPTED = 130
-"""Exit status of a run that was stopped by Ctrl-C and ended cleanly."""
-SAID = 2
-"""Exit status of a process that has written one readable sentence on what is wrong: there is nothing to add to it."""
+__all__ = ["launch", "launch_local", "rank_environment"]
 
 TAIL_LINES = 20
 GRACE = 3.0  # seconds between asking a rank to end and killing it
-PR_SET_PDEATHSIG = 1
-
-
-def is_rank() -> bool:
-    """Return whether a launcher (this one, or torchrun) started this process as one rank of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def rank_environment(rank: int, num_procs: int, port: int) -> dict[str, str]:
@@ -64,12 +43,6 @@ def rank_environment(rank: int, num_procs: int, port: int) -> dict[str, str]:
         MASTER_PORT=str(port),
     )
     return environment
-
-
-def die_with_parent() -> None:
-    """Runs in the child before it becomes Python: ask Linux to kill it when the launcher dies."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class RankProcess:
@@ -221,20 +194,6 @@ def end(ranks: list[RankProcess]) -> None:
         except subprocess.TimeoutExpired:
             rank.send(signal.SIGKILL)
             rank.process.wait()
-
-
-def exit_status(returncode: int) -> int:
-    """Return the shell's way to write an end: 128 + signal number for a signal."""
-    return 128 - returncode if returncode < 0 else returncode
-
-
-def how(returncode: int) -> str:
-    if returncode >= 0:
-        return f"exited with status {returncode}"
-    try:
-        return f"was killed by {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"was killed by signal {-returncode}"
 
 
 def report(failed: RankProcess, ranks: list[RankProcess]) -> None:

@@ -1,0 +1,148 @@
+"""How a rank died: its signal or status, the memory it held, and whether the kernel's out-of-memory killer was at work."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shardfold.launch.process import how
+
+__all__ = ["Death", "OomWatch", "memory_limit", "resident"]
+
+GB = 10**9
+UNLIMITED = 2**60  # control groups write their lack of a limit as a number above this
+
+
+@dataclass(frozen=True)
+class Death:
+    """The first rank that failed.
+
+    Attributes:
+        rank: among ``world_size``; -1 if the launcher of a node ended, and not by a rank's fault.
+        host: name of its node.
+        returncode: its exit status, or the negative number of the signal that killed it.
+        resident, limit: bytes that it held when last seen, and that there were; 0 if unknown.
+        oom: which witness says that the kernel killed for want of memory at this time; "" if none does.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    returncode: int
+    resident: int = 0
+    limit: int = 0
+    oom: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Death:
+        return cls(**json.loads(text))
+
+    def sentence(self, then: str) -> str:
+        """What is said of it: rank, host, cause, and what was done ``then``."""
+        if self.rank < 0:
+            return f"Error: the launcher on host {self.host} {how(self.returncode)}{then}."
+        cause = how(self.returncode).removeprefix("was ")
+        if self.oom:
+            cause += f", kernel OOM ({self.oom})"
+        if self.returncode < 0 and self.resident:
+            cause += f", RSS {self.resident / GB:.1f}"
+            cause += f" of {self.limit / GB:.1f} GB" if self.limit else " GB"
+        return f"Error: rank {self.rank} on host {self.host}: {cause}{then}."
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def resident(pid: int, proc: Path = Path("/proc")) -> int:
+    """Return the bytes of memory that a process holds, 0 if it is gone or that is not told here."""
+    try:
+        match = re.search(r"^VmRSS:\s+(\d+) kB$", (proc / str(pid) / "status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) * 1024 if match else 0
+
+
+def control_groups(proc: Path, mounted: Path) -> list[Path]:
+    """Return the folders of this process's control groups for memory, the innermost first, of either version."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = mounted / controllers
+        innermost = root / path.lstrip("/")
+        folders += [folder for folder in (innermost, *innermost.parents) if folder == root or root in folder.parents]
+    return folders
+
+
+def number_in(path: Path, key: str = "") -> int | None:
+    """Return a file's number, or that of its line ``key NUMBER``."""
+    try:
+        match = re.search(rf"^{re.escape(key)}\s*(\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) if match else None
+
+
+def memory_limit(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this process and its children may hold: the machine's, or less if a control group says so."""
+    match = re.search(r"^MemTotal:\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
+    limits = [int(match[1]) * 1024] if match else []
+    for folder in control_groups(proc, mounted):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = number_in(folder / name)
+            if limit is not None and limit < UNLIMITED:
+                limits.append(limit)
+    return min(limits, default=0)
+
+
+class OomWatch:
+    """Notices that the kernel's out-of-memory killer was at work since this was made."""
+
+    def __init__(self, proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> None:
+        self.proc, self.mounted = proc, mounted
+        self.before = self._counts()
+
+    def _counts(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for folder in control_groups(self.proc, self.mounted)[:1]:  # an outer group counts other jobs' too
+            for name in ("memory.events", "memory.oom_control"):
+                count = number_in(folder / name, "oom_kill")
+                if count is not None:
+                    counts[f"cgroup {name}"] = count
+        count = number_in(self.proc / "vmstat", "oom_kill")
+        if count is not None:
+            counts["/proc/vmstat"] = count
+        return counts
+
+    def witness(self, pid: int) -> str:
+        """Return what says that the kernel killed process ``pid`` for want of memory, or another one lately; or ""."""
+        if killed_by_kernel(pid):
+            return "kernel log"
+        now = self._counts()
+        for name, count in now.items():
+            if count > self.before.get(name, count):
+                self.before = now
+                return name
+        return ""
+
+
+def killed_by_kernel(pid: int) -> bool:
+    """Return whether the kernel's log, if it may be read, tells that it killed this process for want of memory."""
+    try:
+        log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return re.search(rf"Killed process {pid}\b", log) is not None

@@ -1,0 +1,57 @@
+"""What every launcher here needs of the operating system: ports, cores, signals, and how an end is told."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+__all__ = ["INTERRUPTED", "SAID", "die_with_parent", "exit_status", "free_port", "how", "is_rank", "num_cores"]
+
+INTERRUPTED = 130
+"""Exit status of a run that was stopped by Ctrl-C and ended cleanly."""
+SAID = 2
+"""Exit status of a process that has written one readable sentence on what is wrong: there is nothing to add to it."""
+
+PR_SET_PDEATHSIG = 1
+# Looked up before any process is forked: the child may then only call it.
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
+
+
+def is_rank() -> bool:
+    """Return whether a launcher (this one, or torchrun) started this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def die_with_parent() -> None:
+    """Runs in the child before it becomes another program: ask Linux to kill it when the launcher dies."""
+    if PRCTL is not None:
+        with suppress(OSError):
+            PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def exit_status(returncode: int) -> int:
+    """Return the shell's way to write an end: 128 + signal number for a signal."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def how(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exited with status {returncode}"
+    try:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was killed by signal {-returncode}"

@@ -1,0 +1,251 @@
+"""Where agents meet, and a store of its own for each attempt.
+
+torchrun's ranks meet at a store of their agent's that outlives them: after a restart they find in it the addresses of
+the dead attempt, and Gloo connects to those. Here the agent of node 0 opens a new store for every attempt, and the
+ranks are told its port. They need nothing special for it: ``init_process_group()`` finds the store by the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+
+from shardfold.errors import ConfigError
+from shardfold.launch.death import Death
+from shardfold.launch.plan import Node
+
+__all__ = ["Attempts", "Together", "meeting_of"]
+
+POLL = 0.05
+CONNECT = timedelta(seconds=60)
+LOST = (DistError, RuntimeError, OSError)  # what a store raises whose host is gone
+
+
+class Attempts(RendezvousHandler):
+    """Gives each round of another handler a fresh store for the ranks, and the agents a place to tell of deaths.
+
+    Args:
+        inner: where the nodes meet.
+        address: of this node's store, should it be node 0; None: what ``inner`` says.
+        port: for the store; None: any that is free.
+        timeout: seconds to wait for node 0's word.
+    """
+
+    def __init__(self, inner: RendezvousHandler, address: str | None, port: int | None, timeout: float) -> None:
+        self.inner, self.address, self.port, self.timeout = inner, address, port, timeout
+        self.store: Any = None
+        self.node_rank, self.num_nodes = 0, 1
+        self.finished = False
+
+    def get_backend(self) -> str:
+        return self.inner.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.store = None  # closes the dead attempt's
+        self.finished = False
+        met = self.inner.next_rendezvous()
+        self.node_rank, self.num_nodes = met.rank, met.world_size
+        if met.rank == 0:
+            address = self.address or met.bootstrap_store_info.master_addr  # pyright: ignore[reportOptionalMemberAccess]
+            self.store = open_store(address, self.port or 0)
+            met.store.set("shardfold/store", json.dumps([address, self.store.port]))
+        else:
+            wait_for(met.store, ["shardfold/store"], time.monotonic() + self.timeout)
+            address, port = json.loads(met.store.get("shardfold/store"))
+            self.store = join_store(address, port, self.timeout)
+        return RendezvousInfo(met.store, met.rank, met.world_size, RendezvousStoreInfo(address, self.store.port))
+
+    def num_nodes_waiting(self) -> int:
+        return 0 if self.finished else self.inner.num_nodes_waiting()
+
+    def is_closed(self) -> bool:
+        return self.inner.is_closed()
+
+    def set_closed(self) -> None:
+        self.inner.set_closed()
+
+    def get_run_id(self) -> str:
+        return self.inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self.inner.shutdown()
+
+    def tell(self, death: Death) -> Death:
+        """Tell the other agents of a death in this attempt, and return the one that was told first."""
+        with suppress(*LOST):
+            if self.store is not None and self.store.add("shardfold/deaths", 1) == 1:
+                self.store.set("shardfold/death", death.to_json())
+                return death
+        return self.heard(wait=1.0) or death
+
+    def heard(self, wait: float = 0.0) -> Death | None:
+        """Return the first death in this attempt that an agent told of.
+
+        Args:
+            wait: seconds that it may take to appear.
+
+        Raises:
+            RendezvousError: the agent of node 0 does not answer.
+        """
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                if self.store is None:
+                    return None
+                if self.store.check(["shardfold/death"]):
+                    return Death.from_json(self.store.get("shardfold/death"))
+            except LOST as error:
+                raise RendezvousError("the launcher on node 0 does not answer any more") from error
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(POLL)
+
+    def finish(self) -> bool:
+        """Note that this node's ranks have ended well, and return whether all nodes' have."""
+        done = self.store.add("shardfold/done", 0 if self.finished else 1)
+        self.finished = True
+        return done >= self.num_nodes
+
+    def leave(self, wait: float = 10.0) -> None:
+        """The last use of the store: node 0, which holds it, waits until the others have left."""
+        with suppress(*LOST):
+            left = self.store.add("shardfold/left", 1)
+            deadline = time.monotonic() + wait
+            while self.node_rank == 0 and left < self.num_nodes and time.monotonic() < deadline:
+                time.sleep(POLL)
+                left = self.store.add("shardfold/left", 0)
+
+
+class Together(RendezvousHandler):
+    """A fixed number of nodes, each with its rank, that begin every attempt together.
+
+    Args:
+        host, port: where node 0 listens. Port None: a single node, which nobody has to find.
+        rank, num_nodes: of this node.
+        name: of the job; others with the same address do not meet it.
+        timeout: seconds to wait for the others.
+    """
+
+    def __init__(self, host: str, port: int | None, rank: int, num_nodes: int, name: str, timeout: float) -> None:
+        self.host, self.port, self.rank, self.num_nodes, self.name = host, port, rank, num_nodes, name
+        self.timeout = timeout
+        self.round = 0
+        self.store: Any = None
+
+    def get_backend(self) -> str:
+        return "static"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        deadline = time.monotonic() + self.timeout
+        if self.store is None:
+            if self.rank == 0:
+                self.store = open_store(self.host, self.port or 0)
+            else:
+                assert self.port is not None
+                self.store = join_store(self.host, self.port, self.timeout)
+        self.round += 1
+        store = PrefixStore(f"{self.name}/{self.round}", self.store)
+        if store.add(f"node/{self.rank}", 1) > 1:
+            raise ConfigError(f"two nodes call themselves node {self.rank}: give each its own --node-rank.")
+        wait_for(store, [f"node/{rank}" for rank in range(self.num_nodes)], deadline)
+        return RendezvousInfo(store, self.rank, self.num_nodes, RendezvousStoreInfo(self.host, self.store.port))
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close: a death is told in the attempt's store."""
+
+    def get_run_id(self) -> str:
+        return self.name
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def open_store(host: str, port: int) -> TCPStore:
+    try:
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=CONNECT)
+    except (DistError, RuntimeError, ValueError) as error:
+        reason = "is in use" if "EADDRINUSE" in str(error) else f"can not be opened ({str(error).splitlines()[0]})"
+        raise ConfigError(
+            f"port {port} of {host} {reason}: give another --master-port, or on one machine leave it out for a free one."
+        ) from None
+
+
+def join_store(host: str, port: int, timeout: float) -> TCPStore:
+    """Connect to a store, however late it is opened."""
+    deadline = time.monotonic() + timeout
+    while True:
+        # Tried in Python first, as a signal can not interrupt the store's own attempts.
+        try:
+            socket.create_connection((host, port), timeout=2.0).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"nobody answers at {host}:{port} ({error})") from error
+            time.sleep(0.2)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+
+
+def wait_for(store: Any, keys: list[str], deadline: float) -> None:
+    """Wait until all keys are there; short looks, as a signal can not interrupt the store's own waiting."""
+    missing = keys
+    while missing:
+        try:
+            missing = [key for key in missing if not store.check([key])]
+        except LOST as error:
+            raise RendezvousClosedError("the launcher on node 0 does not answer any more") from error
+        if missing and time.monotonic() > deadline:
+            raise RendezvousTimeoutError(f"not there in time: {', '.join(missing).replace('node/', 'node ')}")
+        if missing:
+            time.sleep(POLL)
+
+
+def meeting_of(node: Node, name: str, conf: dict[str, str]) -> Attempts:
+    """Return the handler for a node: nodes with ranks of their own meet here, others in torch's way.
+
+    Args:
+        node: as planned.
+        name: of the job.
+        conf: options of ``--rdzv-conf``; ``join_timeout`` or ``timeout`` in seconds, 600 by default.
+    """
+    timeout = float(conf.get("join_timeout", conf.get("timeout", 600)))
+    if node.backend == "static":
+        assert node.rank is not None
+        alone = node.nodes[1] == 1
+        inner = Together(node.host, None if alone else node.port, node.rank, node.nodes[1], name, timeout)
+        return Attempts(inner, node.host, node.port if alone else None, timeout)
+    parameters = RendezvousParameters(
+        backend=node.backend,
+        endpoint=f"{node.host}:{node.port}",
+        run_id=name,
+        min_nodes=node.nodes[0],
+        max_nodes=node.nodes[1],
+        local_addr=node.name,
+        **{"join_timeout": str(int(timeout)), **conf},
+    )
+    return Attempts(rendezvous_handler_registry.get_rendezvous_handler(parameters), None, None, timeout)

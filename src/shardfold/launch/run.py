@@ -1,0 +1,45 @@
+"""``shardfold run``: decides what to do and does it. torch is imported only where ranks are started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from shardfold.errors import ConfigError
+from shardfold.launch.options import Options
+from shardfold.launch.plan import Hosts, Rank, decide, script_command
+
+__all__ = ["run"]
+
+
+def run(options: Options, script: str, arguments: list[str]) -> int:
+    """Run a script as ranks and return the exit status to end with.
+
+    Raises:
+        ConfigError: the options contradict each other or the environment, or there is no such script.
+    """
+    if not options.module and not options.no_python and not Path(script).is_file():
+        raise ConfigError(f"there is no script {script!r}: give its path, or -m for a module.")
+    plan = decide(options, os.environ)
+    if isinstance(plan, Hosts):
+        from shardfold.launch.remote import run_hosts
+
+        return run_hosts(plan, options, [script, *arguments])
+    if options.as_deepspeed:
+        become_deepspeed()
+    if isinstance(plan, Rank):
+        command = script_command(options, script, arguments, plan.local_rank)
+        sys.stdout.flush()
+        os.execvpe(command[0], command, {**os.environ, **plan.environment})
+    from shardfold.launch.agent import run_node
+
+    return run_node(plan, options, [script, *arguments])
+
+
+def become_deepspeed() -> None:
+    """Let `deepspeed` mean the face, the module and the command, in all processes that are started from now on."""
+    from shardfold import compat
+
+    os.environ.update(compat.environment())
+    os.environ["PATH"] = os.pathsep.join([str(Path(__file__).with_name("bin")), os.environ.get("PATH", os.defpath)])

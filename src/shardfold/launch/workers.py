@@ -1,0 +1,164 @@
+"""The ranks of one node as processes: started, heard, watched, and ended with all that they have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from shardfold.launch.death import resident
+from shardfold.launch.process import die_with_parent
+
+__all__ = ["Outlet", "Worker", "end_all"]
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """Where one stream of a rank goes.
+
+    Attributes:
+        shown: whether it is seen here.
+        label: written before each line that is shown; "" leaves the stream to the rank as it is.
+        file: where it is kept; None if nowhere.
+    """
+
+    shown: bool = True
+    label: str = ""
+    file: Path | None = None
+
+
+class Worker:
+    """One rank: its process, and threads that carry its output and note its end.
+
+    Attributes:
+        ended: time (of the monotonic clock) at which it ended; None while it runs.
+        resident: bytes of memory that it held when last looked at.
+    """
+
+    def __init__(
+        self,
+        local_rank: int,
+        command: list[str],
+        environment: Mapping[str, str],
+        outlets: tuple[Outlet, Outlet],
+        cores: list[int] | None = None,
+        reads_terminal: bool = False,
+    ) -> None:
+        self.local_rank = local_rank
+        self.ended: float | None = None
+        self.resident = 0
+        self._gone = False  # its number may soon be another process's
+        self._pumps: list[threading.Thread] = []
+        opened = [self._target(outlet) for outlet in outlets]
+
+        def prepare() -> None:  # runs in the child: system calls only, as the launcher has threads
+            die_with_parent()
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        try:
+            self.process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=None if reads_terminal else subprocess.DEVNULL,
+                stdout=opened[0],
+                stderr=subprocess.STDOUT if outlets[1].file and outlets[1] == outlets[0] else opened[1],
+                start_new_session=True,
+                preexec_fn=prepare if sys.platform == "linux" else None,  # noqa: PLW1509
+            )
+        finally:
+            for target in opened:
+                if target is not None and not isinstance(target, int):
+                    target.close()
+        for stream, outlet, into in zip(
+            (self.process.stdout, self.process.stderr), outlets, (sys.stdout, sys.stderr), strict=True
+        ):
+            if stream is not None:
+                self._pumps.append(threading.Thread(target=pump, args=(stream, outlet, into), daemon=True))
+        self._waiter = threading.Thread(target=self._wait, daemon=True)
+        for thread in (*self._pumps, self._waiter):
+            thread.start()
+
+    @staticmethod
+    def _target(outlet: Outlet) -> int | IO[bytes] | None:
+        if outlet.file is not None:
+            outlet.file.parent.mkdir(parents=True, exist_ok=True)
+        if outlet.shown and (outlet.label or outlet.file):
+            return subprocess.PIPE
+        if outlet.file is not None:
+            return outlet.file.open("ab")
+        return None if outlet.shown else subprocess.DEVNULL
+
+    def _wait(self) -> None:
+        # Before the end is reaped, its number still is that of its group: what it has started can be found by it.
+        with suppress(ChildProcessError):
+            end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+            if end is not None and (end.si_code != os.CLD_EXITED or end.si_status):
+                self.send(signal.SIGKILL)
+        self._gone = True
+        self.process.wait()
+        self.ended = time.monotonic()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.returncode if self.ended is not None else None
+
+    def look(self) -> None:
+        """Note how much memory it holds."""
+        if self.ended is None:
+            self.resident = resident(self.process.pid) or self.resident
+
+    def send(self, number: int) -> None:
+        """Send a signal to the rank and to what it has started."""
+        if not self._gone:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def join(self, timeout: float) -> None:
+        self._waiter.join(max(timeout, 0.0))
+
+    def drain(self) -> None:
+        """Wait until what an ended rank has said is shown; not for a process of its own that holds the pipe open."""
+        for thread in self._pumps:
+            thread.join(timeout=1.0)
+
+
+def pump(stream: IO[bytes], outlet: Outlet, into: IO[str]) -> None:
+    """Carry a rank's output to the terminal, line by line with its label, and to a file as it is."""
+    file = outlet.file.open("ab", buffering=0) if outlet.file is not None else None
+    try:
+        with stream:
+            for line in stream:
+                if file is not None:
+                    file.write(line)
+                text = line.decode(errors="replace")
+                with suppress(ValueError, OSError):  # the terminal is gone: go on, for the file's sake
+                    into.write(f"{outlet.label}{text}" if text.endswith("\n") else f"{outlet.label}{text}\n")
+                    into.flush()
+    finally:
+        if file is not None:
+            file.close()
+
+
+def end_all(workers: list[Worker], number: int, grace: float) -> None:
+    """Send all workers a signal, and to those that still run after ``grace`` seconds SIGKILL; return when all have ended."""
+    for worker in workers:
+        worker.send(number)
+    deadline = time.monotonic() + grace
+    try:
+        for worker in workers:
+            worker.join(deadline - time.monotonic())
+    finally:  # also when a second signal cuts the waiting short
+        for worker in workers:
+            worker.send(signal.SIGKILL)
+        for worker in workers:
+            worker.join(10.0)
+            worker.drain()
