@@ -332,7 +332,7 @@ def test_the_largest_scale_is_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"growth": 0.5}, {"backoff": 2.0}, {"initial": -1.0}, {"patience": 0}, {"floor": 0}]
+    "options", [{"growth": 0.5}, {"backoff": 2.0}, {"initial": -1.0}, {"patience": 0}, {"floor": 0}, {"delay": -1}]
 )
 def test_rules_that_contradict_themselves_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options)) + " is "):

@@ -101,21 +101,32 @@ def with_settings(command: Any) -> Any:
 app.command(epilog="For example: shardfold train lm --layout zero2 --steps 200 --data my-texts/")(with_settings(train))
 
 
-@app.command(epilog="For example: shardfold explain zero3 --ranks 64 --nodes 8 --precision bf16 --params 7e9")
+@app.command(
+    epilog="For example: shardfold explain zero3 --ranks 64 --nodes 8 --precision bf16 --params 7e9; or: "
+    "shardfold explain --config ds_config.json --ranks 16"
+)
 def explain(
     layout: Annotated[str, typer.Argument(help=f"A layout's name: {', '.join(presets.PRESETS)}.")] = "zero3",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 8,
     nodes: Annotated[int, typer.Option(min=1, help="Machines that the ranks are spread over evenly.")] = 1,
     precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",
     params: Annotated[float, typer.Option(min=1, help="Number of parameters.")] = 1e9,
+    config: Annotated[
+        Path | None, typer.Option(help="A DeepSpeed JSON: what it becomes, instead of a layout and a precision.")
+    ] = None,
 ) -> None:
-    """Show a layout's table and program, and what they cost."""
+    """Show a layout's table and program, and what they cost; or every value that a DeepSpeed config sets."""
     presets.named(layout)
     if ranks % nodes:
         raise ConfigError(f"{ranks} ranks do not spread evenly over {nodes} nodes: choose --ranks as a multiple.")
+    mesh = {"inter": nodes, "intra": ranks // nodes}
+    if config is not None:
+        from shardfold.compat.deepspeed.config_text import explain_config
+
+        print(explain_config(config, mesh=mesh, params=int(params)))
+        return
     from shardfold.explain import explain_preset
 
-    mesh = {"inter": nodes, "intra": ranks // nodes}
     print(explain_preset(layout, mesh=mesh, precision=precision, params=int(params)))
 
 

@@ -33,11 +33,13 @@ class Checked:
         given: by path, as a value of its type.
         notes: keys that have no effect here.
         autos: paths whose value is ``"auto"``.
+        refused: a sentence's part for each key that can not be honoured.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     autos: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
 
 def _integer(value: Any) -> bool:
@@ -75,6 +77,8 @@ def check(config: Mapping[str, Any], where: str) -> Checked:
     """
     found = Checked()
     _walk(config, "", found, where)
+    if found.refused:
+        raise DeepSpeedConfigError(f"{where} asks for what is not here: {'; '.join(found.refused)}; leave that out.")
     return found
 
 
@@ -84,12 +88,12 @@ def _walk(section: Mapping[str, Any], prefix: str, found: Checked, where: str) -
         if not isinstance(name, str):
             raise DeepSpeedConfigError(f"{where} has the key {name!r}, which is no string: keys of JSON are strings.")
         path = prefix + (OTHER_SECTION_NAMES.get(name, name) if not prefix else name)
-        if path in SECTIONS:
+        if "." in name:
+            found.notes.append(Note(path, value, "a key with dots is read by no version of DeepSpeed: nest it"))
+        elif path in SECTIONS:
             _section(path, value, found, where)
         elif path in BY_NAME:
-            _value(BY_NAME[path], path, value, found, quiet=switched_off)
-        elif not prefix and "." in name:
-            found.notes.append(Note(name, value, "a key with dots is read by no version of DeepSpeed: nest it"))
+            _value(BY_NAME[path], path, value, found, quiet=switched_off and name != "enabled")
         else:
             raise DeepSpeedConfigError(f"{where} has the unknown key {path!r}.{_nearest(name, prefix)}")
 
@@ -118,16 +122,18 @@ def _value(key: Key, name: str, value: Any, found: Checked, *, quiet: bool) -> N
         if value is None and None not in key.off and key.default is not None:
             raise DeepSpeedConfigError(f"{name} is null: expected {_a(key.type)}, or leave it out.")
         return
+    if key.type == "object" and value is False and False in key.off:  # an old way to say: none
+        return
     _check_value(key, name, value)
     if key.type == "integer":
         value = int(value)
     elif key.choices:
-        value = value.lower()
+        value = str(value).lower()
     found.given[key.path] = value
-    if quiet or value in key.off or _disabled(value):
+    if quiet or value in key.off or _disabled(key, value):
         return
     if key.kind == REFUSED:
-        raise DeepSpeedConfigError(f"{name} is {_short(value)}, which is refused: {key.why}.")
+        found.refused.append(f"{name} = {_short(value)} ({key.why})")
     if key.kind == NOTED:
         found.notes.append(Note(key.path, value, key.why))
 
@@ -155,9 +161,13 @@ def _a(type: str) -> str:
     return f"{'an' if type[0] in 'aio' else 'a'} {type}"
 
 
-def _disabled(value: Any) -> bool:
+def _disabled(key: Key, value: Any) -> bool:
     """A section that is switched off by itself."""
-    return isinstance(value, Mapping) and value.get("enabled") is False
+    if not isinstance(value, Mapping):
+        return False
+    if key.switch:
+        return value.get(key.switch) is not True and value.get(key.switch) in (None, False, 0, 1)
+    return value.get("enabled") is False
 
 
 def _short(value: Any) -> str:

@@ -33,6 +33,7 @@ class Key:
         low, high: legal range of a number.
         aliases: other names of the same key, in the same section.
         off: values that ask for nothing that is not so anyway: not noted, not refused.
+        switch: of an object: the number or boolean in it that switches it on; 0, 1, false or absent: off.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Key:
     high: float = inf
     aliases: tuple[str, ...] = ()
     off: tuple[Any, ...] = (None, False)
+    switch: str = ""
 
 
 def _honoured(path: str, type: str, default: Any, why: str, **more: Any) -> Key:
@@ -67,15 +69,15 @@ NO_TIER = (
     "device memory is not"
 )
 NO_HOST_OPTIONS = "options of a tier that does not exist here"
-GONE = "DeepSpeed itself has removed it, and it would change the training"
+GONE = "DeepSpeed itself has removed it"
 
 BATCH = (
     _honoured("train_batch_size", "integer", None, "samples per optimizer step on all ranks", low=1),
     _honoured("train_micro_batch_size_per_gpu", "integer", None, "samples per rank and backward", low=1),
     _honoured("gradient_accumulation_steps", "integer", None, "backwards per optimizer step; 1 if nothing says more",
               low=1),
-    _refused("managed_gradient_accumulation", "boolean", True, "the last backward before a step is known by its "
-             "count, or by engine.set_gradient_accumulation_boundary(): use one of these", off=(True,)),
+    _honoured("managed_gradient_accumulation", "boolean", True, "false: each engine.step() ends an accumulation, and "
+              "gradient_accumulation_steps only divides losses"),
     _honoured("gradient_clipping", "number", 1.0, "largest norm of all gradients; 0 does not clip. Absent, DeepSpeed's "
               "1.0 holds", low=0),
     _honoured("dataloader_drop_last", "boolean", False, "of the loader that initialize(training_data=...) makes"),
@@ -102,14 +104,16 @@ PRECISION = (
     _honoured("fp16.hysteresis", "integer", 2, "so many overflows lower the scale for the first time", low=1),
     _honoured("fp16.consecutive_hysteresis", "boolean", False, "each step without overflow refills the hysteresis"),
     _honoured("fp16.min_loss_scale", "number", 1, "the scale is not lowered below it; an overflow there ends the run"),
-    _refused("fp16.fp16_master_weights_and_grads", "boolean", False, "masters in fp16 lose small updates; bf16 with "
+    _refused("fp16.fp16_master_weights_and_grads", "boolean", False, "masters in fp16 lose small updates: bf16 with "
              "bf16_master_weights_and_grads is the mode for so little memory"),
     _honoured("bf16.enabled", "boolean", False, "parameters and activations in bf16, masters in fp32"),
     _noted("bf16.immediate_grad_update", "boolean", False, "gradients are always accumulated as they arrive"),
     _honoured("bf16.check_grad_overflow", "boolean", True, "a step with inf or NaN in its gradients is skipped",
               aliases=("check_overflow",)),
-    _honoured("bf16.bf16_master_weights_and_grads", "boolean", False, "masters and gradients in bf16"),
-    _honoured("bf16.bf16_optimizer_states", "boolean", False, "the optimizer's moments in bf16 too"),
+    _honoured("bf16.bf16_master_weights_and_grads", "boolean", False, "masters and gradients in bf16; with "
+               "bf16_optimizer_states only"),
+    _honoured("bf16.bf16_optimizer_states", "boolean", False, "the optimizer's moments in bf16 too; with "
+               "bf16_master_weights_and_grads only"),
     _honoured("torch_autocast.enabled", "boolean", False, "forward runs under torch.autocast, parameters stay fp32"),
     _honoured("torch_autocast.dtype", "string", "bfloat16", "of autocast",
               choices=("bfloat16", "float16", "bf16", "fp16", "half", "torch.bfloat16", "torch.float16")),
@@ -200,7 +204,8 @@ ZERO = (
            off=(None, True)),
     _noted("zero_optimization.legacy_stage1", "boolean", False, "there is one implementation"),
     _noted("zero_optimization.round_robin_gradients", "boolean", False, NO_HOST_OPTIONS),
-    _noted("zero_optimization.parameter_alignment", "boolean", False, "every parameter is aligned anyway"),
+    _noted("zero_optimization.parameter_alignment", "boolean", False, "every parameter begins at a multiple of "
+           "256 bytes anyway"),
     _honoured("zero_optimization.zero_hpz_partition_size", "integer", 1, "stage 3 keeps a second copy of the "
               "parameters, split over so many ranks, for backward: layout hpz", low=0),
     _honoured("zero_optimization.mics_shard_size", "integer", -1, "stage 3 splits states over so many ranks and "
@@ -226,15 +231,16 @@ ZERO = (
 )  # fmt: skip
 
 PARALLEL = (
-    _refused("tensor_parallel", "object", None, "there is no automatic tensor parallelism", off=(None, {})),
-    _refused("expert_parallel", "object", None, "there is no automatic expert parallelism", off=(None, {})),
+    _refused("tensor_parallel", "object", None, "there is no automatic tensor parallelism", switch="autotp_size"),
+    _refused("expert_parallel", "object", None, "there is no automatic expert parallelism", switch="enabled"),
     _refused("pipeline", "object", None, "there is no PipelineModule", off=(None, {})),
     _refused("sequence_parallel_size", "integer", 1, "there is no sequence parallelism", low=1, off=(None, 1)),
     _noted("use_data_before_expert_parallelism", "boolean", False, "there is no expert parallelism"),
 )
 
 OBSERVERS = (
-    _honoured("steps_per_print", "number", None, "a line of progress every so many steps; infinity: none", low=1),
+    _honoured("steps_per_print", "number", None, "a line of progress every so many steps, at the level INFO of "
+              "deepspeed.utils.logger; infinity: none", low=1),
     _honoured("wall_clock_breakdown", "boolean", False, "seconds of forward, backward and step, at each such line"),
     _honoured("memory_breakdown", "boolean", False, "bytes by state, at each such line"),
     _honoured("dump_state", "boolean", False, "the settings and the engine's table, printed at start"),
@@ -286,9 +292,20 @@ CHECKPOINT = (
     ),
     _noted("checkpoint.load_universal", "boolean", False, "every checkpoint loads on every layout and number of ranks"),
     _noted("checkpoint.use_node_local_storage", "boolean", False, "every rank writes into the folder it was given"),
-    _noted("checkpoint.parallel_write", "object", None, "ranks always write in parallel", off=(None, {})),
+    _noted("checkpoint.parallel_write.pipeline_stage", "boolean", False, "ranks always write in parallel"),
     _noted("checkpoint.checkpoint_serialization", "boolean", True, "files have their own format", off=(None, True)),
-    _noted("checkpoint.writer", "object", None, "there is one writer", off=(None, {})),
+    *(
+        _noted(f"checkpoint.writer.{name}", type, default, "there is one writer")
+        for name, type, default in (
+            ("type", "string", "fast"),
+            ("io_buffer_size", "integer", 67108864),
+            ("io_buffer_double", "boolean", True),
+            ("show_statistics", "boolean", False),
+            ("data_parallel", "string", None),
+            ("decoupled", "boolean", False),
+            ("io_multiplier", "integer", 1),
+        )
+    ),
     _noted("datastates_ckpt", "any", None, "there is one writer", off=(None, False)),
 )
 
@@ -310,21 +327,54 @@ OTHERS = (
             ("use_gds", "boolean", False),
         )
     ),
-    _noted("autotuning", "object", None, "nothing is tuned by trying", off=(None, {})),
-    _noted("compile", "object", None, "the program is not compiled: the same numbers", off=(None, {})),
+    *(
+        _noted(f"autotuning.{name}", type, default, "nothing is tuned by trying")
+        for name, type, default in (
+            ("enabled", "boolean", False), ("fast", "boolean", True), ("results_dir", "path", "autotuning_results"),
+            ("exps_dir", "path", "autotuning_exps"), ("overwrite", "boolean", True), ("metric", "string", "throughput"),
+            ("metric_path", "path", None), ("start_profile_step", "integer", 3), ("end_profile_step", "integer", 5),
+            ("tuner_type", "string", "gridsearch"), ("tuner_early_stopping", "integer", 5),
+            ("tuner_num_trials", "integer", 50), ("arg_mappings", "object", None), ("model_info", "object", None),
+            ("model_info_path", "path", None), ("mp_size", "integer", 1), ("max_train_batch_size", "integer", None),
+            ("min_train_batch_size", "integer", 1), ("max_train_micro_batch_size_per_gpu", "integer", 1024),
+            ("min_train_micro_batch_size_per_gpu", "integer", 1), ("num_tuning_micro_batch_sizes", "integer", 3),
+        )
+    ),
+    *(
+        _noted(f"compile.{name}", type, default, "nothing is compiled but by engine.compile(): the same numbers")
+        for name, type, default in (
+            ("deepcompile", "boolean", False), ("autoep_non_moe", "boolean", False),
+            ("free_activation", "boolean", False), ("free_activation_threshold", "integer", 10485760),
+            ("offload_activation", "boolean", False), ("offload_activation_pin_memory", "boolean", True),
+            ("offload_opt_states", "boolean", False), ("double_buffer", "boolean", True),
+            ("symmetric_memory", "boolean", False), ("debug_log", "boolean", False),
+            ("offload_parameters", "boolean", False), ("sync_before_reduce", "boolean", False),
+            ("sync_after_reduce", "boolean", False), ("sync_before_allgather", "boolean", False),
+            ("sync_after_allgather", "boolean", False), ("keep_int_input_tensors", "boolean", True),
+            ("keep_all_input_tensors", "boolean", False),
+        )
+    ),
+    _refused("compile.passes", "list of strings", None, "they split the model over ranks", off=(None, [])),
     _noted("disable_allgather", "boolean", False, "updated parameters are always all-gathered"),
     _noted("allgather_size", "integer", 500_000_000, BUCKETS),
     _noted("disable_python_gc", "boolean", False, "Python collects garbage as it does"),
     _noted("log_level", "string", None, "use logging.getLogger('shardfold').setLevel()"),
     _noted("vocabulary_size", "integer", None, "nothing is padded to it"),
-    _refused("hybrid_engine", "object", None, "generate on the engine's module instead", off=(None, {})),
+    _refused("hybrid_engine", "object", None, "generate with the engine's module instead", switch="enabled"),
     _refused("weight_quantization", "object", None, "it would change the numbers", off=(None, {})),
-    _refused("data_efficiency", "object", None, "it would change what is trained on: use a sampler", off=(None, {})),
+    _refused("data_efficiency", "object", None, "it would change what is trained on: sort the data in a sampler",
+             switch="enabled"),
     *(
-        _refused(name, "any", None, GONE, off=(None, False, {}))
-        for name in (
-            "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue",
-            "sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
+        _refused(name, "any", None, f"{GONE}: {instead}", off=(None, False, {}))
+        for name, instead in (
+            ("amp", "enable torch_autocast, bf16 or fp16"), ("nebula", "checkpoints are written by save_checkpoint"),
+            ("compression_training", "the model would train unquantized"),
+            ("quantize_training", "the model would train unquantized"),
+            ("sparse_gradients", "gradients are reduced dense"), ("eigenvalue", "it was for quantize_training"),
+            ("sparse_attention", "attention is the model's"), ("graph_harvesting", "nothing captures graphs"),
+            ("elasticity", "set the batch sizes; a checkpoint goes on with any number of ranks"),
+            ("curriculum_learning", "sort the data in a sampler"),
+            ("progressive_layer_drop", "drop layers in the model"),
         )
     ),
 )  # fmt: skip

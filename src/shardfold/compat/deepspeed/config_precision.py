@@ -60,19 +60,10 @@ def precision_of(get: Get, given: Mapping[str, Any], stage: int, notes: list[Not
             f"data_types.param_dtype is {asked!r} but parameters are in {compute}: enable the section of that dtype, "
             "or leave param_dtype out."
         )
-    master = moments = "fp32"
-    if get("bf16.enabled") and get("bf16.bf16_master_weights_and_grads"):
-        _need_stage(stage, "bf16.bf16_master_weights_and_grads")
-        master = "bf16"
-    if get("bf16.enabled") and get("bf16.bf16_optimizer_states"):
-        if master != "bf16":
-            raise DeepSpeedConfigError(
-                "bf16.bf16_optimizer_states is true without bf16.bf16_master_weights_and_grads: set both, or neither."
-            )
-        moments = "bf16"
+    master = _master(get, stage)
     grads, reduce = _travel(given, stage, notes, narrow=master)
     return Precision(
-        compute=compute, grads=grads, reduce=reduce, master=master, moments=moments, autocast=autocast,
+        compute=compute, grads=grads, reduce=reduce, master=master, moments=master, autocast=autocast,
         buffers=_buffers(get, compute, notes),
     )  # fmt: skip
 
@@ -82,9 +73,21 @@ def _dtype(name: str) -> str:
     return NAMES.get(name, name)
 
 
-def _need_stage(stage: int, key: str) -> None:
+def _master(get: Get, stage: int) -> str:
+    """The dtype of masters and moments."""
+    halves = [f"bf16.{name}" for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")]
+    narrow = [name for name in halves if get("bf16.enabled") and get(name)]
+    if not narrow:
+        return "fp32"
+    if len(narrow) == 1:
+        other = next(name for name in halves if name not in narrow)
+        raise DeepSpeedConfigError(
+            f"{narrow[0]} is true and {other} is not: masters and moments are updated in one dtype, so set both, or "
+            "neither."
+        )
     if stage == 0:
-        raise DeepSpeedConfigError(f"{key} is true at stage 0: it needs zero_optimization.stage 1, 2 or 3.")
+        raise DeepSpeedConfigError(f"{halves[0]} is true at stage 0: it needs zero_optimization.stage 1, 2 or 3.")
+    return "bf16"
 
 
 def _travel(given: Mapping[str, Any], stage: int, notes: list[Note], narrow: str) -> tuple[str, str]:

@@ -1,0 +1,205 @@
+"""DeepSpeed's JSON as values of ours: ``read`` gives :class:`Settings`, which the face builds an engine from.
+
+Nothing here imports torch, so that a config can be judged without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardfold.compat.deepspeed.config_batch import Batch, solve
+from shardfold.compat.deepspeed.config_check import Checked, Note, check
+from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
+from shardfold.compat.deepspeed.config_hyper import hyper
+from shardfold.compat.deepspeed.config_keys import KEYS
+from shardfold.compat.deepspeed.config_precision import Scaling, layout_of, loss_scale_of, precision_of, timing_of
+from shardfold.compat.deepspeed.config_source import load
+from shardfold.layout import Layout, Precision
+from shardfold.passes import Schedule
+
+if TYPE_CHECKING:
+    from shardfold.numerics.scaling import LossScale
+
+__all__ = ["Settings", "read"]
+
+TRIAD = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A config, read.
+
+    Attributes:
+        raw: the dict given, the very object; of a file, what it holds.
+        values: every key by its path, with its effective value.
+        origins: of each of these: ``"given"``, ``"derived"`` or ``"default"``.
+        notes: what to say once at start.
+        world_size: number of ranks that the triad was solved for.
+        stage: 0 to 3.
+        train_batch_size, micro_batch, accumulate: the triad; with ``early``, as given, and 1 for ``accumulate``.
+        clip_norm: None does not clip.
+        precision, layout, mesh, timing: as :class:`shardfold.Engine` takes them.
+        scaling: of the loss, or None.
+        optimizer, scheduler: type and arguments, or None.
+        activations: as :class:`shardfold.Engine` takes it.
+    """
+
+    raw: dict[str, Any]
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+    notes: tuple[Note, ...]
+    world_size: int
+    stage: int
+    train_batch_size: int | None
+    micro_batch: int | None
+    accumulate: int
+    clip_norm: float | None
+    precision: Precision
+    layout: str | Layout
+    mesh: dict[str, int] | None = None
+    timing: Schedule = field(default_factory=Schedule)
+    scaling: Scaling | None = None
+    optimizer: tuple[str, dict[str, Any]] | None = None
+    scheduler: tuple[str, dict[str, Any]] | None = None
+    activations: str = "keep"
+
+    def __getitem__(self, path: str) -> Any:
+        """The effective value of a key, e.g. ``settings["tensorboard.output_path"]``."""
+        return self.values[path]
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """As :class:`shardfold.Engine` takes it."""
+        return self.scaling.rule() if self.scaling is not None else None
+
+    @property
+    def steps_per_print(self) -> float | None:
+        return self["steps_per_print"]
+
+    @property
+    def wall_clock_breakdown(self) -> bool:
+        return self["wall_clock_breakdown"]
+
+    @property
+    def memory_breakdown(self) -> bool:
+        return self["memory_breakdown"]
+
+    @property
+    def dump_state(self) -> bool:
+        return self["dump_state"]
+
+    @property
+    def drop_last(self) -> bool:
+        return self["dataloader_drop_last"]
+
+    @property
+    def tag_validation(self) -> str:
+        """``"ignore"``, ``"warn"`` or ``"fail"``."""
+        return self["checkpoint.tag_validation"].lower()
+
+    @property
+    def gather_16bit_on_save(self) -> bool:
+        return self["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
+
+
+def read(config: Any, *, world_size: int | None = None, early: bool = False) -> Settings:
+    """Reads a config.
+
+    Args:
+        config: a dict, the path of a JSON file, or a file's content in urlsafe base64.
+        world_size: number of ranks; None: of ``torch.distributed`` if it runs, else of the environment, else 1.
+        early: before clients have filled in their ``"auto"`` values: these count as absent, and the batch triad is not
+            solved.
+
+    Raises:
+        DeepSpeedConfigError: it can not be honoured; one sentence says what, where and how to mend it.
+    """
+    raw, where = load(config)
+    ranks, ranks_from = (world_size, "as given") if world_size is not None else _ranks()
+    checked = check(raw, where)
+    if checked.autos and not early:
+        raise DeepSpeedConfigError(
+            f"{where} still has 'auto' for {', '.join(checked.autos)}: only the client that fills these in knows them; "
+            "give values."
+        )
+    given, notes = checked.given, checked.notes
+
+    def get(path: str) -> Any:
+        return given.get(path, KEYS[path].default)
+
+    stage = _stage(get("zero_optimization.stage"))
+    train, micro, accumulate = (given.get(name) for name in TRIAD)
+    batch = None if early else solve(train, micro, accumulate, ranks, ranks_from)
+    _say_defaults(checked, early)
+    layout, mesh = layout_of(get, stage, ranks, notes, early)
+    precision = precision_of(get, given, stage, notes)
+    values, origins = _effective(checked, batch, precision)
+    return Settings(
+        raw=raw, values=values, origins=origins, world_size=ranks, stage=stage,
+        train_batch_size=batch.train if batch else train, micro_batch=batch.micro if batch else micro,
+        accumulate=batch.accumulate if batch else accumulate or 1,
+        clip_norm=float(get("gradient_clipping")) or None,
+        precision=precision, layout=layout, mesh=mesh, timing=timing_of(get), scaling=loss_scale_of(get),
+        optimizer=hyper("optimizer", get("optimizer.type"), get("optimizer.params")),
+        scheduler=hyper("scheduler", get("scheduler.type"), get("scheduler.params")),
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _ranks() -> tuple[int, str]:
+    """Number of ranks, and where it is from. ``torch.distributed`` runs only where torch was imported."""
+    torch = sys.modules.get("torch")
+    dist = getattr(torch, "distributed", None)
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), "from torch.distributed"
+    text = os.environ.get("WORLD_SIZE")
+    if text is not None and text.isdecimal() and int(text):
+        return int(text), "from WORLD_SIZE"
+    return 1, "one process"
+
+
+def _stage(stage: int) -> int:
+    if stage not in (0, 1, 2, 3):
+        raise DeepSpeedConfigError(f"zero_optimization.stage is {stage}: the stages are 0, 1, 2 and 3.")
+    return stage
+
+
+def _say_defaults(checked: Checked, early: bool) -> None:
+    """What people are surprised by."""
+    given, notes = checked.given, checked.notes
+    if "gradient_clipping" not in given and not early:
+        notes.append(
+            Note("gradient_clipping", 1.0, "it is absent, so DeepSpeed's default holds and gradients are clipped to a "
+                 "norm of 1.0; 0 does not clip")
+        )  # fmt: skip
+    if str(given.get("optimizer.type", "")).lower() == "lamb":
+        notes.append(
+            Note("optimizer.type", "Lamb", "the trust ratio is of the update with its bias correction, as in arXiv "
+                 "1904.00962; DeepSpeed's is of the update without")
+        )  # fmt: skip
+    warms_up = str(given.get("scheduler.type", "")).lower().startswith("warmup")
+    if warms_up and "warmup_type" not in given.get("scheduler.params", {}):
+        notes.append(
+            Note("scheduler.params.warmup_type", "log", "it is absent, so DeepSpeed's default holds: the rate rises "
+                 "with the logarithm of the step, and is warmup_min_lr in the first two; 'linear' is the other")
+        )  # fmt: skip
+
+
+def _effective(checked: Checked, batch: Batch | None, precision: Precision) -> tuple[dict[str, Any], dict[str, str]]:
+    given = checked.given
+    values = {path: given.get(path, key.default) for path, key in KEYS.items()}
+    origins = {path: "given" if path in given else "default" for path in values}
+    if batch is not None:
+        values.update(zip(TRIAD, batch[:3], strict=True))
+        origins.update(zip(TRIAD, batch.origins, strict=True))
+    if values["flops_profiler.enabled"] and "wall_clock_breakdown" not in given:
+        values["wall_clock_breakdown"], origins["wall_clock_breakdown"] = True, "derived"
+    derived = {"data_types.grad_accum_dtype": precision.grads, "communication_data_type": precision.reduce}
+    for path, value in derived.items():
+        if path not in given:
+            values[path] = value
+    return values, origins
