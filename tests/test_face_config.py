@@ -447,6 +447,7 @@ def test_deepspeed_config_has_the_documented_attributes():
     assert config.bfloat16_enabled and not config.fp16_enabled and config.bfloat16_config.enabled
     assert (config.optimizer_name, config.optimizer_params, config.scheduler_name) == ("adam", {"lr": 1.0}, None)
     assert config.gradient_clipping == 1.0 and config.steps_per_print is None and not config.monitor_config.enabled
+    assert not config.comms_config.comms_logger_enabled and not config.comms_config.comms_logger.enabled
     for unknown in ("nothing", "settingz"):
         with pytest.raises(AttributeError, match=unknown):
             getattr(config, unknown)

@@ -13,7 +13,7 @@ from shardfold.compat.deepspeed.config_read import Settings, read
 from shardfold.compat.deepspeed.config_text import effective
 from shardfold.errors import did_you_mean
 
-__all__ = ["MONITORS", "DeepSpeedConfig", "MonitorConfig", "Section"]
+__all__ = ["MONITORS", "CommsConfig", "DeepSpeedConfig", "MonitorConfig", "Section"]
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 NONE_UNLESS_GIVEN = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
@@ -61,6 +61,14 @@ class MonitorConfig:
         return any(getattr(self, name).enabled for name in MONITORS)
 
 
+class CommsConfig:
+    """The section ``comms_logger``, and whether it is there."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.comms_logger = Section(settings, "comms_logger")
+        self.comms_logger_enabled = "comms_logger" in settings.raw
+
+
 class DeepSpeedConfig:
     """A config, read and checked, under DeepSpeed's attribute names.
 
@@ -100,7 +108,7 @@ class DeepSpeedConfig:
         self.activation_checkpointing_config = Section(settings, "activation_checkpointing")
         self.flops_profiler_config = Section(settings, "flops_profiler")
         self.autotuning_config, self.compile_config = Section(settings, "autotuning"), Section(settings, "compile")
-        self.comms_config = Section(settings, "comms_logger")
+        self.comms_config = CommsConfig(settings)
         self.monitor_config = MonitorConfig(settings)
         self.checkpoint_config, self.aio_config = Section(settings, "checkpoint"), Section(settings, "aio").model_dump()
         self.checkpoint_tag_validation_enabled = settings.tag_validation != "ignore"

@@ -1,0 +1,1 @@
+"""Where figures of the training go: TensorBoard, CSV files, Weights & Biases, Comet."""

@@ -1,0 +1,1 @@
+"""What a step costs: floating-point operations, time, bytes sent."""
