@@ -19,6 +19,7 @@ import models
 import shardfold as sf
 import test_loops
 import test_peak
+from shardfold.activations import MODES
 from shardfold.testing import Ranks, RanksFailed
 from test_activations_product import CHANGED, as_mode, differences, job, train
 
@@ -348,6 +349,61 @@ def test_two_units_at_a_time_are_on_the_device(ranks: Ranks, layout: str, mode: 
         assert found["peak"] == 2 * one
         assert found["after"] < one / 10
         assert "blocks.7" in found["text"] and mode in found["text"]
+
+
+def _held(layout: str, mode: str) -> dict[str, Any]:
+    """What memory() says of activations between forward and backward, and behind it."""
+    engine = sf.Engine(Wide(), optimizer=SGD, layout=layout, activations=mode)
+    x = torch.randn(ROWS, 64)
+    found: dict[str, Any] = {}
+    loss = engine(x).mean()
+    found["not counted"] = engine.memory().activations
+    engine.backward(loss)
+    engine.step()
+    with engine.activations() as saved:
+        losses = []
+        for _ in range(2):
+            losses.append(engine(x).mean())
+            found.setdefault("between", engine.memory())
+        found["two graphs"] = engine.memory().activations
+        for loss in losses:
+            engine.backward(loss)
+            found.setdefault("one graph", engine.memory().activations)
+        found["after"] = engine.memory()
+        lost = engine(x)
+        found["third"] = engine.memory().activations
+        del lost
+        found["lost"] = engine.memory().activations
+    found["rows"], found["text"] = saved.rows, str(found["between"])
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_memory_shows_what_autograd_holds_by_unit(ranks: Ranks, layout: str, mode: str) -> None:
+    for found in ranks.run(_held, layout, mode, world_size=2):
+        between = found["between"].activations
+        assert [row.unit for row in between if row.unit != "(root)"] == [f"blocks.{i}" for i in range(LAYERS)]
+        assert all(row.mode == mode for row in between if row.unit != "(root)")
+        # Three forwards were counted. Of the input, which all share, each graph holds a part.
+        assert found["third"] == between
+        assert found["rows"][2:] == tuple(
+            row._replace(device=3 * row.device, outside=3 * row.outside)
+            for row in between
+            if row.unit not in ("(root)", "blocks.0")
+        )
+        assert found["two graphs"][-1] == between[-1]._replace(
+            device=2 * between[-1].device, outside=2 * between[-1].outside
+        )
+        assert found["one graph"][-1] == between[-1]
+        assert found["after"].activations == found["lost"] == ()
+        # Without counting, what was moved is known.
+        moved = mode in ("host", "disk")
+        assert [row.outside for row in found["not counted"]] == [row.outside for row in between if row.outside]
+        assert all(row.device == 0 for row in found["not counted"]) and bool(found["not counted"]) == moved
+        assert found["between"].held == found["after"].held
+        assert f"blocks.7                      {mode}" in found["text"]
 
 
 def _into(folder: str) -> None:

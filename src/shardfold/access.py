@@ -125,7 +125,7 @@ def memory_report(engine: Engine, update: ShardedOptimizer | None) -> MemoryRepo
             table = exact.get(name, 0.0)
             rows.append(MemoryRow(name, tier, table, padded.get(name, 0.0) - table, held))
     rows += [row() for row in engine.more_memory]
-    return MemoryReport(tuple(rows), _live_bytes(transient, seen))
+    return MemoryReport(tuple(rows), _live_bytes(transient, seen), engine._replaced.held())
 
 
 def traffic_report(engine: Engine, update: ShardedOptimizer | None) -> TrafficReport:

@@ -31,9 +31,9 @@ from shardfold.copies import replace_forward, restore_forward
 from shardfold.errors import ModelError
 from shardfold.hooks import inside_checkpoint, tensors_in
 from shardfold.layout import MODES, Activations, Layout
-from shardfold.report import SavedReport
+from shardfold.report import SavedReport, SavedRow
 from shardfold.rules import EVERYTHING, Patterns, pairs, text_of
-from shardfold.saved import Movers, counted
+from shardfold.saved import Counter, Movers, counted, held
 from shardfold.unit import Unit
 
 __all__ = ["MODES", "Activations", "Place", "Replacements", "in_table"]
@@ -172,6 +172,10 @@ class Replacements:
         """See :meth:`Engine.activations`."""
         return counted(self._model, self._units, self.described(), self._movers)
 
+    def held(self) -> tuple[SavedRow, ...]:
+        """See :attr:`MemoryReport.activations`."""
+        return held(self._units, self.described(), self._movers)
+
     def described(self) -> dict[str, str]:
         """What happens in each unit, by its name, where that is not ``keep``."""
         said: dict[str, list[str]] = {}
@@ -232,14 +236,14 @@ def _moving(place: Place, forward: Callable[..., Any], movers: Movers) -> Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        begun = movers.begin(given.mode, given.folder, given.smallest, (args, kwargs))
+        begun = movers.begin(place.unit.name, given.mode, given.folder, given.smallest, (args, kwargs))
         place.left = begun is None
         if begun is None:
             return forward(*args, **kwargs)
         try:
             return forward(*args, **kwargs)
         finally:
-            movers.end(begun, place.module)
+            movers.end(begun, place.unit.name)
 
     return run
 
@@ -265,7 +269,7 @@ def _recomputing(
             return forward(*args, **kwargs)
         again = _Again(place, forward, needs, (args, kwargs))
         counter = movers.counter if kept else None
-        with _Counting(kept, partial(counter.count, place.unit.name)) if counter is not None else nullcontext():
+        with _Counting(kept, counter, place.unit.name, again.counted) if counter is not None else nullcontext():
             return checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
 
     # A graph of torch.compile would count a batch in running statistics once more as it recomputes.
@@ -282,17 +286,16 @@ def _selective(kept: frozenset[Any]) -> Any:
 
 
 class _Counting(TorchDispatchMode):
-    """Inside, results of ``kept`` are counted."""
+    """Inside, results of ``kept`` are counted for a unit, as held while ``counted`` is."""
 
-    def __init__(self, kept: frozenset[Any], count: Callable[[Tensor], None]) -> None:
+    def __init__(self, kept: frozenset[Any], counter: Counter, unit: str, counted: list[Any]) -> None:
         super().__init__()
-        self._kept, self._count = kept, count
+        self._kept, self._counter, self._unit, self._counted = kept, counter, unit, counted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in self._kept:
-            for tensor in tensors_in(out):
-                self._count(tensor)
+            self._counted += [self._counter.count(self._unit, tensor) for tensor in tensors_in(out)]
         return out
 
 
@@ -302,6 +305,7 @@ class _Again:
     Attributes:
         leaves: the arguments, flat: a checkpoint looks for tensors, and so for the devices whose random numbers it
             keeps, among positional arguments only.
+        counted: what is counted of results that are not made again.
     """
 
     def __init__(
@@ -309,6 +313,7 @@ class _Again:
     ) -> None:
         self._place, self._forward, self._needs = place, forward, needs
         self.leaves, self._shape = tree_flatten(call)
+        self.counted: list[Any] = []
         self._before: list[_Buffer] | None = None  # until it has run
 
     def __call__(self, *leaves: Any) -> Any:

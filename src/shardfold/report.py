@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardfold.layout import Axes
@@ -40,11 +41,28 @@ class MemoryRow(NamedTuple):
     held: int
 
 
+class SavedRow(NamedTuple):
+    """What autograd saved in forwards of one unit, in bytes of storages: on the ``device``, where each counts once and
+    for the unit that saved it first, and ``outside``, in host memory or on disk."""
+
+    unit: str
+    mode: str
+    device: int
+    outside: int
+
+
 class MemoryReport(NamedTuple):
-    """States at rest, and ``transient``: gathered flats and gradients on their way at this moment."""
+    """States at rest, and at this moment ``transient``, gathered flats and gradients on their way, and ``activations``,
+    what autograd holds, of units for which it holds anything.
+
+    What rests outside, and what is back from there, is always known. What stays on the device is known inside of
+    ``with engine.activations():``, of forwards since it was entered, because knowing takes a hook on each tensor that
+    autograd saves.
+    """
 
     rows: tuple[MemoryRow, ...]
     transient: int
+    activations: tuple[SavedRow, ...] = ()
 
     @property
     def held(self) -> int:
@@ -68,17 +86,7 @@ class MemoryReport(NamedTuple):
             )
         lines.append(f"{'all':<18}{human(self.table):>12}{human(self.padding):>12}{human(self.held):>12}")
         lines.append(f"in use now besides: {human(self.transient)}")
-        return "\n".join(lines)
-
-
-class SavedRow(NamedTuple):
-    """What autograd saved in forwards of one unit, in bytes of storages: on the ``device``, where each counts once and
-    for the unit that saved it first, and ``outside``, in host memory or on disk."""
-
-    unit: str
-    mode: str
-    device: int
-    outside: int
+        return "\n".join([*lines, *(_saved_lines(self.activations) if self.activations else ())])
 
 
 class SavedReport:
@@ -102,12 +110,15 @@ class SavedReport:
         return sum(row.outside for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{'unit':<28}  {'activations':<14}{'device':>12}{'outside':>12}"]
-        for row in self.rows:
-            lines.append(f"{row.unit:<28}  {row.mode:<14}{human(row.device):>12}{human(row.outside):>12}")
-        lines.append(f"{'all':<44}{human(self.device):>12}{human(self.outside):>12}")
-        lines.append(f"at once on the device of what is outside: {human(self.peak)}")
-        return "\n".join(lines)
+        return "\n".join([*_saved_lines(self.rows), f"at once on the device of what is outside: {human(self.peak)}"])
+
+
+def _saved_lines(rows: Sequence[SavedRow]) -> list[str]:
+    lines = [f"{'unit':<28}  {'activations':<14}{'device':>12}{'outside':>12}"]
+    for row in rows:
+        lines.append(f"{row.unit:<28}  {row.mode:<14}{human(row.device):>12}{human(row.outside):>12}")
+    device, outside = sum(row.device for row in rows), sum(row.outside for row in rows)
+    return [*lines, f"{'all':<44}{human(device):>12}{human(outside):>12}"]
 
 
 class TrafficRow(NamedTuple):

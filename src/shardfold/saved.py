@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from shardfold.stores.disk import DiskStore
 from shardfold.stores.host import HostStore
 from shardfold.unit import Unit
 
-__all__ = ["Movers", "Tally", "counted"]
+__all__ = ["Counter", "Movers", "Tally", "counted", "held"]
 
 ROOT = "(root)"
 
@@ -40,14 +40,28 @@ class Copy(Protocol):
 
 
 class Tally:
-    """Bytes of what was moved: on the ``device`` now and at most (``peak``), and ``outside``, all forwards together."""
+    """Bytes of what was moved: on the ``device`` now and at most (``peak``), and ``outside``.
 
-    def __init__(self) -> None:
+    Args:
+        whole: what this is a part of.
+    """
+
+    def __init__(self, whole: Tally | None = None) -> None:
         self.device = self.peak = self.outside = 0
+        self._whole = whole
 
     def arrive(self, num_bytes: int) -> None:
+        """So much more is on the device, or less."""
         self.device += num_bytes
         self.peak = max(self.peak, self.device)
+        if self._whole is not None:
+            self._whole.arrive(num_bytes)
+
+    def rest(self, num_bytes: int) -> None:
+        """So much more is outside, or less."""
+        self.outside += num_bytes
+        if self._whole is not None:
+            self._whole.rest(num_bytes)
 
 
 class _Entry:
@@ -58,7 +72,7 @@ class _Entry:
         self._back: Tensor | None = None
         self._asked = False
         self.pieces = self._given = 0
-        tally.outside += self.nbytes
+        tally.rest(self.nbytes)
 
     def fetch(self) -> None:
         if self._back is None and not self._asked:
@@ -78,12 +92,12 @@ class _Entry:
 
     def _forget(self) -> None:
         if self._asked:
-            self._tally.device -= self.nbytes
+            self._tally.arrive(-self.nbytes)
         self._back, self._asked = None, False
 
     def __del__(self) -> None:
         self._forget()
-        self._tally.outside -= self.nbytes
+        self._tally.rest(-self.nbytes)
 
 
 class _Piece(NamedTuple):
@@ -114,8 +128,8 @@ class _Known(NamedTuple):
 class _Frame:
     """One forward of one module."""
 
-    def __init__(self, movers: Movers, store: Any, smallest: int) -> None:
-        self._movers, self._store, self._smallest = movers, store, smallest
+    def __init__(self, movers: Movers, tally: Tally, store: Any, smallest: int) -> None:
+        self._movers, self._tally, self._store, self._smallest = movers, tally, store, smallest
         self._outer = top_saved_hooks()
         self._before = movers.last
         self._entries: list[_Entry] = []
@@ -152,14 +166,14 @@ class _Frame:
             flat = tensor.detach().as_strided((length,), (1,), 0)
         else:
             flat = tensor.detach().contiguous().view(-1)
-        entry = _Entry(self._movers.tally, flat, self._store.put(flat))
+        entry = _Entry(self._tally, flat, self._store.put(flat))
         self._made[key] = entry
         if known is not None:
             known[key] = entry
         self._entries.append(entry)
         self._sources.append(tensor)
         self._num_bytes += entry.nbytes
-        self._movers.tally.arrive(entry.nbytes)
+        self._tally.arrive(entry.nbytes)
         return entry
 
     @_untraced
@@ -186,7 +200,7 @@ class _Frame:
         """The forward is over: what was copied may be given back; its bytes."""
         self._made.clear()
         self._sources.clear()
-        self._movers.tally.device -= self._num_bytes
+        self._tally.arrive(-self._num_bytes)
         return self._num_bytes
 
 
@@ -195,7 +209,8 @@ class Movers:
 
     Attributes:
         tally: of all of it.
-        moved: bytes that forwards of each module moved since they are counted, by ``id``.
+        parts: of each unit, by its name.
+        moved: bytes that forwards moved since they are counted, by the name of the unit.
         last: the frame before the next.
         counter: while forwards are counted.
     """
@@ -203,9 +218,10 @@ class Movers:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
         self.tally = Tally()
-        self.moved: dict[int, int] = {}
+        self.parts: dict[str, Tally] = {}
+        self.moved: dict[str, int] = {}
         self.last: weakref.ref[_Frame] | None = None
-        self.counter: _Counter | None = None
+        self.counter: Counter | None = None
         self._stores: dict[tuple[str, str | None], Any] = {}
         self._stays: set[int] = set()
         self._known: dict[int, _Known] = {}
@@ -228,8 +244,8 @@ class Movers:
         return found.entries if found is not None and found.tensor() is not None else None
 
     @_untraced
-    def begin(self, mode: str, folder: str | None, smallest: int, inputs: Any) -> Any:
-        """From now on what autograd saves is moved: to ``"host"`` memory, or to ``"disk"`` in that folder.
+    def begin(self, unit: str, mode: str, folder: str | None, smallest: int, inputs: Any) -> Any:
+        """From now on what autograd saves for a unit is moved: to ``"host"`` memory, or to ``"disk"`` in that folder.
 
         Returns:
             What :meth:`end` takes; None inside of a checkpoint, to which it is left.
@@ -241,18 +257,18 @@ class Movers:
             store = DiskStore(self._device, folder) if mode == "disk" else HostStore(self._device)
             self._stores[mode, folder] = store
         self._meet(tensors_in(inputs))
-        frame = _Frame(self, store, smallest)
+        frame = _Frame(self, self.parts.setdefault(unit, Tally(self.tally)), store, smallest)
         self.last = weakref.ref(frame)
         hooks = torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack)
         hooks.__enter__()
         return frame, hooks
 
     @_untraced
-    def end(self, begun: tuple[_Frame, Any], module: nn.Module) -> None:
-        """The forward of a module is over."""
+    def end(self, begun: tuple[_Frame, Any], unit: str) -> None:
+        """The forward is over."""
         frame, hooks = begun
         hooks.__exit__()
-        self.moved[id(module)] = self.moved.get(id(module), 0) + frame.leave()
+        self.moved[unit] = self.moved.get(unit, 0) + frame.leave()
 
     def _meet(self, tensors: Sequence[Tensor]) -> None:
         self._known = {key: known for key, known in self._known.items() if known.tensor() is not None}
@@ -283,76 +299,115 @@ def counted(model: nn.Module, units: Sequence[Unit], modes: Mapping[str, str], m
         modes: what happens in a unit, by its name.
         movers: of the model.
     """
-    report, counter = SavedReport(), _Counter({s for unit in units for s in unit.storages()}, model)
+    report, counter = SavedReport(), Counter({s for unit in units for s in unit.storages()}, model)
     tally = movers.tally
     tally.peak = tally.device
     movers.moved.clear()
     movers.counter = counter
-    root = next((unit.name for unit in units if unit.spec.root), ROOT)
+    names = _names(units)
     inner = [(unit, module) for unit in units if not unit.spec.root for module in unit.modules]
-    for name, module in [(root, model), *((unit.name, module) for unit, module in inner)]:
+    for name, module in [(names[0], model), *((unit.name, module) for unit, module in inner)]:
         counter.watch(name, module)
     try:
         yield report
     finally:
         movers.counter = None
         counter.close()
-        outside: dict[str, int] = {}
-        owner = {id(part): unit.name for unit, module in inner for part in module.modules()}
-        for key, num_bytes in movers.moved.items():
-            name = owner.get(key, root)
-            outside[name] = outside.get(name, 0) + num_bytes
         report.peak = tally.peak
         report.rows = tuple(
-            SavedRow(name, modes.get(name, "keep"), counter.bytes.get(name, 0), outside.get(name, 0))
-            for name in dict.fromkeys([root, *(unit.name for unit, _ in inner)])
+            SavedRow(name, modes.get(name, "keep"), counter.bytes.get(name, 0), movers.moved.get(name, 0))
+            for name in names
         )
 
 
-class _Counter:
-    """Bytes of storages that autograd saves, each once, by where it does."""
+def held(units: Sequence[Unit], modes: Mapping[str, str], movers: Movers) -> tuple[SavedRow, ...]:
+    """What autograd holds now, of units for which it holds anything. What was never moved is known while it is
+    :func:`counted`, and of forwards since then."""
+    kept = movers.counter.held() if movers.counter is not None else {}
+    rows: list[SavedRow] = []
+    for name in _names(units):
+        moved = movers.parts.get(name) or Tally()
+        rows.append(SavedRow(name, modes.get(name, "keep"), kept.get(name, 0) + moved.device, moved.outside))
+    return tuple(row for row in rows if row.device or row.outside)
+
+
+def _names(units: Sequence[Unit]) -> list[str]:
+    """The root's name and those of the other units with modules."""
+    root = next((unit.name for unit in units if unit.spec.root), ROOT)
+    return [root, *(unit.name for unit in units if not unit.spec.root and unit.modules)]
+
+
+class _Saved:
+    """What is saved in place of a tensor while it is counted. It lives as long as autograd holds it."""
+
+    def __init__(self, unit: str, storage: int, nbytes: int) -> None:
+        self.unit, self.storage, self.nbytes = unit, storage, nbytes
+        self.packed: Any = None
+
+
+class Counter:
+    """Bytes of storages that autograd saves, each once while it is held, by where it does."""
 
     def __init__(self, flats: set[int], model: nn.Module) -> None:
         self.bytes: dict[str, int] = {}
-        self._seen = flats | {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+        self._rest = flats | {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+        self._saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()  # in their order
+        self._last: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()  # by storage
+        self._number = 0
         self._handles: list[Any] = []
-        self._open: list[tuple[nn.Module, Any]] = []
+        self._open: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
 
     def watch(self, name: str, module: nn.Module) -> None:
         """What is saved in forwards of a module, and not in that of one watched inside of it, counts for ``name``."""
 
         def before(module: nn.Module, args: Any) -> None:
             if not in_backward():
-                hooks = torch.autograd.graph.saved_tensors_hooks(*self._hooks(name))
+                hooks = nullcontext() if inside_checkpoint() else self._hooks(name)
                 hooks.__enter__()
                 self._open.append((module, hooks))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._open and self._open[-1][0] is module and not in_backward():
-                self._open.pop()[1].__exit__()
+                self._open.pop()[1].__exit__(None, None, None)
 
         self._handles.append(module.register_forward_pre_hook(_untraced(before)))
         self._handles.append(module.register_forward_hook(_untraced(after), always_call=True))
 
-    def count(self, name: str, tensor: Tensor) -> None:
-        """``tensor`` is kept for backward in forwards of ``name``."""
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._seen:
-                self._seen.add(storage._cdata)
-                self.bytes[name] = self.bytes.get(name, 0) + storage.nbytes()
+    def count(self, name: str, tensor: Tensor) -> _Saved:
+        """``tensor`` is kept for backward in forwards of ``name``, for as long as the answer lives."""
+        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+        if storage is None or storage._cdata in self._rest:
+            return _Saved(name, 0, 0)
+        saved = _Saved(name, storage._cdata, storage.nbytes())
+        if saved.storage not in self._last:
+            self.bytes[name] = self.bytes.get(name, 0) + saved.nbytes
+        self._saved[self._number] = self._last[saved.storage] = saved
+        self._number += 1
+        return saved
+
+    def held(self) -> dict[str, int]:
+        """Bytes that are held now, by unit."""
+        found: dict[str, int] = {}
+        seen: set[int] = set()
+        for saved in list(self._saved.values()):
+            if saved.storage not in seen:
+                seen.add(saved.storage)
+                found[saved.unit] = found.get(saved.unit, 0) + saved.nbytes
+        return found
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _hooks(self, name: str) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    def _hooks(self, name: str) -> AbstractContextManager[Any]:
         outer = top_saved_hooks()
-        recomputed = outer is not None and outer[0].__module__ == "torch.utils.checkpoint"
 
-        def pack(tensor: Tensor) -> Any:
-            if not recomputed:
-                self.count(name, tensor)
-            return tensor if outer is None else outer[0](tensor)
+        def pack(tensor: Tensor) -> _Saved:
+            saved = self.count(name, tensor)  # first: what is around counts it for an outer module
+            saved.packed = tensor if outer is None else outer[0](tensor)
+            return saved
 
-        return _untraced(pack), _untraced((lambda packed: packed) if outer is None else outer[1])
+        def unpack(saved: _Saved) -> Tensor:
+            return saved.packed if outer is None else outer[1](saved.packed)
+
+        return torch.autograd.graph.saved_tensors_hooks(_untraced(pack), _untraced(unpack))
