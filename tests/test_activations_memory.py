@@ -19,7 +19,7 @@ from shardfold.testing import Ranks
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
-ROWS, LAYERS = 2048, 8
+ROWS, LAYERS = 2048, 4
 CONFIG = GPTConfig(vocab=64, d_model=64, layers=LAYERS, heads=2, context=128)
 SEQUENCES = 8
 HIDDEN = SEQUENCES * CONFIG.context * CONFIG.d_model * 4  # bytes of one value per token and channel
@@ -58,9 +58,8 @@ def _bytes(layout: str, mode: str, name: str = "wide") -> dict[str, Any]:
         engine.backward(loss())
     engine.step()
     with test_peak.LiveBytes([segment.flat for unit in engine.units for segment in unit.segments]) as live:
-        for _ in range(3):
-            engine.backward(loss())
-            engine.step()
+        engine.backward(loss())
+        engine.step()
         live.peak = 0
         live.sample()
         rest = live.peak
@@ -83,14 +82,14 @@ def test_recomputation_takes_the_inputs_and_one_unit(ranks: Ranks) -> None:
     assert one == 10 * ROWS * 64 * 4 + 2 * ROWS * 4  # input, normalized, two of four times the width; mean and variance
     # The first input rests, and what tensors take is a little more: gradients of parameters, the loss.
     assert made["after"] == pytest.approx(sum(inputs[1:]), rel=0.01)
-    assert kept["after"] == pytest.approx(LAYERS * one, rel=0.02)
+    assert kept["after"] == pytest.approx(LAYERS * one - inputs[0], rel=0.01)
     gradients = kept["backward"] - kept["after"]  # of activations, which both have
     assert made["backward"] - gradients <= 1.1 * (sum(inputs) + one)
 
 
 def test_formulas_of_a_gpt(ranks: Ranks) -> None:
-    """Of a block each storage once, in multiples of one value per token and channel: 3 of each norm, 5 of the projection
-    of queries, keys and values and their rotation, 2 of attention, 4f of a feed-forward layer of f widths."""
+    """Of a block each storage once, in multiples of one value per token and channel: 3 of each norm, 5 of projected and
+    turned queries, keys and values, 2 of attention, 4f of a feed-forward layer that is f times as wide."""
     f = CONFIG.d_ff / CONFIG.d_model
     few = 2 / CONFIG.d_model + CONFIG.heads / CONFIG.d_model  # what norms and attention save per token
     expected = {"keep": 13 + 4 * f + few, "recompute": 1, "select": 7 + 2 * f + CONFIG.heads / CONFIG.d_model}
@@ -115,7 +114,7 @@ def test_selection_keeps_products(ranks: Ranks) -> None:
     made = ranks.run(_bytes, "ddp", "select", world_size=1)[0]
     for row in made["rows"][1:]:
         assert row == (row.unit, "select", (1 + 4 + 1) * ROWS * 64 * 4, 0)
-    assert made["after"] == pytest.approx(sum(row.device for row in made["rows"]), rel=0.03)
+    assert made["after"] == pytest.approx(sum(row.device for row in made["rows"]) - ROWS * 64 * 4, rel=0.01)
 
 
 @pytest.mark.parametrize("mode", ["host", "disk"])
@@ -129,7 +128,7 @@ def test_two_units_at_a_time_are_on_the_device(ranks: Ranks, layout: str, mode: 
         assert all(row.device == 2 * ROWS * 4 for row in rows)  # smaller than what is moved
         assert found["peak"] == 2 * one
         assert found["after"] < one / 10
-        assert "blocks.7" in found["text"] and mode in found["text"]
+        assert f"blocks.{LAYERS - 1}" in found["text"] and mode in found["text"]
 
 
 def _held(layout: str, mode: str) -> dict[str, Any]:
@@ -184,4 +183,4 @@ def test_memory_shows_what_autograd_holds_by_unit(ranks: Ranks, layout: str, mod
         assert [row.outside for row in found["not counted"]] == [row.outside for row in between if row.outside]
         assert all(row.device == 0 for row in found["not counted"]) and bool(found["not counted"]) == moved
         assert found["between"].held == found["after"].held
-        assert f"blocks.7                      {mode}" in found["text"]
+        assert f"{f'blocks.{LAYERS - 1}':<28}  {mode}" in found["text"]
