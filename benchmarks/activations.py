@@ -56,6 +56,7 @@ class Live(TorchDispatchMode):
     Attributes:
         samples: CPU time since the beginning in seconds, and bytes.
         backward: the number of samples when backward began.
+        outside: bytes that rested outside then.
     """
 
     def __init__(self, back: Callable[[], int]) -> None:
@@ -64,7 +65,7 @@ class Live(TorchDispatchMode):
         self._known: dict[int, tuple[int, int]] = {}  # storage -> (weak reference, bytes)
         self._began = time.process_time()
         self.samples: list[tuple[float, int]] = []
-        self.backward = 0
+        self.backward = self.outside = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -85,8 +86,9 @@ class Live(TorchDispatchMode):
         now = sum(size for _, size in self._known.values()) + (self._back() if self.backward else 0)
         self.samples.append((time.process_time() - self._began, now))
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, outside: int) -> None:
         self.sample()
+        self.outside = outside
         self.backward = len(self.samples)
 
     @property
@@ -105,15 +107,16 @@ class Ours:
     def __init__(self, mode: str, accumulate: int = 1) -> None:
         adamw = partial(torch.optim.AdamW, lr=1e-4)
         self.engine = sf.Engine(GPT(CONFIG), optimizer=adamw, layout="ddp", activations=mode, accumulate=accumulate)
-        self.outside = 0
+
+    def outside(self) -> int:
+        """Bytes that rest there now."""
+        return sum(row.outside for row in self.engine.memory().activations)
 
     def back(self) -> int:
         return self.engine._replaced._movers.tally.device
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = self.engine(tokens, targets)
-        self.outside = sum(row.outside for row in self.engine.memory().activations)
-        return loss
+        return self.engine(tokens, targets)
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
@@ -132,12 +135,15 @@ class Theirs:
         self.accumulate, self._micro = accumulate, 0
         self.model = GPT(CONFIG)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.way, self.outside = way, 0
+        self.way, self.copied = way, 0
         contexts: dict[str, Any] = {}
         if way == "selective checkpoint":
             contexts["context_fn"] = partial(create_selective_checkpoint_contexts, list(KEPT))
         for block in self.model.blocks if "checkpoint" in way else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+
+    def outside(self) -> int:
+        return self.copied
 
     def back(self) -> int:
         return 0
@@ -174,12 +180,12 @@ class OnDevice(Theirs):
     """``save_on_cpu`` with what it copies apart, and with what comes back in memory of its own, as on a GPU."""
 
     def _hooks(self) -> AbstractContextManager[Any]:
-        self.outside = 0
+        self.copied = 0
         hooks = save_on_cpu(pin_memory=True)
 
         def pack(tensor: Tensor) -> Any:
             with _disable_current_modes():
-                self.outside += tensor.nbytes
+                self.copied += tensor.nbytes
                 return hooks.pack_hook(tensor)  # type: ignore[attr-defined]
 
         return saved_tensors_hooks(pack, lambda packed: packed[1].clone())
@@ -198,7 +204,7 @@ def watched(job: Ours | Theirs, batch: tuple[Tensor, Tensor]) -> Live:
     step(job, batch)
     with Live(job.back) as live:
         loss = job.forward(*batch)
-        live.begin_backward()
+        live.begin_backward(job.outside())
         job.backward(loss)
         del loss
         live.sample()
@@ -249,7 +255,7 @@ def table(batch: tuple[Tensor, Tensor]) -> None:
         text, between, more, unit = formulas()[mode]
         cells = [f"{live.between / MIB:.1f}", f"{text}: {between:.1f}", f"{live.peak / MIB:.1f}"]
         cells += [f"{more}: {between + unit:.1f}" if more and way != "save_on_cpu" else ""]
-        cells += [f"{job.outside / MIB:.1f}" if job.outside else ""]
+        cells += [f"{live.outside / MIB:.1f}" if live.outside else ""]
         cells += [f"{min(seconds[way]) * 1000:.0f}", f"{median(seconds[way]) * 1000:.0f}"]
         print(f"| {f'`{way}`' if make is Ours else way} | {' | '.join(cells)} |", flush=True)
         job.close()
