@@ -145,7 +145,7 @@ def explained(engine: Engine, update: ShardedOptimizer | None) -> str:
     return explain(
         engine.table, engine.layout, engine.program, specs, engine.mesh.sizes, held, engine.accumulate,
         update.traffic() if update is not None else None,
-        parts=engine.rules.described(), activations=engine._replaced.described(),
+        parts=engine.rules.described(), activations=engine._replaced.explained(),
     )  # fmt: skip
 
 

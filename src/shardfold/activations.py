@@ -5,6 +5,7 @@
     select      the same, but products of matrices, convolutions and attention are kept: what is cheap is made again
     host        copies in (pinned) host memory, which come back one unit ahead of backward
     disk        copies in a file, written and read by a thread
+    fit:12GiB   one of these for each unit, by what the first passes measure (see ``planner``)
 
 A mode holds for a unit, or for a module that a rule of its own names. It takes the place of the module's ``forward``,
 so that hooks run once, outside of it; in backward the engine has gathered the unit by the time its forward runs again,
@@ -15,58 +16,35 @@ they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardfold.copies import replace_forward, restore_forward
-from shardfold.errors import ModelError
-from shardfold.hooks import inside_checkpoint, tensors_in
+from shardfold.errors import ConfigError, ModelError
+from shardfold.hooks import in_backward
 from shardfold.layout import MODES, Activations, Layout
+from shardfold.planner import Planner
+from shardfold.recompute import KEPT, recomputing, without_filling
 from shardfold.report import SavedReport, SavedRow
 from shardfold.rules import EVERYTHING, Patterns, pairs, text_of
-from shardfold.saved import Counter, Movers, counted, held
+from shardfold.saved import Movers, counted, held
+from shardfold.spots import Spot
 from shardfold.unit import Unit
 
 __all__ = ["MODES", "Activations", "Place", "Replacements", "in_table"]
 
 RECOMPUTED = ("recompute", "select")
 MOVED = ("host", "disk")
+FITTED = ("recompute", "select", "host", "disk", "keep")
+"""Modes that a budget chooses from; while it is measured, the first of those that apply is in force."""
 
-SMALL = 64 * 1024
-"""Bytes of the largest buffer that a forward may change, such as running statistics, and be recomputed as it was."""
-
-_ATEN = torch.ops.aten
-KEPT: frozenset[Any] = frozenset(
-    getattr(_ATEN, name).default
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_int_mm",
-        "_scaled_mm",
-        "_grouped_mm",
-        "convolution",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_attention_math",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-    )
-    if hasattr(_ATEN, name)
-)
-"""Operations whose results ``select`` keeps."""
+ONLY_INPUTS = (nn.Embedding, nn.Linear)
+"""Modules that save nothing but their inputs, so that making anything again saves nothing."""
 
 
 @dataclass(eq=False)
@@ -78,6 +56,8 @@ class Place:
         unit: that it is, or is a part of.
         inner: it and the modules in it.
         left: it last ran inside of a checkpoint of the model's own, to which it is left.
+        asked: what was given for it; ``given`` is what holds now.
+        spot: where there is a budget: what is planned for it.
     """
 
     path: str
@@ -86,9 +66,11 @@ class Place:
     given: Activations
     inner: list[nn.Module] = field(default_factory=list[nn.Module])
     left: bool = False
+    spot: Spot | None = None
 
     def __post_init__(self) -> None:
         self.inner = list(self.module.modules())
+        self.asked = self.given
 
     @property
     def leaves(self) -> bool:
@@ -131,6 +113,17 @@ class Replacements:
         self.places: list[Place] = []
         self._movers = Movers(model, device)
         self._units: Sequence[Unit] = ()
+        self._needs: Callable[[Unit], None] = lambda unit: None
+        self._device = device
+        self._planner: Planner | None = None
+        if budgets := {value.budget: value.mode for value in self._values if value.budget is not None}:
+            if len(budgets) > 1:
+                raise ConfigError(
+                    f"the rules of activations= have {' and '.join(map(repr, budgets.values()))}: a device has one "
+                    "budget, so give all of these rules the same."
+                )
+            self._planner = Planner(*budgets.popitem(), device, self._movers.tally)
+            self._planner.renewed = self._put
 
     def attach(self, units: Sequence[Unit], needs: Callable[[Unit], None]) -> None:
         """Puts forwards in place of those of these units, and takes away what was there.
@@ -150,13 +143,47 @@ class Replacements:
                 f"activations={asked!r} applies to no unit of this model, in which nothing but single layers was "
                 "found: name its blocks with units=, or leave it out."
             )
-        self._units = units
+        self._units, self._needs = units, needs
         self._movers.follow([storage for unit in units for storage in unit.storages()])
+        if self._planner is not None:
+            for place in self.places:
+                place.spot = self._spot(place)
+            self._planner.follow([place.spot for place in self.places if place.spot], self._movers.stays)
+        self._put()
+
+    def _put(self) -> None:
+        """Puts the forwards of the present modes in place."""
+        measuring = self._planner is not None and self._planner.measuring
         for place in self.places:
+            restore_forward(place.module)
             own = place.module.forward
-            moved = place.given.mode in MOVED
-            replaced = _moving(place, own, self._movers) if moved else _recomputing(place, own, needs, self._movers)
-            replace_forward(place.module, replaced)
+            if place.spot is not None:
+                place.given = place.asked.chosen(place.spot.mode)
+                own = without_filling(own)
+                if self._planner is not None and measuring:
+                    own = _looked_at(place, place.spot, own, self._planner)
+            if place.given.mode in MOVED:
+                replace_forward(place.module, _moving(place, own, self._movers))
+            elif place.given.mode in RECOMPUTED:
+                again = recomputing(place, own, self._needs, self._movers, whole=measuring)
+                replace_forward(place.module, again)
+            elif place.spot is not None:
+                replace_forward(place.module, own)
+
+    def _spot(self, place: Place) -> Spot:
+        given = place.asked
+        modes = tuple(mode for mode in FITTED if mode in self._among(given)) if given.budget is not None else ()
+        if isinstance(place.module, ONLY_INPUTS):
+            modes = tuple(mode for mode in modes if mode not in RECOMPUTED)
+        whole = any(place.module is module for module in place.unit.modules)
+        return Spot(
+            place.unit.name if whole else place.path, type(place.module), modes or (given.mode,), given.smallest,
+            KEPT | set(given.kept), lambda mode: self._movers.rate(mode, given.folder),
+        )  # fmt: skip
+
+    def _among(self, given: Activations) -> tuple[str, ...]:
+        """What a budget chooses from. On the CPU a copy in host memory saves nothing there."""
+        return given.among or ("keep", "recompute", "select", *(("host",) if self._device.type == "cuda" else ()))
 
     def remove(self) -> None:
         """Gives every module its own forward."""
@@ -167,6 +194,48 @@ class Replacements:
     def close(self) -> None:
         """Ends threads and gives back files."""
         self._movers.close()
+
+    # -- a budget
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank has measured something that ranks are to agree on."""
+        return self._planner is not None and self._planner.waits
+
+    def agree(self, control: Callable[[list[float]], list[float]]) -> None:
+        """See :meth:`Planner.agree`; every rank calls it if one waits."""
+        if self._planner is not None:
+            self._planner.agree(control)
+
+    def begin_forward(self, inputs: Any) -> bool:
+        """See :class:`shardfold.hooks.Replaced`.
+
+        Raises:
+            ModelError: what is to be measured is compiled.
+        """
+        if self._planner is None:
+            return False
+        for place in self.places:
+            if any(vars(module).get("_compiled_call_impl") is not None for module in place.inner):
+                raise ModelError(
+                    f"activations={place.asked.mode!r} measures what runs, but {place.path!r} is compiled: name a mode "
+                    "instead, or compile nothing."
+                )
+        return self._planner.begin_forward(inputs)
+
+    def look(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]]:
+        assert self._planner is not None
+        return self._planner.look()
+
+    def end_forward(self, output: Any) -> None:
+        if self._planner is not None:
+            self._planner.end_forward(output)
+
+    def end_backward(self) -> None:
+        if self._planner is not None:
+            self._planner.end_backward()
+
+    # -- reports
 
     def counted(self) -> AbstractContextManager[SavedReport]:
         """See :meth:`Engine.activations`."""
@@ -181,11 +250,21 @@ class Replacements:
         said: dict[str, list[str]] = {}
         for place in self.places:
             mode = place.given.mode
+            if mode == "keep" and not place.left:
+                continue
             if place.left or (mode in RECOMPUTED and place.leaves):
                 mode = "left to the model's own checkpointing"
             whole = any(place.module is module for module in place.unit.modules)
             said.setdefault(place.unit.name, []).append(mode if whole else f"{place.path}: {mode}")
         return {name: ", ".join(modes) for name, modes in said.items()}
+
+    def explained(self) -> list[str]:
+        """What happens in units, in lines of text."""
+        lines = self._planner.described() if self._planner is not None else []
+        left = {n: mode for n, mode in self.described().items() if not lines or "left to" in mode}
+        if left:
+            lines += ["activations (of all others: keep):", *(f"  {name:<28}  {mode}" for name, mode in left.items())]
+        return lines
 
     def _find(self, units: Sequence[Unit]) -> Iterator[Place]:
         rule = self._patterns.assign(self._model)
@@ -206,16 +285,19 @@ class Replacements:
             if path in around or (id(module) not in tops and number == rule[id(modules[outer])]):
                 continue
             value, enclosing = self._values[number], _enclosing(found, path)
-            if enclosing is not None and enclosing.given.mode in RECOMPUTED:
+            whole = enclosing is not None and (enclosing.given.mode in RECOMPUTED or enclosing.given.budget is not None)
+            if enclosing is not None and whole:
                 raise ModelError(
                     f"activations= has {value.mode!r} for {path!r} by its rule for "
                     f"{text_of(self._patterns.patterns[number])}, and {enclosing.given.mode!r} for {enclosing.path!r}, "
                     "which contains it and is made again as a whole: leave one of them out."
                 )
-            if value.mode == "keep" or id(module) not in unit_of:
+            modes = (value.mode,) if value.budget is None else self._among(value)
+            planned = self._planner is not None and id(module) in tops
+            if (modes == ("keep",) and not planned) or id(module) not in unit_of:
                 continue
-            if value.mode in RECOMPUTED and isinstance(module, (nn.Embedding, nn.Linear)):
-                continue  # what it saves is its input
+            if isinstance(module, ONLY_INPUTS) and not set(modes) & set(MOVED):
+                continue
             found[path] = Place(path, module, unit_of[id(module)], value)
         yield from found.values()
 
@@ -248,129 +330,15 @@ def _moving(place: Place, forward: Callable[..., Any], movers: Movers) -> Callab
     return run
 
 
-# -- recomputation
+def _looked_at(place: Place, spot: Spot, forward: Callable[..., Any], planner: Planner) -> Callable[..., Any]:
+    """A module's own forward, of which the planner learns."""
 
-
-def _recomputing(
-    place: Place, forward: Callable[..., Any], needs: Callable[[Unit], None], movers: Movers
-) -> Callable[..., Any]:
-    kept = KEPT | set(place.given.kept) if place.given.mode == "select" else frozenset[Any]()
-    contexts: dict[str, Any] = {"context_fn": partial(_selective, kept)} if kept else {}
-    statistics = any(isinstance(module, nn.modules.batchnorm._NormBase) for module in place.inner)
-
+    @torch.compiler.disable
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if place.left or place.leaves or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # torch.compile recomputes in the graph
-            return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
-        place.left = inside_checkpoint()
-        if place.left or place.leaves or any(_holds_something(value) for value in (*args, *kwargs.values())):
+        with (planner.again if in_backward() else planner.first)(spot, (args, kwargs)):
             return forward(*args, **kwargs)
-        again = _Again(place, forward, needs, (args, kwargs))
-        counter = movers.counter if kept else None
-        with _Counting(kept, counter, place.unit.name, again.counted) if counter is not None else nullcontext():
-            return checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
 
-    # A graph of torch.compile would count a batch in running statistics once more as it recomputes.
-    return torch.compiler.disable(run) if statistics else run
-
-
-def _selective(kept: frozenset[Any]) -> Any:
-    """What a checkpoint runs forward and its recomputation under, so that results of ``kept`` are not made again."""
-
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-class _Counting(TorchDispatchMode):
-    """Inside, results of ``kept`` are counted for a unit, as held while ``counted`` is."""
-
-    def __init__(self, kept: frozenset[Any], counter: Counter, unit: str, counted: list[Any]) -> None:
-        super().__init__()
-        self._kept, self._counter, self._unit, self._counted = kept, counter, unit, counted
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in self._kept:
-            self._counted += [self._counter.count(self._unit, tensor) for tensor in tensors_in(out)]
-        return out
-
-
-class _Again:
-    """One forward, which runs now and once more in each backward.
-
-    Attributes:
-        leaves: the arguments, flat: a checkpoint looks for tensors, and so for the devices whose random numbers it
-            keeps, among positional arguments only.
-        counted: what is counted of results that are not made again.
-    """
-
-    def __init__(
-        self, place: Place, forward: Callable[..., Any], needs: Callable[[Unit], None], call: tuple[Any, Any]
-    ) -> None:
-        self._place, self._forward, self._needs = place, forward, needs
-        self.leaves, self._shape = tree_flatten(call)
-        self.counted: list[Any] = []
-        self._before: list[_Buffer] | None = None  # until it has run
-
-    def __call__(self, *leaves: Any) -> Any:
-        # Each run fills an empty cache of its own, as running twice would fill one twice.
-        args, kwargs = tree_unflatten([deepcopy(leaf) if _is_cache(leaf) else leaf for leaf in leaves], self._shape)
-        if self._before is None:
-            buffers = list(_small_buffers(self._place.inner))
-            try:
-                return self._forward(*args, **kwargs)
-            finally:
-                self._before = [buffer for buffer in buffers if buffer.changed()]
-        self._needs(self._place.unit)
-        with _as_they_were(self._before):
-            return self._forward(*args, **kwargs)
-
-
-class _Buffer(NamedTuple):
-    """A buffer and its value before a forward."""
-
-    owner: dict[str, Tensor | None]
-    name: str
-    buffer: Tensor
-    version: int
-    value: Tensor
-    statistics: bool  # of a normalization, which PyTorch changes without a word
-
-    def changed(self) -> bool:
-        found = self.owner.get(self.name)
-        return self.statistics or found is not self.buffer or self.buffer._version != self.version
-
-
-def _small_buffers(modules: Sequence[nn.Module]) -> Iterator[_Buffer]:
-    for module in modules:
-        statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.nbytes <= SMALL:
-                value = buffer.detach().clone()
-                yield _Buffer(module._buffers, name, buffer, buffer._version, value, statistics)
-
-
-@contextmanager
-def _as_they_were(buffers: Sequence[_Buffer]) -> Iterator[None]:
-    """Inside, buffers have their values from before, and changes of them are lost: they were made once already."""
-    now = [buffer.owner.get(buffer.name) for buffer in buffers]
-    for buffer in buffers:
-        buffer.owner[buffer.name] = buffer.value.clone()
-    try:
-        yield
-    finally:
-        for buffer, value in zip(buffers, now, strict=True):
-            buffer.owner[buffer.name] = value
-
-
-def _holds_something(value: Any) -> bool:
-    """Whether it is a cache of keys and values (transformers') from before, which forward has to see and to fill."""
-    return _is_cache(value) and bool(int(value.get_seq_length()))
-
-
-def _is_cache(value: Any) -> bool:
-    return not isinstance(value, (Tensor, nn.Module)) and callable(getattr(value, "get_seq_length", None))
+    return run

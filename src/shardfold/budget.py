@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from shardfold.errors import ConfigError
-
 __all__ = ["Item", "Option", "choose", "parse_bytes", "peak", "smallest"]
 
 DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -29,8 +27,8 @@ FRONT = 4000
 
 
 def parse_bytes(text: str) -> int | None:
-    """The number of bytes that ``"500MB"``, ``"1.5GiB"`` or ``"4096"`` names; None if it names none above 0, or bits, as
-    ``"12Gib"`` does."""
+    """The number of bytes that ``"500MB"``, ``"1.5GiB"`` or ``"4096"`` names; None if it names none above 0, or names
+    bits, as ``"12Gib"`` does."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in UNITS or (match[2].endswith("b") and not match[2].islower()):
         return None
@@ -104,9 +102,7 @@ def choose(items: Sequence[Item], budget: int, after: int = 0, *, repeated: bool
         left = [
             (item, [o for o in item.options if o.back <= back and o.moved <= moved]) for item in items
         ]  # kept is all that counts beside the largest of each
-        bare = [
-            item._replace(options=tuple(o._replace(back=0, moved=0) for o in options)) for item, options in left
-        ]
+        bare = [item._replace(options=tuple(o._replace(back=0, moved=0) for o in options)) for item, options in left]
         if all(options for _, options in left) and (found := _fill(bare, budget - back - moved, after)) is not None:
             modes = [{o.mode: o for o in options} for _, options in left]
             plans.append([known[o.mode] for known, o in zip(modes, found, strict=True)])

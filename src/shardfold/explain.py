@@ -24,12 +24,12 @@ def explain(
     micro_batches: int = 1,
     update: Mapping[Sent, tuple[int, float]] | None = None,
     parts: Sequence[tuple[str, Layout]] = (),
-    activations: Mapping[str, str] | None = None,
+    activations: Sequence[str] = (),
 ) -> str:
     """The table, the units, what they cost and the program, as text.
 
     ``update`` is what the optimizer itself sends, ``parts`` what rules of ``precision=`` give to parts of the model,
-    ``activations`` what happens to what autograd saves in a unit, by its name.
+    ``activations`` what happens to what autograd saves in units, in lines.
     """
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
     lines += ["", "on this mesh and in this precision:", str(bound)]
@@ -47,8 +47,7 @@ def explain(
         held_long = "  (held through each pass)" if unit.root and bound.rest.over else ""
         lines.append(f"{unit.name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}")
     if activations:
-        lines += ["", "activations (of all others: keep):"]
-        lines += [f"  {name:<28}  {what}" for name, what in activations.items()]
+        lines += ["", *activations]
     lines += ["", "bytes at rest on each rank:"]
     lines += [f"  {state:<9}{num_bytes:>18,.0f}" for state, num_bytes in held.items()]
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"

@@ -62,6 +62,16 @@ class Replaced(Protocol):
         ...
 
     def remove(self) -> None: ...
+    def begin_forward(self, inputs: Any) -> bool:
+        """Of the model, in training; whether to :meth:`look`."""
+        ...
+
+    def look(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]]:
+        """What is done with what autograd saves in it, on top of what is done already."""
+        ...
+
+    def end_forward(self, output: Any) -> None: ...
+    def end_backward(self) -> None: ...
 
 
 def in_backward() -> bool:
@@ -250,8 +260,13 @@ class Hooks:
         with apart():
             self._listener.begin_forward()
         self._inside.append((module, sys.exc_info()[1]))
-        if torch.is_grad_enabled() and self._listener.remembers():
-            self._remember(self._units, module)
+        if torch.is_grad_enabled():
+            looks = self._replaced is not None and self._replaced.begin_forward((args, kwargs))
+            if looks or self._listener.remembers():  # that of a unit would find the other's hooks and leave it to them
+                self._remember(self._units, module)
+            if looks and self._replaced is not None:
+                _AUTOGRAD._push_saved_tensors_default_hooks(*self._replaced.look())
+                self._pushed.append(module)
         if self._autocast is not None:
             # No cache of cast weights: it would keep all of them, also of units that are freed, until forward ends.
             dtype, device = self._autocast
@@ -271,6 +286,8 @@ class Hooks:
             self._listener.interrupt()
             return
         self._watch(output, self._model_backward)
+        if self._replaced is not None and torch.is_grad_enabled():
+            self._replaced.end_forward(output)
         with apart():
             self._listener.end_forward()
 
@@ -294,7 +311,7 @@ class Hooks:
         """Whether a forward ended well, or with an exception; None if it never began (its own begin raised)."""
         if not self._inside or self._inside[-1][0] is not module:
             return None
-        if self._pushed and self._pushed[-1] is module:
+        while self._pushed and self._pushed[-1] is module:
             _AUTOGRAD._pop_saved_tensors_default_hooks()
             self._pushed.pop()
         return sys.exc_info()[1] is self._inside.pop()[1]
@@ -414,6 +431,8 @@ class Hooks:
         self._queued = False
         with apart():
             self._listener.end_backward()
+        if self._replaced is not None:
+            self._replaced.end_backward()
 
     def _on_gradient(
         self, parameter: nn.Parameter, unit: Unit, segment: int, slot: int

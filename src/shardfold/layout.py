@@ -25,6 +25,7 @@ from enum import Enum
 from math import prod
 from typing import Any
 
+from shardfold.budget import parse_bytes
 from shardfold.errors import ConfigError, LayoutError, did_you_mean
 
 __all__ = [
@@ -183,7 +184,9 @@ class Activations:
     operations.
 
     Attributes:
-        mode: one of :data:`MODES`.
+        mode: one of :data:`MODES`; or ``"fit:12GiB"``: for each unit the one with which what autograd saves takes at
+            most so many bytes of the device at once, on each rank, and the least time.
+        among: of ``fit``: the modes to choose from; none: ``keep``, ``recompute`` and ``select``, and on CUDA ``host``.
         kept: of ``select``: operations whose results are kept too, e.g. ``torch.ops.aten.silu.default``.
         smallest: of ``host`` and ``disk``: bytes of the smallest tensor that is moved.
         folder: of ``disk``: where the file is; None: the system's folder for temporary files.
@@ -194,25 +197,54 @@ class Activations:
     """
 
     mode: str = "keep"
+    among: tuple[str, ...] = ()
     kept: tuple[Any, ...] = ()
     smallest: int = 64 * 1024
     folder: str | None = None
     over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
+        fits = self.budget is not None
+        for mode in self.among:
+            if not fits or mode not in MODES:
+                raise ConfigError(
+                    f"Activations.among has {mode!r}, but names what 'fit:...' chooses from.{did_you_mean(mode, MODES)}"
+                )
+        if self.mode not in MODES and not fits:
             raise ConfigError(f"activations={self.mode!r} is unknown.{did_you_mean(str(self.mode), MODES)}")
         if self.over:
             raise ConfigError(
                 f"Activations.over is {self.over!r}: activations can not be split over mesh axes yet, so leave it out; "
                 "'recompute' and 'host' free the same memory."
             )
-        if self.kept and self.mode != "select":
+        if self.kept and self.mode != "select" and not fits:
             raise ConfigError(f"Activations.kept says what 'select' keeps, but mode is {self.mode!r}: leave it out.")
-        if self.folder is not None and self.mode != "disk":
+        if self.folder is not None and self.mode != "disk" and "disk" not in self.among:
             raise ConfigError(f"Activations.folder is for 'disk', but mode is {self.mode!r}: leave it out.")
         if self.smallest < 0:
             raise ConfigError(f"Activations.smallest is {self.smallest}: it is a number of bytes, 0 or more.")
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes, of ``fit``.
+
+        Raises:
+            ConfigError: there is no such number.
+        """
+        word, colon, size = str(self.mode).partition(":")
+        if word != "fit":
+            return None
+        found = parse_bytes(size)
+        if not colon or found is None:
+            raise ConfigError(
+                f"activations={self.mode!r}: behind 'fit:' comes the budget in bytes, as in 'fit:12GiB' or 'fit:500MB'."
+            )
+        return found
+
+    def chosen(self, mode: str) -> Activations:
+        """The value for a unit for which that mode was chosen."""
+        kept, folder = self.kept if mode == "select" else (), self.folder if mode == "disk" else None
+        return replace(self, mode=mode, among=(), kept=kept, folder=folder)
 
     @property
     def tier(self) -> str:

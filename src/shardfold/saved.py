@@ -10,10 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfold.freed import apart
 from shardfold.hooks import in_backward, inside_checkpoint, tensors_in, top_saved_hooks
@@ -22,11 +24,14 @@ from shardfold.stores.disk import DiskStore
 from shardfold.stores.host import HostStore
 from shardfold.unit import Unit
 
-__all__ = ["Counter", "Movers", "Tally", "counted", "held"]
+__all__ = ["Counter", "Movers", "Results", "Tally", "counted", "held"]
 
 ROOT = "(root)"
 
 _untraced: Any = torch.compiler.disable  # torch.compile looks into what a forward that it does not trace calls
+
+PROBE = 4 * 1024 * 1024
+"""Bytes of a copy by which a store is timed."""
 
 SHARE = 4
 """A storage is copied as a whole if a tensor that is saved has this part of it or more: others may save the rest."""
@@ -49,6 +54,7 @@ class Tally:
     def __init__(self, whole: Tally | None = None) -> None:
         self.device = self.peak = self.outside = 0
         self._whole = whole
+        self.told: Callable[[], None] = lambda: None  # when more is on the device
 
     def arrive(self, num_bytes: int) -> None:
         """So much more is on the device, or less."""
@@ -56,6 +62,7 @@ class Tally:
         self.peak = max(self.peak, self.device)
         if self._whole is not None:
             self._whole.arrive(num_bytes)
+        self.told()
 
     def rest(self, num_bytes: int) -> None:
         """So much more is outside, or less."""
@@ -213,6 +220,7 @@ class Movers:
         moved: bytes that forwards moved since they are counted, by the name of the unit.
         last: the frame before the next.
         counter: while forwards are counted.
+        stays: storages that are not moved.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -223,12 +231,12 @@ class Movers:
         self.last: weakref.ref[_Frame] | None = None
         self.counter: Counter | None = None
         self._stores: dict[tuple[str, str | None], Any] = {}
-        self._stays: set[int] = set()
+        self.stays: set[int] = set()
         self._known: dict[int, _Known] = {}
 
     def follow(self, flats: Sequence[int]) -> None:
         """The memory of parameters, whose comings and goings are a layout's, and of buffers is not moved."""
-        self._stays = {*flats, *(buffer.untyped_storage()._cdata for buffer in self._model.buffers())}
+        self.stays = {*flats, *(buffer.untyped_storage()._cdata for buffer in self._model.buffers())}
 
     def moves(self, tensor: Tensor, smallest: int) -> bool:
         """Whether a tensor that is saved is moved."""
@@ -236,7 +244,7 @@ class Movers:
             return False
         if tensor.is_conj() or tensor.is_neg() or tensor.nbytes == 0 or tensor.nbytes < smallest:
             return False
-        return tensor.untyped_storage()._cdata not in self._stays
+        return tensor.untyped_storage()._cdata not in self.stays
 
     def known(self, storage: int) -> weakref.WeakValueDictionary[Any, _Entry] | None:
         """What was moved of a storage that modules are called with."""
@@ -252,16 +260,42 @@ class Movers:
         """
         if inside_checkpoint():
             return None
-        store = self._stores.get((mode, folder))
-        if store is None:
-            store = DiskStore(self._device, folder) if mode == "disk" else HostStore(self._device)
-            self._stores[mode, folder] = store
+        store = self._store(mode, folder)
         self._meet(tensors_in(inputs))
         frame = _Frame(self, self.parts.setdefault(unit, Tally(self.tally)), store, smallest)
         self.last = weakref.ref(frame)
         hooks = torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack)
         hooks.__enter__()
         return frame, hooks
+
+    def _store(self, mode: str, folder: str | None) -> Any:
+        store = self._stores.get((mode, folder))
+        if store is None:
+            store = DiskStore(self._device, folder) if mode == "disk" else HostStore(self._device)
+            self._stores[mode, folder] = store
+        return store
+
+    def rate(self, mode: str, folder: str | None) -> tuple[float, float, bool]:
+        """Milliseconds per byte, out of the device and back, as a copy takes them now; and whether that runs beside the
+        computation."""
+        store = self._store(mode, folder)
+        flat = torch.zeros(PROBE, dtype=torch.uint8, device=self._device)
+        seconds: list[tuple[float, float]] = []
+        for _ in range(3):  # the first is slow
+            begun = self._now()
+            copy = store.put(flat)
+            if mode == "disk":
+                copy.written.result()
+            gone = self._now()
+            copy.get()
+            seconds.append((gone - begun, self._now() - gone))
+        out, back = (1000 * min(times) / PROBE for times in zip(*seconds, strict=True))
+        return out, back, mode == "disk" or self._device.type == "cuda"
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
 
     @_untraced
     def end(self, begun: tuple[_Frame, Any], unit: str) -> None:
@@ -411,3 +445,29 @@ class Counter:
             return saved.packed if outer is None else outer[1](saved.packed)
 
         return torch.autograd.graph.saved_tensors_hooks(_untraced(pack), _untraced(unpack))
+
+
+class Results(TorchDispatchMode):
+    """Inside, results of some operations are noted, and whether one of them is changed in place."""
+
+    def __init__(
+        self,
+        operations: frozenset[Any],
+        note: Callable[[Tensor], None],
+        changed: Callable[[Any], None] = lambda value: None,
+    ) -> None:
+        super().__init__()
+        self._operations, self._note, self._changed = operations, note, changed
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and args:
+            self._changed(args[0])
+        out = func(*args, **(kwargs or {}))
+        if func in self._operations:
+            for tensor in tensors_in(out):
+                self._note(tensor)
+        return out

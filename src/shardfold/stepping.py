@@ -7,6 +7,7 @@ follow    the program's section ``step``: NORM, then UPDATE and ALL_GATHER of ea
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,8 @@ def take_step(engine: Engine) -> StepReport:
     """See :meth:`Engine.step`; at the boundary, with gradients."""
     assert engine.optimizer is not None
     lr = float(engine.optimizer.param_groups[0]["lr"]) if engine.optimizer.param_groups else None
-    engine._runner.meet("the optimizer step")
+    if any(engine._runner.meet("the optimizer step", flags=[False, engine._replaced.waits])):  # the first: of buffers
+        engine._replaced.agree(partial(engine.actions.control, op=dist.ReduceOp.MAX))
     scale = engine.actions.lifted
     updated = _update(engine)
     findings = engine.alarm.report.findings if engine.alarm.report is not None else ()
