@@ -21,7 +21,7 @@ from shardfold.recipes.gpt import GPT
 from shardfold.report import human
 from shardfold.testing import Ranks, RanksFailed
 from shardfold.testing.held import HeldBytes
-from test_activations import _job
+from test_activations_product import job
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 TOLERANCE = 1.03
@@ -61,7 +61,7 @@ class Fitted(NamedTuple):
 
 
 def _architecture(name: str, shares: list[float]) -> list[Fitted]:
-    model, batch, loss = _job(name, dropout=False)
+    model, batch, loss = job(name, dropout=False)
     batch = {key: torch.cat([value] * 2) for key, value in batch.items()}
     if name != "gpt":
         loss = partial(_own_loss, name, batch)
@@ -109,7 +109,7 @@ def test_a_budget_is_kept(ranks: Ranks, name: str) -> None:
 
 def _on_ranks(layout: str, precision: str, share: float) -> list[Any]:
     """Whether losses and gradients are those of kept activations, while it is measured too; ranks differ in batches."""
-    model, batch, loss = _job("gpt", dropout=True)
+    model, batch, loss = job("gpt", dropout=True)
     rows = 3 + torch.distributed.get_rank() * 2
     batch = {key: torch.cat([value] * 2)[:rows] for key, value in batch.items()}
     most, values, modes = 0, [], []
