@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from shardfold import launch
+from shardfold.launch import local
 
 FOREVER = "import signal\nwhile True: signal.pause()\n"
 
@@ -77,7 +78,7 @@ def test_a_killed_rank_is_named_with_its_signal(capfd: pytest.CaptureFixture[str
 
 
 def test_a_rank_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "GRACE", 0.1)
+    monkeypatch.setattr(local, "GRACE", 0.1)
     fifo = tmp_path / "ready"
     os.mkfifo(fifo)  # rank 1 fails only after rank 0 ignores SIGTERM
     script = (
@@ -150,14 +151,14 @@ def test_an_interruption_between_two_starts_reaches_every_rank_once_and_as_it_ca
     ready, noted = tmp_path / "ready", tmp_path / "noted"
     os.mkfifo(ready)
 
-    class Interrupted(launch.RankProcess):
+    class Interrupted(local.RankProcess):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             ready.read_text()
             if self.rank == 1:  # which the launcher has not listed yet
                 signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(launch, "RankProcess", Interrupted)
+    monkeypatch.setattr(local, "RankProcess", Interrupted)
     script = (
         f"def stop(number, frame):\n"
         f"    with open({str(noted)!r}, 'a') as f: f.write(f'{{number}}\\n')\n"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from shardfold.launch.options import Options, option_fields
+from shardfold.errors import ConfigError
+from shardfold.launch.options import REFUSED, Options, option_fields
 from shardfold.launch.run import run as run_script
 
 __all__ = ["register"]
 
 EXAMPLES = (
     "For example: shardfold run --nproc-per-node 4 train.py --lr 3e-4",
-    "on two hosts: shardfold run --hostfile hosts --include worker-0@worker-1:0,2 train.py",
-    "in a Slurm job: srun --ntasks-per-node=1 shardfold run train.py",
+    "On two hosts: shardfold run --hostfile hosts --include worker-0@worker-1:0,2 train.py",
+    "In a Slurm job: srun --ntasks-per-node=1 shardfold run train.py",
 )
 
 
@@ -25,7 +27,8 @@ def run(script: str, arguments: list[str] | None = None, **given: Any) -> None:
     Takes the options of torchrun and of DeepSpeed's launcher, written with - or _. What stands after SCRIPT is
     the script's.
     """
-    raise typer.Exit(run_script(Options(**given), script, arguments or []))
+    options = {name: value for name, value in given.items() if name.replace("_", "-") not in REFUSED}
+    raise typer.Exit(run_script(Options(**options), script, arguments or []))
 
 
 def register(app: typer.Typer) -> None:
@@ -47,8 +50,16 @@ def register(app: typer.Typer) -> None:
         annotation = Annotated[kind | None if each.default is None else kind, option]
         kind_of = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(each.name, kind_of, default=each.default, annotation=annotation))
-    script = typer.Argument(help="Your script; a module with -m, a program with --no-python.", show_default=False)
-    rest = typer.Argument(help="Its own arguments.", metavar="[ARGUMENTS]...", show_default=False)
+    for name, (flag, instead) in REFUSED.items():
+        option = typer.Option(f"--{name}", hidden=True, callback=refusal(name, instead))
+        annotation = Annotated[bool if flag else str | None, option]
+        default = False if flag else None
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name.replace("-", "_"), keyword, default=default, annotation=annotation))
+    script = typer.Argument(
+        help="Your script; a module with -m, a program with --no-python.", metavar="SCRIPT", show_default=False
+    )
+    rest = typer.Argument(help="Its own arguments.", metavar="[ARGUMENTS]", show_default=False)
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     first = [
         inspect.Parameter("script", positional, annotation=Annotated[str, script]),
@@ -58,13 +69,22 @@ def register(app: typer.Typer) -> None:
     command.__signature__ = inspect.Signature([*first, *parameters])
     command.__annotations__ = {each.name: each.annotation for each in (*first, *parameters)}
     app.command(
-        epilog="  ".join(EXAMPLES),
+        epilog="\n\n".join(EXAMPLES),
         context_settings={
             "allow_interspersed_args": False,  # what follows the script is the script's
             "token_normalize_func": lambda name: name.replace("_", "-"),
             "help_option_names": ["-h", "--help"],
         },
     )(command)
+
+
+def refusal(name: str, instead: str) -> Callable[[Any], Any]:
+    def refuse(value: Any) -> Any:
+        if value:
+            raise ConfigError(f"--{name} is not supported: {instead}")
+        return value
+
+    return refuse
 
 
 def type_of(annotation: str) -> type:

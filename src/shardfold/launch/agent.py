@@ -1,4 +1,4 @@
-"""The agent of one node, on torch's elastic agent: starts the ranks, watches them, starts them again, says what died."""
+"""The agent of one node, on torch's elastic agent: starts ranks, watches them, says what died, starts them again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -33,6 +39,7 @@ __all__ = ["Agent", "run_node"]
 
 AFTER_DEATH = 5.0  # seconds that the other ranks have before they are killed
 AFTER_SIGNAL = 30.0
+LEAVE = 3.0
 ECHO = 0.3  # seconds by which a death elsewhere may be older than the failure that it brought about here
 
 
@@ -44,7 +51,7 @@ class Agent(SimpleElasticAgent):
         self.meeting, self.node, self.options = meeting, node, options
         self.script, self.arguments = command[0], command[1:]
         self.host = node.name or host_name()
-        self.labelled = node.name is not None or "SHARDFOLD_NODE" in os.environ
+        self.labelled = node.name is not None
         self.workers: list[Worker] = []
         self.death: Death | None = None  # the first of this attempt
         self.mine = False  # whether it is this node's to tell of
@@ -69,6 +76,7 @@ class Agent(SimpleElasticAgent):
 
     def _exit_barrier(self) -> None:
         self.meeting.leave()
+        self.meeting.let_leave(LEAVE)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         for worker in self.workers:
@@ -133,7 +141,9 @@ class Agent(SimpleElasticAgent):
 
     def _outlets(self, local_rank: int, rank: int) -> tuple[Outlet, Outlet]:
         """Where standard output and standard error of a rank go."""
-        shown = str(local_rank) in self.options.local_ranks_filter.split(",") if self.options.local_ranks_filter else True
+        shown = (
+            str(local_rank) in self.options.local_ranks_filter.split(",") if self.options.local_ranks_filter else True
+        )
         label = f"[{self.host}:{rank}] " if self.labelled else ""
         if self.options.enable_each_rank_log:
             both = Outlet(False, "", self.logs / f"{STARTED}_rank{rank}.log")
@@ -184,21 +194,32 @@ class Agent(SimpleElasticAgent):
     def _failed(self, group: WorkerGroup, failed: list[Worker]) -> RunResult:
         """End the other ranks, say what happened and let torch's agent start all again or give up."""
         assert self.death is not None
+        self.meeting.leave()
         self._shutdown()
-        for worker in self.workers:
-            worker.drain()
+        self.meeting.let_leave(LEAVE)
         left = self._remaining_restarts
-        others = self.death.world_size - (self.death.rank >= 0)
-        if left:
+        others = self.death.world_size - 1
+        if self.death.rank < 0:
+            then = "; the ranks of this host were ended"
+        elif left:
             restart = group.spec.max_restarts - left + 1
             then = f"; all ranks are started again (restart {restart} of {group.spec.max_restarts})"
         else:
-            then = f"; the other {others} ranks were ended" if others > 1 else "; the other rank was ended" if others else ""
+            then = (
+                f"; the other {others} ranks were ended"
+                if others > 1
+                else "; the other rank was ended"
+                if others
+                else ""
+            )
         if self.mine or not self.labelled:
             say(self.death.sentence(then))
         failures = {
             group.workers[worker.local_rank].global_rank: ProcessFailure(
-                local_rank=worker.local_rank, pid=worker.process.pid, exitcode=worker.returncode or 0, error_file="<N/A>"
+                local_rank=worker.local_rank,
+                pid=worker.process.pid,
+                exitcode=worker.returncode or 0,
+                error_file="<N/A>",
             )
             for worker in failed
         }
@@ -238,7 +259,9 @@ def share_of_cores(listed: str | None, local_rank: int, count: int) -> list[int]
         raise ConfigError(f"--bind-core-list names core {min(absent)}, which this process may not use.")
     share = len(cores) // count
     if not share:
-        raise ConfigError(f"{count} ranks can not have a core each of {len(cores)}: start fewer, or leave out the binding.")
+        raise ConfigError(
+            f"{count} ranks can not have a core each of {len(cores)}: start fewer, or leave out the binding."
+        )
     return cores[share * local_rank : share * (local_rank + 1)]
 
 
@@ -291,6 +314,8 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
             if node.nodes[1] > 1:
                 with suppress(RendezvousError):
                     meeting.tell(Death(-1, 0, agent.host, -stopped.sigval))
+                    meeting.leave()
+                    meeting.let_leave(LEAVE)
             return exit_status(-stopped.sigval)
         except RendezvousError as error:
             say(f"Error: host {agent.host} waited for the other nodes in vain: {error}.")

@@ -1,4 +1,4 @@
-"""How a rank died: its signal or status, the memory it held, and whether the kernel's out-of-memory killer was at work."""
+"""How a rank died: its signal or status, its memory, and whether the kernel's out-of-memory killer was at work."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def number_in(path: Path, key: str = "") -> int | None:
 
 
 def memory_limit(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process and its children may hold: the machine's, or less if a control group says so."""
+    """Return the bytes that processes here may hold: the machine's memory, or less if a control group says so."""
     match = re.search(r"^MemTotal:\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
     limits = [int(match[1]) * 1024] if match else []
     for folder in control_groups(proc, mounted):

@@ -56,7 +56,9 @@ def parse_hostfile(lines: Iterable[str], *, name: str = "the host file") -> Orde
             raise ConfigError(f"{name}, line {number}: {text!r} is not of the form `worker-0 slots=4`.")
         host = match["host"]
         if host in pool:
-            raise ConfigError(f"{name}, line {number}: there are multiple entries for {host}: write one, with all slots.")
+            raise ConfigError(
+                f"{name}, line {number}: there are multiple entries for {host}: write one, with all slots."
+            )
         pool[host] = int(match["slots"])
     if not pool:
         raise ConfigError(f"{name} is empty: write a line such as `worker-0 slots=4` for each host.")
@@ -114,7 +116,7 @@ def parse_resource_filter(
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> OrderedDict[str, list[int]]:
-    """Return the slots of each host that take part, of hosts with ``resource_pool`` slots; see the filter's function."""
+    """Return the slots that take part of hosts with ``resource_pool`` slots: see :func:`parse_resource_filter`."""
     slots = OrderedDict((host, list(range(count))) for host, count in resource_pool.items())
     return parse_resource_filter(slots, include_str=inclusion, exclude_str=exclusion)
 
@@ -183,7 +185,7 @@ def visible_devices(slots: Iterable[int], visible: str | None) -> str:
 
 
 def count_visible(environment: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")) -> int | None:
-    """Return how many GPUs a process of this environment sees, without asking the driver; None if it can not be told."""
+    """Return how many GPUs a process of this environment sees, without asking the driver; None if that is unknown."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip()])

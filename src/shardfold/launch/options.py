@@ -11,7 +11,7 @@ from typing import Any
 
 from shardfold.errors import ConfigError, did_you_mean
 
-__all__ = ["LAUNCHERS", "Options", "option_fields"]
+__all__ = ["LAUNCHERS", "REFUSED", "Options", "option_fields"]
 
 HOW_MANY = "How many processes"
 HOSTS = "Several hosts"
@@ -26,7 +26,9 @@ BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 
 def option(text: str, panel: str, default: Any = None, *, names: str = "", metavar: str = "", env: str = "") -> Any:
     """A field that is an option; ``names`` are further names for it, ``env`` is torchrun's variable for it."""
-    return field(default=default, metadata={"help": text, "panel": panel, "names": names, "metavar": metavar, "env": env})
+    return field(
+        default=default, metadata={"help": text, "panel": panel, "names": names, "metavar": metavar, "env": env}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,22 +40,28 @@ class Options:
     """
 
     nproc_per_node: str | None = option(
-        "Processes on each node: a number, auto, gpu or cpu (one for each). Not given: one for each GPU, without GPUs 1.",
+        "Processes on each node: a number, auto, gpu or cpu (one for each). Default: one for each GPU, else 1.",
         HOW_MANY, metavar="N", env="NPROC_PER_NODE",
     )  # fmt: skip
     num_gpus: int | None = option(
         "The same in DeepSpeed's words; of a host file, the first N slots of each host.", HOW_MANY,
         names="--num-accelerators", metavar="N",
     )  # fmt: skip
-    nnodes: str | None = option("Nodes: a number, or MIN:MAX to go on with fewer or more.", HOW_MANY, metavar="N|MIN:MAX", env="NNODES")
-    num_nodes: int | None = option("The same in DeepSpeed's words; the first N hosts of a host file.", HOW_MANY, metavar="N")
+    nnodes: str | None = option(
+        "Nodes: a number, or MIN:MAX to go on with fewer or more.", HOW_MANY, metavar="N|MIN:MAX", env="NNODES"
+    )
+    num_nodes: int | None = option(
+        "The same in DeepSpeed's words; the first N hosts of a host file.", HOW_MANY, metavar="N"
+    )
     node_rank: int | None = option("Which of the nodes this is, from 0.", HOW_MANY, metavar="N", env="NODE_RANK")
 
-    hostfile: str | None = option("File of lines `worker-0 slots=4`: start on these hosts.", HOSTS, names="-H", metavar="FILE")
+    hostfile: str | None = option(
+        "File of lines `worker-0 slots=4`: start on these hosts.", HOSTS, names="-H", metavar="FILE"
+    )
     include: str = option("Only these hosts and slots: worker-0@worker-1:0,2.", HOSTS, "", names="-i", metavar="HOSTS")
     exclude: str = option("All but these hosts and slots.", HOSTS, "", names="-e", metavar="HOSTS")
     launcher: str | None = option(
-        f"Start the other hosts by ssh (default; pdsh means this too), slurm (srun), mpi, openmpi, mpich or impi "
+        "Start the other hosts by ssh (default; pdsh means this too), slurm (srun), mpi, openmpi, mpich or impi "
         "(mpirun); torchrun: each host is started by hand.", HOSTS, metavar="NAME",
     )  # fmt: skip
     launcher_args: str = option("More options of ssh, srun or mpirun, quoted as one word.", HOSTS, "", metavar="ARGS")
@@ -62,24 +70,47 @@ class Options:
     force_multi: bool = option("Use the host file's launcher even for one host.", HOSTS, False)
     ssh: str = option("The command that is ssh.", HOSTS, "ssh", metavar="COMMAND")
     ssh_port: int | None = option("Port of the hosts' ssh.", HOSTS, metavar="PORT")
-    venv_script: str | None = option("Script to source on each host first, such as venv/bin/activate.", HOSTS, metavar="FILE")
+    venv_script: str | None = option(
+        "Script to source on each host first, such as venv/bin/activate.", HOSTS, metavar="FILE"
+    )
 
     standalone: bool = option("This machine alone, whatever Slurm or MPI say.", MEETING, False, env="STANDALONE")
     master_addr: str | None = option("Address of node 0.", MEETING, metavar="HOST", env="MASTER_ADDR")
-    master_port: int | None = option("Its port. Not given: a free one, or what all nodes agree on.", MEETING, metavar="PORT", env="MASTER_PORT")
-    rdzv_backend: str | None = option("static (nodes have ranks), c10d (nodes may come and go) or etcd-v2.", MEETING, metavar="NAME", env="RDZV_BACKEND")
+    master_port: int | None = option(
+        "Its port. Not given: a free one, or what all nodes agree on.", MEETING, metavar="PORT", env="MASTER_PORT"
+    )
+    rdzv_backend: str | None = option(
+        "static (nodes have ranks), c10d (nodes may come and go) or etcd-v2.",
+        MEETING,
+        metavar="NAME",
+        env="RDZV_BACKEND",
+    )
     rdzv_endpoint: str = option("Where the backend is.", MEETING, "", metavar="HOST:PORT", env="RDZV_ENDPOINT")
     rdzv_id: str = option("Name of the job, equal on all nodes.", MEETING, "none", metavar="NAME", env="RDZV_ID")
-    rdzv_conf: str = option("More of the backend: join_timeout=600,...", MEETING, "", metavar="K=V,...", env="RDZV_CONF")
-    local_addr: str | None = option("Address of this node, as others see it.", MEETING, metavar="HOST", env="LOCAL_ADDR")
+    rdzv_conf: str = option(
+        "More of the backend: join_timeout=600,...", MEETING, "", metavar="K=V,...", env="RDZV_CONF"
+    )
+    local_addr: str | None = option(
+        "Address of this node, as others see it.", MEETING, metavar="HOST", env="LOCAL_ADDR"
+    )
 
-    max_restarts: int = option("Start all ranks again up to N times when one dies.", FAILURES, 0, metavar="N", env="MAX_RESTARTS")
-    monitor_interval: float = option("Seconds between two looks at the ranks.", FAILURES, 0.1, metavar="S", env="MONITOR_INTERVAL")
+    max_restarts: int = option(
+        "Start all ranks again up to N times when one dies.", FAILURES, 0, metavar="N", env="MAX_RESTARTS"
+    )
+    monitor_interval: float = option(
+        "Seconds between two looks at the ranks.", FAILURES, 0.1, metavar="S", env="MONITOR_INTERVAL"
+    )
     shutdown_timeout: float | None = option(
         "Seconds that a rank has between a forwarded signal and SIGKILL: 30, after another rank's death 5.", FAILURES,
         metavar="S", env="SHUTDOWN_TIMEOUT",
     )  # fmt: skip
-    signals_to_handle: str = option("Signals to forward to the ranks.", FAILURES, "SIGTERM,SIGINT,SIGHUP,SIGQUIT", metavar="NAMES", env="SIGNALS_TO_HANDLE")
+    signals_to_handle: str = option(
+        "Signals to forward to the ranks.",
+        FAILURES,
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        metavar="NAMES",
+        env="SIGNALS_TO_HANDLE",
+    )
     save_pid: bool = option("Write this process's id to /tmp/PID.deepspeed while it runs.", FAILURES, False)
 
     log_dir: str | None = option("Folder for the files of -r and -t.", OUTPUT, metavar="DIR", env="LOG_DIR")
@@ -87,9 +118,20 @@ class Options:
         "Streams that go to files: 1 stdout, 2 stderr, 3 both; 0:3,1:2 differs by local rank.", OUTPUT, "0", names="-r",
         metavar="STREAMS", env="REDIRECTS",
     )  # fmt: skip
-    tee: str = option("Streams that go to files and to the terminal, each line with its rank.", OUTPUT, "0", names="-t", metavar="STREAMS", env="TEE")
-    local_ranks_filter: str = option("Local ranks whose output is shown: 0,2.", OUTPUT, "", metavar="RANKS", env="LOCAL_RANKS_FILTER")
-    enable_each_rank_log: str = option("Folder for one file per rank instead, TIME_rankN.log.", OUTPUT, "", metavar="DIR")
+    tee: str = option(
+        "Streams that go to files and to the terminal, each line with its rank.",
+        OUTPUT,
+        "0",
+        names="-t",
+        metavar="STREAMS",
+        env="TEE",
+    )
+    local_ranks_filter: str = option(
+        "Local ranks whose output is shown: 0,2.", OUTPUT, "", metavar="RANKS", env="LOCAL_RANKS_FILTER"
+    )
+    enable_each_rank_log: str = option(
+        "Folder for one file per rank instead, TIME_rankN.log.", OUTPUT, "", metavar="DIR"
+    )
     role: str = option("Name of these ranks, in the labels of lines.", OUTPUT, "default", metavar="NAME", env="ROLE")
     log_level: str = option("error: say nothing but errors.", OUTPUT, "info", metavar="LEVEL")
     quiet: bool = option("The same as --log-level error.", OUTPUT, False, names="-q")
@@ -101,7 +143,9 @@ class Options:
         "--local_rank=N, as DeepSpeed's launcher does.", SCRIPT, False,
     )  # fmt: skip
     no_local_rank: bool = option("With --as-deepspeed: no --local_rank=N for the script.", SCRIPT, False)
-    virtual_local_rank: bool = option("Each rank sees its own GPU only, as device 0.", SCRIPT, False, env="VIRTUAL_LOCAL_RANK")
+    virtual_local_rank: bool = option(
+        "Each rank sees its own GPU only, as device 0.", SCRIPT, False, env="VIRTUAL_LOCAL_RANK"
+    )
     bind_cores_to_rank: bool = option("Give each rank its own cores, and as many threads.", SCRIPT, False)
     bind_core_list: str | None = option("The cores to share out: 0,2-4 (default: all).", SCRIPT, metavar="CORES")
 
@@ -121,14 +165,14 @@ class Options:
     def _check_counts(self) -> None:
         if self.nproc_per_node is not None and self.num_gpus is not None and self.nproc_per_node != str(self.num_gpus):
             raise ConfigError(
-                f"--nproc-per-node {self.nproc_per_node} and --num-gpus {self.num_gpus} mean the same: give one of them."
+                f"--nproc-per-node {self.nproc_per_node} and --num-gpus {self.num_gpus} mean the same: give one."
             )
         procs = self.nproc_per_node
         if procs is not None and procs not in ("auto", "gpu", "cpu") and not (procs.isdecimal() and int(procs)):
             raise ConfigError(f"--nproc-per-node is {procs!r}: give a number from 1, or auto, gpu or cpu.")
         least: dict[str, tuple[float | None, float]] = {
-            "--num-gpus": (self.num_gpus, 1), "--num-nodes": (self.num_nodes, 1), "--max-restarts": (self.max_restarts, 0),
-            "--node-rank": (self.node_rank, 0), "--shutdown-timeout": (self.shutdown_timeout, 0),
+            "--num-gpus": (self.num_gpus, 1), "--num-nodes": (self.num_nodes, 1), "--node-rank": (self.node_rank, 0),
+            "--max-restarts": (self.max_restarts, 0), "--shutdown-timeout": (self.shutdown_timeout, 0),
             "--master-port": (self.master_port, 0), "--ssh-port": (self.ssh_port, 1),
         }  # fmt: skip
         for name, (value, lowest) in least.items():
@@ -140,7 +184,9 @@ class Options:
             raise ConfigError(f"--monitor-interval is {self.monitor_interval:g}: give seconds above 0.")
         low, high = self.nodes
         if self.num_nodes is not None and self.nnodes is not None and (low, high) != (self.num_nodes, self.num_nodes):
-            raise ConfigError(f"--nnodes {self.nnodes} and --num-nodes {self.num_nodes} mean the same: give one of them.")
+            raise ConfigError(
+                f"--nnodes {self.nnodes} and --num-nodes {self.num_nodes} mean the same: give one of them."
+            )
         if self.node_rank is not None and self.hostfile is None and self.node_rank >= high:
             raise ConfigError(f"--node-rank is {self.node_rank}, but of {high} nodes the last is {high - 1}.")
         for ranks in self.local_ranks_filter.split(",") if self.local_ranks_filter else []:
@@ -149,7 +195,9 @@ class Options:
 
     def _check_hosts(self) -> None:
         if (self.include or self.exclude) and (self.num_gpus is not None or self.num_nodes is not None):
-            raise ConfigError("--include and --exclude choose hosts and slots already: leave out --num-nodes and --num-gpus.")
+            raise ConfigError(
+                "--include and --exclude choose hosts and slots already: leave out --num-nodes and --num-gpus."
+            )
         if self.include and self.exclude:
             raise ConfigError("--include and --exclude are mutually exclusive: give one of them.")
         if self.launcher is not None and self.launcher not in LAUNCHERS:
@@ -157,7 +205,9 @@ class Options:
                 raise ConfigError("--launcher mvapich is not supported: use its mpirun with --launcher mpich.")
             raise ConfigError(f"--launcher {self.launcher} is unknown.{did_you_mean(self.launcher, LAUNCHERS)}")
         if self.no_ssh and self.launcher not in (None, "torchrun", "ssh", "pdsh"):
-            raise ConfigError(f"--no-ssh starts nothing elsewhere, but --launcher {self.launcher} does: give one of them.")
+            raise ConfigError(
+                f"--no-ssh starts nothing elsewhere, but --launcher {self.launcher} does: give one of them."
+            )
 
     def _check_meeting(self) -> None:
         backend = self.rdzv_backend
@@ -168,7 +218,7 @@ class Options:
             raise ConfigError("--standalone is for this machine alone: leave out --nnodes, --num-nodes and --hostfile.")
         if low != high and self.rdzv_backend in (None, "static"):
             raise ConfigError(
-                f"--nnodes {self.nnodes} lets nodes come and go: give --rdzv-backend c10d and --rdzv-endpoint HOST:PORT."
+                f"--nnodes {self.nnodes} lets nodes come and go: give --rdzv-backend c10d, --rdzv-endpoint HOST:PORT."
             )
         if backend not in (None, "static"):
             if high > 1 and not self.rdzv_endpoint:
@@ -177,7 +227,9 @@ class Options:
                 raise ConfigError(f"--rdzv-backend {backend} ranks the nodes itself: leave out --node-rank.")
         for pair in self.rdzv_conf.split(",") if self.rdzv_conf else []:
             if not re.fullmatch(r"\s*\w+\s*=.*", pair):
-                raise ConfigError(f"--rdzv-conf {self.rdzv_conf!r} is not of the form join_timeout=600,...: see {pair!r}.")
+                raise ConfigError(
+                    f"--rdzv-conf {self.rdzv_conf!r} is not of the form join_timeout=600,...: see {pair!r}."
+                )
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -212,6 +264,25 @@ class Options:
             name = "--" + each.name.replace("_", "-")
             words.append(name if value is True else f"{name}={value}")
         return words
+
+
+REFUSED: dict[str, tuple[bool, str]] = {
+    "autotuning": (False, "there is no tuner that starts runs: `shardfold explain` and `bench` compare layouts."),
+    "elastic-training": (
+        True,
+        "give --nnodes MIN:MAX with --rdzv-backend c10d, which needs no settings in the script.",
+    ),
+    "min-elastic-nodes": (False, "give --nnodes MIN:MAX with --rdzv-backend c10d."),
+    "max-elastic-nodes": (False, "give --nnodes MIN:MAX with --rdzv-backend c10d."),
+    "numa-binding": (False, "give --bind-cores-to-rank, with --bind-core-list if it matters which cores."),
+    "run-path": (True, "leave it out: every script is run by a Python of its own."),
+    "start-method": (False, "leave it out: a script is a process of its own, whatever it is."),
+    "logs-specs": (False, "give --log-dir with --redirects or --tee."),
+    "event-log-handler": (False, "leave it out: events are not recorded."),
+    "duplicate-stdout-filters": (False, "give --tee, and filter its files."),
+    "duplicate-stderr-filters": (False, "give --tee, and filter its files."),
+}
+"""Options of torchrun and of DeepSpeed's launcher that are refused: whether each is a flag, and what to do instead."""
 
 
 def option_fields() -> list[Field[Any]]:

@@ -20,7 +20,21 @@ DEFAULT_PORT = 29500
 DEEPSPEED_HOSTFILE = "/job/hostfile"
 
 # Variables of this shell that the other hosts' processes are given too; CUDA_VISIBLE_DEVICES is each host's own.
-EXPORTED = ("NCCL", "GLOO", "TORCH", "PYTHON", "OMP_", "UCX", "FI_", "MV2", "MLFLOW", "WANDB", "HF_", "TRANSFORMERS_", "SHARDFOLD_")
+EXPORTED = (
+    "NCCL",
+    "GLOO",
+    "TORCH",
+    "PYTHON",
+    "OMP_",
+    "UCX",
+    "FI_",
+    "MV2",
+    "MLFLOW",
+    "WANDB",
+    "HF_",
+    "TRANSFORMERS_",
+    "SHARDFOLD_",
+)
 EXPORTED_NAMES = ("PATH", "LD_LIBRARY_PATH")
 
 
@@ -35,7 +49,8 @@ class Node:
         rank: of this node, or None where ``backend`` gives it.
         backend: ``static``, or one of torch's: ``c10d``, ``etcd-v2``.
         host, port: where the nodes meet; of a single node, where its ranks do. Port None: any that is free.
-        name: what others call this node.
+        name: of this node in a list of hosts; its ranks' lines are labelled with it.
+        address: of this node, as others see it; None: torch finds one.
     """
 
     procs: str | None = None
@@ -46,6 +61,7 @@ class Node:
     host: str = "127.0.0.1"
     port: int | None = None
     name: str | None = None
+    address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,7 @@ def of_options(options: Options, environment: Mapping[str, str]) -> Node:
     if backend == "static" and host is None:
         raise ConfigError(f"there are {nodes[1]} nodes: say with --master-addr where node 0 is.")
     rank = options.node_rank if backend == "static" else None
-    return Node(options.procs, None, nodes, rank, backend, host or "127.0.0.1", port, options.local_addr)
+    return Node(options.procs, None, nodes, rank, backend, host or "127.0.0.1", port, address=options.local_addr)
 
 
 def endpoint(options: Options, environment: Mapping[str, str]) -> tuple[str | None, int]:
@@ -139,7 +155,7 @@ def of_task(options: Options, task: Task, pool: Mapping[str, int] | None) -> Nod
             raise ConfigError(
                 f"{task.scheduler} has started {task.num_nodes} nodes, but --nnodes is {options.nnodes}: leave it out."
             )
-        node = Node(options.procs, None, (task.num_nodes,) * 2, task.node_rank, "static", host, port)
+        node = Node(options.procs, None, (task.num_nodes, task.num_nodes), task.node_rank, "static", host, port)
         if task.hosts and task.node_rank is not None:
             node = replace(node, name=task.hosts[task.node_rank])
         if pool is not None and task.node_rank is not None:
@@ -148,7 +164,9 @@ def of_task(options: Options, task: Task, pool: Mapping[str, int] | None) -> Nod
                 raise ConfigError(
                     f"the host file leaves {len(chosen)} hosts, but {task.scheduler} has started {task.num_nodes}."
                 )
-            name, slots = chosen[task.node_rank]
+            # Slurm sorts the hosts; where it calls them as the file does, names tell.
+            name = node.name if node.name in dict(chosen) else chosen[task.node_rank][0]
+            slots = dict(chosen)[name]
             node = replace(node, name=name, slots=tuple(slots), procs=str(len(slots)))
         return node
     if options.procs is not None or options.max_restarts or options.nodes[1] > 1:
@@ -190,12 +208,12 @@ def of_hostfile(options: Options, pool: Mapping[str, int]) -> Node | Hosts:
         name, slots = list(chosen.items())[rank]
         host = options.master_addr or next(iter(chosen))
         port = options.master_port or DEFAULT_PORT
-        return Node(str(len(slots)), tuple(slots), (len(chosen),) * 2, rank, "static", host, port, name)
+        return Node(str(len(slots)), tuple(slots), (len(chosen), len(chosen)), rank, "static", host, port, name)
     return Hosts(chosen, options.launcher or "ssh", given_slots=True)
 
 
 def of_local_filter(options: Options, environment: Mapping[str, str]) -> Node:
-    """Some of this machine's GPUs, named ``localhost`` in a filter. Without a count of them, any number may be named."""
+    """Some of this machine's GPUs, which a filter calls ``localhost``; without a count of them, any may be named."""
     named = hosts.parse_filter(options.include or options.exclude)
     if set(named) - {"localhost", "127.0.0.1"}:
         raise ConfigError("--include and --exclude name hosts of a host file: give --hostfile, or say localhost:0,1.")
@@ -203,7 +221,9 @@ def of_local_filter(options: Options, environment: Mapping[str, str]) -> Node:
     if options.exclude or not slots:
         count = hosts.count_visible(environment)
         if count is None:
-            raise ConfigError("this machine's GPUs could not be counted: name the ones to use, --include localhost:0,1.")
+            raise ConfigError(
+                "this machine's GPUs could not be counted: name the ones to use, --include localhost:0,1."
+            )
         chosen = hosts.parse_inclusion_exclusion({next(iter(named)): count}, options.include, options.exclude)
         slots = next(iter(chosen.values()), [])
     if not slots:
@@ -221,7 +241,7 @@ def refuse_rest_of_allocation(options: Options, environment: Mapping[str, str]) 
     count = scheduler.slurm_nodes(environment)
     if count > 1 and not (options.standalone or options.nnodes or options.num_nodes):
         raise ConfigError(
-            f"this Slurm job has {count} nodes, but `shardfold run` was started on one: write `srun --ntasks-per-node=1 "
+            f"this Slurm job has {count} nodes, but `shardfold run` runs on one: write `srun --ntasks-per-node=1 "
             "shardfold run ...`, or give --launcher slurm, or --standalone for this node alone."
         )
 

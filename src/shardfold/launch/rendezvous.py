@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import DistError, distributed_c10d
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -126,14 +126,20 @@ class Attempts(RendezvousHandler):
         self.finished = True
         return done >= self.num_nodes
 
-    def leave(self, wait: float = 10.0) -> None:
-        """The last use of the store: node 0, which holds it, waits until the others have left."""
+    def leave(self) -> None:
+        """Note that this node asks nothing more of the attempt's store."""
         with suppress(*LOST):
-            left = self.store.add("shardfold/left", 1)
+            if self.store is not None:
+                self.store.add("shardfold/left", 1)
+
+    def let_leave(self, wait: float) -> None:
+        """On node 0, which holds the store, wait until all nodes have left it; nodes may be lost, hence the limit."""
+        with suppress(*LOST):
             deadline = time.monotonic() + wait
-            while self.node_rank == 0 and left < self.num_nodes and time.monotonic() < deadline:
+            while self.node_rank == 0 and self.store is not None and time.monotonic() < deadline:
+                if self.store.add("shardfold/left", 0) >= self.num_nodes:
+                    return
                 time.sleep(POLL)
-                left = self.store.add("shardfold/left", 0)
 
 
 class Together(RendezvousHandler):
@@ -164,7 +170,7 @@ class Together(RendezvousHandler):
                 assert self.port is not None
                 self.store = join_store(self.host, self.port, self.timeout)
         self.round += 1
-        store = PrefixStore(f"{self.name}/{self.round}", self.store)
+        store = distributed_c10d.PrefixStore(f"{self.name}/{self.round}", self.store)
         if store.add(f"node/{self.rank}", 1) > 1:
             raise ConfigError(f"two nodes call themselves node {self.rank}: give each its own --node-rank.")
         wait_for(store, [f"node/{rank}" for rank in range(self.num_nodes)], deadline)
@@ -186,17 +192,17 @@ class Together(RendezvousHandler):
         return True
 
 
-def open_store(host: str, port: int) -> TCPStore:
+def open_store(host: str, port: int) -> Any:
     try:
-        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=CONNECT)
+        return distributed_c10d.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=CONNECT)
     except (DistError, RuntimeError, ValueError) as error:
         reason = "is in use" if "EADDRINUSE" in str(error) else f"can not be opened ({str(error).splitlines()[0]})"
         raise ConfigError(
-            f"port {port} of {host} {reason}: give another --master-port, or on one machine leave it out for a free one."
+            f"port {port} of {host} {reason}: give another --master-port; one machine needs none, and takes a free one."
         ) from None
 
 
-def join_store(host: str, port: int, timeout: float) -> TCPStore:
+def join_store(host: str, port: int, timeout: float) -> Any:
     """Connect to a store, however late it is opened."""
     deadline = time.monotonic() + timeout
     while True:
@@ -208,7 +214,7 @@ def join_store(host: str, port: int, timeout: float) -> TCPStore:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"nobody answers at {host}:{port} ({error})") from error
             time.sleep(0.2)
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+    return distributed_c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
 
 
 def wait_for(store: Any, keys: list[str], deadline: float) -> None:
@@ -245,7 +251,8 @@ def meeting_of(node: Node, name: str, conf: dict[str, str]) -> Attempts:
         run_id=name,
         min_nodes=node.nodes[0],
         max_nodes=node.nodes[1],
-        local_addr=node.name,
+        local_addr=node.address,
         **{"join_timeout": str(int(timeout)), **conf},
     )
-    return Attempts(rendezvous_handler_registry.get_rendezvous_handler(parameters), None, None, timeout)
+    registry: Any = rendezvous_handler_registry
+    return Attempts(registry.get_rendezvous_handler(parameters), None, None, timeout)

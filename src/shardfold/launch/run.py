@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from shardfold.errors import ConfigError
 from shardfold.launch.options import Options
-from shardfold.launch.plan import Hosts, Rank, decide, script_command
+from shardfold.launch.plan import Hosts, Node, Rank, decide, script_command
 
-__all__ = ["run"]
+__all__ = ["become_deepspeed", "quietly_imported", "run"]
 
 
 def run(options: Options, script: str, arguments: list[str]) -> int:
@@ -32,9 +33,19 @@ def run(options: Options, script: str, arguments: list[str]) -> int:
         command = script_command(options, script, arguments, plan.local_rank)
         sys.stdout.flush()
         os.execvpe(command[0], command, {**os.environ, **plan.environment})
+    run_node = quietly_imported()
+    return run_node(plan, options, [script, *arguments])
+
+
+def quietly_imported() -> Callable[[Node, Options, list[str]], int]:
+    """Import torch for this process without the warnings that its stores write about nodes that end."""
+    mine = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once, at import
     from shardfold.launch.agent import run_node
 
-    return run_node(plan, options, [script, *arguments])
+    if mine:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks decide for themselves
+    return run_node
 
 
 def become_deepspeed() -> None:

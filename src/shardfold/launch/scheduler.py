@@ -79,7 +79,9 @@ def bracket(piece: str, text: str) -> list[str]:
     for span in piece[1:-1].split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
         if match is None or not piece.endswith("]") or int(match[2] or match[1]) < int(match[1]):
-            raise ConfigError(f"the job's node list {text!r} can not be read: {piece!r} is not a range such as [01-03,7].")
+            raise ConfigError(
+                f"the job's node list {text!r} can not be read: {piece!r} is not a range such as [01-03,7]."
+            )
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

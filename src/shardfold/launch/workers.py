@@ -149,7 +149,7 @@ def pump(stream: IO[bytes], outlet: Outlet, into: IO[str]) -> None:
 
 
 def end_all(workers: list[Worker], number: int, grace: float) -> None:
-    """Send all workers a signal, and to those that still run after ``grace`` seconds SIGKILL; return when all have ended."""
+    """Send all workers a signal, SIGKILL to those that still run after ``grace`` seconds, and await their ends."""
     for worker in workers:
         worker.send(number)
     deadline = time.monotonic() + grace

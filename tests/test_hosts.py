@@ -1,0 +1,396 @@
+"""Who takes part and where, decided from text: host files, filters, Slurm, MPI, options. Nothing is started."""
+
+from __future__ import annotations
+
+import shlex
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardfold.errors import ConfigError
+from shardfold.launch import death, hosts, remote, scheduler
+from shardfold.launch.options import Options, option_fields, streams
+from shardfold.launch.plan import Hosts, Node, Rank, decide, exported
+
+NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
+POOLS = st.dictionaries(NAMES, st.integers(1, 8), min_size=1, max_size=5)
+
+
+@given(POOLS, st.lists(st.sampled_from(["", "   ", "# a comment", "\t# slots=3"])), st.randoms())
+def test_a_host_file_gives_back_its_hosts_in_order(pool: dict[str, int], fillers: list[str], random):
+    lines = [f"  {host}\t slots={slots}{random.choice(['', '  # its GPUs', ' max_slots=9'])}" for host, slots in pool.items()]
+    for filler in fillers:
+        lines.insert(random.randrange(len(lines) + 1), filler)
+    assert hosts.parse_hostfile(lines) == OrderedDict(pool)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "empty"),
+        ("# nothing\n\n", "empty"),
+        ("worker-0 slots=4\nworker-1 slot=4", "line 2: 'worker-1 slot=4'"),
+        ("worker-0", "line 1"),
+        ("worker-0 slots=", "line 1"),
+        ("worker-0 slots=four", "line 1"),
+        ("this is bad slots=16", "line 1"),
+        ("a slots=4\n\nb slots=2\na slots=2", "line 4: there are multiple entries for a"),
+    ],
+)
+def test_a_bad_host_file_is_refused_with_its_line(tmp_path: Path, text: str, says: str):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says) as error:
+        hosts.fetch_hostfile(path)
+    assert isinstance(error.value, ConfigError) and str(path) in str(error.value)
+
+
+def test_no_host_file_is_no_hosts(tmp_path: Path):
+    assert hosts.fetch_hostfile(tmp_path / "absent") is None
+
+
+@given(POOLS, st.data())
+def test_what_is_included_and_what_is_excluded_are_all(pool: dict[str, int], data: st.DataObject):
+    """For any filter: including it and excluding it split the slots in two, each in the file's order."""
+    named = data.draw(st.lists(st.sampled_from(sorted(pool)), min_size=1, unique=True))
+    parts: list[str] = []
+    for host in named:
+        slots = data.draw(st.lists(st.integers(0, pool[host] - 1), unique=True))
+        parts.append(f"{host}:{','.join(map(str, slots))}" if slots else host)
+    text = "@".join(parts)
+    included = hosts.parse_inclusion_exclusion(pool, text, "")
+    excluded = hosts.parse_inclusion_exclusion(pool, "", text)
+    assert isinstance(included, OrderedDict)
+    for host, count in pool.items():
+        assert sorted(included.get(host, []) + excluded.get(host, [])) == list(range(count))
+    for left in (included, excluded):
+        assert list(left) == [host for host in pool if host in left]
+        assert all(slots == sorted(slots) and slots for slots in left.values())
+
+
+def test_filters_as_documented():
+    pool = OrderedDict([("worker-0", 4), ("worker-1", 4)])
+    both = OrderedDict([("worker-0", [0, 1, 2, 3]), ("worker-1", [0, 2])])
+    assert hosts.parse_inclusion_exclusion(pool, "worker-0@worker-1:0,2", "") == both
+    assert hosts.parse_inclusion_exclusion(pool, "", "worker-1:0")["worker-1"] == [1, 2, 3]
+    assert hosts.parse_inclusion_exclusion(pool, "", "worker-0") == OrderedDict([("worker-1", [0, 1, 2, 3])])
+    assert hosts.parse_inclusion_exclusion(pool, "worker-0:1@worker-0:0,1", "") == OrderedDict([("worker-0", [0, 1])])
+    info = {"worker-0": [0, 1]}
+    assert hosts.parse_resource_filter(info) == OrderedDict(info)
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "says"),
+    [
+        ("a", "b", "mutually exclusive"),
+        ("c", "", "'c' not found"),
+        ("a:7", "", "No slot '7'.*'a'"),
+        ("", "a:0,9", "No slot '9'"),
+        ("a:x", "", "not of the form"),
+        ("a:", "", "not of the form"),
+        ("@a", "", "not of the form"),
+    ],
+)
+def test_bad_filters_are_refused(include: str, exclude: str, says: str):
+    with pytest.raises(ValueError, match=says):
+        hosts.parse_inclusion_exclusion({"a": 2, "b": 2}, include, exclude)
+
+
+def test_first_hosts_and_slots_are_taken():
+    slots = {"a": [0, 1, 2], "b": [0, 1, 2]}
+    assert hosts.apply_num_nodes_and_gpus(slots, 1, 2) == {"a": [0, 1]}
+    assert hosts.apply_num_nodes_and_gpus(slots, -1, -1) == slots
+    for nodes, gpus in ((3, -1), (-1, 4)):
+        with pytest.raises(ConfigError, match="but"):
+            hosts.apply_num_nodes_and_gpus(slots, nodes, gpus)
+
+
+def test_environment_files():
+    lines = ["", "# what NCCL says", "NCCL_DEBUG=INFO", "export A=b=c", "Q='two words'", "EMPTY="]
+    expected = {"NCCL_DEBUG": "INFO", "A": "b=c", "Q": "two words", "EMPTY": ""}
+    assert hosts.parse_environment_file(lines) == expected
+    with pytest.raises(ConfigError, match="line 1"):
+        hosts.parse_environment_file(["NCCL_DEBUG"])
+
+
+def test_variables_for_the_other_hosts(tmp_path: Path):
+    """Those of libraries, not this machine's GPUs; a file's win, a later folder's over an earlier one's."""
+    first, second = tmp_path / "home", tmp_path / "here"
+    for folder, text in ((first, "A=1\nNCCL_DEBUG=WARN\n"), (second, "A=2\n")):
+        folder.mkdir()
+        (folder / ".deepspeed_env").write_text(text)
+    here = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "x", "CUDA_VISIBLE_DEVICES": "1", "SHELL": "/bin/sh"}
+    assert exported(here, [first, second]) == {"NCCL_DEBUG": "WARN", "PYTHONPATH": "x", "A": "2"}
+
+
+@pytest.mark.parametrize(
+    ("slots", "visible", "result"),
+    [([0, 2], None, "0,2"), ([0, 2], "4,5,6", "4,6"), ([1], "GPU-a, GPU-b", "GPU-b"), ([0], "3", "3")],
+)
+def test_visible_devices_are_honoured(slots: list[int], visible: str | None, result: str):
+    assert hosts.visible_devices(slots, visible) == result
+
+
+def test_a_slot_beyond_the_visible_devices_is_refused():
+    with pytest.raises(ConfigError, match="slot 2.*shows 2 devices"):
+        hosts.visible_devices([0, 2], "0,1")
+
+
+@given(st.lists(st.integers(0, 20), unique=True, min_size=1))
+def test_cores(cores: list[int]):
+    assert hosts.parse_cores(",".join(map(str, cores))) == cores
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1,1", "0-2,1", "-1"])
+def test_bad_cores_are_refused(text: str):
+    with pytest.raises(ConfigError, match="bind-core-list"):
+        hosts.parse_cores(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n1", ["n1"]),
+        ("gpu[01-03,7],login1", ["gpu01", "gpu02", "gpu03", "gpu7", "login1"]),
+        ("r[1-2]n[0-1]-ib", ["r1n0-ib", "r1n1-ib", "r2n0-ib", "r2n1-ib"]),
+        ("a[8-11]", ["a8", "a9", "a10", "a11"]),
+    ],
+)
+def test_slurm_node_lists(text: str, expected: list[str]):
+    assert scheduler.expand_nodelist(text) == expected
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(1, 3))
+def test_slurm_ranges(first: int, more: int, width: int):
+    numbers = [str(number).zfill(width) for number in range(first, first + more + 1)]
+    text = f"node[{numbers[0]}-{numbers[-1]}]"
+    assert scheduler.expand_nodelist(text) == [f"node{number}" for number in numbers]
+
+
+@pytest.mark.parametrize("text", ["", "n[1", "n[2-1]", "n[a]"])
+def test_bad_node_lists_are_refused(text: str):
+    with pytest.raises(ConfigError, match="node list"):
+        scheduler.expand_nodelist(text)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4))
+def test_slurm_tasks_per_node(counts: list[int], times: int):
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count in counts)
+    assert scheduler.expand_tasks(text) == [count for count in counts for _ in range(times)]
+
+
+def slurm(rank: int, tasks: str, nodes: str) -> dict[str, str]:
+    """What srun tells task `rank`."""
+    counts = scheduler.expand_tasks(tasks)
+    places = [(node, local) for node, count in enumerate(counts) for local in range(count)]
+    return {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": str(len(places)),
+        "SLURM_NODEID": str(places[rank][0]),
+        "SLURM_LOCALID": str(places[rank][1]),
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_JOB_NUM_NODES": str(len(counts)),
+    }
+
+
+def test_slurm_with_a_task_for_each_rank():
+    plans = [decide(Options(), slurm(rank, "2(x2),1", "a[1-2],b")) for rank in range(5)]
+    environments = [plan.environment for plan in plans if isinstance(plan, Rank)]
+    assert [each["RANK"] for each in environments] == list("01234")
+    assert [each["LOCAL_RANK"] for each in environments] == list("01010")
+    assert [each["LOCAL_WORLD_SIZE"] for each in environments] == list("22221")
+    assert [each["GROUP_RANK"] for each in environments] == list("00112")
+    assert {each["WORLD_SIZE"] for each in environments} == {"5"}
+    assert {each["MASTER_ADDR"] for each in environments} == {"a1"}
+    (port,) = {int(each["MASTER_PORT"]) for each in environments}
+    assert 20000 <= port < 30000
+
+
+def test_slurm_with_a_task_on_each_node():
+    plans = [decide(Options(nproc_per_node="4"), slurm(rank, "1(x2)", "a[1-2]")) for rank in range(2)]
+    assert [plan.rank for plan in plans if isinstance(plan, Node)] == [0, 1]
+    assert [plan.name for plan in plans if isinstance(plan, Node)] == ["a1", "a2"]
+    first, second = plans
+    assert isinstance(first, Node) and isinstance(second, Node)
+    assert (first.host, first.port, first.nodes) == (second.host, second.port, second.nodes) == ("a1", first.port, (2, 2))
+
+
+def test_slots_of_a_host_file_go_to_the_node_of_that_name(tmp_path: Path):
+    path = tmp_path / "hosts"
+    path.write_text("b slots=2\na slots=4\n")  # Slurm's order is another
+    options = Options(hostfile=str(path), exclude="a:0")
+    plans = [decide(options, slurm(rank, "1(x2)", "a,b")) for rank in range(2)]
+    assert [(plan.name, plan.slots) for plan in plans if isinstance(plan, Node)] == [("a", (1, 2, 3)), ("b", (0, 1))]
+
+
+def test_one_task_of_several_nodes_is_refused_to_run_alone():
+    batch = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    with pytest.raises(ConfigError, match="has 2 nodes.*srun --ntasks-per-node=1"):
+        decide(Options(), batch)
+    assert isinstance(decide(Options(standalone=True), batch), Node)
+    plan = decide(Options(launcher="slurm"), batch)
+    assert isinstance(plan, Hosts) and len(plan.slots) == 2
+
+
+def test_mpi():
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    hydra = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    for each in (names, hydra):
+        one_machine = dict(zip(each, "1212", strict=True))
+        plan = decide(Options(), one_machine)
+        assert isinstance(plan, Rank) and plan.local_rank == 1
+        assert plan.environment["MASTER_ADDR"] == "127.0.0.1" and plan.environment["WORLD_SIZE"] == "2"
+        spread = dict(zip(each, "3412", strict=True))
+        with pytest.raises(ConfigError, match="give --master-addr"):
+            decide(Options(), spread)
+        plan = decide(Options(master_addr="h"), spread)
+        assert isinstance(plan, Rank) and plan.environment["GROUP_RANK"] == "1"
+        per_node = decide(Options(master_addr="h"), dict(zip(each, "1201", strict=True)))
+        assert isinstance(per_node, Node) and per_node.rank == 1 and per_node.nodes == (2, 2)
+    with pytest.raises(ConfigError, match="MPI_LOCALRANKID"):
+        decide(Options(), {"PMI_RANK": "0", "PMI_SIZE": "2"})
+
+
+def test_no_scheduler_is_one_node():
+    assert decide(Options(), {}) == Node()
+    assert decide(Options(num_gpus=2, master_port=1234), {}) == Node("2", port=1234)
+    assert decide(Options(), slurm(0, "1", "a")) == Node()
+
+
+def test_torchruns_options():
+    plan = decide(Options(nnodes="2", node_rank=1, master_addr="h", nproc_per_node="gpu"), {})
+    assert plan == Node("gpu", None, (2, 2), 1, "static", "h", 29500)
+    given = {"MASTER_ADDR": "m", "MASTER_PORT": "5"}
+    assert decide(Options(nnodes="2", node_rank=0), given) == Node(None, None, (2, 2), 0, "static", "m", 5)
+    elastic = Options(nnodes="1:4", rdzv_backend="c10d", rdzv_endpoint="[::1]:99")
+    assert decide(elastic, {}) == Node(None, None, (1, 4), None, "c10d", "::1", 99)
+
+
+def test_host_file_plans(tmp_path: Path):
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2\nb slots=3\n")
+    plan = decide(Options(hostfile=str(path)), {})
+    assert plan == Hosts(OrderedDict([("a", [0, 1]), ("b", [0, 1, 2])]), "ssh", True)
+    by_hand = decide(Options(hostfile=str(path), no_ssh=True, node_rank=1, num_gpus=2), {})
+    assert by_hand == Node("2", (0, 1), (2, 2), 1, "static", "a", 29500, "b")
+    for options in (Options(hostfile=str(path), no_ssh=True), Options(hostfile=str(path), no_ssh=True, node_rank=2)):
+        with pytest.raises(ConfigError, match="--node-rank"):
+            decide(options, {})
+    with pytest.raises(ConfigError, match="no host file"):
+        decide(Options(hostfile="absent"), {})
+    with pytest.raises(ConfigError, match="no slot"):
+        decide(Options(hostfile=str(path), exclude="a@b"), {})
+
+
+def test_gpus_of_this_machine():
+    assert decide(Options(include="localhost:1,3"), {}) == Node("2", (1, 3))
+    assert decide(Options(exclude="localhost:0"), {"CUDA_VISIBLE_DEVICES": "5,6"}) == Node("1", (1,))
+    with pytest.raises(ConfigError, match="No slot '2'"):
+        decide(Options(exclude="localhost:2"), {"CUDA_VISIBLE_DEVICES": "5,6"})
+    with pytest.raises(ConfigError, match="give --hostfile"):
+        decide(Options(include="worker-0"), {})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"nproc_per_node": "2", "num_gpus": 3}, "mean the same"),
+        ({"nproc_per_node": "many"}, "auto, gpu or cpu"),
+        ({"nproc_per_node": "0"}, "from 1"),
+        ({"num_gpus": 0}, "--num-gpus is 0"),
+        ({"nnodes": "2:1"}, "--nnodes"),
+        ({"nnodes": "1:2"}, "--rdzv-backend c10d"),
+        ({"nnodes": "2", "num_nodes": 3}, "mean the same"),
+        ({"nnodes": "2", "node_rank": 2}, "the last is 1"),
+        ({"num_gpus": 2, "include": "a"}, "leave out --num-nodes"),
+        ({"launcher": "mvapich"}, "mvapich"),
+        ({"launcher": "slrum"}, "Did you mean 'slurm'"),
+        ({"launcher": "slurm", "no_ssh": True}, "--no-ssh"),
+        ({"rdzv_backend": "c01d"}, "Did you mean 'c10d'"),
+        ({"rdzv_backend": "c10d", "nnodes": "2"}, "--rdzv-endpoint"),
+        ({"rdzv_backend": "c10d", "nnodes": "2", "rdzv_endpoint": "h:1", "node_rank": 1}, "leave out --node-rank"),
+        ({"rdzv_conf": "timeout"}, "join_timeout=600"),
+        ({"standalone": True, "nnodes": "2"}, "--standalone"),
+        ({"module": True, "no_python": True}, "contradict"),
+        ({"bind_core_list": "0"}, "--bind-cores-to-rank"),
+        ({"enable_each_rank_log": "d", "tee": "3"}, "leave out"),
+        ({"tee": "4"}, "--tee is '4'"),
+        ({"redirects": "0:1,x"}, "--redirects"),
+        ({"master_port": 70000}, "65535"),
+        ({"monitor_interval": 0.0}, "above 0"),
+        ({"local_ranks_filter": "0,x"}, "--local-ranks-filter"),
+    ],
+)
+def test_options_that_contradict_are_refused_in_a_sentence(given: dict, says: str):
+    with pytest.raises(ConfigError, match=says) as error:
+        Options(**given)
+    assert "\n" not in str(error.value)
+
+
+def test_streams_by_local_rank():
+    assert [streams("0:1,2:3", rank, "-t") for rank in range(3)] == [1, 0, 3]
+    assert streams("3", 5, "-t") == 3
+
+
+def test_options_survive_being_written_as_a_command_line():
+    """What srun and mpirun start is told the same, but for what says where to start it."""
+    words = Options(nproc_per_node="2", max_restarts=3, module=True, launcher="slurm").argv("launcher")
+    assert words == ["--nproc-per-node=2", "--max-restarts=3", "--module"]
+    assert all(each.metadata["help"] for each in option_fields())
+
+
+def test_what_srun_and_mpirun_are_called_with():
+    slots = OrderedDict([("a", [0, 1]), ("b", [0])])
+    options = Options(hostfile="/h", launcher_args="--time 5", max_restarts=1)
+    for launcher, start in {
+        "slurm": "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --nodelist=a,b --time 5",
+        "openmpi": "mpirun -np 2 --host a:1,b:1 --map-by ppr:1:node -x PATH --time 5",
+        "mpich": "mpirun -n 2 -ppn 1 -hosts a,b -genvall --time 5",
+    }.items():
+        words = remote.scheduler_command(Hosts(slots, launcher, True), options, ["x.py", "--y"], ["PATH"])
+        assert shlex.join(words).startswith(start)
+        assert words[-2:] == ["x.py", "--y"] and "--hostfile=/h" in words and "--max-restarts=1" in words
+        assert ("--master-addr=a" in words) == (launcher != "slurm")
+    one = remote.scheduler_command(Hosts(OrderedDict([("b", [1, 2])]), "slurm", True), options, ["x.py"])
+    assert "--include=localhost:1,2" in one and "--standalone" in one and "--hostfile=/h" not in one
+
+
+def test_a_death_in_words():
+    killed = death.Death(3, 8, "b", -9, 231 * 10**9, 241 * 10**9, "cgroup memory.events")
+    assert killed.sentence("; the other 7 ranks were ended") == (
+        "Error: rank 3 on host b: killed by SIGKILL, kernel OOM (cgroup memory.events), RSS 231.0 of 241.0 GB; "
+        "the other 7 ranks were ended."
+    )
+    assert death.Death(0, 1, "b", 3).sentence("") == "Error: rank 0 on host b: exited with status 3."
+    assert death.Death.from_json(killed.to_json()) == killed
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_and_the_killer_as_the_kernel_tells_them(tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch):
+    """Limits of control groups of both versions, also of an outer one; a kill since the start is noticed once."""
+    monkeypatch.setattr(death, "killed_by_kernel", lambda pid: False)
+    proc, mounted = tmp_path / "proc", tmp_path / "cgroup"
+    group = mounted / ("memory" if version == 1 else "") / "job" / "step"
+    for folder in (proc / "self", proc / "5", group):
+        folder.mkdir(parents=True)
+    (proc / "self/cgroup").write_text(f"4:memory:/job/step\n3:cpu:/\n" if version == 1 else "0::/job/step\n")
+    (proc / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 5 kB\n")
+    (proc / "5/status").write_text("Name:\tx\nVmRSS:\t     77 kB\n")
+    assert death.resident(5, proc) == 77 * 1024 and death.resident(6, proc) == 0
+    assert death.memory_limit(proc, mounted) == 1000 * 1024
+    limit, events = ("memory.limit_in_bytes", "memory.oom_control") if version == 1 else ("memory.max", "memory.events")
+    (group / limit).write_text("9223372036854771712\n" if version == 1 else "max\n")
+    (group.parent / limit).write_text("5000\n")
+    assert death.memory_limit(proc, mounted) == 5000
+    (group / events).write_text("oom 0\noom_kill 1\n")
+    watch = death.OomWatch(proc, mounted)
+    assert watch.witness(5) == ""
+    (group / events).write_text("oom 2\noom_kill 2\n")
+    assert watch.witness(5) == f"cgroup {events}"
+    assert watch.witness(5) == ""
