@@ -21,7 +21,9 @@ POOLS = st.dictionaries(NAMES, st.integers(1, 8), min_size=1, max_size=5)
 
 @given(POOLS, st.lists(st.sampled_from(["", "   ", "# a comment", "\t# slots=3"])), st.randoms())
 def test_a_host_file_gives_back_its_hosts_in_order(pool: dict[str, int], fillers: list[str], random):
-    lines = [f"  {host}\t slots={slots}{random.choice(['', '  # its GPUs', ' max_slots=9'])}" for host, slots in pool.items()]
+    lines = [
+        f"  {host}\t slots={slots}{random.choice(['', '  # its GPUs', ' max_slots=9'])}" for host, slots in pool.items()
+    ]
     for filler in fillers:
         lines.insert(random.randrange(len(lines) + 1), filler)
     assert hosts.parse_hostfile(lines) == OrderedDict(pool)
@@ -135,7 +137,7 @@ def test_visible_devices_are_honoured(slots: list[int], visible: str | None, res
 
 
 def test_a_slot_beyond_the_visible_devices_is_refused():
-    with pytest.raises(ConfigError, match="slot 2.*shows 2 devices"):
+    with pytest.raises(ConfigError, match=r"slot 2.*shows 2 devices"):
         hosts.visible_devices([0, 2], "0,1")
 
 
@@ -218,7 +220,9 @@ def test_slurm_with_a_task_on_each_node():
     assert [plan.name for plan in plans if isinstance(plan, Node)] == ["a1", "a2"]
     first, second = plans
     assert isinstance(first, Node) and isinstance(second, Node)
-    assert (first.host, first.port, first.nodes) == (second.host, second.port, second.nodes) == ("a1", first.port, (2, 2))
+    assert (
+        (first.host, first.port, first.nodes) == (second.host, second.port, second.nodes) == ("a1", first.port, (2, 2))
+    )
 
 
 def test_slots_of_a_host_file_go_to_the_node_of_that_name(tmp_path: Path):
@@ -231,7 +235,7 @@ def test_slots_of_a_host_file_go_to_the_node_of_that_name(tmp_path: Path):
 
 def test_one_task_of_several_nodes_is_refused_to_run_alone():
     batch = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
-    with pytest.raises(ConfigError, match="has 2 nodes.*srun --ntasks-per-node=1"):
+    with pytest.raises(ConfigError, match=r"has 2 nodes.*srun --ntasks-per-node=1"):
         decide(Options(), batch)
     assert isinstance(decide(Options(standalone=True), batch), Node)
     plan = decide(Options(launcher="slurm"), batch)
@@ -379,7 +383,7 @@ def test_memory_and_the_killer_as_the_kernel_tells_them(tmp_path: Path, version:
     group = mounted / ("memory" if version == 1 else "") / "job" / "step"
     for folder in (proc / "self", proc / "5", group):
         folder.mkdir(parents=True)
-    (proc / "self/cgroup").write_text(f"4:memory:/job/step\n3:cpu:/\n" if version == 1 else "0::/job/step\n")
+    (proc / "self/cgroup").write_text("4:memory:/job/step\n3:cpu:/\n" if version == 1 else "0::/job/step\n")
     (proc / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 5 kB\n")
     (proc / "5/status").write_text("Name:\tx\nVmRSS:\t     77 kB\n")
     assert death.resident(5, proc) == 77 * 1024 and death.resident(6, proc) == 0

@@ -291,7 +291,10 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
         ConfigError: an option does not fit this machine, or the port is in use.
     """
     if "LOGLEVEL" not in os.environ:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for logger in [
+            name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")
+        ]:
+            logging.getLogger(logger).setLevel(logging.CRITICAL)  # what they tell is told here, in a sentence
     conf = dict(pair.strip().split("=", 1) for pair in options.rdzv_conf.split(",")) if options.rdzv_conf else {}
     name = options.rdzv_id if options.rdzv_id != "none" else os.environ.get("SLURM_JOB_ID", "none")
     meeting = meeting_of(node, name, conf)

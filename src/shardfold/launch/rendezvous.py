@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, distributed_c10d
+from torch.distributed import DistError, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -170,7 +170,7 @@ class Together(RendezvousHandler):
                 assert self.port is not None
                 self.store = join_store(self.host, self.port, self.timeout)
         self.round += 1
-        store = distributed_c10d.PrefixStore(f"{self.name}/{self.round}", self.store)
+        store = PrefixStore(f"{self.name}/{self.round}", self.store)
         if store.add(f"node/{self.rank}", 1) > 1:
             raise ConfigError(f"two nodes call themselves node {self.rank}: give each its own --node-rank.")
         wait_for(store, [f"node/{rank}" for rank in range(self.num_nodes)], deadline)
@@ -194,7 +194,7 @@ class Together(RendezvousHandler):
 
 def open_store(host: str, port: int) -> Any:
     try:
-        return distributed_c10d.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=CONNECT)
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=CONNECT)
     except (DistError, RuntimeError, ValueError) as error:
         reason = "is in use" if "EADDRINUSE" in str(error) else f"can not be opened ({str(error).splitlines()[0]})"
         raise ConfigError(
@@ -214,7 +214,7 @@ def join_store(host: str, port: int, timeout: float) -> Any:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"nobody answers at {host}:{port} ({error})") from error
             time.sleep(0.2)
-    return distributed_c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
 
 
 def wait_for(store: Any, keys: list[str], deadline: float) -> None:

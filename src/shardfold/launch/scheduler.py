@@ -52,7 +52,7 @@ class Task:
 
 def split_outside_brackets(text: str) -> list[str]:
     """Split at commas that are not within brackets."""
-    return [part for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) if part]
+    return [part for part in re.findall(r"(?:[^,\[]|\[[^\]]*\]|\[)+", text) if part]
 
 
 def expand_nodelist(text: str) -> list[str]:
