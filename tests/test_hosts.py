@@ -272,6 +272,7 @@ def test_torchruns_options():
     assert plan == Node("gpu", None, (2, 2), 1, "static", "h", 29500)
     given = {"MASTER_ADDR": "m", "MASTER_PORT": "5"}
     assert decide(Options(nnodes="2", node_rank=0), given) == Node(None, None, (2, 2), 0, "static", "m", 5)
+    assert decide(Options(rdzv_backend="c10d", rdzv_endpoint="localhost:0"), {}) == Node()
     elastic = Options(nnodes="1:4", rdzv_backend="c10d", rdzv_endpoint="[::1]:99")
     assert decide(elastic, {}) == Node(None, None, (1, 4), None, "c10d", "::1", 99)
 

@@ -112,7 +112,7 @@ def of_options(options: Options, environment: Mapping[str, str]) -> Node:
     """One node as torchrun's options say."""
     nodes = options.nodes
     backend = options.rdzv_backend or "static"
-    if nodes[1] == 1 and backend == "static" and not options.rdzv_endpoint:
+    if nodes[1] == 1 and (backend != "static" or not options.rdzv_endpoint):  # nobody has to be met
         return Node(options.procs, host=options.master_addr or "127.0.0.1", port=options.master_port)
     host, port = endpoint(options, environment)
     if backend == "static" and options.node_rank is None:

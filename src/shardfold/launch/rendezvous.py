@@ -23,8 +23,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
-    rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from shardfold.errors import ConfigError
 from shardfold.launch.death import Death
@@ -254,5 +254,4 @@ def meeting_of(node: Node, name: str, conf: dict[str, str]) -> Attempts:
         local_addr=node.address,
         **{"join_timeout": str(int(timeout)), **conf},
     )
-    registry: Any = rendezvous_handler_registry
-    return Attempts(registry.get_rendezvous_handler(parameters), None, None, timeout)
+    return Attempts(get_rendezvous_handler(parameters), None, None, timeout)
