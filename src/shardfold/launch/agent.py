@@ -86,7 +86,8 @@ class Agent(SimpleElasticAgent):
             first = min(failed, key=lambda worker: worker.ended or 0.0)
             self.death = self._told(worker_group, first)
         else:
-            self.death = self._heard()
+            self.death = self._heard() or self.meeting.beat()
+            self.mine = self.death is not None and self.death.rank < 0 and self.death.host != self.host
         if self.death is not None:
             return self._failed(worker_group, failed)
         if all(worker.returncode == 0 for worker in self.workers):
@@ -163,7 +164,7 @@ class Agent(SimpleElasticAgent):
         try:
             return self.meeting.heard()
         except RendezvousError:
-            return Death(-1, self._worker_group.group_world_size or 1, "of node 0", -signal.SIGKILL)
+            return Death(-1, 0, "of node 0", 0)
 
     def _told(self, group: WorkerGroup, worker: Worker) -> Death:
         """Tell the other agents of this node's first failure, unless it is the echo of one elsewhere."""
@@ -194,16 +195,18 @@ class Agent(SimpleElasticAgent):
     def _failed(self, group: WorkerGroup, failed: list[Worker]) -> RunResult:
         """End the other ranks, say what happened and let torch's agent start all again or give up."""
         assert self.death is not None
+        if self.death.rank < 0 and self.node.backend == "static":
+            self._remaining_restarts = 0  # a node with a rank of its own is not replaced: do not wait for it
         self.meeting.leave()
         self._shutdown()
         self.meeting.let_leave(LEAVE)
         left = self._remaining_restarts
         others = self.death.world_size - 1
-        if self.death.rank < 0:
-            then = "; the ranks of this host were ended"
-        elif left:
+        if left:
             restart = group.spec.max_restarts - left + 1
             then = f"; all ranks are started again (restart {restart} of {group.spec.max_restarts})"
+        elif self.death.rank < 0:
+            then = "; all ranks were ended"
         else:
             then = (
                 f"; the other {others} ranks were ended"
@@ -297,7 +300,7 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
             logging.getLogger(logger).setLevel(logging.CRITICAL)  # what they tell is told here, in a sentence
     conf = dict(pair.strip().split("=", 1) for pair in options.rdzv_conf.split(",")) if options.rdzv_conf else {}
     name = options.rdzv_id if options.rdzv_id != "none" else os.environ.get("SLURM_JOB_ID", "none")
-    meeting = meeting_of(node, name, conf)
+    meeting = meeting_of(node, node.name or host_name(), name, conf)
     count = num_procs(node.procs, options.chatty)
     spec = WorkerSpec(
         role=options.role,
@@ -326,7 +329,7 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
         finally:
             end_all(agent.workers, signal.SIGKILL, 0.0)
             meeting.shutdown()
-    return exit_status(agent.death.returncode) if agent.death is not None else 0
+    return (exit_status(agent.death.returncode) or 1) if agent.death is not None else 0
 
 
 @contextmanager

@@ -24,7 +24,8 @@ class Death:
     Attributes:
         rank: among ``world_size``; -1 if the launcher of a node ended, and not by a rank's fault.
         host: name of its node.
-        returncode: its exit status, or the negative number of the signal that killed it.
+        returncode: its exit status, or the negative number of the signal that killed it; of a launcher that is not
+            heard of any more 0.
         resident, limit: bytes that it held when last seen, and that there were; 0 if unknown.
         oom: which witness says that the kernel killed for want of memory at this time; "" if none does.
     """
@@ -47,7 +48,8 @@ class Death:
     def sentence(self, then: str) -> str:
         """What is said of it: rank, host, cause, and what was done ``then``."""
         if self.rank < 0:
-            return f"Error: the launcher on host {self.host} {how(self.returncode)}{then}."
+            ended = how(self.returncode) if self.returncode else "does not answer any more"
+            return f"Error: the launcher on host {self.host} {ended}{then}."
         cause = how(self.returncode).removeprefix("was ")
         if self.oom:
             cause += f", kernel OOM ({self.oom})"

@@ -33,8 +33,10 @@ from shardfold.launch.plan import Node
 __all__ = ["Attempts", "Together", "meeting_of"]
 
 POLL = 0.05
+BEAT = 1.0  # seconds between two signs of life of an agent
+LOST = 30.0  # seconds without one after which its node is given up
 CONNECT = timedelta(seconds=60)
-LOST = (DistError, RuntimeError, OSError)  # what a store raises whose host is gone
+GONE = (DistError, RuntimeError, OSError)  # what a store raises whose host is gone
 
 
 class Attempts(RendezvousHandler):
@@ -42,16 +44,21 @@ class Attempts(RendezvousHandler):
 
     Args:
         inner: where the nodes meet.
-        address: of this node's store, should it be node 0; None: what ``inner`` says.
+        host: this node's name.
+        address: of its store, should it be node 0; None: what ``inner`` says.
         port: for the store; None: any that is free.
         timeout: seconds to wait for node 0's word.
     """
 
-    def __init__(self, inner: RendezvousHandler, address: str | None, port: int | None, timeout: float) -> None:
-        self.inner, self.address, self.port, self.timeout = inner, address, port, timeout
+    def __init__(
+        self, inner: RendezvousHandler, host: str, address: str | None, port: int | None, timeout: float
+    ) -> None:
+        self.inner, self.host, self.address, self.port, self.timeout = inner, host, address, port, timeout
         self.store: Any = None
         self.node_rank, self.num_nodes = 0, 1
         self.finished = False
+        self._beaten = 0.0
+        self._beats: dict[str, tuple[bytes, float]] = {}  # of each node: its last sign of life, and when it came
 
     def get_backend(self) -> str:
         return self.inner.get_backend()
@@ -62,12 +69,14 @@ class Attempts(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.store = None  # closes the dead attempt's
-        self.finished = False
+        self.finished, self._beats = False, {}
         met = self.inner.next_rendezvous()
         self.node_rank, self.num_nodes = met.rank, met.world_size
         if met.rank == 0:
             address = self.address or met.bootstrap_store_info.master_addr  # pyright: ignore[reportOptionalMemberAccess]
             self.store = open_store(address, self.port or 0)
+            for rank in range(met.world_size):
+                self.store.set(f"shardfold/beat/{rank}", f"of node {rank}:0")
             met.store.set("shardfold/store", json.dumps([address, self.store.port]))
         else:
             wait_for(met.store, ["shardfold/store"], time.monotonic() + self.timeout)
@@ -92,7 +101,7 @@ class Attempts(RendezvousHandler):
 
     def tell(self, death: Death) -> Death:
         """Tell the other agents of a death in this attempt, and return the one that was told first."""
-        with suppress(*LOST):
+        with suppress(*GONE):
             if self.store is not None and self.store.add("shardfold/deaths", 1) == 1:
                 self.store.set("shardfold/death", death.to_json())
                 return death
@@ -114,11 +123,29 @@ class Attempts(RendezvousHandler):
                     return None
                 if self.store.check(["shardfold/death"]):
                     return Death.from_json(self.store.get("shardfold/death"))
-            except LOST as error:
+            except GONE as error:
                 raise RendezvousError("the launcher on node 0 does not answer any more") from error
             if time.monotonic() >= deadline:
                 return None
             time.sleep(POLL)
+
+    def beat(self) -> Death | None:
+        """Give a sign of life; on node 0, also return the loss of a node that has long given none."""
+        now = time.monotonic()
+        if self.num_nodes == 1 or now - self._beaten < BEAT:
+            return None
+        self._beaten = now
+        with suppress(*GONE):
+            self.store.set(f"shardfold/beat/{self.node_rank}", f"{self.host}:{now}")
+            if self.node_rank:
+                return None
+            keys = [f"shardfold/beat/{rank}" for rank in range(1, self.num_nodes)]
+            for key, value in zip(keys, self.store.multi_get(keys), strict=True):
+                if self._beats.get(key, (b"", now))[0] != value:
+                    self._beats[key] = (value, now)
+                elif now - self._beats[key][1] > LOST:
+                    return self.tell(Death(-1, 0, value.decode().rpartition(":")[0], 0))
+        return None
 
     def finish(self) -> bool:
         """Note that this node's ranks have ended well, and return whether all nodes' have."""
@@ -128,13 +155,13 @@ class Attempts(RendezvousHandler):
 
     def leave(self) -> None:
         """Note that this node asks nothing more of the attempt's store."""
-        with suppress(*LOST):
+        with suppress(*GONE):
             if self.store is not None:
                 self.store.add("shardfold/left", 1)
 
     def let_leave(self, wait: float) -> None:
         """On node 0, which holds the store, wait until all nodes have left it; nodes may be lost, hence the limit."""
-        with suppress(*LOST):
+        with suppress(*GONE):
             deadline = time.monotonic() + wait
             while self.node_rank == 0 and self.store is not None and time.monotonic() < deadline:
                 if self.store.add("shardfold/left", 0) >= self.num_nodes:
@@ -223,7 +250,7 @@ def wait_for(store: Any, keys: list[str], deadline: float) -> None:
     while missing:
         try:
             missing = [key for key in missing if not store.check([key])]
-        except LOST as error:
+        except GONE as error:
             raise RendezvousClosedError("the launcher on node 0 does not answer any more") from error
         if missing and time.monotonic() > deadline:
             raise RendezvousTimeoutError(f"not there in time: {', '.join(missing).replace('node/', 'node ')}")
@@ -231,11 +258,12 @@ def wait_for(store: Any, keys: list[str], deadline: float) -> None:
             time.sleep(POLL)
 
 
-def meeting_of(node: Node, name: str, conf: dict[str, str]) -> Attempts:
+def meeting_of(node: Node, host: str, name: str, conf: dict[str, str]) -> Attempts:
     """Return the handler for a node: nodes with ranks of their own meet here, others in torch's way.
 
     Args:
         node: as planned.
+        host: its name.
         name: of the job.
         conf: options of ``--rdzv-conf``; ``join_timeout`` or ``timeout`` in seconds, 600 by default.
     """
@@ -244,7 +272,7 @@ def meeting_of(node: Node, name: str, conf: dict[str, str]) -> Attempts:
         assert node.rank is not None
         alone = node.nodes[1] == 1
         inner = Together(node.host, None if alone else node.port, node.rank, node.nodes[1], name, timeout)
-        return Attempts(inner, node.host, node.port if alone else None, timeout)
+        return Attempts(inner, host, node.host, node.port if alone else None, timeout)
     parameters = RendezvousParameters(
         backend=node.backend,
         endpoint=f"{node.host}:{node.port}",
@@ -254,4 +282,4 @@ def meeting_of(node: Node, name: str, conf: dict[str, str]) -> Attempts:
         local_addr=node.address,
         **{"join_timeout": str(int(timeout)), **conf},
     )
-    return Attempts(get_rendezvous_handler(parameters), None, None, timeout)
+    return Attempts(get_rendezvous_handler(parameters), host, None, None, timeout)
