@@ -284,6 +284,10 @@ def test_host_file_plans(tmp_path: Path):
     assert plan == Hosts(OrderedDict([("a", [0, 1]), ("b", [0, 1, 2])]), "ssh", True)
     by_hand = decide(Options(hostfile=str(path), no_ssh=True, node_rank=1, num_gpus=2), {})
     assert by_hand == Node("2", (0, 1), (2, 2), 1, "static", "a", 29500, "b")
+    path.write_text("localhost slots=2\n")
+    assert decide(Options(hostfile=str(path)), {}) == Node("2", (0, 1))
+    assert isinstance(decide(Options(hostfile=str(path), force_multi=True), {}), Hosts)
+    path.write_text("a slots=2\nb slots=3\n")
     for options in (Options(hostfile=str(path), no_ssh=True), Options(hostfile=str(path), no_ssh=True, node_rank=2)):
         with pytest.raises(ConfigError, match="--node-rank"):
             decide(options, {})

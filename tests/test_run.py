@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,6 +160,17 @@ def test_by_default_there_is_one_process(capfd: pytest.CaptureFixture[str]):
     assert "one process, as there is no GPU" in capfd.readouterr().err
     assert run("--quiet", script) == 0
     assert capfd.readouterr().err == ""
+
+
+def test_a_file_holds_the_launchers_number():
+    """DeepSpeed's --save_pid: while it runs, and no longer."""
+    script = write(
+        "pid.py", "import os, tempfile\nprint(open(f'{tempfile.gettempdir()}/{os.getppid()}.deepspeed').read())\n"
+    )
+    assert run("--save_pid", "-r", "1", "--log-dir", "logs", script) == 0
+    (log,) = Path("logs").glob("*/attempt_0/0/stdout.log")
+    assert log.read_text() == f"{os.getpid()}\n"
+    assert not Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed").exists()
 
 
 def test_modules_programs_and_torchruns_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

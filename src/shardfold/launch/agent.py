@@ -31,7 +31,7 @@ from shardfold.launch import hosts
 from shardfold.launch.death import Death, OomWatch, host_name, memory_limit
 from shardfold.launch.options import Options, streams
 from shardfold.launch.plan import Node, script_command
-from shardfold.launch.process import exit_status, num_cores
+from shardfold.launch.process import SAID, exit_status, num_cores
 from shardfold.launch.rendezvous import Attempts, meeting_of
 from shardfold.launch.workers import Outlet, Worker, end_all
 
@@ -215,6 +215,8 @@ class Agent(SimpleElasticAgent):
                 if others
                 else ""
             )
+        if self.death.returncode == SAID and self.options.passes_local_rank:
+            then += "; --no-local-rank leaves out the --local_rank=N that DeepSpeed's launcher gives to scripts"
         if self.mine or not self.labelled:
             say(self.death.sentence(then))
         failures = {

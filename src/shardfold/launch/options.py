@@ -67,7 +67,7 @@ class Options:
     launcher_args: str = option("More options of ssh, srun or mpirun, quoted as one word.", HOSTS, "", metavar="ARGS")
     no_ssh: bool = option("Start nothing elsewhere: every host runs this command with its --node-rank.", HOSTS, False)
     no_ssh_check: bool = option("Do not look at each host first (reachable, same versions, port free).", HOSTS, False)
-    force_multi: bool = option("Use the host file's launcher even for one host.", HOSTS, False)
+    force_multi: bool = option("Use ssh even if the only host is this one.", HOSTS, False)
     ssh: str = option("The command that is ssh.", HOSTS, "ssh", metavar="COMMAND")
     ssh_port: int | None = option("Port of the hosts' ssh.", HOSTS, metavar="PORT")
     venv_script: str | None = option(

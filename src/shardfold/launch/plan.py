@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -209,7 +210,16 @@ def of_hostfile(options: Options, pool: Mapping[str, int]) -> Node | Hosts:
         host = options.master_addr or next(iter(chosen))
         port = options.master_port or DEFAULT_PORT
         return Node(str(len(slots)), tuple(slots), (len(chosen), len(chosen)), rank, "static", host, port, name)
+    (name, slots), *others = chosen.items()
+    if not others and options.launcher is None and not options.force_multi and is_here(name):
+        return Node(str(len(slots)), tuple(slots), host=options.master_addr or "127.0.0.1", port=options.master_port)
     return Hosts(chosen, options.launcher or "ssh", given_slots=True)
+
+
+def is_here(host: str) -> bool:
+    """Whether a host's name is plainly this machine's."""
+    here = socket.gethostname()
+    return host in ("localhost", "127.0.0.1", "::1", here, here.partition(".")[0])
 
 
 def of_local_filter(options: Options, environment: Mapping[str, str]) -> Node:

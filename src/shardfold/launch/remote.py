@@ -216,9 +216,13 @@ def see_to_end(hosts: list[Host], ended: queue.Queue[Host], received: list[int])
         returncode = host.process.returncode
         if returncode and not status:
             status = exit_status(returncode)
-            if returncode == UNREACHABLE and not received:
-                print(f"Error: the connection to host {host.name} is lost; the other hosts are ended.", file=sys.stderr)
-            deadline = time.monotonic() + (0.0 if returncode == UNREACHABLE else 2.0)
+            lost = returncode == UNREACHABLE or returncode < 0  # ssh says 255 also if the agent was killed
+            if lost and not received:
+                print(
+                    f"Error: host {host.name} is lost, or the launcher there was killed; the other hosts are ended.",
+                    file=sys.stderr,
+                )
+            deadline = time.monotonic() + (0.0 if lost else 2.0)
     return exit_status(-received[0]) if received else status
 
 

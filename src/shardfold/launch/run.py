@@ -53,4 +53,5 @@ def become_deepspeed() -> None:
     from shardfold import compat
 
     os.environ.update(compat.environment())
+    os.environ.setdefault("PYTHON_EXEC", sys.executable)  # for the command
     os.environ["PATH"] = os.pathsep.join([str(Path(__file__).with_name("bin")), os.environ.get("PATH", os.defpath)])
