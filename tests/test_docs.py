@@ -124,9 +124,13 @@ def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -
     group: Any = typer.main.get_command(cli.app)
     for name, command in group.commands["ckpt"].commands.items():
         known[f"ckpt {name}"] = {option for each in command.params for option in each.opts} | {"--help"}
+    known["run"] = {option for each in group.commands["run"].params for option in each.opts} | {"--help"}
     for page, words in _commands():
         if words[0] == "ckpt":
             words = [" ".join(words[:2]), *words[2:]]
+        if words[0] == "run":  # what stands after the script is the script's
+            script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
+            words = [word.partition("=")[0].replace("_", "-") for word in words[:script]]
         assert words[0] in (*known, "explain"), (page, words)
         if words[0] in known:
             assert {word for word in words if word.startswith("--")} <= known[words[0]], (page, words)
@@ -159,3 +163,16 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     assert not [page.name for page in (ROOT / "docs").glob("*.md") if page.stem != "index" and page.name not in index]
+
+
+def test_the_table_of_run_options_is_complete() -> None:
+    """Each option is in the page, by one of its names; of `--rdzv-...` the ends."""
+    text = (ROOT / "docs/launch.md").read_text(encoding="utf-8").replace("_", "-")
+    text = text.replace(
+        "`--rdzv-backend`, `-endpoint`, `-id`, `-conf`", "--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf"
+    )
+    group: Any = typer.main.get_command(cli.app)
+    shown = [each for each in group.commands["run"].params if not getattr(each, "hidden", False)]
+    named = {each.name: [word for word in each.opts if word.startswith("-")] for each in shown}
+    missing = [name for name, words in named.items() if words and not any(re.search(rf"{w}\b", text) for w in words)]
+    assert missing == []
