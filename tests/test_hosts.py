@@ -214,6 +214,12 @@ def test_slurm_with_a_task_for_each_rank():
     assert 20000 <= port < 30000
 
 
+@pytest.mark.parametrize("given", [{"nproc_per_node": "2"}, {"max_restarts": 1}, {"tee": "3"}])
+def test_what_needs_an_agent_is_refused_where_slurm_starts_each_rank(given: dict):
+    with pytest.raises(ConfigError, match=r"Slurm has started 4 processes.*has no meaning"):
+        decide(Options(**given), slurm(0, "2(x2)", "a,b"))
+
+
 def test_slurm_with_a_task_on_each_node():
     plans = [decide(Options(nproc_per_node="4"), slurm(rank, "1(x2)", "a[1-2]")) for rank in range(2)]
     assert [plan.rank for plan in plans if isinstance(plan, Node)] == [0, 1]

@@ -28,6 +28,8 @@ def run(script: str, arguments: list[str] | None = None, **given: Any) -> None:
     the script's.
     """
     options = {name: value for name, value in given.items() if name.replace("_", "-") not in REFUSED}
+    if options["launcher"] is not None:
+        options["launcher"] = options["launcher"].lower()
     raise typer.Exit(run_script(Options(**options), script, arguments or []))
 
 

@@ -17,6 +17,12 @@ from shardfold.launch.scheduler import Task
 
 __all__ = ["Hosts", "Node", "Rank", "decide", "exported", "script_command"]
 
+# Options that need a process here that starts the ranks.
+FOR_AGENTS = (
+    "nproc_per_node", "num_gpus", "nnodes", "num_nodes", "max_restarts", "redirects", "tee", "local_ranks_filter",
+    "enable_each_rank_log", "virtual_local_rank", "bind_cores_to_rank",
+)  # fmt: skip
+
 DEFAULT_PORT = 29500
 DEEPSPEED_HOSTFILE = "/job/hostfile"
 
@@ -170,10 +176,12 @@ def of_task(options: Options, task: Task, pool: Mapping[str, int] | None) -> Nod
             slots = dict(chosen)[name]
             node = replace(node, name=name, slots=tuple(slots), procs=str(len(slots)))
         return node
-    if options.procs is not None or options.max_restarts or options.nodes[1] > 1:
+    for_agents = [name for name in FOR_AGENTS if getattr(options, name) != getattr(Options, name)]
+    if for_agents:
+        name = for_agents[0].replace("_", "-")
         raise ConfigError(
-            f"{task.scheduler} has started {task.size} processes, one for each rank, so --nproc-per-node, --nnodes and "
-            "--max-restarts have no meaning: leave them out, or let it start one process on each node."
+            f"{task.scheduler} has started {task.size} processes, one for each rank, so --{name} has no meaning: "
+            "leave it out, or let it start one process on each node."
         )
     variables = {
         "RANK": task.rank, "WORLD_SIZE": task.size, "LOCAL_RANK": task.local_rank, "LOCAL_WORLD_SIZE": task.local_size,
