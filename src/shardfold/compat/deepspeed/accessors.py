@@ -1,0 +1,163 @@
+"""The engine's questions about its config, each a method of DeepSpeed's, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardfold.compat.deepspeed.config import Settings
+from shardfold.compat.deepspeed.config_keys import KEYS
+
+__all__ = ["ConfigAccessors"]
+
+ZERO = "zero_optimization."
+PATHS: Mapping[str, str] = {
+    **{f"zero_{name}": ZERO + name for name in (
+        "reduce_scatter", "overlap_comm", "sub_group_size", "reduce_bucket_size", "allgather_bucket_size",
+        "contiguous_gradients", "load_from_fp32_weights", "elastic_checkpoint", "allgather_partitions",
+        "round_robin_gradients", "ignore_unused_parameters", "hpz_partition_size", "quantized_weights",
+        "quantized_gradients", "quantized_nontrainable_weights", "compute_grad_norm",
+    )},
+    "zero_hpz_partition_size": ZERO + "zero_hpz_partition_size",
+    "zero_quantized_weights": ZERO + "zero_quantized_weights",
+    "zero_quantized_gradients": ZERO + "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": ZERO + "zero_quantized_nontrainable_weights",
+    "zero_multi_rank_bucket_allreduce": ZERO + "use_multi_rank_bucket_allreduce",
+    "zero_max_live_parameters": ZERO + "stage3_max_live_parameters",
+    "zero_max_reuse_distance": ZERO + "stage3_max_reuse_distance",
+    "zero_prefetch_bucket_size": ZERO + "stage3_prefetch_bucket_size",
+    "zero_param_persistence_threshold": ZERO + "stage3_param_persistence_threshold",
+    "zero_model_persistence_threshold": ZERO + "stage3_model_persistence_threshold",
+    "zero_gather_16bit_weights_on_model_save": ZERO + "stage3_gather_16bit_weights_on_model_save",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "loss_scale": "fp16.loss_scale",
+    "gradient_clipping": "gradient_clipping",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "steps_per_print": "steps_per_print",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "memory_breakdown": "memory_breakdown",
+    "dump_state": "dump_state",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "flops_profiler_module_depth": "flops_profiler.module_depth",
+    "flops_profiler_top_modules": "flops_profiler.top_modules",
+    "flops_profiler_detailed": "flops_profiler.detailed",
+    "flops_profiler_output_file": "flops_profiler.output_file",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "tensorboard_enabled": "tensorboard.enabled",
+    "tensorboard_output_path": "tensorboard.output_path",
+    "tensorboard_job_name": "tensorboard.job_name",
+}  # fmt: skip
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class ConfigAccessors:
+    """Methods named as DeepSpeed's that tell what the config says, with DeepSpeed's defaults."""
+
+    _settings: Settings
+
+    def _setting(self, path: str) -> Any:
+        if path in self._settings.values:
+            return self._settings[path]
+        found: Any = self._settings.raw
+        for part in path.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found if found is not None or path not in KEYS else KEYS[path].default
+
+    def zero_optimization(self) -> bool:
+        """Whether the stage is 1, 2 or 3."""
+        return self._settings.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return self._settings.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether the stage is 2 or 3."""
+        return self._settings.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether the stage is 3."""
+        return self._settings.stage >= 3
+
+    def zero_offload_optimizer(self) -> Any:
+        """That section of the config, or None."""
+        return self._section("offload_optimizer")
+
+    def zero_offload_param(self) -> Any:
+        """That section of the config, or None."""
+        return self._section("offload_param")
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the config asks for the optimizer's state on the host."""
+        return (self.zero_offload_optimizer() or {}).get("device") == "cpu"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the config asks for the optimizer's state off the device."""
+        return (self.zero_offload_optimizer() or {}).get("device") in ("cpu", "nvme")
+
+    def _section(self, name: str) -> Any:
+        return self._settings.raw.get("zero_optimization", {}).get(name)
+
+    def postscale_gradients(self) -> bool:
+        """The contrary of the config's ``prescale_gradients``."""
+        return not self._setting("prescale_gradients")
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Arguments of the config's optimizer."""
+        return self._settings.optimizer[1] if self._settings.optimizer else None
+
+    def scheduler_name(self) -> str | None:
+        """Type of the config's scheduler."""
+        return self._settings.scheduler[0] if self._settings.scheduler else None
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Arguments of the config's scheduler."""
+        return self._settings.scheduler[1] if self._settings.scheduler else None
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches; else each ``step()`` ends an accumulation."""
+        return self._settings.raw.get("managed_gradient_accumulation", True)
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether fp16's loss scale moves."""
+        return not self._setting("fp16.loss_scale")
+
+    def initial_dynamic_scale(self) -> float:
+        """The first of fp16's dynamic loss scales."""
+        return 2.0 ** self._setting("fp16.initial_scale_power")
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of the model's parameters, and in which gradients accumulate."""
+        precision = self._settings.precision
+        return DTYPES[precision.compute], DTYPES[precision.grads]
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """In which gradients are reduced."""
+        return DTYPES[self._settings.precision.reduce]
+
+
+def _reads(path: str) -> Callable[[ConfigAccessors], Any]:
+    def read(self: ConfigAccessors) -> Any:
+        return self._setting(path)
+
+    read.__doc__ = f"The config's ``{path}``."
+    return read
+
+
+for _name, _path in PATHS.items():
+    setattr(ConfigAccessors, _name, _reads(_path))

@@ -1,0 +1,87 @@
+"""Which optimizer and schedule ``initialize`` uses: what it was given, or what the config says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardfold.compat.deepspeed.config import Settings
+from shardfold.compat.deepspeed.optimizers import make_optimizer, make_scheduler
+from shardfold.compat.deepspeed.refused import WrongArgument
+
+__all__ = ["chosen_optimizer", "chosen_scheduler"]
+
+
+def chosen_optimizer(given: Any, settings: Settings, model: nn.Module, model_parameters: Any) -> Optimizer | None:
+    """The optimizer that ``initialize`` was given, or makes; None for an engine that only runs forward.
+
+    Args:
+        given: an optimizer, a callable that makes one of ``model_parameters``, or None.
+        settings: with type and arguments of the config's optimizer, if it has one.
+        model: whose parameters are the default.
+        model_parameters: parameters or groups of them, in any iterable; None: all of the model's.
+
+    Raises:
+        WrongArgument: two optimizers are given, or one of another kind; or there is nothing to optimize.
+    """
+    section = settings.optimizer
+    if given is None and section is None:
+        return None
+    if given is not None and section is not None:
+        raise WrongArgument(
+            f"initialize() was given an optimizer, and the config's optimizer.type is {section[0]!r}: take one of them "
+            "away."
+        )
+    if isinstance(given, Optimizer):
+        optimizer = given
+    else:
+        parameters = list(model.parameters() if model_parameters is None else model_parameters)
+        if not parameters:
+            raise WrongArgument(
+                "initialize(model_parameters=...) is empty, so there is nothing to optimize: give parameters or groups "
+                "of them, or leave it out for all of the model's."
+            )
+        if section is not None:
+            optimizer = make_optimizer(*section, parameters, model=model)
+        elif callable(given):
+            optimizer = given(parameters)
+        else:
+            raise WrongArgument(
+                f"initialize(optimizer=...) was given a {type(given).__name__}: give a torch.optim.Optimizer, or a "
+                "function that makes one of parameters."
+            )
+    if not isinstance(optimizer, Optimizer):
+        raise WrongArgument(
+            f"the function given as initialize(optimizer=...) made a {type(optimizer).__name__}: it has to return a "
+            "torch.optim.Optimizer."
+        )
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer
+
+
+def chosen_scheduler(given: Any, settings: Settings, basic: Optimizer, shown: Optimizer) -> Any:
+    """The schedule that ``initialize`` was given, or makes; None if there is none.
+
+    Args:
+        given: a schedule, a callable that makes one of an optimizer, or None.
+        settings: with type and arguments of the config's scheduler, if it has one.
+        basic: the optimizer itself, whose groups a callable gets.
+        shown: the one that ``initialize`` returns.
+
+    Raises:
+        WrongArgument: it is a schedule of another optimizer.
+    """
+    if given is None:
+        return make_scheduler(*settings.scheduler, shown) if settings.scheduler is not None else None
+    if callable(given):
+        return given(basic)
+    its = getattr(given, "optimizer", None)
+    known = {id(group) for group in basic.param_groups}
+    if isinstance(its, Optimizer) and not any(id(group) in known for group in its.param_groups):
+        raise WrongArgument(
+            f"initialize(lr_scheduler=...) was given a {type(given).__name__} of another optimizer than the one that "
+            "is used: make it of that one, or give a function that makes it of an optimizer."
+        )
+    return given

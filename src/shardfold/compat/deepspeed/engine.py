@@ -1,0 +1,535 @@
+"""``DeepSpeedEngine``: DeepSpeed's words for what :class:`shardfold.Engine` does.
+
+DeepSpeed divides each loss by the number of micro-batches and sums their gradients; the engine underneath divides
+gradients as they arrive. ``backward()`` here divides the loss, so that fp16 sees the very numbers that it sees under
+DeepSpeed, and tells the engine not to divide. A ``loss.backward()`` of the user's is divided by the engine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardfold.compat.deepspeed import saving
+from shardfold.compat.deepspeed.accessors import ConfigAccessors
+from shardfold.compat.deepspeed.config import Settings
+from shardfold.compat.deepspeed.optimizer import EngineOptimizer
+from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
+from shardfold.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from shardfold.compat.deepspeed.utils.logging import log_dist
+from shardfold.engine import Engine
+from shardfold.numerics.clipping import Clip
+
+__all__ = ["DeepSpeedEngine"]
+
+
+class DeepSpeedEngine(ConfigAccessors, nn.Module):
+    """What ``deepspeed.initialize`` returns first; it makes them.
+
+    Attributes that the engine does not have are the model's.
+
+    Args:
+        model: as it came; ``engine.module`` is that object.
+        settings: of its config.
+        optimizer: of the model's parameters, or None: the engine only runs forward.
+        args: its ``device_rank`` is the GPU to use, if it has one.
+        training_data: a dataset, or None.
+        collate_fn: of its loader.
+        mpu: whose data-parallel ranks are all ranks.
+
+    Attributes:
+        module: the model.
+        optimizer: an :class:`EngineOptimizer`, or None.
+        lr_scheduler: is stepped after each update, unless it is None.
+        training_dataloader: of ``training_data``, or None.
+        config: the dict that was given.
+        global_steps: accumulations that ``step()`` ended, skipped ones too.
+        global_samples: samples of these on all ranks.
+        micro_steps: calls of ``step()``.
+        skipped_steps: updates that were left out as gradients were inf or NaN.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        optimizer: Optimizer | None = None,
+        *,
+        args: Any = None,
+        training_data: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        mpu: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.config, self._settings = settings.raw, settings
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self.loaded_checkpoint_mp_world_size: int | None = None
+        self.training_data, self.collate_fn, self.mpu = training_data, collate_fn, mpu
+        self.enable_backward_allreduce = True
+        self.inside_no_sync_ctxt = False
+        self._train_batch, self._micro_batch = settings.train_batch_size, settings.micro_batch
+        self._boundary: bool | None = None  # as the user set it
+        self._stepping = self._step_applied = self._compiled = False
+        self._messages = 0  # of ranks to each other, of the face
+        self._norm: Any = None  # of the last step's gradients
+        self.losses: Tensor | None = None  # the sum of those since the last step, as they were divided
+        limit = settings.clip_norm or (math.inf if self.zero_compute_grad_norm() else None)  # pyright: ignore
+        self._core = Engine(
+            model, optimizer=optimizer, layout=settings.layout, precision=settings.precision,
+            activations=settings.activations, accumulate=settings.accumulate,
+            clip=Clip(norm=limit) if limit is not None else None,
+            loss_scale=settings.loss_scale if optimizer is not None else None,
+            mesh=settings.mesh, timing=settings.timing, device=_device(args),
+        )  # fmt: skip
+        self.device = self._core.device
+        self.global_rank, self.world_size = self._core.rank, self._core.world_size
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.dp_world_size = self.seq_dp_world_size = self.world_size
+        self.mp_world_size = 1
+        self.dist_backend = dist.get_backend() if dist.is_initialized() else None
+        self.data_parallel_group = dist.group.WORLD if dist.is_initialized() else None
+        self.basic_optimizer = optimizer
+        self.optimizer: EngineOptimizer | None = EngineOptimizer(self._core) if optimizer is not None else None
+        self.lr_scheduler: Any = None
+        self.param_names = {parameter: name for name, parameter in model.named_parameters()}
+        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self._tell_boundary()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}, nor has its module"
+            ) from None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._core.__reduce_ex__(protocol)  # refuses
+
+    # -- forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the model's forward."""
+        return self.module(*inputs, **kwargs)
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        """Sets the model's training mode."""
+        super().train(mode)
+        return self
+
+    def eval(self) -> DeepSpeedEngine:
+        """Sets the model's evaluation mode."""
+        return self.train(False)
+
+    # -- backward
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Runs backward of a loss that is first divided by the number of micro-batches per step.
+
+        Args:
+            loss: a scalar.
+            retain_graph: as in PyTorch.
+            scale_wrt_gas: False: the loss is divided already.
+
+        Returns:
+            The loss as it was divided.
+
+        Raises:
+            WrongCall: the engine has no optimizer, or it is no loss.
+        """
+        self._need_optimizer("backward()")
+        _check_loss(loss, "backward()")
+        core, accumulate = self._core, self._core.accumulate
+        if scale_wrt_gas and accumulate > 1:
+            loss = loss / accumulate
+        if accumulate > 1:
+            core.accumulate = 1
+        try:
+            core.backward(loss, retain_graph=retain_graph)
+        finally:
+            if accumulate > 1:
+                core.accumulate = accumulate
+        part = loss.detach()
+        self.losses = part if self.losses is None else self.losses + part
+        return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times fp16's loss scale, for ``engine.scale(loss).backward()``.
+
+        Raises:
+            WrongCall: the engine has no optimizer, or it is no loss.
+        """
+        self._need_optimizer("scale()")
+        _check_loss(loss, "scale()")
+        return self._core.scale(loss)
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Nothing: the backward before a step has reduced them."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside send nothing.
+
+        Raises:
+            WrongCall: the stage splits gradients, or this is inside another ``no_sync()``.
+        """
+        if self.zero_optimization_partition_gradients():
+            raise WrongCall(
+                f"engine.no_sync() is incompatible with the gradient partitioning of ZeRO stage "
+                f"{self.zero_optimization_stage()}: use it with stage 0 or 1, or engine.coalesce_grad_reduction()."
+            )
+        with self._unsent("no_sync()"):
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """The backwards inside are those of one step, and are reduced together.
+
+        Raises:
+            NotImplementedError: at stage 0.
+            WrongCall: this is inside another such context.
+        """
+        if not self.zero_optimization():
+            raise NotImplementedError("engine.coalesce_grad_reduction() needs ZeRO stage 1, 2 or 3, got stage 0.")
+        with self._unsent("coalesce_grad_reduction()"):
+            yield
+
+    @contextmanager
+    def _unsent(self, call: str) -> Iterator[None]:
+        if self.inside_no_sync_ctxt:
+            raise WrongCall(f"engine.{call} inside of another one: reentry is unsupported, leave that one first.")
+        self.inside_no_sync_ctxt = True
+        try:
+            with self._core.no_sync():
+                yield
+        finally:
+            self.inside_no_sync_ctxt = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients since the last step."""
+        if self._core.micro_batch:
+            self._core.zero_grad()
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of all gradients of the last step, before clipping; None before the first, or where
+        ``zero_optimization.compute_grad_norm`` is false and nothing is clipped."""
+        return None if self._norm is None else float(self._norm)
+
+    # -- the step
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-batch is the last before an update."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.managed_gradient_accumulation():
+            return self._stepping
+        return (self.micro_steps + 1) % self._core.accumulate == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on this says whether a micro-batch is the last before an update, and not their count.
+
+        Raises:
+            WrongCall: with ``managed_gradient_accumulation`` false ``step()`` says it.
+        """
+        if not self.managed_gradient_accumulation():
+            raise WrongCall(
+                "engine.set_gradient_accumulation_boundary() with managed_gradient_accumulation=false: each "
+                "engine.step() is the boundary there; leave the call out."
+            )
+        self._boundary = is_boundary
+        self._tell_boundary()
+
+    def _tell_boundary(self) -> None:
+        self._core.last_micro_batch = bool(self.is_gradient_accumulation_boundary())
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At the end of an accumulation updates the weights and steps the schedule; before it only counts.
+
+        Args:
+            lr_kwargs: arguments of the schedule's ``step()``.
+
+        Raises:
+            WrongCall: the engine has no optimizer, or this is inside ``no_sync()``.
+            NonFiniteError: gradients overflow although the loss scale is at its least.
+        """
+        if self.inside_no_sync_ctxt:
+            raise WrongCall("engine.step() inside of engine.no_sync(), which is illegal: call it behind the context.")
+        self._need_optimizer("step()")
+        self._step_applied = False
+        self._stepping = True
+        try:
+            if self.is_gradient_accumulation_boundary():
+                self._take_model_step(lr_kwargs or {})
+        finally:
+            self._stepping = False
+        self.micro_steps += 1
+        self._tell_boundary()
+
+    def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
+        assert self.optimizer is not None
+        self._core.last_micro_batch = True
+        samples = self.train_batch_size()
+        if not self.managed_gradient_accumulation():
+            samples = samples // self._core.accumulate * self._core.micro_batch
+        self.optimizer.step()
+        report = self.optimizer.report
+        assert report is not None
+        if report.skipped:
+            self.skipped_steps += 1
+        else:
+            self._norm = report.norm
+            self._step_applied = True
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        self.losses = None
+        self.global_steps += 1
+        self.global_samples += samples
+        every = self.steps_per_print()  # pyright: ignore[reportAttributeAccessIssue]
+        if every and self.global_steps % every == 0:
+            self._report_progress(self.global_steps)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` updated the weights."""
+        return self._step_applied
+
+    def _report_progress(self, step: int) -> None:
+        log_dist(
+            f"step={step}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}", ranks=[0]
+        )
+
+    def _need_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise WrongCall(
+                f"engine.{call} without an optimizer: initialize() must provide one, by optimizer= or in the config, to "
+                "train."
+            )
+
+    # -- numbers
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale; 1.0 without fp16."""
+        return self.optimizer.loss_scale if self.optimizer is not None else 1.0
+
+    def get_lr(self) -> list[float]:
+        """Learning rates by group."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Momenta by group: ``betas``, or ``momentum`` of SGD and RMSprop."""
+        return self._of_groups("momentum" if self.optimizer_name() in ("SGD", "RMSprop") else "betas")
+
+    def get_type(self) -> list[Any]:
+        """The groups' own ``type``, 0.0 where they have none."""
+        return self._of_groups("type")
+
+    def _of_groups(self, name: str) -> list[Any]:
+        return [group.get(name, 0.0) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def optimizer_name(self) -> str | None:
+        """The class of an optimizer that was given, or the config's type."""
+        if self._settings.optimizer is not None:
+            return self._settings.optimizer[0]
+        return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
+
+    def train_batch_size(self) -> int:
+        """Samples per update on all ranks."""
+        assert self._train_batch is not None
+        return self._train_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and backward."""
+        assert self._micro_batch is not None
+        return self._micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._core.accumulate
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """``train_batch_size``, ``train_micro_batch_size_per_gpu``, ``gradient_accumulation_steps``."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the number of micro-batches per update; their size stays.
+
+        Raises:
+            WrongArgument: a ``ValueError``: it is no multiple of the ranks' micro-batches.
+        """
+        part = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size <= 0 or train_batch_size % part:
+            raise WrongArgument(
+                f"engine.set_train_batch_size({train_batch_size}): it must be divisible by the micro-batches of all "
+                f"ranks, {self.train_micro_batch_size_per_gpu()} x {self.dp_world_size} = {part}."
+            )
+        self._train_batch = train_batch_size
+        self._core.accumulate = train_batch_size // part
+        self._tell_boundary()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the size of micro-batches, and with it that of the batch; their number stays."""
+        self._micro_batch = micro_batch_size
+        self._train_batch = micro_batch_size * self._core.accumulate * self.dp_world_size
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank."""
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """0: there is no model parallelism."""
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> None:
+        """None: there is no sequence parallelism."""
+
+    # -- data
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader of this rank's share of a dataset.
+
+        Args:
+            dataset: of map or iterable style.
+            batch_size: None: the micro-batch's.
+            route: ``"train"`` shuffles; ``"eval"`` and ``"predict"`` do not.
+            pin_memory: for a GPU.
+            data_sampler: None: PyTorch's ``DistributedSampler``.
+            collate_fn: None: the one given to ``initialize``, or PyTorch's.
+            num_local_io_workers: processes that read.
+        """
+        ranks = (self.dp_world_size, self.global_rank)
+        if data_sampler is None and route != "train":
+            data_sampler = torch.utils.data.DistributedSampler(dataset, *ranks, shuffle=False)
+        return DeepSpeedDataLoader(
+            dataset, batch_size or self.train_micro_batch_size_per_gpu(), world_size=ranks[0], rank=ranks[1],
+            collate_fn=collate_fn or self.collate_fn, data_sampler=data_sampler,
+            drop_last=self.dataloader_drop_last(),  # pyright: ignore[reportAttributeAccessIssue]
+            pin_memory=pin_memory and self.device.type == "cuda", num_workers=num_local_io_workers or 0,
+        )  # fmt: skip
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, Any], Any]) -> None:
+        """Of the training loader: called with each batch."""
+        if self.training_dataloader is not None:
+            self.training_dataloader.post_process_func = post_process_func
+
+    # -- saving
+
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: dict[str, Any] = {},  # noqa: B006  # DeepSpeed's signature, which clients inspect
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """See :func:`shardfold.compat.deepspeed.saving.save_checkpoint`."""
+        return saving.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """See :func:`shardfold.compat.deepspeed.saving.load_checkpoint`."""
+        return saving.load_checkpoint(
+            self, load_dir, tag, strict=load_module_strict, optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states, module_only=load_module_only, custom=custom_load_fn,
+        )  # fmt: skip
+
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """See :func:`shardfold.compat.deepspeed.saving.save_16bit_model`."""
+        return saving.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir: Any, save_filename: str = "pytorch_model.bin") -> bool:
+        """The older name of :meth:`save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's state dict; at stage 3 whole values on the CPU, which every rank takes part in making."""
+        return saving.module_state_dict(self, destination, prefix, keep_vars, exclude_frozen_parameters)
+
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Takes the model's values from ``checkpoint["module"]``, which every rank has."""
+        saving.load_module_state_dict(self, checkpoint["module"], strict, custom_load_fn)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole values in the compute dtype on the CPU of rank 0, None on others; every rank calls it."""
+        if not self.zero_optimization_partition_weights():
+            raise WrongArgument("_zero3_consolidated_16bit_state_dict() needs ZeRO stage 3: use module_state_dict().")
+        return saving.consolidated(self, exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    # -- the end
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Compiles the model, in place."""
+        if not self._compiled:
+            self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
+            self._compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self._compiled
+
+    def destroy(self) -> None:
+        """Takes the hooks off the model and gives back what the engine holds."""
+        self._core.close()
+
+
+def _check_loss(loss: Any, call: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            what = "a tensor that no parameter leads to"
+        raise WrongCall(
+            f"engine.{call} was given {what}: it takes a scalar loss; for gradients of outputs call their backward()."
+        )
+
+
+def _device(args: Any) -> torch.device | None:
+    number = getattr(args, "device_rank", None)
+    return torch.device("cuda", number) if number is not None and torch.cuda.is_available() else None

@@ -1,0 +1,109 @@
+"""``deepspeed.initialize``: a model and a config in, an engine out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from shardfold.compat.deepspeed import comm
+from shardfold.compat.deepspeed.choosing import chosen_optimizer, chosen_scheduler
+from shardfold.compat.deepspeed.config import read
+from shardfold.compat.deepspeed.engine import DeepSpeedEngine
+from shardfold.compat.deepspeed.refused import WrongArgument
+from shardfold.compat.deepspeed.utils.logging import log_dist
+
+__all__ = ["initialize"]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Makes an engine that trains ``model`` as the config says.
+
+    Args:
+        args: whatever a command line gave: ``deepspeed_config`` is the config, ``device_rank`` the GPU.
+        model: required; it becomes the engine's.
+        optimizer: a ``torch.optim.Optimizer``, or a callable that makes one of ``model_parameters``; in place of the
+            config's.
+        model_parameters: parameters or groups of them to optimize; None: all of the model's.
+        training_data: a dataset, of which the engine makes a loader.
+        lr_scheduler: a schedule, or a callable that makes one of the optimizer; None: the config's.
+        distributed_port: of rank 0, where no launcher says it.
+        mpu: whose data-parallel ranks are all ranks.
+        dist_init_required: False: ``torch.distributed`` must be initialized already.
+        collate_fn: of the loader.
+        config: a dict, or the path of a JSON file.
+        mesh_param: ``(data-parallel, sequence-parallel)`` sizes, of which the second is 1.
+        config_params: the older name of ``config``.
+
+    Returns:
+        The engine, its optimizer, the loader and the schedule; None for what there is not.
+
+    Raises:
+        ConfigError: an argument or the config can not be honoured; a sentence says why.
+    """
+    if not isinstance(model, nn.Module):
+        given = "no model" if model is None else f"a {type(model).__name__}"
+        raise WrongArgument(f"initialize(model=...) was given {given}: it requires a torch.nn.Module.")
+    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    settings = read(_config(args, config, config_params))
+    _check_parallelism(mpu, mesh_param)
+    basic = chosen_optimizer(optimizer, settings, model, model_parameters)
+    engine = DeepSpeedEngine(
+        model, settings, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu
+    )
+    if hasattr(args, "local_rank"):
+        args.local_rank = engine.local_rank
+    if settings.stage == 3:
+        from shardfold.compat.deepspeed import zero
+
+        zero.note_parameters(engine)
+    if basic is not None and engine.optimizer is not None:
+        engine.lr_scheduler = chosen_scheduler(lr_scheduler, settings, basic, engine.optimizer)
+    for note in settings.notes:
+        log_dist(f"{note.key} = {note.value!r}: {note.why}", ranks=[0], level=logging.WARNING)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config(args: Any, config: Any, config_params: Any) -> Any:
+    """The one config that was given."""
+    given = {
+        "config=": config, "config_params=": config_params if config is None else None,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }  # fmt: skip
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(found) != 1:
+        raise WrongArgument(
+            f"initialize() was given {' and '.join(found) or 'no config'}: it requires one config, as config= or as "
+            "args.deepspeed_config."
+        )
+    return next(iter(found.values()))
+
+
+def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
+    ranks = comm.get_world_size()
+    if mpu is not None and mpu.get_data_parallel_world_size() != ranks:
+        raise WrongArgument(
+            f"initialize(mpu=...) has {mpu.get_data_parallel_world_size()} data-parallel ranks of {ranks}: model "
+            "parallelism is not here; stage 3 of zero_optimization makes a model fit."
+        )
+    if mesh_param is not None and tuple(mesh_param) != (ranks, 1):
+        raise WrongArgument(
+            f"initialize(mesh_param={mesh_param!r}): sequence parallelism is not here, so it is ({ranks}, 1) or None."
+        )

@@ -1,0 +1,368 @@
+"""Checkpoints by DeepSpeed's calls: ours, in a folder per tag beside DeepSpeed's file ``latest``."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardfold.bundle import named_state, whole_segments
+from shardfold.checkpoint.deepspeed import DeepSpeedFolder
+from shardfold.checkpoint.folders import LATEST, deepspeed_folder
+from shardfold.checkpoint.format import INDEX
+from shardfold.checkpoint.imports import import_from
+from shardfold.checkpoint.reader import Checkpoint
+from shardfold.checkpoint.trees import encode
+from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
+from shardfold.compat.deepspeed.utils.logging import log_dist
+from shardfold.errors import CheckpointError
+from shardfold.rng import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from shardfold.compat.deepspeed.engine import DeepSpeedEngine
+
+__all__ = [
+    "client_state_of",
+    "consolidated",
+    "load_checkpoint",
+    "load_module_state_dict",
+    "module_state_dict",
+    "save_16bit_model",
+    "save_checkpoint",
+]
+
+FACE = "deepspeed"  # of what the face keeps beside the user's own
+SCRIPT = '''#!/usr/bin/env python
+"""Writes the fp32 weights of this checkpoint as files of PyTorch: python zero_to_fp32.py . OUTPUT_DIR"""
+
+from shardfold.compat.deepspeed.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+# -- saving
+
+
+def save_checkpoint(
+    engine: DeepSpeedEngine,
+    save_dir: Any,
+    tag: Any,
+    client_state: Mapping[str, Any],
+    save_latest: bool,
+    exclude_frozen_parameters: bool,
+) -> bool:
+    """Writes a checkpoint that any stage and number of ranks loads; every rank calls it.
+
+    It is there, and ``latest`` names it, when all ranks have written their part, or never.
+
+    Args:
+        save_dir: a folder that all hosts share.
+        tag: the name of the checkpoint's folder in it; None: ``global_step<N>``.
+        client_state: more to keep, rank 0's. What is no number, string, list, dict or tensor is pickled.
+        save_latest: False leaves the file ``latest`` as it is.
+        exclude_frozen_parameters: leaves out what the optimizer does not have.
+
+    Returns:
+        True.
+
+    Raises:
+        CheckpointError: it can not be written; what was there before is as it was.
+        WrongCall: ranks give different tags, and the config's ``checkpoint.tag_validation`` is ``"Fail"``.
+    """
+    if not save_dir:
+        raise WrongArgument(f"engine.save_checkpoint(save_dir={save_dir!r}): it is the path of a folder.")
+    tag = _one_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
+    folder = Path(save_dir)
+    if Path(tag).name != tag:
+        raise WrongArgument(f"engine.save_checkpoint(tag={tag!r}): it is the name of one folder, without slashes.")
+    frozen = "skip" if exclude_frozen_parameters and engine.optimizer is not None else "keep"
+    engine._core.save(
+        folder / tag, state=_packed(client_state) | {FACE: _own_state(engine)}, wait=True, frozen=frozen,
+        latest=save_latest,
+    )  # fmt: skip
+    if engine.global_rank == 0:
+        script = folder / "zero_to_fp32.py"
+        script.write_text(SCRIPT)
+        script.chmod(0o755)
+    return True
+
+
+def _one_tag(engine: DeepSpeedEngine, tag: str) -> str:
+    """Rank 0's tag; ranks that differ are told, or refused, as the config says."""
+    mode = engine._settings.tag_validation
+    said = _everyone(engine, tag)
+    if len(set(said)) > 1 and mode != "ignore":
+        told = (
+            f"the checkpoint tag name is not consistent across all ranks: {', '.join(dict.fromkeys(said))}; give every "
+            "rank the same."
+        )
+        if mode == "fail":
+            raise WrongCall(told)
+        log_dist(told + f" {said[0]!r} of rank 0 is used.", ranks=[0], level=logging.WARNING)
+    return said[0]
+
+
+def _everyone(engine: DeepSpeedEngine, text: str) -> list[str]:
+    """What every rank says, by rank."""
+    engine._core._meet("engine.save_checkpoint() or engine.load_checkpoint()")
+    engine._messages += 1
+    return engine._core.agreement.exchange(f"{FACE}/{engine._messages}", text)
+
+
+def _own_state(engine: DeepSpeedEngine) -> dict[str, Any]:
+    schedule = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
+    return {
+        "global_steps": engine.global_steps, "global_samples": engine.global_samples,
+        "skipped_steps": engine.skipped_steps, "dp_world_size": engine.dp_world_size,
+        "mp_world_size": engine.mp_world_size, "zero_stage": engine.zero_optimization_stage(),
+        "lr_scheduler": _packed({"state": schedule}) if schedule is not None else None,
+    }  # fmt: skip
+
+
+def _packed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that a checkpoint keeps as they are, and the pickles of the others."""
+    plain: dict[str, Any] = {}
+    pickled: dict[str, Tensor] = {}
+    for name, value in state.items():
+        try:
+            encode(value, name, {})
+        except CheckpointError:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            pickled[name] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        else:
+            plain[name] = value
+    return {"plain": plain, "pickled": pickled}
+
+
+def _unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
+    said = dict(state.get("plain", {}))
+    for name, data in state.get("pickled", {}).items():
+        said[name] = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)
+    return said
+
+
+# -- loading
+
+
+def load_checkpoint(
+    engine: DeepSpeedEngine,
+    load_dir: Any,
+    tag: Any,
+    *,
+    strict: bool,
+    optimizer: bool,
+    scheduler: bool,
+    module_only: bool,
+    custom: Callable[..., Any] | None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Goes on from a checkpoint of ours or of DeepSpeed's, written under any stage and number of ranks.
+
+    Args:
+        load_dir: the folder that checkpoints were saved in.
+        tag: which one; None: the one that the file ``latest`` names.
+        strict: False loads the parameters that fit.
+        optimizer: False: the optimizer's state stays.
+        scheduler: False: the schedule's state stays.
+        module_only: parameters and buffers only.
+        custom: loads the model by itself: ``custom(src=state dict, dst=model)``; the optimizer's state stays.
+
+    Returns:
+        The checkpoint's path and the ``client_state`` that it was saved with; ``(None, None)`` without a tag and a
+        file ``latest``.
+
+    Raises:
+        CheckpointError: on all ranks: it is not there, not complete or damaged, or does not fit.
+    """
+    folder = Path(load_dir)
+    if tag is None and (folder / LATEST).is_file():
+        tag = (folder / LATEST).read_text().strip()
+    said = _everyone(engine, "" if tag is None else str(tag))
+    if len(set(said)) > 1:
+        raise CheckpointError(
+            f"engine.load_checkpoint({str(folder)!r}): ranks would load different tags: "
+            f"{', '.join(repr(one or None) for one in dict.fromkeys(said))}; give every rank the same."
+        )
+    if tag is None:
+        log_dist(
+            f"there is no file {folder / LATEST}, so nothing was loaded: give the tag of a checkpoint.",
+            ranks=[0], level=logging.WARNING,
+        )  # fmt: skip
+        return None, None
+    path = folder / str(tag)
+    weights_only = module_only or not optimizer or engine.optimizer is None
+    foreign = not (path / INDEX).is_file() and deepspeed_folder(path) is not None
+    with _imported(engine, path) if foreign else _as_it_is(path) as source:
+        random = rng_state()
+        if custom is not None:
+            with Checkpoint(source) as checkpoint:
+                state = {n: checkpoint.parameter(n) for p in checkpoint.index.parameters for n in (p.name, *p.also)}
+                state |= {name: checkpoint.buffer(name) for name in checkpoint.buffers}
+            load_module_state_dict(engine, state, strict, custom)
+        else:
+            engine._core.load(source, weights_only=weights_only, strict=strict)
+        set_rng_state(random)  # DeepSpeed's checkpoints have none
+        client, own = client_state_of(source)
+    if foreign:
+        own = _foreign_state(path)
+    if not module_only:
+        engine.global_steps, engine.skipped_steps = own["global_steps"], own["skipped_steps"]
+        engine.global_samples = own.get("global_samples", engine.global_steps * engine.train_batch_size())
+        if scheduler and engine.lr_scheduler is not None and own.get("lr_scheduler") is not None:
+            engine.lr_scheduler.load_state_dict(own["lr_scheduler"])
+    engine.loaded_checkpoint_dp_world_size = own.get("dp_world_size")
+    engine.loaded_checkpoint_mp_world_size = own.get("mp_world_size")
+    engine._tell_boundary()
+    return str(path), client
+
+
+def client_state_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ``client_state`` of a checkpoint of ours, and what the face kept beside it."""
+    with Checkpoint(path) as checkpoint:
+        state, step = checkpoint.run().get("state", {}), checkpoint.index.step
+    own = dict(state.get(FACE) or {"global_steps": step, "skipped_steps": 0})
+    if own.get("lr_scheduler") is not None:
+        own["lr_scheduler"] = _unpacked(own["lr_scheduler"])["state"]
+    if FACE in state:
+        return _unpacked(state), own
+    return dict(state), own  # saved by shardfold.Engine
+
+
+@contextmanager
+def _as_it_is(path: Path) -> Iterator[Path]:
+    yield path
+
+
+@contextmanager
+def _imported(engine: DeepSpeedEngine, path: Path) -> Iterator[Path]:
+    """A checkpoint of ours, made by rank 0 of one of DeepSpeed's, beside its run until all have read it.
+
+    Raises:
+        CheckpointError: on all ranks: it can not be read, or there is no room beside it.
+    """
+    said, problem = "", None
+    if engine.global_rank == 0:
+        try:
+            target = tempfile.mkdtemp(prefix=f".{path.parent.name}-", dir=path.parent.parent)
+            said = f"+{import_from(path, Path(target) / path.name).path}"
+        except (CheckpointError, OSError) as error:
+            said, problem = f"!{error}", error
+    said = _everyone(engine, said)[0]
+    if said.startswith("!"):
+        raise CheckpointError(said[1:]) from problem
+    try:
+        yield Path(said[1:])
+        _everyone(engine, "read")
+    finally:
+        if engine.global_rank == 0:
+            shutil.rmtree(Path(said[1:]).parent, ignore_errors=True)
+
+
+def _foreign_state(path: Path) -> dict[str, Any]:
+    """What the face keeps, of one of DeepSpeed's folders."""
+    model = DeepSpeedFolder.open(path)._model
+    names = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size", "lr_scheduler")
+    return {"global_steps": 0, "skipped_steps": 0} | {name: model[name] for name in names if name in model}
+
+
+# -- the model's values
+
+
+def module_state_dict(
+    engine: DeepSpeedEngine,
+    destination: dict[str, Any] | None,
+    prefix: str,
+    keep_vars: bool,
+    exclude_frozen_parameters: bool,
+) -> dict[str, Any]:
+    """See :meth:`DeepSpeedEngine.module_state_dict`."""
+    if engine.zero_optimization_partition_weights():
+        state: dict[str, Any] = {} if destination is None else destination
+        whole = _whole(engine, exclude_frozen_parameters, everywhere=True)
+        assert whole is not None
+        state.update({prefix + name: value for name, value in whole.items()})
+        return state
+    state = engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)  # pyright: ignore
+    if exclude_frozen_parameters:
+        for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+            if not parameter.requires_grad:
+                state.pop(prefix + name, None)
+    return state
+
+
+def consolidated(engine: DeepSpeedEngine, exclude_frozen_parameters: bool) -> dict[str, Tensor] | None:
+    """Whole values in the dtype that forward reads, on the CPU of rank 0; None on others."""
+    return _whole(engine, exclude_frozen_parameters, everywhere=False)
+
+
+def _whole(engine: DeepSpeedEngine, exclude_frozen: bool, *, everywhere: bool) -> dict[str, Tensor] | None:
+    """16 MiB, or one segment, are whole on the device at a time."""
+    core = engine._core
+    core._meet("a consolidated state dict", follow=True)
+    keeps = everywhere or core.rank == 0
+    segments = [s for unit in core.units for s in unit.segments]
+    segments = [s for s in segments if not exclude_frozen or any(p.requires_grad for p in s.parameters)]
+    shards = [
+        (s, s.rest, core.layout.rest.over) if s.rest is not None else (s, s.master, core.layout.master.over)
+        for s in segments
+    ]
+    values: dict[int, Tensor] = {}
+    for segment, flat in whole_segments(core.actions, shards, "a consolidated state dict"):  # pyright: ignore
+        if keeps:
+            whole = flat.cpu()
+            for parameter, view in zip(segment.parameters, segment.views_of(whole), strict=True):
+                if parameter.requires_grad or not exclude_frozen:
+                    values[id(parameter)] = view.clone()
+    return named_state(engine.module, values) if keeps else None
+
+
+def load_module_state_dict(
+    engine: DeepSpeedEngine, state: Mapping[str, Tensor], strict: bool, custom: Callable[..., Any] | None
+) -> None:
+    """See :meth:`DeepSpeedEngine.load_module_state_dict`."""
+    if custom is None:
+        engine._core.load_state_dict(state, strict=strict)
+        return
+    with engine._core.gathered(write=True):
+        custom(src=state, dst=engine.module)
+
+
+def save_16bit_model(
+    engine: DeepSpeedEngine, save_dir: Any, save_filename: str, exclude_frozen_parameters: bool
+) -> bool:
+    """Writes the weights that forward reads as one file of ``torch.save``; every rank calls it.
+
+    Args:
+        save_dir: is made if it is not there.
+        save_filename: of the file, which rank 0 writes.
+        exclude_frozen_parameters: leaves out what needs no gradient.
+
+    Returns:
+        Whether it was written: at stage 3 not without ``stage3_gather_16bit_weights_on_model_save``.
+    """
+    target = Path(save_dir) / save_filename
+    if engine.zero_optimization_partition_weights() and not engine._settings.gather_16bit_on_save:
+        log_dist(
+            f"{target} was not written, as stage3_gather_16bit_weights_on_model_save is false.",
+            ranks=[0], level=logging.WARNING,
+        )  # fmt: skip
+        return False
+    state = consolidated(engine, exclude_frozen_parameters)
+    if state is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.writing")
+        torch.save(state, draft)
+        os.replace(draft, target)
+    engine._core._meet("the end of engine.save_16bit_model()")
+    return True
