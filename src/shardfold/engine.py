@@ -263,7 +263,7 @@ class Engine:
 
     @property
     def last_micro_batch(self) -> bool | None:
-        """Whether the next backward is the last before a step (None: each ``accumulate``-th is), on all ranks alike. Set
+        """Whether the next backward is the last before a step, on all ranks alike; None: each ``accumulate``-th is. Set
         to True behind a backward that was not, it lets :meth:`step` reduce what that left."""
         return self._runner.last
 

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed import saving
 from shardfold.compat.deepspeed.accessors import ConfigAccessors
+from shardfold.compat.deepspeed.batches import Batches
 from shardfold.compat.deepspeed.config import Settings
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
-from shardfold.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.engine import Engine
 from shardfold.numerics.clipping import Clip
@@ -31,7 +31,7 @@ from shardfold.numerics.clipping import Clip
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(ConfigAccessors, nn.Module):
+class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
     """What ``deepspeed.initialize`` returns first; it makes them.
 
     Attributes that the engine does not have are the model's.
@@ -306,15 +306,12 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
         return self._step_applied
 
     def _report_progress(self, step: int) -> None:
-        log_dist(
-            f"step={step}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}", ranks=[0]
-        )
+        log_dist(f"step={step}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}", ranks=[0])
 
     def _need_optimizer(self, call: str) -> None:
         if self.optimizer is None:
             raise WrongCall(
-                f"engine.{call} without an optimizer: initialize() must provide one, by optimizer= or in the config, to "
-                "train."
+                f"engine.{call} without an optimizer: initialize() must provide one, by optimizer= or in the config."
             )
 
     # -- numbers
@@ -345,45 +342,6 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
             return self._settings.optimizer[0]
         return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
 
-    def train_batch_size(self) -> int:
-        """Samples per update on all ranks."""
-        assert self._train_batch is not None
-        return self._train_batch
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per rank and backward."""
-        assert self._micro_batch is not None
-        return self._micro_batch
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update."""
-        return self._core.accumulate
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """``train_batch_size``, ``train_micro_batch_size_per_gpu``, ``gradient_accumulation_steps``."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the number of micro-batches per update; their size stays.
-
-        Raises:
-            WrongArgument: a ``ValueError``: it is no multiple of the ranks' micro-batches.
-        """
-        part = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        if train_batch_size <= 0 or train_batch_size % part:
-            raise WrongArgument(
-                f"engine.set_train_batch_size({train_batch_size}): it must be divisible by the micro-batches of all "
-                f"ranks, {self.train_micro_batch_size_per_gpu()} x {self.dp_world_size} = {part}."
-            )
-        self._train_batch = train_batch_size
-        self._core.accumulate = train_batch_size // part
-        self._tell_boundary()
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the size of micro-batches, and with it that of the batch; their number stays."""
-        self._micro_batch = micro_batch_size
-        self._train_batch = micro_batch_size * self._core.accumulate * self.dp_world_size
-
     def get_data_parallel_rank(self) -> int:
         """This rank."""
         return self.global_rank
@@ -396,44 +354,6 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
 
     def get_sequence_parallel_group(self) -> None:
         """None: there is no sequence parallelism."""
-
-    # -- data
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> DeepSpeedDataLoader:
-        """A loader of this rank's share of a dataset.
-
-        Args:
-            dataset: of map or iterable style.
-            batch_size: None: the micro-batch's.
-            route: ``"train"`` shuffles; ``"eval"`` and ``"predict"`` do not.
-            pin_memory: for a GPU.
-            data_sampler: None: PyTorch's ``DistributedSampler``.
-            collate_fn: None: the one given to ``initialize``, or PyTorch's.
-            num_local_io_workers: processes that read.
-        """
-        ranks = (self.dp_world_size, self.global_rank)
-        if data_sampler is None and route != "train":
-            data_sampler = torch.utils.data.DistributedSampler(dataset, *ranks, shuffle=False)
-        return DeepSpeedDataLoader(
-            dataset, batch_size or self.train_micro_batch_size_per_gpu(), world_size=ranks[0], rank=ranks[1],
-            collate_fn=collate_fn or self.collate_fn, data_sampler=data_sampler,
-            drop_last=self.dataloader_drop_last(),  # pyright: ignore[reportAttributeAccessIssue]
-            pin_memory=pin_memory and self.device.type == "cuda", num_workers=num_local_io_workers or 0,
-        )  # fmt: skip
-
-    def set_data_post_process_func(self, post_process_func: Callable[[Any, Any], Any]) -> None:
-        """Of the training loader: called with each batch."""
-        if self.training_dataloader is not None:
-            self.training_dataloader.post_process_func = post_process_func
 
     # -- saving
 

@@ -49,7 +49,7 @@ class EngineOptimizer(DeepSpeedOptimizer, Optimizer):
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.optimizer.param_groups = groups
 
     @property

@@ -231,7 +231,7 @@ def client_state_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The ``client_state`` of a checkpoint of ours, and what the face kept beside it."""
     with Checkpoint(path) as checkpoint:
         state, step = checkpoint.run().get("state", {}), checkpoint.index.step
-    own = dict(state.get(FACE) or {"global_steps": step, "skipped_steps": 0})
+    own: dict[str, Any] = dict(state.get(FACE) or {"global_steps": step, "skipped_steps": 0})
     if own.get("lr_scheduler") is not None:
         own["lr_scheduler"] = _unpacked(own["lr_scheduler"])["state"]
     if FACE in state:

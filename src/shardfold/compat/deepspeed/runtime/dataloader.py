@@ -68,8 +68,10 @@ class DeepSpeedDataLoader:
             )
         if data_sampler is None and not stream:
             data_sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
-        self.dataset, self.batch_size, self.data_sampler = dataset, batch_size, data_sampler
-        self.collate_fn, self.post_process_func = collate_fn, None
+        self.dataset, self.batch_size = dataset, batch_size
+        self.data_sampler: Any = data_sampler
+        self.collate_fn = collate_fn
+        self.post_process_func: Callable[[Any, Any], Any] | None = None
         self.dataloader: DataLoader[Any] = DataLoader(
             dataset, batch_size=batch_size, sampler=data_sampler, collate_fn=collate_fn, drop_last=drop_last,
             pin_memory=pin_memory, num_workers=num_workers,

@@ -1,0 +1,110 @@
+"""How large batches are, and the loader that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from shardfold.compat.deepspeed.config import Settings
+from shardfold.compat.deepspeed.refused import WrongArgument
+from shardfold.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+
+if TYPE_CHECKING:
+    from shardfold.engine import Engine
+
+__all__ = ["Batches"]
+
+
+class Batches:
+    """The part of a ``DeepSpeedEngine`` that tells and changes the batch triad."""
+
+    _core: Engine
+    _settings: Settings
+    _train_batch: int | None
+    _micro_batch: int | None
+    device: torch.device
+    dp_world_size: int
+    global_rank: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    training_dataloader: DeepSpeedDataLoader | None
+
+    def _tell_boundary(self) -> None:
+        raise NotImplementedError
+
+    def train_batch_size(self) -> int:
+        """Samples per update on all ranks."""
+        assert self._train_batch is not None
+        return self._train_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and backward."""
+        assert self._micro_batch is not None
+        return self._micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._core.accumulate
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """``train_batch_size``, ``train_micro_batch_size_per_gpu``, ``gradient_accumulation_steps``."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the number of micro-batches per update; their size stays.
+
+        Raises:
+            WrongArgument: a ``ValueError``: it is no multiple of the ranks' micro-batches.
+        """
+        part = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size <= 0 or train_batch_size % part:
+            raise WrongArgument(
+                f"engine.set_train_batch_size({train_batch_size}): it must be divisible by the micro-batches of all "
+                f"ranks, {self.train_micro_batch_size_per_gpu()} x {self.dp_world_size} = {part}."
+            )
+        self._train_batch = train_batch_size
+        self._core.accumulate = train_batch_size // part
+        self._tell_boundary()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the size of micro-batches, and with it that of the batch; their number stays."""
+        self._micro_batch = micro_batch_size
+        self._train_batch = micro_batch_size * self._core.accumulate * self.dp_world_size
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader of this rank's share of a dataset.
+
+        Args:
+            dataset: of map or iterable style.
+            batch_size: None: the micro-batch's.
+            route: ``"train"`` shuffles; ``"eval"`` and ``"predict"`` do not.
+            pin_memory: for a GPU.
+            data_sampler: None: PyTorch's ``DistributedSampler``.
+            collate_fn: None: the one given to ``initialize``, or PyTorch's.
+            num_local_io_workers: processes that read.
+        """
+        ranks = (self.dp_world_size, self.global_rank)
+        if data_sampler is None and route != "train":
+            data_sampler = DistributedSampler(dataset, *ranks, shuffle=False)
+        return DeepSpeedDataLoader(
+            dataset, batch_size or self.train_micro_batch_size_per_gpu(), world_size=ranks[0], rank=ranks[1],
+            collate_fn=collate_fn or self.collate_fn, data_sampler=data_sampler,
+            drop_last=self._settings.drop_last,
+            pin_memory=pin_memory and self.device.type == "cuda", num_workers=num_local_io_workers or 0,
+        )  # fmt: skip
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, Any], Any]) -> None:
+        """Of the training loader: called with each batch."""
+        if self.training_dataloader is not None:
+            self.training_dataloader.post_process_func = post_process_func
