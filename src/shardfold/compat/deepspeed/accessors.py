@@ -130,7 +130,7 @@ class ConfigAccessors:
 
     def managed_gradient_accumulation(self) -> bool:
         """Whether the engine counts micro-batches; else each ``step()`` ends an accumulation."""
-        return self._settings.raw.get("managed_gradient_accumulation", True)
+        return self._setting("managed_gradient_accumulation")
 
     def dynamic_loss_scale(self) -> bool:
         """Whether fp16's loss scale moves."""
