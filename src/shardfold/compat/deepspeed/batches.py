@@ -25,7 +25,6 @@ class Batches:
     _settings: Settings
     _train_batch: int | None
     _micro_batch: int | None
-    device: torch.device
     dp_world_size: int
     global_rank: int
     collate_fn: Callable[[list[Any]], Any] | None
@@ -101,7 +100,7 @@ class Batches:
             dataset, batch_size or self.train_micro_batch_size_per_gpu(), world_size=ranks[0], rank=ranks[1],
             collate_fn=collate_fn or self.collate_fn, data_sampler=data_sampler,
             drop_last=self._settings.drop_last,
-            pin_memory=pin_memory and self.device.type == "cuda", num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and torch.cuda.is_available(), num_workers=num_local_io_workers or 0,
         )  # fmt: skip
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, Any], Any]) -> None:

@@ -8,10 +8,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed.config import Settings
+from shardfold.compat.deepspeed.optimizer import EngineOptimizer
 from shardfold.compat.deepspeed.optimizers import make_optimizer, make_scheduler
 from shardfold.compat.deepspeed.refused import WrongArgument
 
-__all__ = ["chosen_optimizer", "chosen_scheduler"]
+__all__ = ["check_scheduler", "chosen_optimizer", "chosen_scheduler"]
 
 
 def chosen_optimizer(given: Any, settings: Settings, model: nn.Module, model_parameters: Any) -> Optimizer | None:
@@ -61,27 +62,28 @@ def chosen_optimizer(given: Any, settings: Settings, model: nn.Module, model_par
     return optimizer
 
 
-def chosen_scheduler(given: Any, settings: Settings, basic: Optimizer, shown: Optimizer) -> Any:
-    """The schedule that ``initialize`` was given, or makes; None if there is none.
-
-    Args:
-        given: a schedule, a callable that makes one of an optimizer, or None.
-        settings: with type and arguments of the config's scheduler, if it has one.
-        basic: the optimizer itself, whose groups a callable gets.
-        shown: the one that ``initialize`` returns.
-
+def check_scheduler(given: Any, optimizer: Optimizer) -> None:
+    """
     Raises:
         WrongArgument: it is a schedule of another optimizer.
     """
-    if given is None:
-        return make_scheduler(*settings.scheduler, shown) if settings.scheduler is not None else None
-    if callable(given):
-        return given(basic)
     its = getattr(given, "optimizer", None)
-    known = {id(group) for group in basic.param_groups}
+    known = {id(group) for group in optimizer.param_groups}
     if isinstance(its, Optimizer) and not any(id(group) in known for group in its.param_groups):
         raise WrongArgument(
             f"initialize(lr_scheduler=...) was given a {type(given).__name__} of another optimizer than the one that "
             "is used: make it of that one, or give a function that makes it of an optimizer."
         )
-    return given
+
+
+def chosen_scheduler(given: Any, settings: Settings, optimizer: EngineOptimizer) -> Any:
+    """The schedule that ``initialize`` was given, or makes; None if there is none.
+
+    Args:
+        given: a schedule, a callable that makes one of the inner optimizer, or None.
+        settings: with type and arguments of the config's scheduler, if it has one.
+        optimizer: the one that ``initialize`` returns.
+    """
+    if given is None:
+        return make_scheduler(*settings.scheduler, optimizer) if settings.scheduler is not None else None
+    return given(optimizer.optimizer) if callable(given) else given

@@ -83,6 +83,14 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         self._messages = 0  # of ranks to each other, of the face
         self._norm: Any = None  # of the last step's gradients
         self.losses: Tensor | None = None  # the sum of those since the last step, as they were divided
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.dp_world_size = self.seq_dp_world_size = self.world_size
+        self.mp_world_size = 1
+        self.dist_backend = dist.get_backend() if dist.is_initialized() else None
+        self.data_parallel_group = dist.group.WORLD if dist.is_initialized() else None
+        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         limit = settings.clip_norm or (math.inf if self.zero_compute_grad_norm() else None)  # pyright: ignore
         self._core = Engine(
             model, optimizer=optimizer, layout=settings.layout, precision=settings.precision,
@@ -92,17 +100,10 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
             mesh=settings.mesh, timing=settings.timing, device=_device(args),
         )  # fmt: skip
         self.device = self._core.device
-        self.global_rank, self.world_size = self._core.rank, self._core.world_size
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.dp_world_size = self.seq_dp_world_size = self.world_size
-        self.mp_world_size = 1
-        self.dist_backend = dist.get_backend() if dist.is_initialized() else None
-        self.data_parallel_group = dist.group.WORLD if dist.is_initialized() else None
         self.basic_optimizer = optimizer
         self.optimizer: EngineOptimizer | None = EngineOptimizer(self._core) if optimizer is not None else None
         self.lr_scheduler: Any = None
         self.param_names = {parameter: name for name, parameter in model.named_parameters()}
-        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._tell_boundary()
 
     def __getattr__(self, name: str) -> Any:
@@ -224,8 +225,8 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
             self._core.zero_grad()
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of all gradients of the last step, before clipping; None before the first, or where
-        ``zero_optimization.compute_grad_norm`` is false and nothing is clipped."""
+        """The norm of all gradients of the last step, before clipping; inf if that was skipped, and None before the
+        first, or where ``zero_optimization.compute_grad_norm`` is false and nothing is clipped."""
         return None if self._norm is None else float(self._norm)
 
     # -- the step
@@ -289,6 +290,7 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         assert report is not None
         if report.skipped:
             self.skipped_steps += 1
+            self._norm = math.inf
         else:
             self._norm = report.norm
             self._step_applied = True

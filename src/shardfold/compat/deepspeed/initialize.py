@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardfold.compat.deepspeed import comm
-from shardfold.compat.deepspeed.choosing import chosen_optimizer, chosen_scheduler
+from shardfold.compat.deepspeed.choosing import check_scheduler, chosen_optimizer, chosen_scheduler
 from shardfold.compat.deepspeed.config import read
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.refused import WrongArgument
@@ -64,17 +64,23 @@ def initialize(
     settings = read(_config(args, config, config_params))
     _check_parallelism(mpu, mesh_param)
     basic = chosen_optimizer(optimizer, settings, model, model_parameters)
+    if basic is not None:
+        check_scheduler(lr_scheduler, basic)
     engine = DeepSpeedEngine(
         model, settings, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu
     )
-    if hasattr(args, "local_rank"):
-        args.local_rank = engine.local_rank
+    try:
+        if engine.optimizer is not None:
+            engine.lr_scheduler = chosen_scheduler(lr_scheduler, settings, engine.optimizer)
+    except BaseException:
+        engine.destroy()
+        raise
     if settings.stage == 3:
         from shardfold.compat.deepspeed import zero
 
         zero.note_parameters(engine)
-    if basic is not None and engine.optimizer is not None:
-        engine.lr_scheduler = chosen_scheduler(lr_scheduler, settings, basic, engine.optimizer)
+    if hasattr(args, "local_rank"):
+        args.local_rank = engine.local_rank
     for note in settings.notes:
         log_dist(f"{note.key} = {note.value!r}: {note.why}", ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
