@@ -11,6 +11,7 @@ from shardfold.compat.deepspeed.config import Settings
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer
 from shardfold.compat.deepspeed.optimizers import make_optimizer, make_scheduler
 from shardfold.compat.deepspeed.refused import WrongArgument
+from shardfold.compat.deepspeed.runtime import lr_schedules
 
 __all__ = ["check_scheduler", "chosen_optimizer", "chosen_scheduler"]
 
@@ -84,6 +85,11 @@ def chosen_scheduler(given: Any, settings: Settings, optimizer: EngineOptimizer)
         settings: with type and arguments of the config's scheduler, if it has one.
         optimizer: the one that ``initialize`` returns.
     """
-    if given is None:
-        return make_scheduler(*settings.scheduler, optimizer) if settings.scheduler is not None else None
-    return given(optimizer.optimizer) if callable(given) else given
+    if given is not None:
+        return given(optimizer.optimizer) if callable(given) else given
+    if settings.scheduler is None:
+        return None
+    name, params = settings.scheduler
+    if name in lr_schedules.VALID_LR_SCHEDULES:
+        return getattr(lr_schedules, name)(optimizer, **params)
+    return make_scheduler(name, params, optimizer)

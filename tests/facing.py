@@ -1,0 +1,74 @@
+"""What the tests of DeepSpeed's face train, and the same in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from shardfold.compat.deepspeed.engine import DeepSpeedEngine
+
+STEPS, RANKS, ROWS = 4, 2, 3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    return torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+def config(stage: int = 2, accumulate: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": accumulate, "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage}, "steps_per_print": None, **more,
+    }  # fmt: skip
+
+
+def adamw(**more: Any) -> dict[str, Any]:
+    return {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, **more}}
+
+
+def reference(accumulate: int, dtype: torch.dtype, clip: float = 0.5) -> tuple[list[float], list[float], list[Tensor]]:
+    """Losses of rank 0, norms and weights of the same training in plain PyTorch: fp32 masters, copies in ``dtype``."""
+    master = build()
+    optimizer = AdamW(master.parameters(), lr=0.01, weight_decay=0.1)
+    losses: list[float] = []
+    norms: list[float] = []
+    for step in range(STEPS):
+        model = build().to(dtype)
+        with torch.no_grad():
+            for low, high in zip(model.parameters(), master.parameters(), strict=True):
+                low.copy_(high)
+        for high in master.parameters():
+            high.grad = torch.zeros_like(high)
+        for micro in range(accumulate):
+            for rank in range(RANKS):
+                loss = loss_of(model, batch(step, micro, rank).to(dtype))
+                if rank == 0:
+                    losses.append(loss.item())
+                for high, grad in zip(
+                    master.parameters(), torch.autograd.grad(loss / accumulate, list(model.parameters())), strict=True
+                ):
+                    high.grad += grad.float() / RANKS  # type: ignore[operator]
+        norms.append(float(nn.utils.clip_grad_norm_(master.parameters(), clip)))
+        optimizer.step()
+    return losses, norms, [p.detach() for p in master.parameters()]
+
+
+def near(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(wanted), rtol=2e-5, atol=2e-6)
+
+
+def weights(engine: DeepSpeedEngine) -> list[Tensor]:
+    return list(engine._core.state_dict().values())
