@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from facing import DTYPES, RANKS, ROWS, STEPS, adamw, batch, build, config, loss_of, near, reference, weights
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from facing import DTYPES, RANKS, ROWS, STEPS, adamw, batch, build, config, loss_of, near, reference, weights
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.initialize import initialize
 from shardfold.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
-
 
 # -- training
 
@@ -143,12 +142,12 @@ def overflow(accumulate: int) -> list[Any]:
     assert optimizer.cur_scale == optimizer.loss_scale == engine.cur_scale == 256.0 and optimizer.dynamic_loss_scale
     seen: list[Any] = []
     for step in range(3):
+        before = weights(engine)
         for micro in range(accumulate):
             loss = loss_of(engine, batch(step, micro, engine.global_rank))
             if step == 1 and engine.global_rank == 1:
                 loss = loss * float("inf")
             engine.backward(loss)
-            before = weights(engine) if micro == accumulate - 1 else []
             engine.step()
         changed = any(not torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
         seen.append((changed, engine.was_step_applied(), optimizer.overflow, engine.cur_scale, schedule.get_last_lr()))

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+import shardfold as sf
 from facing import ROWS, adamw, batch, build, config, loss_of, near, weights
+from shardfold.compat.deepspeed.engine import DeepSpeedEngine
+from shardfold.compat.deepspeed.initialize import initialize
+from shardfold.compat.deepspeed.utils import zero_to_fp32
+from shardfold.errors import CheckpointError, ConfigError
+from shardfold.testing import Ranks
 from test_deepspeed_checkpoint import STEPS as THEIR_STEPS
 from test_deepspeed_checkpoint import Net, Run
 from test_deepspeed_checkpoint import batch as their_batch
 from test_deepspeed_checkpoint import groups as their_groups
 from test_deepspeed_checkpoint import save as save_as_theirs
 from test_deepspeed_checkpoint import train as train_theirs
-from torch import Tensor, nn
-
-import shardfold as sf
-from shardfold.compat.deepspeed.engine import DeepSpeedEngine
-from shardfold.compat.deepspeed.initialize import initialize
-from shardfold.compat.deepspeed.utils import zero_to_fp32
-from shardfold.errors import CheckpointError, ConfigError
-from shardfold.testing import Ranks
 
 FIRST, MORE = 3, 2  # steps before and behind the checkpoint
 BATCH = 2 * ROWS
@@ -149,7 +149,7 @@ def parts(folder: str) -> None:
     assert seen == list(engine.module.state_dict()) and at([torch.ones_like(w) for w in last])
     engine.destroy()
 
-    wider = nn.Sequential(*build(), nn.Linear(3, 3))
+    wider = nn.Sequential(*build().children(), nn.Linear(3, 3))
     engine = start(3, wider)
     with pytest.raises(CheckpointError, match=r"missing.*5\.(bias|weight)"):
         engine.load_checkpoint(folder)

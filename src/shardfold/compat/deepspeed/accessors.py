@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from shardfold.compat.deepspeed.config import Settings
-from shardfold.compat.deepspeed.config_keys import KEYS
 
 __all__ = ["ConfigAccessors"]
 
@@ -17,8 +16,7 @@ PATHS: Mapping[str, str] = {
     **{f"zero_{name}": ZERO + name for name in (
         "reduce_scatter", "overlap_comm", "sub_group_size", "reduce_bucket_size", "allgather_bucket_size",
         "contiguous_gradients", "load_from_fp32_weights", "elastic_checkpoint", "allgather_partitions",
-        "round_robin_gradients", "ignore_unused_parameters", "hpz_partition_size", "quantized_weights",
-        "quantized_gradients", "quantized_nontrainable_weights", "compute_grad_norm",
+        "round_robin_gradients", "ignore_unused_parameters", "compute_grad_norm",
     )},
     "zero_hpz_partition_size": ZERO + "zero_hpz_partition_size",
     "zero_quantized_weights": ZERO + "zero_quantized_weights",
@@ -70,12 +68,7 @@ class ConfigAccessors:
     _settings: Settings
 
     def _setting(self, path: str) -> Any:
-        if path in self._settings.values:
-            return self._settings[path]
-        found: Any = self._settings.raw
-        for part in path.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return found if found is not None or path not in KEYS else KEYS[path].default
+        return self._settings.values[path]
 
     def zero_optimization(self) -> bool:
         """Whether the stage is 1, 2 or 3."""

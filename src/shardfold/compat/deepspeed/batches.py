@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DistributedSampler
 
-from shardfold.compat.deepspeed.config import Settings
+from shardfold.compat.deepspeed.config import DeepSpeedConfig, Settings
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 
@@ -23,8 +23,7 @@ class Batches:
 
     _core: Engine
     _settings: Settings
-    _train_batch: int | None
-    _micro_batch: int | None
+    _config: DeepSpeedConfig
     dp_world_size: int
     global_rank: int
     collate_fn: Callable[[list[Any]], Any] | None
@@ -35,13 +34,13 @@ class Batches:
 
     def train_batch_size(self) -> int:
         """Samples per update on all ranks."""
-        assert self._train_batch is not None
-        return self._train_batch
+        assert self._config.train_batch_size is not None
+        return self._config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and backward."""
-        assert self._micro_batch is not None
-        return self._micro_batch
+        assert self._config.train_micro_batch_size_per_gpu is not None
+        return self._config.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per update."""
@@ -63,14 +62,14 @@ class Batches:
                 f"engine.set_train_batch_size({train_batch_size}): it must be divisible by the micro-batches of all "
                 f"ranks, {self.train_micro_batch_size_per_gpu()} x {self.dp_world_size} = {part}."
             )
-        self._train_batch = train_batch_size
-        self._core.accumulate = train_batch_size // part
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = self._core.accumulate = train_batch_size // part
         self._tell_boundary()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the size of micro-batches, and with it that of the batch; their number stays."""
-        self._micro_batch = micro_batch_size
-        self._train_batch = micro_batch_size * self._core.accumulate * self.dp_world_size
+        self._config.train_micro_batch_size_per_gpu = micro_batch_size
+        self._config.train_batch_size = micro_batch_size * self._core.accumulate * self.dp_world_size
 
     def deepspeed_io(
         self,

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from shardfold.compat.deepspeed import saving
 from shardfold.compat.deepspeed.accessors import ConfigAccessors
 from shardfold.compat.deepspeed.batches import Batches
-from shardfold.compat.deepspeed.config import Settings
+from shardfold.compat.deepspeed.config import DeepSpeedConfig
+from shardfold.compat.deepspeed.observers import Observers
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
-from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.engine import Engine
 from shardfold.numerics.clipping import Clip
 
@@ -38,7 +38,7 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
 
     Args:
         model: as it came; ``engine.module`` is that object.
-        settings: of its config.
+        config: as it was read.
         optimizer: of the model's parameters, or None: the engine only runs forward.
         args: its ``device_rank`` is the GPU to use, if it has one.
         training_data: a dataset, or None.
@@ -60,7 +60,7 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        settings: Settings,
+        config: DeepSpeedConfig,
         optimizer: Optimizer | None = None,
         *,
         args: Any = None,
@@ -70,6 +70,7 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
     ) -> None:
         super().__init__()
         self.module = model
+        self._config, settings = config, config.settings
         self.config, self._settings = settings.raw, settings
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.loaded_checkpoint_dp_world_size: int | None = None
@@ -77,12 +78,10 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         self.training_data, self.collate_fn, self.mpu = training_data, collate_fn, mpu
         self.enable_backward_allreduce = True
         self.inside_no_sync_ctxt = False
-        self._train_batch, self._micro_batch = settings.train_batch_size, settings.micro_batch
         self._boundary: bool | None = None  # as the user set it
         self._stepping = self._step_applied = self._compiled = False
         self._messages = 0  # of ranks to each other, of the face
         self._norm: Any = None  # of the last step's gradients
-        self.losses: Tensor | None = None  # the sum of those since the last step, as they were divided
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -103,6 +102,8 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         self.basic_optimizer = optimizer
         self.optimizer: EngineOptimizer | None = EngineOptimizer(self._core) if optimizer is not None else None
         self.lr_scheduler: Any = None
+        self.observers = Observers(settings, self._core, self)
+        self.monitor, self.flops_profiler = self.observers.monitor, self.observers.flops_profiler
         self.param_names = {parameter: name for name, parameter in model.named_parameters()}
         self._tell_boundary()
 
@@ -124,7 +125,8 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model's forward."""
-        return self.module(*inputs, **kwargs)
+        with self.observers.phase("forward"):
+            return self.module(*inputs, **kwargs)
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """Sets the model's training mode."""
@@ -154,17 +156,17 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         self._need_optimizer("backward()")
         _check_loss(loss, "backward()")
         core, accumulate = self._core, self._core.accumulate
+        self.observers.note_loss(loss if scale_wrt_gas else loss.detach() * accumulate)
         if scale_wrt_gas and accumulate > 1:
             loss = loss / accumulate
         if accumulate > 1:
             core.accumulate = 1
         try:
-            core.backward(loss, retain_graph=retain_graph)
+            with self.observers.phase("backward"):
+                core.backward(loss, retain_graph=retain_graph)
         finally:
             if accumulate > 1:
                 core.accumulate = accumulate
-        part = loss.detach()
-        self.losses = part if self.losses is None else self.losses + part
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -285,7 +287,8 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         samples = self.train_batch_size()
         if not self.managed_gradient_accumulation():
             samples = samples // self._core.accumulate * self._core.micro_batch
-        self.optimizer.step()
+        with self.observers.phase("step"):
+            self.optimizer.step()
         report = self.optimizer.report
         assert report is not None
         if report.skipped:
@@ -296,19 +299,15 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
             self._step_applied = True
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
-        self.losses = None
         self.global_steps += 1
         self.global_samples += samples
-        every = self.steps_per_print()  # pyright: ignore[reportAttributeAccessIssue]
-        if every and self.global_steps % every == 0:
-            self._report_progress(self.global_steps)
+        self.observers.after_step(
+            report, step=self.global_steps, samples=self.global_samples, rates=self.get_lr(), momenta=self.get_mom()
+        )
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` updated the weights."""
         return self._step_applied
-
-    def _report_progress(self, step: int) -> None:
-        log_dist(f"step={step}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}", ranks=[0])
 
     def _need_optimizer(self, call: str) -> None:
         if self.optimizer is None:
@@ -340,9 +339,9 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
 
     def optimizer_name(self) -> str | None:
         """The class of an optimizer that was given, or the config's type."""
-        if self._settings.optimizer is not None:
-            return self._settings.optimizer[0]
-        return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
+        if self._settings.optimizer is not None or self.basic_optimizer is None:
+            return self._config.optimizer_name
+        return type(self.basic_optimizer).__name__
 
     def get_data_parallel_rank(self) -> int:
         """This rank."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardfold.compat.deepspeed import comm
 from shardfold.compat.deepspeed.choosing import check_scheduler, chosen_optimizer, chosen_scheduler
-from shardfold.compat.deepspeed.config import read
+from shardfold.compat.deepspeed.config import DeepSpeedConfig, said
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.utils.logging import log_dist
@@ -61,13 +61,14 @@ def initialize(
         given = "no model" if model is None else f"a {type(model).__name__}"
         raise WrongArgument(f"initialize(model=...) was given {given}: it requires a torch.nn.Module.")
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    settings = read(_config(args, config, config_params))
+    view = DeepSpeedConfig(_config(args, config, config_params))
+    settings = view.settings
     _check_parallelism(mpu, mesh_param)
     basic = chosen_optimizer(optimizer, settings, model, model_parameters)
     if basic is not None:
         check_scheduler(lr_scheduler, basic)
     engine = DeepSpeedEngine(
-        model, settings, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu
+        model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu
     )
     try:
         if engine.optimizer is not None:
@@ -81,8 +82,8 @@ def initialize(
         zero.note_parameters(engine)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
-    for note in settings.notes:
-        log_dist(f"{note.key} = {note.value!r}: {note.why}", ranks=[0], level=logging.WARNING)
+    if settings.notes:
+        log_dist(said(settings.notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

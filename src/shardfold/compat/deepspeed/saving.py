@@ -223,6 +223,7 @@ def load_checkpoint(
             engine.lr_scheduler.load_state_dict(own["lr_scheduler"])
     engine.loaded_checkpoint_dp_world_size = own.get("dp_world_size")
     engine.loaded_checkpoint_mp_world_size = own.get("mp_world_size")
+    engine.observers.step = engine.global_steps
     engine._tell_boundary()
     return str(path), client
 
