@@ -67,9 +67,7 @@ def initialize(
     basic = chosen_optimizer(optimizer, settings, model, model_parameters)
     if basic is not None:
         check_scheduler(lr_scheduler, basic)
-    engine = DeepSpeedEngine(
-        model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu
-    )
+    engine = DeepSpeedEngine(model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu)
     try:
         if engine.optimizer is not None:
             engine.lr_scheduler = chosen_scheduler(lr_scheduler, settings, engine.optimizer)
