@@ -32,7 +32,7 @@ from shardfold.passes import Schedule
 from shardfold.presets import PRESETS
 
 if TYPE_CHECKING:
-    from shardfold import checkpoint, nn, numerics, optim
+    from shardfold import checkpoint, compat, nn, numerics, optim
     from shardfold.checkpoint import Checkpoint, load_model
     from shardfold.data import Loader, Sampler
     from shardfold.engine import Engine
@@ -68,6 +68,7 @@ __all__ = [
     "TrafficReport",
     "Wire",
     "checkpoint",
+    "compat",
     "engine_of",
     "load_model",
     "meta_init",
@@ -106,7 +107,7 @@ def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is first asked for, so that a command's help does not wait for it."""
     import importlib
 
-    if name in ("checkpoint", "nn", "numerics", "optim"):
+    if name in ("checkpoint", "compat", "nn", "numerics", "optim"):
         return importlib.import_module(f"shardfold.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

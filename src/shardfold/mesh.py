@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardfold.errors import LayoutError, UsageError, did_you_mean
 from shardfold.layout import DATA_AXES, Axes
 
-__all__ = ["DataMesh", "pick_device", "resolve_sizes"]
+__all__ = ["DataMesh", "default_backend", "pick_device", "resolve_sizes", "start_group"]
 
 
 def resolve_sizes(world: int, mesh: Mapping[str, int] | None, local: int | None = None) -> dict[str, int]:
@@ -88,8 +88,7 @@ class DataMesh:
         self._made: list[Any] = []  # groups that are this mesh's own
         self._process = os.getpid()
         self.control: Any = None
-        if self.owns_default_group:
-            atexit.register(self.close)
+        atexit.register(self.close)
         if self.world > 1:
             # The default store is the only key-value store that every rank is known to share.
             default = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
@@ -201,10 +200,19 @@ def _start(device: torch.device, timeout: timedelta) -> bool:
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    start_group(default_backend(device), timeout)
+    return True
+
+
+def default_backend(device: torch.device) -> str:
+    """``nccl`` where every rank of this machine has a GPU, else ``gloo``: NCCL refuses two ranks on one GPU."""
     shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > max(torch.cuda.device_count(), 1)
-    backend = "nccl" if device.type == "cuda" and not shared else "gloo"  # NCCL refuses two ranks on one GPU
+    return "nccl" if device.type == "cuda" and not shared else "gloo"
+
+
+def start_group(backend: str, timeout: timedelta, **where: Any) -> None:
+    """Initializes ``torch.distributed``; ``where`` is what ``init_process_group`` is told of ranks and stores."""
     # The first torch.optim optimizer imports torch._dynamo, and what that import does keeps every group there is
     # alive for good: destroy_process_group would not end its threads (see DataMesh.close). So it comes first.
     importlib.import_module("torch._dynamo")
-    dist.init_process_group(backend, timeout=timeout)
-    return True
+    dist.init_process_group(backend, timeout=timeout, **where)

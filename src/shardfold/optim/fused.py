@@ -30,13 +30,17 @@ CUDA_BLOCK = 64 * 1024 * 1024
 
 
 def fused_moments(optimizer: Optimizer) -> tuple[str, ...] | None:
-    """Names of the moments that the fused update keeps for this optimizer, or None if it can not stand in for it."""
+    """Names of the moments that the fused update keeps for this optimizer, or None if it can not stand in for it.
+
+    A class of another name, whose update is that of torch's, says so in an attribute ``same_as``.
+    """
     groups = optimizer.param_groups
+    kind = getattr(optimizer, "same_as", type(optimizer))
     if any(group.get("differentiable") or isinstance(group.get("lr"), Tensor) for group in groups):
         return None
-    if type(optimizer) in (Adam, AdamW):
+    if kind in (Adam, AdamW):
         return None if any(group.get("amsgrad") for group in groups) else ("exp_avg", "exp_avg_sq")
-    if type(optimizer) is SGD:
+    if kind is SGD:
         return ("momentum_buffer",) if any(group["momentum"] for group in groups) else ()
     return None
 

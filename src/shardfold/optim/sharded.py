@@ -49,7 +49,7 @@ def build(optimizer: Any, model: nn.Module) -> Optimizer:
         optimizer = optimizer([parameter for parameter in parameters if parameter.requires_grad])
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"optimizer= made a {type(optimizer).__name__}, which is no torch.optim.Optimizer.")
-    elif optimizer.state:
+    elif any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad's is made at once, at step 0
         raise ConfigError(
             f"the {type(optimizer).__name__} given as optimizer= has already stepped: "
             "its state belongs to whole parameters; build the engine before the first step."

@@ -1,1 +1,74 @@
-"""DeepSpeed's public face: what its users call, done by calling the engine."""
+"""DeepSpeed's public face: what its users call, done by calling the engine.
+
+The names are imported when they are first asked for. What DeepSpeed documents and is not here raises when it is used,
+with one sentence: :mod:`shardfold.compat.deepspeed.absent` lists it.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from shardfold.compat.deepspeed.lazy import attach
+from shardfold.compat.finder import VERSION
+
+__version__ = version = VERSION
+__version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
+__git_hash__ = git_hash = None
+__git_branch__ = git_branch = None
+HAS_TRITON = False
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "DeepSpeedConfig": "config",
+        "DeepSpeedConfigError": "config",
+        "DeepSpeedDataLoader": "runtime.dataloader",
+        "DeepSpeedEngine": "engine",
+        "DeepSpeedOptimizer": "runtime.base_optimizer",
+        "DeepSpeedOptimizerCallable": "runtime.base_optimizer",
+        "DeepSpeedSchedulerCallable": "runtime.base_optimizer",
+        "OnDevice": "utils.init_on_device",
+        "add_config_arguments": "arguments",
+        "add_tuning_arguments": "runtime.lr_schedules",
+        "checkpointing": "runtime.activation_checkpointing.checkpointing:",
+        "dist": "comm:",
+        "get_accelerator": "accelerator",
+        "init_distributed": "comm",
+        "initialize": "initialize",
+        "log_dist": "utils.logging",
+        "logger": "utils.logging",
+    },
+    (
+        "accelerator",
+        "autotuning",
+        "checkpoint",
+        "comm",
+        "compression",
+        "constants",
+        "inference",
+        "launcher",
+        "linear",
+        "module_inject",
+        "moe",
+        "monitor",
+        "ops",
+        "pipe",
+        "profiling",
+        "runtime",
+        "sequence",
+        "utils",
+        "zero",
+    ),
+)
+
+
+class _Face(ModuleType):
+    """Importing the submodule ``initialize`` would hide the function of that name behind it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "initialize" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face

@@ -1,0 +1,97 @@
+"""What DeepSpeed documents and the face does not do: each name can be imported, and says so when it is used."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from shardfold.errors import UsageError
+
+__all__ = ["ABSENT", "absent"]
+
+_INFERENCE = (
+    "inference kernels are not here; call the trained engine.module under torch.no_grad(), or save it with "
+    "engine.save_16bit_model and serve that"
+)
+_PIPELINE = "pipeline parallelism is not here; stage 3 of zero_optimization makes a model fit without cutting it up"
+_EXPERTS = (
+    "expert parallelism is not here; experts train right as ordinary modules, with stage 3 of zero_optimization to "
+    "make them fit"
+)
+_TENSOR = "tensor parallelism is not here; stage 3 of zero_optimization makes a model fit on data-parallel ranks"
+_SEQUENCE = "sequence parallelism is not here; activation checkpointing makes long sequences fit"
+_KERNEL = "the kernel is not here; use torch.nn.functional.scaled_dot_product_attention and torch.nn's layers"
+_COMPRESSION = "compression is not here; use torch.ao.quantization or torch.nn.utils.prune on engine.module"
+_TUNING = "the autotuner is not here; shardfold explain shows what a configuration holds and sends"
+_ONEBIT = "1-bit optimizers are not here; use torch.optim.Adam or deepspeed.ops.lamb.FusedLamb"
+_HYBRID = "the hybrid engine is not here; gather with deepspeed.zero.GatheredParameters and call generate()"
+_LINEAR = "quantized and LoRA layers are not here; use the peft library on the model before initialize()"
+
+#: ``{name below deepspeed: what is not here, and what to use in its place}``
+ABSENT: dict[str, str] = {
+    "init_inference": _INFERENCE,
+    "default_inference_config": _INFERENCE,
+    "InferenceEngine": _INFERENCE,
+    "DeepSpeedInferenceConfig": _INFERENCE,
+    "inference.engine.InferenceEngine": _INFERENCE,
+    "inference.config.DeepSpeedInferenceConfig": _INFERENCE,
+    "replace_transformer_layer": _INFERENCE,
+    "module_inject.replace_transformer_layer": _INFERENCE,
+    "tp_model_init": _TENSOR,
+    "set_autotp_mode": _TENSOR,
+    "module_inject.set_autotp_mode": _TENSOR,
+    "PipelineModule": _PIPELINE,
+    "PipelineEngine": _PIPELINE,
+    "pipe.PipelineModule": _PIPELINE,
+    "pipe.LayerSpec": _PIPELINE,
+    "pipe.TiedLayerSpec": _PIPELINE,
+    "pipe.ProcessTopology": _PIPELINE,
+    "moe.layer.MoE": _EXPERTS,
+    "moe.utils.split_params_into_different_moe_groups_for_optimizer": _EXPERTS,
+    "DeepSpeedHybridEngine": _HYBRID,
+    "DeepSpeedTransformerLayer": _KERNEL,
+    "DeepSpeedTransformerConfig": _KERNEL,
+    "ops.transformer.DeepSpeedTransformerLayer": _KERNEL,
+    "ops.transformer.DeepSpeedTransformerConfig": _KERNEL,
+    "ops.sparse_attention.SparseSelfAttention": _KERNEL,
+    "ops.sparse_attention.SparsityConfig": _KERNEL,
+    "runtime.fp16.onebit.OnebitAdam": _ONEBIT,
+    "runtime.fp16.onebit.OnebitLamb": _ONEBIT,
+    "runtime.fp16.onebit.ZeroOneAdam": _ONEBIT,
+    "compression.compress.init_compression": _COMPRESSION,
+    "compression.compress.redundancy_clean": _COMPRESSION,
+    "autotuning.Autotuner": _TUNING,
+    "sequence.layer.DistributedAttention": _SEQUENCE,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCE,
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCE,
+    "linear.OptimizedLinear": _LINEAR,
+    "linear.LoRAConfig": _LINEAR,
+    "linear.QuantizationConfig": _LINEAR,
+}
+
+
+class _Absent(type):
+    """A class of which nothing can be used; ``isinstance`` and ``issubclass`` of it work."""
+
+    reason: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(cls.reason)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UsageError(cls.reason)
+
+
+def absent(name: str) -> Any:
+    """The class or function of that name in :data:`ABSENT`, which raises ``UsageError`` when it is used."""
+    reason = f"deepspeed.{name}: {ABSENT[name]}."
+    short = name.rpartition(".")[2]
+    if short[0].isupper():
+        return _Absent(short, (), {"reason": reason, "__module__": f"deepspeed.{name.rpartition('.')[0]}".rstrip(".")})
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(reason)
+
+    refuse.__name__ = refuse.__qualname__ = short
+    return refuse

@@ -1,0 +1,5 @@
+"""Adagrad."""
+
+from shardfold.compat.deepspeed.ops.adagrad.cpu_adagrad import DeepSpeedCPUAdagrad
+
+__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,0 +1,195 @@
+"""DeepSpeed's learning-rate schedules: the curves of ``shardfold.optim``, with the methods that DeepSpeed's have.
+
+``last_batch_iteration`` counts calls of ``step()`` from -1; ``step(n)`` goes to ``n``; ``state_dict()`` has it alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardfold.errors import ConfigError
+from shardfold.optim import schedules
+
+__all__ = [
+    "VALID_LR_SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "add_tuning_arguments",
+    "get_config_from_args",
+    "get_lr_from_config",
+    "get_torch_optimizer",
+    "parse_arguments",
+]
+
+LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
+WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+
+
+def get_torch_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer, or the one inside of it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(candidate, Optimizer):
+            return candidate
+    raise ConfigError(f"{type(optimizer).__name__} is no torch.optim.Optimizer, nor has it one as .optimizer.")
+
+
+class _Iterations(LRScheduler):
+    """The methods; ``last_epoch`` is one more than ``last_batch_iteration``."""
+
+    @property
+    def last_batch_iteration(self) -> int:
+        return self.last_epoch - 1
+
+    @last_batch_iteration.setter
+    def last_batch_iteration(self, value: int) -> None:
+        self.last_epoch = value + 1
+
+    def step(self, last_batch_iteration: int | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Goes to the next iteration, or to the one given, and sets the rate of every group."""
+        self._step_count += 1
+        self.last_epoch = (self.last_epoch if last_batch_iteration is None else last_batch_iteration) + 1
+        self._update_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes to the iteration of the state, and sets the rate of every group."""
+        self.last_batch_iteration = state_dict["last_batch_iteration"]
+        self._update_lr()
+
+
+def _taking(curve: type[LRScheduler]) -> Callable[..., None]:
+    """The constructor of a curve, which takes what wraps an optimizer too."""
+
+    @functools.wraps(curve.__init__)
+    def construct(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        curve.__init__(self, get_torch_optimizer(optimizer), *args, **kwargs)
+
+    return construct
+
+
+class LRRangeTest(_Iterations, schedules.LRRangeTest):  # pyright: ignore[reportIncompatibleMethodOverride]
+    __doc__ = schedules.LRRangeTest.__doc__
+    __init__ = _taking(schedules.LRRangeTest)
+
+
+class OneCycle(_Iterations, schedules.OneCycle):  # pyright: ignore[reportIncompatibleMethodOverride]
+    __doc__ = schedules.OneCycle.__doc__
+    __init__ = _taking(schedules.OneCycle)
+
+
+class WarmupLR(_Iterations, schedules.WarmupLR):  # pyright: ignore[reportIncompatibleMethodOverride]
+    __doc__ = schedules.WarmupLR.__doc__
+    __init__ = _taking(schedules.WarmupLR)
+
+
+class WarmupDecayLR(WarmupLR, schedules.WarmupDecayLR):  # pyright: ignore[reportIncompatibleMethodOverride]
+    __doc__ = schedules.WarmupDecayLR.__doc__
+    __init__ = _taking(schedules.WarmupDecayLR)
+
+
+class WarmupCosineLR(_Iterations, schedules.WarmupCosineLR):  # pyright: ignore[reportIncompatibleMethodOverride]
+    __doc__ = schedules.WarmupCosineLR.__doc__
+    __init__ = _taking(schedules.WarmupCosineLR)
+
+
+#: Options of a command line: ``{name: (default, help)}``, by the schedules that read them. A False is a flag.
+_RANGE = {
+    "lr_range_test_min_lr": (0.001, "rate that the range test begins with"),
+    "lr_range_test_step_rate": (1.0, "growth of the rate in each interval, as a multiple of the first"),
+    "lr_range_test_step_size": (1000, "updates in an interval"),
+    "lr_range_test_staircase": (False, "the rate grows at the end of each interval at once"),
+}
+_CYCLE = {
+    "cycle_first_step_size": (1000, "updates of the rising half"),
+    "cycle_first_stair_count": (-1, "stairs of the rising half"),
+    "cycle_second_step_size": (-1, "updates of the falling half"),
+    "cycle_second_stair_count": (-1, "stairs of the falling half"),
+    "decay_step_size": (1000, "updates in an interval of the decay behind the cycle"),
+    "cycle_min_lr": (0.01, "least rate of the cycle"),
+    "cycle_max_lr": (0.1, "largest rate of the cycle"),
+    "decay_lr_rate": (0.0, "decay of the rate in each interval"),
+}
+_MOMENTUM = {
+    "cycle_min_mom": (0.8, "least momentum of the cycle"),
+    "cycle_max_mom": (0.9, "largest momentum of the cycle"),
+    "decay_mom_rate": (0.0, "growth of the momentum in each interval"),
+}
+_STEPS = {
+    "warmup_num_steps": (1000, "updates of the warm-up"),
+    "warmup_type": ("log", "how the rate rises: log or linear"),
+}
+_WARMUP = {
+    "warmup_min_lr": (0.0, "rate that the warm-up begins with"),
+    "warmup_max_lr": (0.001, "rate that it ends with"),
+    **_STEPS,
+}
+_COSINE = {
+    **_STEPS,
+    "warmup_min_ratio": (0.01, "share of the rate that the warm-up begins with"),
+    "cos_min_ratio": (0.01, "share of the rate that the cosine ends with"),
+}
+_READ: dict[str, Mapping[str, Any]] = {
+    LR_RANGE_TEST: _RANGE,
+    ONE_CYCLE: {**_CYCLE, **_MOMENTUM},
+    WARMUP_LR: _WARMUP,
+    WARMUP_DECAY_LR: _WARMUP,
+    WARMUP_COSINE_LR: _COSINE,
+}
+
+
+def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds ``--lr_schedule`` and the schedules' options to a command line."""
+    group = parser.add_argument_group("Convergence Tuning", "learning-rate schedules")
+    group.add_argument("--lr_schedule", type=str, default=None, help=f"one of {', '.join(VALID_LR_SCHEDULES)}")
+    flag = {"cycle_momentum": (False, "momentum is cycled too")}
+    for name, (default, text) in {**_RANGE, **_CYCLE, **flag, **_MOMENTUM, **_WARMUP, **_COSINE}.items():
+        if default is False:
+            group.add_argument(f"--{name}", default=False, action="store_true", help=text)
+        else:
+            group.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    return parser
+
+
+def parse_arguments() -> tuple[Namespace, list[str]]:
+    """The schedules' options of this command line, and what else is on it."""
+    return add_tuning_arguments(ArgumentParser()).parse_known_args()
+
+
+def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """``({"type": ..., "params": {...}}, None)`` of a command line's options, or ``(None, why not)``."""
+    name = getattr(args, "lr_schedule", None)
+    if name is None:
+        return None, "--lr_schedule not specified on command line"
+    if name not in VALID_LR_SCHEDULES:
+        return None, f"{name} is not supported LR schedule"
+    params = {option: getattr(args, option) for option in _READ[name] if getattr(args, option, None) is not None}
+    return {"type": name, "params": params}, None
+
+
+def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
+    """``(rate, "")`` that a ``scheduler`` section is built around, or ``(None, why not)``."""
+    for key in ("type", "params"):
+        if key not in config:
+            return None, f"LR schedule {key} not defined in config"
+    name, params = config["type"], config["params"]
+    if name not in VALID_LR_SCHEDULES:
+        return None, f"{name} is not a valid LR schedule"
+    if name == WARMUP_COSINE_LR:
+        return None, f"{name} scales the optimizer's rate, so its params define no lr"
+    return params[{LR_RANGE_TEST: "lr_range_test_min_lr", ONE_CYCLE: "cycle_max_lr"}.get(name, "warmup_max_lr")], ""
