@@ -159,8 +159,8 @@ class WarmupLR(_Warmup):
         super().__init__(optimizer, last_batch_iteration, unknown)
 
     def rate(self, group: int, updates: int) -> float | Tensor:
-        low = _of(self.min_lr, group)
-        high = self.base_lrs[group] if self.max_lr is None else _of(self.max_lr, group)
+        low = of_group(self.min_lr, group)
+        high = self.base_lrs[group] if self.max_lr is None else of_group(self.max_lr, group)
         return low + (high - low) * self._factor(updates - 1)
 
     def _factor(self, i: int) -> float:
@@ -290,7 +290,7 @@ class LRRangeTest(_Curve):
 
     def rate(self, group: int, updates: int) -> float:
         intervals = updates // self.step_size if self.staircase else updates / self.step_size
-        return _of(self.min_lr, group) * (1 + self.step_rate * intervals)
+        return of_group(self.min_lr, group) * (1 + self.step_rate * intervals)
 
 
 class OneCycle(_Curve):
@@ -356,13 +356,13 @@ class OneCycle(_Curve):
         super().__init__(optimizer, last_batch_iteration, unknown)
 
     def rate(self, group: int, updates: int) -> float:
-        low, high = _of(self.min_lr, group), _of(self.max_lr, group)
+        low, high = of_group(self.min_lr, group), of_group(self.max_lr, group)
         height, decay = self._height(updates)
         return (low + (high - low) * height) / (1 + self.decay_lr_rate * decay)
 
     def momentum(self, group: int, updates: int) -> float:
         """The momentum of a group after so many updates."""
-        low, high = _of(self.min_mom, group), _of(self.max_mom, group)
+        low, high = of_group(self.min_mom, group), of_group(self.max_mom, group)
         height, decay = self._height(updates)
         return (high - (high - low) * height) * (1 + self.decay_mom_rate * decay)
 
@@ -385,7 +385,8 @@ class OneCycle(_Curve):
                 group["momentum"] = self.momentum(i, self.last_epoch)
 
 
-def _of(rates: Rates, group: int) -> float:
+def of_group(rates: Rates, group: int) -> float:
+    """The rate of a group, of one for all or one for each."""
     return rates[group] if isinstance(rates, Sequence) else rates
 
 

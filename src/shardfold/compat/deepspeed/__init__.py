@@ -4,11 +4,7 @@ The names are imported when they are first asked for. What DeepSpeed documents a
 with one sentence: :mod:`shardfold.compat.deepspeed.absent` lists it.
 """
 
-import sys
-from types import ModuleType
-from typing import Any
-
-from shardfold.compat.deepspeed.lazy import attach
+from shardfold.compat.deepspeed.lazy import attach, enter_absent
 from shardfold.compat.finder import VERSION
 
 __version__ = version = VERSION
@@ -41,34 +37,17 @@ __getattr__, __dir__ = attach(
     },
     (
         "accelerator",
-        "autotuning",
         "checkpoint",
         "comm",
-        "compression",
         "constants",
-        "inference",
         "launcher",
-        "linear",
-        "module_inject",
-        "moe",
         "monitor",
         "ops",
-        "pipe",
         "profiling",
         "runtime",
-        "sequence",
         "utils",
         "zero",
     ),
 )
 
-
-class _Face(ModuleType):
-    """Importing the submodule ``initialize`` would hide the function of that name behind it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "initialize" or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Face
+enter_absent()

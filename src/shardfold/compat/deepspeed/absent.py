@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from shardfold.errors import UsageError
 
-__all__ = ["ABSENT", "absent"]
+__all__ = ["ABSENT", "MODULES", "absent"]
 
 _INFERENCE = (
     "inference kernels are not here; call the trained engine.module under torch.no_grad(), or save it with "
@@ -50,6 +50,8 @@ ABSENT: dict[str, str] = {
     "DeepSpeedHybridEngine": _HYBRID,
     "DeepSpeedTransformerLayer": _KERNEL,
     "DeepSpeedTransformerConfig": _KERNEL,
+    "ops.DeepSpeedTransformerLayer": _KERNEL,
+    "ops.DeepSpeedTransformerConfig": _KERNEL,
     "ops.transformer.DeepSpeedTransformerLayer": _KERNEL,
     "ops.transformer.DeepSpeedTransformerConfig": _KERNEL,
     "ops.sparse_attention.SparseSelfAttention": _KERNEL,
@@ -57,6 +59,17 @@ ABSENT: dict[str, str] = {
     "runtime.fp16.onebit.OnebitAdam": _ONEBIT,
     "runtime.fp16.onebit.OnebitLamb": _ONEBIT,
     "runtime.fp16.onebit.ZeroOneAdam": _ONEBIT,
+    "runtime.fp16.onebit.adam.OnebitAdam": _ONEBIT,
+    "runtime.fp16.onebit.lamb.OnebitLamb": _ONEBIT,
+    "runtime.fp16.onebit.zoadam.ZeroOneAdam": _ONEBIT,
+    "runtime.pipe.engine.PipelineEngine": _PIPELINE,
+    "runtime.hybrid_engine.DeepSpeedHybridEngine": _HYBRID,
+    "ops.sparse_attention.FixedSparsityConfig": _KERNEL,
+    "ops.sparse_attention.BigBirdSparsityConfig": _KERNEL,
+    "ops.sparse_attention.BSLongformerSparsityConfig": _KERNEL,
+    "ops.sparse_attention.VariableSparsityConfig": _KERNEL,
+    "pipe.PipeModelDataParallelTopology": _PIPELINE,
+    "pipe.PipeDataParallelTopology": _PIPELINE,
     "compression.compress.init_compression": _COMPRESSION,
     "compression.compress.redundancy_clean": _COMPRESSION,
     "autotuning.Autotuner": _TUNING,
@@ -67,6 +80,9 @@ ABSENT: dict[str, str] = {
     "linear.LoRAConfig": _LINEAR,
     "linear.QuantizationConfig": _LINEAR,
 }
+
+#: Modules, below ``deepspeed``, that have nothing but these names.
+MODULES = frozenset(name.rsplit(".", depth)[0] for name in ABSENT for depth in range(1, name.count(".") + 1))
 
 
 class _Absent(type):

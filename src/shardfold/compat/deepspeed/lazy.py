@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
-from shardfold.compat.deepspeed.absent import ABSENT, absent
+from shardfold.compat.deepspeed.absent import ABSENT, MODULES, absent
 
-__all__ = ["attach"]
+__all__ = ["attach", "enter_absent"]
 
 FACE = __package__
 
@@ -26,9 +29,10 @@ def attach(
         modules: the package's own submodules that are its attributes without being imported. What
             :data:`~shardfold.compat.deepspeed.absent.ABSENT` has of the package raises when it is used.
     """
-    places, submodules = dict(names or {}), set(modules)
     prefix = package.removeprefix(str(FACE)).lstrip(".")
-    missing = {name.rpartition(".")[2]: name for name in ABSENT if name.rpartition(".")[0] == prefix}
+    places = dict(names or {})
+    submodules = {*modules, *_below(MODULES, prefix)} - places.keys()
+    missing = _below(ABSENT, prefix)
 
     def find(name: str) -> Any:
         if name in submodules:
@@ -49,4 +53,47 @@ def attach(
     def directory() -> list[str]:
         return sorted({*vars(sys.modules[package]), *places, *submodules, *missing})
 
+    twins = {name for name, place in places.items() if place.rpartition(".")[2] == name}
+    if twins:
+        sys.modules[package].__class__ = type("Package", (_Package,), {"twins": frozenset(twins)})
     return getattribute, directory
+
+
+class _Package(ModuleType):
+    """Where a public object and the submodule that has it share a name: importing the one does not hide the other."""
+
+    twins: frozenset[str]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.twins or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+def _below(names: Iterable[str], prefix: str) -> dict[str, str]:
+    """``{last part: name}`` of the names directly below a prefix."""
+    return {last: name for name in names for head, _, last in [name.rpartition(".")] if head == prefix}
+
+
+class _AbsentModules(MetaPathFinder, Loader):
+    """Makes the modules in which nothing is but what is absent. It is asked last, so files come first."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{FACE}.") or fullname.removeprefix(f"{FACE}.") not in MODULES:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__doc__ = "Names that DeepSpeed has and the face has not."
+        functions = attach(module.__name__)
+        vars(module).update(zip(("__getattr__", "__dir__"), functions, strict=True))
+
+
+def enter_absent() -> None:
+    """Lets the modules be imported."""
+    if not any(isinstance(finder, _AbsentModules) for finder in sys.meta_path):
+        sys.meta_path.append(_AbsentModules())

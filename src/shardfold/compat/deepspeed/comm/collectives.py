@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from shardfold.compat.deepspeed.comm.world import alone
+from shardfold.compat.deepspeed.utils.comms_logging import comms_logger, configure, logged
 from shardfold.errors import ConfigError
 
 __all__ = [
@@ -32,27 +33,38 @@ __all__ = [
     "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
+    "configure",
     "gather",
+    "get_comm_operation_count",
+    "get_logged_comm_ops",
     "has_all_gather_into_tensor",
     "has_all_reduce_coalesced",
     "has_coalescing_manager",
+    "has_comm_data",
     "has_reduce_scatter_tensor",
     "inference_all_reduce",
     "irecv",
     "isend",
+    "log_summary",
     "monitored_barrier",
     "recv",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_fn",
     "reduce_scatter_tensor",
+    "reset_log",
     "scatter",
     "send",
 ]
 
 SUM: Any = ReduceOp.SUM
 
+# Their names before PyTorch 2.13 are the longer ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+@logged
 def broadcast(
     tensor: Tensor, src: int, group: Any = None, async_op: bool = False, prof=False, log_name="broadcast", debug=None
 ) -> Work | None:
@@ -60,6 +72,7 @@ def broadcast(
     return dist.broadcast(tensor, src, group, async_op)
 
 
+@logged
 def broadcast_object_list(
     object_list: list[Any],
     src: int,
@@ -73,6 +86,7 @@ def broadcast_object_list(
     dist.broadcast_object_list(object_list, src, group, device)
 
 
+@logged
 def all_reduce(
     tensor: Tensor,
     op: Any = SUM,
@@ -86,6 +100,7 @@ def all_reduce(
     return dist.all_reduce(tensor, op, group, async_op)
 
 
+@logged
 def inference_all_reduce(
     tensor: Tensor,
     op: Any = SUM,
@@ -99,6 +114,7 @@ def inference_all_reduce(
     return dist.all_reduce(tensor, op, group, async_op)
 
 
+@logged
 def all_reduce_coalesced(
     tensors: list[Tensor],
     op: Any = SUM,
@@ -112,6 +128,7 @@ def all_reduce_coalesced(
     return _together([dist.all_reduce(tensor, op, group, async_op) for tensor in tensors], async_op)
 
 
+@logged
 def reduce(
     tensor: Tensor,
     dst: int,
@@ -126,6 +143,7 @@ def reduce(
     return dist.reduce(tensor, dst, op, group, async_op)
 
 
+@logged
 def all_gather(
     tensor_list: list[Tensor],
     tensor: Tensor,
@@ -139,6 +157,7 @@ def all_gather(
     return dist.all_gather(tensor_list, tensor, group, async_op)
 
 
+@logged
 def all_gather_object(
     object_list: list[Any], obj: Any, group: Any = None, prof=False, log_name="all_gather_object", debug=None
 ) -> None:
@@ -146,6 +165,7 @@ def all_gather_object(
     dist.all_gather_object(object_list, obj, group)
 
 
+@logged
 def all_gather_into_tensor(
     output_tensor: Tensor,
     tensor: Tensor,
@@ -156,14 +176,14 @@ def all_gather_into_tensor(
     debug=None,
 ) -> Work | None:
     """Everyone's tensors, one after another in ``output_tensor``."""
-    return dist.all_gather_into_tensor(output_tensor, tensor, group, async_op)
+    return _all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
 
 
 def allgather_fn(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, debug=None
 ) -> Work | None:
     """As :func:`all_gather_into_tensor`."""
-    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    return _all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def all_gather_coalesced(
@@ -171,9 +191,10 @@ def all_gather_coalesced(
 ) -> Any:
     """:func:`all_gather_into_tensor` of several tensors."""
     pairs = zip(output_tensors, input_tensors, strict=True)
-    return _together([dist.all_gather_into_tensor(out, own, group, async_op) for out, own in pairs], async_op)
+    return _together([_all_gather_single(out, own, group=group, async_op=async_op) for out, own in pairs], async_op)
 
 
+@logged
 def reduce_scatter(
     output: Tensor,
     input_list: list[Tensor],
@@ -188,6 +209,7 @@ def reduce_scatter(
     return dist.reduce_scatter(output, input_list, op, group, async_op)
 
 
+@logged
 def reduce_scatter_tensor(
     output_tensor: Tensor,
     tensor: Tensor,
@@ -199,7 +221,7 @@ def reduce_scatter_tensor(
     debug=None,
 ) -> Work | None:
     """Each rank gets its own range of the reduced tensor."""
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+    return _reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 def reduce_scatter_fn(
@@ -212,9 +234,10 @@ def reduce_scatter_fn(
     debug=None,
 ) -> Work | None:
     """As :func:`reduce_scatter_tensor`."""
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+    return _reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
+@logged
 def all_to_all_single(
     output: Tensor,
     tensor: Tensor,
@@ -230,6 +253,7 @@ def all_to_all_single(
     return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
 
 
+@logged
 def all_to_all(
     output_tensor_list: list[Tensor],
     input_tensor_list: list[Tensor],
@@ -243,6 +267,7 @@ def all_to_all(
     return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
 
 
+@logged
 def gather(
     tensor: Tensor,
     gather_list: list[Tensor] | None = None,
@@ -257,6 +282,7 @@ def gather(
     return dist.gather(tensor, gather_list, dst, group, async_op)
 
 
+@logged
 def scatter(
     tensor: Tensor,
     scatter_list: list[Tensor] | None = None,
@@ -271,6 +297,7 @@ def scatter(
     return dist.scatter(tensor, scatter_list, src, group, async_op)
 
 
+@logged
 def barrier(
     group: Any = None, async_op: bool = False, device_ids: Any = None, prof=False, log_name="barrier", debug=None
 ) -> Work | None:
@@ -278,6 +305,7 @@ def barrier(
     return None if alone() else dist.barrier(group, async_op, device_ids)
 
 
+@logged
 def monitored_barrier(
     group: Any = None,
     timeout: timedelta | None = None,
@@ -294,22 +322,26 @@ def monitored_barrier(
 # -- from one to another
 
 
+@logged
 def send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0, prof=False, log_name="send", debug=None) -> None:
     dist.send(tensor, dst, group, tag)
 
 
+@logged
 def recv(
     tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, prof=False, log_name="recv", debug=None
 ) -> int:
     return dist.recv(tensor, src, group, tag)
 
 
+@logged
 def isend(
     tensor: Tensor, dst: int, group: Any = None, tag: int = 0, prof=False, log_name="isend", debug=None
 ) -> Work | None:
     return dist.isend(tensor, dst, group, tag)
 
 
+@logged
 def irecv(
     tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, prof=False, log_name="irecv", debug=None
 ) -> Work | None:
@@ -326,6 +358,7 @@ class P2POp:
         self.tensor, self.peer, self.group, self.tag = tensor, peer, group, tag
 
 
+@logged
 def batch_isend_irecv(p2p_op_list: list[P2POp], prof=False, log_name="batch_isend_irecv", debug=None) -> list[Work]:
     """Starts them all, and gives what can be waited for."""
     return dist.batch_isend_irecv([dist.P2POp(p.op, p.tensor, p.peer, p.group, p.tag) for p in p2p_op_list])
@@ -365,3 +398,31 @@ def has_all_reduce_coalesced() -> bool:
 
 def has_coalescing_manager() -> bool:
     return True
+
+
+# -- the log
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Prints the log of operations on rank 0; every rank calls it. ``return_dict``: gives it too."""
+    return comms_logger.log_all(show_straggler=show_straggler, return_dict=return_dict)
+
+
+def reset_log() -> None:
+    """Forgets the log."""
+    comms_logger.reset_data()
+
+
+def has_comm_data() -> bool:
+    """Whether anything was logged."""
+    return comms_logger.has_data()
+
+
+def get_comm_operation_count() -> int:
+    """How many operations were logged."""
+    return comms_logger.get_total_operations()
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Names of what was logged."""
+    return comms_logger.get_operation_names()

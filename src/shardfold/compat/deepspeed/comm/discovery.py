@@ -43,7 +43,10 @@ def discover(environment: Mapping[str, str], port: int) -> dict[str, str]:
             break
     if found:
         found.setdefault("MASTER_PORT", environment.get("MASTER_PORT", str(port)))
-        found.setdefault("MASTER_ADDR", environment.get("MASTER_ADDR") or _master(environment, found, port))
+        if environment.get("MASTER_ADDR"):
+            found["MASTER_ADDR"] = environment["MASTER_ADDR"]
+        elif "MASTER_ADDR" not in found:
+            found["MASTER_ADDR"] = _master(environment, found, port)
     return found
 
 
@@ -60,7 +63,7 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
     if per_node:
         found["LOCAL_WORLD_SIZE"] = per_node[0]
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    if hosts and "MASTER_ADDR" not in environment:
+    if hosts:
         found["MASTER_ADDR"] = first_host(hosts)
     return found
 
@@ -73,7 +76,7 @@ def first_host(hosts: str) -> str:
 
 def _master(environment: Mapping[str, str], found: dict[str, str], port: int) -> str:
     azure = environment.get("AZ_BATCH_MASTER_NODE")
-    if found["LOCAL_WORLD_SIZE"] == found["WORLD_SIZE"]:
+    if found.get("LOCAL_WORLD_SIZE") == found["WORLD_SIZE"]:
         return "127.0.0.1"
     if azure:
         address, _, azure_port = azure.partition(":")

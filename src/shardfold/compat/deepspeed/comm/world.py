@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardfold.compat.deepspeed.comm.discovery import discover, local_rank
 from shardfold.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from shardfold.compat.deepspeed.utils.comms_logging import configure
 from shardfold.errors import ConfigError, UsageError
 from shardfold.mesh import default_backend, pick_device, start_group
 
@@ -68,6 +69,7 @@ def init_distributed(
         UsageError: there is no group and ``dist_init_required`` is False, or the environment says only a part.
         ConfigError: ``timeout`` is no ``timedelta``.
     """
+    configure(config)
     if is_initialized():
         return
     if dist_init_required is False:

@@ -4,11 +4,4 @@ from shardfold.compat.deepspeed.lazy import attach
 
 __compatible_ops__: dict[str, bool] = {}  # nothing is compiled
 
-__getattr__, __dir__ = attach(
-    __name__,
-    {
-        "DeepSpeedTransformerConfig": "ops.transformer",
-        "DeepSpeedTransformerLayer": "ops.transformer",
-    },
-    ("adagrad", "adam", "lamb", "lion", "sparse_attention", "transformer"),
-)
+__getattr__, __dir__ = attach(__name__, modules=("adagrad", "adam", "lamb", "lion"))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -61,16 +62,18 @@ class _Iterations(LRScheduler):
     def step(self, last_batch_iteration: int | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Goes to the next iteration, or to the one given, and sets the rate of every group."""
         self._step_count += 1
-        self.last_epoch = (self.last_epoch if last_batch_iteration is None else last_batch_iteration) + 1
-        self._update_lr()
+        if last_batch_iteration is not None:
+            self.last_epoch = last_batch_iteration
+        self._update_lr()  # which counts
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to the iteration of the state, and sets the rate of every group."""
-        self.last_batch_iteration = state_dict["last_batch_iteration"]
-        self._update_lr()
+        """Goes to the iteration of the state, and sets the rate of every group; takes a curve's own state too."""
+        self.step(
+            state_dict["last_batch_iteration"] if "last_epoch" not in state_dict else state_dict["last_epoch"] - 1
+        )
 
 
 def _taking(curve: type[LRScheduler]) -> Callable[..., None]:
@@ -80,6 +83,9 @@ def _taking(curve: type[LRScheduler]) -> Callable[..., None]:
     def construct(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         curve.__init__(self, get_torch_optimizer(optimizer), *args, **kwargs)
 
+    signature = inspect.signature(curve.__init__)
+    known = [parameter for parameter in signature.parameters.values() if parameter.name != "unknown"]
+    vars(construct)["__signature__"] = signature.replace(parameters=known)
     return construct
 
 
@@ -91,6 +97,15 @@ class LRRangeTest(_Iterations, schedules.LRRangeTest):  # pyright: ignore[report
 class OneCycle(_Iterations, schedules.OneCycle):  # pyright: ignore[reportIncompatibleMethodOverride]
     __doc__ = schedules.OneCycle.__doc__
     __init__ = _taking(schedules.OneCycle)
+
+    def momentum(self, group: int, updates: int) -> float:
+        """As of the curve; ``cycle_min_mom`` before the first ``step()``, as in DeepSpeed."""
+        return super().momentum(group, updates) if updates else schedules.of_group(self.min_mom, group)
+
+    def _update_lr(self, epoch: int | None = None) -> None:
+        # DeepSpeed cycles Adam's betas alone.
+        self.cycle_momentum = self.cycle_momentum and "betas" in self.optimizer.defaults
+        super()._update_lr(epoch)
 
 
 class WarmupLR(_Iterations, schedules.WarmupLR):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -106,6 +121,10 @@ class WarmupDecayLR(WarmupLR, schedules.WarmupDecayLR):  # pyright: ignore[repor
 class WarmupCosineLR(_Iterations, schedules.WarmupCosineLR):  # pyright: ignore[reportIncompatibleMethodOverride]
     __doc__ = schedules.WarmupCosineLR.__doc__
     __init__ = _taking(schedules.WarmupCosineLR)
+
+    def rate(self, group: int, updates: int) -> Any:
+        """As of the curve; 0 before the first ``step()``, as in DeepSpeed."""
+        return super().rate(group, updates) if updates else 0.0
 
 
 #: Options of a command line: ``{name: (default, help)}``, by the schedules that read them. A False is a flag.

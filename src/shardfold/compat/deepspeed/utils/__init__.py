@@ -41,6 +41,7 @@ __getattr__, __dir__ = attach(
         "is_initialized": "comm",
     },
     (
+        "comms_logging",
         "groups",
         "init_on_device",
         "logging",
