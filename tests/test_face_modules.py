@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import inspect
 import io
+import json
 import logging
 import math
 import os
@@ -26,7 +28,8 @@ from shardfold.compat.deepspeed import accelerator, comm
 from shardfold.compat.deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from shardfold.compat.deepspeed.arguments import add_config_arguments
 from shardfold.compat.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from shardfold.compat.deepspeed.comm.discovery import discover, first_host
+from shardfold.compat.deepspeed.comm.discovery import discover
+from shardfold.compat.deepspeed.launcher import runner
 from shardfold.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from shardfold.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from shardfold.compat.deepspeed.ops.lamb import DeepSpeedCPULamb, FusedLamb
@@ -384,38 +387,46 @@ def test_one_process_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch):
 
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+TWO_NODES = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+SLURM = {
+    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[02-03]",
+    "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1", "SLURM_JOB_ID": "9",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("environment", "found"),
+    ("environment", "port", "found"),
     [
-        ({}, None),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n1"}, None),  # a batch script
-        (
-            {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[02-03]"},
-            ("5", "8", "1", "n02", "29500"),
-        ),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ("3", "4", "1", "127.0.0.1", "29500")),
-        (
-            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"},
-            ("3", "4", "1", "h", "7"),
-        ),
-        (
-            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
-            ("3", "4", "1", "10.0.0.4", "6000"),
-        ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ("1", "2", "1", "127.0.0.1", "29500")),
+        ({}, 29500, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n1"}, 29500, None),  # a batch script
+        (SLURM, 4000, ("5", "8", "1", "n02", "4000")),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 29500, ("3", "4", "1", "127.0.0.1", "29500")),
+        ({**TWO_NODES, "MASTER_ADDR": "h", "MASTER_PORT": "7"}, 29500, ("3", "4", "1", "h", "7")),
+        ({**TWO_NODES, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}, 29500, ("3", "4", "1", "10.0.0.4", "6000")),
     ],
 )
-def test_other_launchers_environments(environment: dict[str, str], found: tuple[str, ...] | None):
-    """Slurm's step, Open MPI's and other MPIs' variables, in PyTorch's words; a batch script alone is no launcher."""
-    said = discover(environment, 29500)
+def test_other_launchers_environments(environment: dict[str, str], port: int, found: tuple[str, ...] | None):
+    """Slurm's step and MPI's variables, in PyTorch's words; a batch script alone is no launcher."""
+    said = discover(environment, port)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert (tuple(said[name] for name in names) if said else None) == found
 
 
-def test_the_first_host_of_slurm_s_list():
-    assert [first_host(text) for text in ("a", "a,b", "n[003-010,12],z", "n[1]-x,b")] == ["a", "a", "n003", "n1-x"]
+def test_several_machines_need_an_address():
+    """One sentence says what to set."""
+    with pytest.raises(UsageError, match="set MASTER_ADDR"):
+        discover(TWO_NODES, 29500)
+
+
+def test_the_launcher_s_functions(tmp_path: Path):
+    """Host files and filters, in DeepSpeed's forms."""
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("a slots=2\nb slots=4\n")
+    pool = runner.fetch_hostfile(str(hosts))
+    assert pool == {"a": 2, "b": 4} and runner.fetch_hostfile(str(tmp_path / "none")) is None
+    active = runner.parse_inclusion_exclusion(pool, "b:0,2", "")
+    assert active == {"b": [0, 2]} and runner.DEEPSPEED_ENVIRONMENT_NAME == ".deepspeed_env"
+    assert json.loads(base64.urlsafe_b64decode(runner.encode_world_info(active))) == active
 
 
 # -- checkpointing

@@ -24,8 +24,8 @@ def attach(
 
     Args:
         package: its ``__name__``.
-        names: of the public objects: the module each is in, below the face if it does not begin with ``shardfold.``;
-            ``"module:other"`` where it has another name there, ``"module:"`` for the module itself.
+        names: of the public objects: the module of the face each is in, relative to the face; ``"module:"`` for the
+            module itself.
         modules: the package's own submodules that are its attributes without being imported. What
             :data:`~shardfold.compat.deepspeed.absent.ABSENT` has of the package raises when it is used.
     """
@@ -38,9 +38,8 @@ def attach(
         if name in submodules:
             return importlib.import_module(f"{package}.{name}")
         if name in places:
-            module, other, attribute = places[name].partition(":")
-            found = importlib.import_module(module if module.startswith("shardfold.") else f"{FACE}.{module}")
-            return getattr(found, attribute or name) if attribute or not other else found
+            found = importlib.import_module(f"{FACE}.{places[name].rstrip(':')}")
+            return found if places[name].endswith(":") else getattr(found, name)
         if name in missing:
             return absent(missing[name])
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
