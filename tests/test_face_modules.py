@@ -583,23 +583,6 @@ def test_arguments_of_a_script():
     assert (given.deepspeed, given.deepspeed_config, given.own, given.deepscale) == (True, "ds.json", "1", False)
 
 
-def test_leaf_modules_are_marked():
-    """By class, name of a class, name of a module or its end."""
-    from shardfold.compat.deepspeed import utils as leaves
-
-    model = nn.Sequential(OrderedDict(a=nn.Linear(1, 1), b=nn.Sequential(nn.Linear(1, 1), nn.ReLU())))
-    assert leaves.set_z3_leaf_modules(model, [nn.ReLU]) == [model.b[1]]
-    assert leaves.set_z3_leaf_modules(model, ["Linear"]) == [model.a, model.b[0]]
-    assert leaves.get_z3_leaf_modules(model) == [model.a, model.b[0], model.b[1]]
-    assert leaves.z3_leaf_parameter(model.a.weight)
-    assert leaves.unset_z3_leaf_modules(model, [nn.Linear]) == [model.a, model.b[0]]
-    assert not leaves.z3_leaf_module(model.a) and not leaves.z3_leaf_parameter(model.a.weight)
-    assert leaves.set_z3_leaf_modules_by_name(model, ["b", "c"], raise_if_not_found=False) == ([model.b], ["c"])
-    assert leaves.set_z3_leaf_modules_by_suffix(model, ["0"]) == ([model.b[0]], [])
-    with pytest.raises(ValueError, match="no modules of type"):
-        leaves.set_z3_leaf_modules(model, [nn.Conv1d])
-
-
 def test_helpers_of_the_runtime(capsys: pytest.CaptureFixture[str]):
     """Norms, clipping, parts, memory."""
     assert runtime_utils.get_global_norm([3.0, 4.0]) == 5.0
