@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_hyper import MUP_OPTIMIZERS, SCHEDULERS, hyper
-from shardfold.optim import LAMB, Lion, Muon, schedules
+from shardfold.compat.deepspeed.runtime import lr_schedules
+from shardfold.optim import LAMB, Lion, Muon
 
 __all__ = ["make_optimizer", "make_scheduler", "tag_for_muon"]
 
@@ -60,7 +61,7 @@ def make_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) -
     found = hyper("scheduler", type, params)
     assert found is not None
     name, arguments = found
-    kind = getattr(schedules if name in SCHEDULERS else torch.optim.lr_scheduler, name)
+    kind = getattr(lr_schedules if name in SCHEDULERS else torch.optim.lr_scheduler, name)
     try:
         return kind(optimizer, **arguments)
     except TypeError as error:
