@@ -34,8 +34,10 @@ from shardfold.presets import PRESETS
 if TYPE_CHECKING:
     from shardfold import checkpoint, compat, nn, numerics, optim
     from shardfold.checkpoint import Checkpoint, load_model
+    from shardfold.construction import sharded_init
     from shardfold.data import Loader, Sampler
     from shardfold.engine import Engine
+    from shardfold.holders import engine_of
     from shardfold.materialize import meta_init
     from shardfold.numerics.clipping import Clip
     from shardfold.numerics.scaling import LossScale
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from shardfold.report import MemoryReport, StepReport, TrafficReport
     from shardfold.rng import rng_state, set_rng_state
     from shardfold.stats import Stats
+    from shardfold.wholes import whole
 
 __version__ = "0.1.0.dev0"
 

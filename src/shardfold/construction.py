@@ -3,7 +3,7 @@
 Right after the constructor of a module has run on every rank its parameters become ``early`` ones: this rank's slice of
 rank 0's values, while the objects stay. Constructors may write into parameters of modules that were made before, as
 many do to initialize them: what is touched is gathered, and rank 0's values are split again when the constructor that
-runs (or the function that ``nn.Module.apply`` calls) has returned. So every rank must build the same modules in the same
+runs (or the function that ``nn.Module.apply`` calls) has returned. So every rank must build the same modules in one
 order.
 """
 
@@ -144,6 +144,7 @@ class _Construction:
 
     def finish(self) -> None:
         """The end of the block."""
+        self._ranks.agreement.meet("the end of sharded_init()")
         release(self.levels[0][1], source=0)
         self.levels[0][1].clear()
         for root in self._roots:
@@ -176,7 +177,7 @@ def _watching_constructors(construction: _Construction, apply: bool) -> Iterator
             setattr(kind, "__init__", watched)  # noqa: B010 (pyright takes an assignment for an error)
             wrapped.append((kind, init, watched))
 
-    def on_subclass(kind: type, **kwargs: Any) -> None:
+    def on_subclass(kind: type[nn.Module], **kwargs: Any) -> None:
         super(nn.Module, kind).__init_subclass__(**kwargs)
         watch(kind)
 

@@ -10,7 +10,6 @@ Before anything is sent ranks say what they are about to do, and if that differs
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -31,14 +30,12 @@ from shardfold.meter import Meter
 from shardfold.stores.device import DeviceStore
 from shardfold.wires.plain import GlooWire, NcclWire, PlainWire
 
-__all__ = ["EarlyShard", "ShardRanks", "early_shard", "gather", "hand_over", "release"]
+__all__ = ["EarlyShard", "ShardRanks", "announce", "early_shard", "gather", "hand_over", "release"]
 
 _EARLY = "_shardfold_early"
-_NUMBERS = itertools.count()
 
 TOUCHED: list[Callable[[nn.Parameter], bool]] = []
 """What is asked to make a parameter whole that was touched; empty but while modules are made (see ``construction``)."""
-
 
 
 class ShardRanks:
@@ -58,6 +55,7 @@ class ShardRanks:
         self.agreement = Agreement(self.mesh, patience, limit)
         self.store = DeviceStore(device)
         self.meter = Meter(self.mesh)
+        self.numbered = 0  # parameters so far
         nccl = self.mesh.backend == "nccl"
         self.wire: PlainWire = NcclWire() if nccl else GlooWire(self.store.empty, self.store.recycle)
         weakref.finalize(self, _leave, self.mesh, self.agreement)
@@ -87,7 +85,7 @@ class EarlyShard:
 
     Attributes:
         ranks: that it is split over.
-        number: in the order of construction, the same on every rank.
+        number: among those of its ``ranks``, in the order of construction, the same on every rank.
         name: for messages.
         shape, dtype: of the whole.
         values: this rank's slice, ``(ceil(numel / ranks),)``.
@@ -97,14 +95,15 @@ class EarlyShard:
     way = "give its model to an Engine, or wrap the access in `with sf.whole(parameter):`, which all ranks enter"
 
     def __init__(self, parameter: nn.Parameter, name: str, ranks: ShardRanks, dtype: torch.dtype | None) -> None:
-        self.ranks, self.number, self.name = ranks, next(_NUMBERS), name
+        ranks.numbered += 1
+        self.ranks, self.number, self.name = ranks, ranks.numbered, name
         self.pins = 0
         value = parameter.detach()
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
         self._fit(value.to(ranks.device))
         self._parameter = weakref.ref(parameter)
-        parameter.__dict__[_EARLY] = self
+        vars(parameter)[_EARLY] = self
         self.seal(parameter)
 
     def _fit(self, value: Tensor) -> None:
@@ -244,12 +243,18 @@ def _write(ranks: ShardRanks, members: Sequence[nn.Parameter], source: int, fail
             _shard(p).take(p, whole)
 
 
+def announce(parameters: Iterable[nn.Parameter], what: str) -> None:
+    """All ranks that early parameters are split over are about to do ``what``, or all raise ``OrderError``."""
+    for ranks, _ in _by_ranks(parameters):
+        ranks.agreement.meet(what)
+
+
 def hand_over(parameters: Iterable[nn.Parameter]) -> None:
     """Early parameters become ordinary ones, whole; others are left alone. Every rank calls it."""
     early = [p for p in parameters if early_shard(p) is not None]
     gather(early)
     for p in early:
-        del p.__dict__[_EARLY]
+        vars(p).pop(_EARLY)
 
 
 def _shard(parameter: nn.Parameter) -> EarlyShard:
@@ -258,12 +263,12 @@ def _shard(parameter: nn.Parameter) -> EarlyShard:
 
 def _by_ranks(parameters: Iterable[nn.Parameter]) -> list[tuple[ShardRanks, list[nn.Parameter]]]:
     """Early parameters, each once, in the order of construction: users pass sets, which have another on each rank."""
-    found = {shard.number: p for p in parameters if (shard := early_shard(p)) is not None}
+    early = {id(p): p for p in parameters if early_shard(p) is not None}
     groups: dict[int, tuple[ShardRanks, list[nn.Parameter]]] = {}
-    for number in sorted(found):
-        ranks = _shard(found[number]).ranks
-        groups.setdefault(id(ranks), (ranks, []))[1].append(found[number])
-    return list(groups.values())
+    for p in sorted(early.values(), key=lambda p: _shard(p).number):
+        ranks = _shard(p).ranks
+        groups.setdefault(id(ranks), (ranks, []))[1].append(p)
+    return sorted(groups.values(), key=lambda group: (len(group[0].mesh.name), group[0].mesh.name))
 
 
 def _described(shards: Sequence[EarlyShard], shapes: Sequence[torch.Size] | None = None) -> str:

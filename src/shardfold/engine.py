@@ -33,6 +33,7 @@ from shardfold.checkpoint.base import Base
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.save import Saver, Saving
 from shardfold.checkpoint.stored import readable
+from shardfold.early import announce
 from shardfold.errors import UsageError
 from shardfold.gathered import gathered
 from shardfold.hooks import Hooks
@@ -124,6 +125,7 @@ class Engine:
         self.module = model
         self.table, activations = in_table(presets.named(layout), activations)
         self.device = pick_device(device)
+        announce(model.parameters(), "an engine of their model")
         self.mesh = DataMesh(mesh, self.device, timedelta(seconds=limit))
         self.rank, self.world_size = self.mesh.rank, self.mesh.world
         self.clip = one_clip(clip_norm, clip)
@@ -182,10 +184,9 @@ class Engine:
         )  # fmt: skip
         self._runner.forget, self._runner.inside = self._hooks.forget, self._hooks.inside
         self._runner.follow = self._follow_model
-        self.steps = 0
+        self.steps = self._loads = 0
         self.saver, self._base = Saver(self), Base(self)
         self.broken = ""  # why the values are of no run
-        self._loads = 0
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
                 unit.release()

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 __all__ = ["engine_of", "hold", "let_go", "name_in"]
 
-_NAMES: weakref.WeakKeyDictionary[Any, tuple[Any, dict[int, str]]] = weakref.WeakKeyDictionary()
-"""Of each engine: the list of its units that was read last, and the name of each of their parameters by ``id``."""
+_NAMES: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
+"""Of each engine: the names of the parameters of its units, by ``id``. No more: that would keep the engine."""
 
 
 def hold(engine: Engine) -> None:
-    """From now on the engine is found from the parameters of its units."""
-    _NAMES[engine] = (None, {})
+    """From now on the engine is found from the parameters that its units have now."""
+    _NAMES[engine] = {id(parameter): name for unit in engine.units for name, parameter in unit.parameters()}
 
 
 def let_go(engine: Engine) -> None:
@@ -28,20 +28,9 @@ def let_go(engine: Engine) -> None:
 
 def engine_of(parameter: nn.Parameter) -> Engine | None:
     """The engine that holds ``parameter`` in one of its units, or None; one that was closed holds nothing."""
-    for engine in list(_NAMES):
-        if id(parameter) in _names(engine):
-            return engine
-    return None
+    return next((engine for engine, names in list(_NAMES.items()) if id(parameter) in names), None)
 
 
 def name_in(engine: Engine, parameter: nn.Parameter) -> str:
     """The (first) name of a parameter that ``engine`` holds."""
-    return _names(engine)[id(parameter)]
-
-
-def _names(engine: Engine) -> dict[int, str]:
-    units, names = _NAMES[engine]
-    if units is not engine.units:  # the engine makes a new list when the structure of its model changed
-        names = {id(parameter): name for unit in engine.units for name, parameter in unit.parameters()}
-        _NAMES[engine] = (engine.units, names)
-    return names
+    return _NAMES[engine][id(parameter)]

@@ -15,6 +15,7 @@ from shardfold.errors import UsageError
 from shardfold.gathered import gathered
 from shardfold.holders import engine_of, name_in
 from shardfold.rebuild import secure
+from shardfold.unit import Life
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
@@ -97,7 +98,7 @@ def _put_back(engine: Engine, names: Sequence[str]) -> None:
     """What ``parameter.data = x`` put in the place of values that are split is not read in."""
     wanted = set(names)
     for unit in engine.units:
-        for segment in unit.segments if unit.split else ():
+        for segment in unit.segments if unit.split and unit.life is Life.GATHERED else ():
             views = segment.views_of(segment.flat)
             for slot, p, view in zip(segment.spec.slots, segment.parameters, views, strict=True):
                 if slot.name in wanted and p.shape == view.shape and p.data_ptr() != view.data_ptr():
