@@ -1,0 +1,5 @@
+"""``deepspeed.runtime.zero.parameter_offload``."""
+
+from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
+
+__all__ = ["DeepSpeedZeRoOffload"]

@@ -1,0 +1,15 @@
+"""``deepspeed.runtime.zero.stage3``."""
+
+from shardfold.compat.deepspeed.zero.estimates import (
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from shardfold.compat.deepspeed.zero.offload import unwrap_model_for_generation
+
+__all__ = [
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "unwrap_model_for_generation",
+]
