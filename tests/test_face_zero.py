@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 import models
 import shardfold as sf
-from shardfold.compat.deepspeed import zero
+from shardfold.compat.deepspeed import utils, zero
 from shardfold.compat.deepspeed.runtime.zero import partition_parameters as pp
 from shardfold.compat.deepspeed.runtime.zero.utils import is_zero_param
 from shardfold.compat.deepspeed.utils import tensor_fragment as fragment
-from shardfold.compat.deepspeed.utils import z3_leaf_module as leaves
 from shardfold.compat.deepspeed.zero import estimates
 from shardfold.errors import ConfigError, FreedParameterError, OrderError, UsageError
 from shardfold.testing import Ranks, run_ranks
@@ -211,6 +210,42 @@ def _replaced() -> None:
 def test_a_weight_may_be_replaced_by_another(ranks: Ranks) -> None:
     """As ``resize_token_embeddings`` of transformers does; copies of a gathered model are ordinary ones."""
     ranks.run(_replaced, world_size=2)
+
+
+class _Borrows(nn.Module):
+    """The second layer's input is multiplied by the first one's weight, as an example of DeepSpeed's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.layers[0]
+        x = first(x)
+        with zero.GatheredParameters(first.weight, fwd_module=self):
+            return (self.layers[1](x) @ first.weight).square().mean()
+
+
+def _borrows() -> bool:
+    torch.manual_seed(0)
+    plain, x = _Borrows(), torch.rand(3, 6)
+    with zero.Init(dtype=torch.float):
+        model = _Borrows()
+    with zero.GatheredParameters(model.parameters(), modifier_rank=0):
+        model.load_state_dict(plain.state_dict())
+    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1))
+    zero.note_parameters(engine)
+    engine.backward(engine(x))
+    engine.step()
+    plain(x).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    state = engine.state_dict()
+    engine.close()
+    return all(torch.allclose(state[name], value, atol=1e-6) for name, value in plain.state_dict().items())
+
+
+def test_a_forward_gathers_a_weight_of_another_layer(ranks: Ranks) -> None:
+    assert ranks.run(_borrows, world_size=2) == [True, True]
 
 
 def _nothing_split(layout: str) -> None:
@@ -443,15 +478,15 @@ def test_external_parameters_are_kept() -> None:
 
 def test_leaf_modules_are_flagged_by_class_name_and_suffix() -> None:
     model = models.small()
-    blocks = leaves.set_z3_leaf_modules(model, [models.Block])
-    assert blocks == list(model.blocks) == leaves.get_z3_leaf_modules(model)  # type: ignore[arg-type]
-    assert leaves.z3_leaf_module(blocks[0]) and not leaves.z3_leaf_module(model)
-    assert leaves.unset_z3_leaf_modules(model, ["Block"]) == blocks and not leaves.get_z3_leaf_modules(model)
-    assert leaves.set_z3_leaf_modules_by_name(model, ["head", "hed"], raise_if_not_found=False)[1] == ["hed"]
-    assert len(leaves.set_z3_leaf_modules_by_suffix(model, ["norm"])[0]) == 4
+    blocks = utils.set_z3_leaf_modules(model, [models.Block])
+    assert blocks == list(model.blocks) == utils.get_z3_leaf_modules(model)  # type: ignore[arg-type]
+    assert utils.z3_leaf_module(blocks[0]) and not utils.z3_leaf_module(model)
+    assert utils.unset_z3_leaf_modules(model, ["Block"]) == blocks and not utils.get_z3_leaf_modules(model)
+    assert utils.set_z3_leaf_modules_by_name(model, ["head", "hed"], raise_if_not_found=False)[1] == ["hed"]
+    assert len(utils.set_z3_leaf_modules_by_suffix(model, ["norm"])[0]) == 4
     with pytest.raises(ValueError, match="no module of class Conv2d"):
-        leaves.set_z3_leaf_modules(model, [nn.Conv2d])
-    assert leaves.set_z3_leaf_modules(model, [nn.Conv2d], raise_if_not_found=False) == []
+        utils.set_z3_leaf_modules(model, [nn.Conv2d])
+    assert utils.set_z3_leaf_modules(model, [nn.Conv2d], raise_if_not_found=False) == []
 
 
 def _tiled() -> None:

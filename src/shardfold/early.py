@@ -63,6 +63,7 @@ class ShardRanks:
     def slice_of(self, flat: Tensor) -> Tensor:
         """This rank's slice of rank 0's values; ``flat`` ``(numel,)`` is read on rank 0 only."""
         ranks, size = self.mesh.world, -(-flat.numel() // self.mesh.world)
+        flat = flat.cpu() if self.mesh.backend == "gloo" else flat  # Gloo does not scatter tensors of a GPU
         own = torch.empty(size, dtype=flat.dtype, device=flat.device)
         if ranks == 1:
             own.copy_(flat)
