@@ -1,4 +1,4 @@
-"""The examples of Accelerate and of the Trainer, with DeepSpeed and then with Shardfold in its place, as a Markdown table.
+"""The examples of Accelerate and of the Trainer with DeepSpeed, and with Shardfold in its place, as a Markdown table.
 
 python benchmarks/clients.py [--clients accelerate trainer] [--stages 1 2 3] [--precisions fp32 bf16] [--steps 20]
 
