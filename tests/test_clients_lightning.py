@@ -35,6 +35,7 @@ def fit(folder: Path, stage: int | None, resume: Path | None = None) -> tuple[li
         """What else stands in its way on a CPU."""
 
         def setup_environment(self) -> None:
+            self.parallel_devices = [torch.device("cpu", rank) for rank in range(2)]
             super(DeepSpeedStrategy, self).setup_environment()
 
     class Module(L.LightningModule):
