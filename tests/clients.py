@@ -45,6 +45,9 @@ def _with_face(function: Any, *args: Any) -> Any:
 
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     shardfold.compat.install()
+    import deepspeed
+
+    assert deepspeed.initialize.__module__.startswith("shardfold."), deepspeed.initialize
     return function(*args)
 
 

