@@ -3,8 +3,9 @@
 python benchmarks/clients.py [--clients accelerate trainer] [--stages 1 2 3] [--precisions fp32 bf16] [--steps 20]
 
 Every cell is `examples/accelerate_loop.py` or `examples/transformers_trainer.py`, unmodified, on 2 processes of one
-thread; twice: the second run goes on from what the first one saved after half of its steps. Needs `pip install
-deepspeed`, or `--packages shardfold`, which leaves out what is compared with DeepSpeed.
+thread and a model of about 3.5 million parameters; twice: the second run goes on from what the first one saved after
+half of its steps. Needs `pip install deepspeed`, or `--packages shardfold`, which leaves out what is compared with
+DeepSpeed.
 
     losses       of the first and last step, with DeepSpeed
     apart        largest difference of a step's mean loss between the two packages
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-RANKS = 2
+RANKS, WIDTH = 2, 256
 MIB = 1024**2
 
 
@@ -102,6 +103,7 @@ def resident() -> int:
 def run(client: str, package: str, stage: int, precision: str, steps: int, folder: Path, resume: bool) -> Run:
     """One run of an example; ``resume`` goes on in the folder of a run before."""
     arguments = ["--precision", "bf16" if precision == "bf16" else "no", "--steps", str(steps), "--output", str(folder)]
+    arguments += ["--width", str(WIDTH)]
     if client == "accelerate":
         script, arguments = "accelerate_loop.py", [*arguments, "--stage", str(stage)]
         arguments += ["--resume", str(folder / f"step-{steps // 2}")] if resume else []
