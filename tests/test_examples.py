@@ -37,3 +37,26 @@ def test_the_transformers_example_learns_its_sentence() -> None:
     output = run(*TWO, str(EXAMPLES / "transformers_meta.py"))
     assert "model.layers.3" in output and "written: 'A table says" in output
     assert losses(output)[-1] < 0.2 * losses(output)[0]
+
+
+AS_DEEPSPEED = [*ALONE, "-m", "shardfold", "run", "--as-deepspeed", "--nproc-per-node", "2"]
+SMALL = ["--steps", "4", "--width", "32", "--layers", "2"]
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.soak) for stage in (1, 2))])
+@pytest.mark.parametrize("script", ["accelerate_loop.py", "transformers_trainer.py"])
+def test_scripts_that_name_deepspeed_only_run_here(script: str, stage: int, tmp_path: Path) -> None:
+    """They train, save, evaluate, write the model and generate; a second run goes on where the first one saved."""
+    for package in ("accelerate", "transformers"):
+        pytest.importorskip(package)
+    command = [*AS_DEEPSPEED, str(EXAMPLES / script), *SMALL, "--output", str(tmp_path)]
+    which = (
+        ["--stage", str(stage)] if "accelerate" in script else ["--deepspeed", str(EXAMPLES / f"ds_zero{stage}.json")]
+    )
+    saved = ["--resume", str(tmp_path / "step-2")] if "accelerate" in script else ["--resume"]
+    whole = run(*command, *which)
+    assert len(losses(whole)) == 4 and losses(whole)[-1] < losses(whole)[0]
+    assert "held out" in whole and "written 'def test_" in whole and (tmp_path / "model/model.safetensors").exists()
+    if "trainer" in script:
+        (tmp_path / "checkpoint-4").rename(tmp_path / "last")
+    assert losses(run(*command, *which, *saved))[-2:] == losses(whole)[-2:]
