@@ -1,7 +1,7 @@
 """A training loop of Accelerate with its DeepSpeed plugin: a small Llama reads Python's standard library, byte by byte.
 
     accelerate launch --num_processes 2 --use_deepspeed examples/accelerate_loop.py --stage 3
-    shardfold run --as-deepspeed --nproc-per-node 2 examples/accelerate_loop.py --stage 3
+    shardfold run --as-deepspeed --no_local_rank --nproc-per-node 2 examples/accelerate_loop.py --stage 3
 
 It trains, evaluates, saves its state half way, writes the model in the format of transformers and generates.
 ``--resume`` goes on from a saved state.

@@ -1,7 +1,8 @@
-"""A transformers Trainer with a DeepSpeed config: a small GPT-2 reads Python's standard library, byte by byte.
+r"""A transformers Trainer with a DeepSpeed config: a small GPT-2 reads Python's standard library, byte by byte.
 
     torchrun --nproc-per-node 2 examples/transformers_trainer.py --deepspeed examples/ds_zero3.json
-    shardfold run --as-deepspeed --nproc-per-node 2 examples/transformers_trainer.py --deepspeed examples/ds_zero3.json
+    shardfold run --as-deepspeed --no_local_rank --nproc-per-node 2 examples/transformers_trainer.py \
+        --deepspeed examples/ds_zero3.json
 
 It trains, evaluates, saves checkpoints and the model, and generates. ``--resume`` goes on from the newest checkpoint.
 """
