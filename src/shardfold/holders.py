@@ -10,7 +10,7 @@ from torch import nn
 if TYPE_CHECKING:
     from shardfold.engine import Engine
 
-__all__ = ["engine_of", "hold", "let_go", "name_in"]
+__all__ = ["engine_of", "engines", "hold", "let_go", "name_in"]
 
 _NAMES: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
 """Of each engine: the names of the parameters of its units, by ``id``. No more: that would keep the engine."""
@@ -24,6 +24,11 @@ def hold(engine: Engine) -> None:
 def let_go(engine: Engine) -> None:
     """The engine is closed."""
     _NAMES.pop(engine, None)
+
+
+def engines() -> list[Engine]:
+    """All engines that are not closed."""
+    return list(_NAMES)
 
 
 def engine_of(parameter: nn.Parameter) -> Engine | None:

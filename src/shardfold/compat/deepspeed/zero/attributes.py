@@ -23,7 +23,7 @@ from shardfold.compat.deepspeed.zero.status import ZeroParamStatus, ZeroParamTyp
 from shardfold.early import early_shard
 from shardfold.engine import Engine
 from shardfold.freed import FreedParameter
-from shardfold.holders import engine_of
+from shardfold.holders import engine_of, engines
 from shardfold.unit import Segment
 from shardfold.wholes import whole
 
@@ -69,6 +69,8 @@ def install() -> None:
         return
     for name, (read, write) in _ATTRIBUTES.items():
         setattr(nn.Parameter, name, _property(name, read, write))
+    # A custom autograd Function gets from ``ctx.saved_tensors`` a plain tensor over a parameter's memory.
+    Tensor.ds_status = property(_status_over)  # pyright: ignore[reportAttributeAccessIssue]
     for name, method in _METHODS.items():
         setattr(nn.Parameter, name, _property(name, lambda p, method=method: method.__get__(p), None))
     external.install()
@@ -241,6 +243,16 @@ def _group(parameter: nn.Parameter) -> Any:
 def _status(parameter: nn.Parameter) -> ZeroParamStatus:
     gone = isinstance(parameter, FreedParameter)
     return ZeroParamStatus.NOT_AVAILABLE if gone else ZeroParamStatus.AVAILABLE
+
+
+def _status_over(tensor: Tensor) -> ZeroParamStatus:
+    """Of a tensor in the memory of a unit, which is there while the unit is gathered only."""
+    storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+    if storage is not None and storage.nbytes():
+        units = (unit for engine in engines() if engine.layout.rest.over for unit in engine.units)
+        if any(storage._cdata in unit.storages() for unit in units):
+            return ZeroParamStatus.AVAILABLE
+    raise AttributeError(f"{type(tensor).__name__!r} object has no attribute 'ds_status': it is not split")
 
 
 _ATTRIBUTES: dict[str, tuple[Callable[[nn.Parameter], Any], Callable[..., None] | None]] = {
