@@ -107,6 +107,18 @@ class EarlyShard:
         vars(parameter)[_EARLY] = self
         self.seal(parameter)
 
+    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A deep copy, split as this one is; nothing is sent. Every rank makes it."""
+        copy = nn.Parameter(self._hollow.detach(), requires_grad=parameter.requires_grad)
+        shard = EarlyShard.__new__(EarlyShard)
+        shard.__dict__.update(self.__dict__)
+        self.ranks.numbered += 1
+        shard.number, shard.pins, shard.values = self.ranks.numbered, 0, self.values.clone()
+        shard._parameter = weakref.ref(copy)
+        copy.__dict__[_EARLY] = shard
+        shard.seal(copy)
+        return copy
+
     def _fit(self, value: Tensor) -> None:
         """Takes shape, dtype and rank 0's values of ``value``."""
         self.shape, self.dtype = value.shape, value.dtype

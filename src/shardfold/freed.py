@@ -128,6 +128,11 @@ class FreedParameter(nn.Parameter):
         _refuse("pickling", (self,), None)
 
     def __deepcopy__(self, memo: Any) -> Any:
+        copied = getattr(self.__dict__[_FREED][2], "copied", None)
+        if copied is not None:
+            if id(self) not in memo:
+                memo[id(self)] = copied(self)
+            return memo[id(self)]
         if not self.__dict__[_FREED][2]():
             _refuse("copy.deepcopy", (self,), None)
         return self.__deepcopy__(memo)  # it is of its own class again
@@ -175,7 +180,8 @@ def seal(parameter: nn.Parameter, name: str, gather: Callable[[], bool]) -> None
         parameter: whose memory is given back.
         name: for messages.
         gather: called when it is touched; True if its memory is there again. It may have an attribute ``way``, which
-            ends the message, and a method ``outline``, whose result, if any, is the answer to ``detach()``.
+            ends the message; a method ``outline``, whose result, if any, is the answer to ``detach()``; and a method
+            ``copied(parameter)``, whose result is the parameter's deep copy.
     """
     state: Any = parameter.__dict__
     state[_FREED] = (name, type(parameter), gather)
