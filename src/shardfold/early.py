@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardfold.agreement import Agreement
 from shardfold.bundle import complete, spread
 from shardfold.errors import OrderError
-from shardfold.freed import FreedParameter, apart, seal, unseal
+from shardfold.freed import FreedParameter, apart, outline, seal, unseal
 from shardfold.layout import DATA_AXES
 from shardfold.mesh import DataMesh
 from shardfold.meter import Meter
@@ -139,13 +139,9 @@ class EarlyShard:
         parameter = self._parameter()
         return parameter is not None and bool(TOUCHED) and TOUCHED[-1](parameter)
 
-    def outline(self) -> nn.Parameter | None:
+    def outline(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What ``detach()`` answers: ``state_dict()`` shows names and shapes of a model whose values are split."""
-        if TOUCHED:
-            return None
-        shown = nn.Parameter(self._hollow.detach(), requires_grad=False)
-        seal(shown, self.name, _Outline(self))
-        return shown
+        return None if TOUCHED else outline(parameter, self.name, _Outline(self))
 
     def seal(self, parameter: nn.Parameter) -> None:
         parameter.data = self._hollow
@@ -185,8 +181,8 @@ class _Outline:
     def __call__(self) -> bool:
         return False
 
-    def outline(self) -> nn.Parameter | None:
-        return self._shard.outline()
+    def outline(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        return self._shard.outline(parameter)
 
 
 def early_shard(parameter: Any) -> EarlyShard | None:

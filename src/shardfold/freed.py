@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfold.errors import FreedParameterError
 
-__all__ = ["FreedParameter", "apart", "seal", "unseal"]
+__all__ = ["FreedParameter", "apart", "outline", "seal", "unseal"]
 
 _FREED = "_shardfold_freed"
 """Where a freed parameter keeps ``(name, class to give back, gather)``: in its own ``__dict__``, because a weak table
@@ -113,15 +113,15 @@ class FreedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         freed = list(_freed_in([*args, *(kwargs or {}).values()]))
-        if func is Tensor.detach and (outline := getattr(freed[0].__dict__[_FREED][2], "outline", None)) is not None:
-            found = outline()
-            if found is not None:
-                return found
         gathers = [parameter.__dict__[_FREED][2] for parameter in freed]  # the first may gather all of them
         with apart():
             gathered = all([gather() for gather in gathers])
         if gathered and not any(isinstance(parameter, FreedParameter) for parameter in freed):
             return func(*args, **(kwargs or {}))  # they were gathered: they are ordinary parameters now
+        if func is Tensor.detach and (shape_of := getattr(gathers[0], "outline", None)) is not None:
+            found = shape_of(freed[0])
+            if found is not None:
+                return found
         _refuse(getattr(func, "__qualname__", None) or str(func), args, kwargs)
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -173,6 +173,14 @@ def _refuse(what: str, args: Any, kwargs: Any) -> NoReturn:
     )
 
 
+def outline(parameter: nn.Parameter, name: str, gate: Callable[[], bool]) -> nn.Parameter:
+    """A sealed parameter that tells the shape, dtype and device of another, and has one element of memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shown = nn.Parameter(parameter.new_empty(1).expand(parameter.shape), requires_grad=False)
+    seal(shown, name, gate)
+    return shown
+
+
 def seal(parameter: nn.Parameter, name: str, gather: Callable[[], bool]) -> None:
     """From now on the parameter only answers what needs no memory.
 
@@ -180,8 +188,8 @@ def seal(parameter: nn.Parameter, name: str, gather: Callable[[], bool]) -> None
         parameter: whose memory is given back.
         name: for messages.
         gather: called when it is touched; True if its memory is there again. It may have an attribute ``way``, which
-            ends the message; a method ``outline``, whose result, if any, is the answer to ``detach()``; and a method
-            ``copied(parameter)``, whose result is the parameter's deep copy.
+            ends the message; a method ``outline(parameter)``, whose result, if any, is the answer to ``detach()`` where
+            the memory is not there; and a method ``copied(parameter)``, whose result is the parameter's deep copy.
     """
     state: Any = parameter.__dict__
     state[_FREED] = (name, type(parameter), gather)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import UsageError
-from shardfold.freed import seal, unseal
+from shardfold.freed import outline, seal, unseal
 from shardfold.gradients import GradientBuffer
 from shardfold.layout import ITEMSIZE, ROLES, Layout, Mesh
 from shardfold.shards import SegmentSpec, UnitSpec, shard_range
@@ -235,6 +235,24 @@ class Segment:
         )
 
 
+class _Touch:
+    """What a freed parameter asks when it is touched. A parameter that autograd holds must not hold the engine."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self) -> bool:
+        unit = self._unit()
+        return unit is not None and unit.touch()
+
+    def outline(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        unit = self._unit()
+        if unit is None or not unit.outlines:
+            return None
+        names = {id(p): name for name, p in unit.parameters()}
+        return outline(parameter, names.get(id(parameter), unit.name), self)
+
+
 class Unit:
     """Parameters that move together: their segments, their life, and what is on its way for them."""
 
@@ -267,8 +285,8 @@ class Unit:
         self.replaced = False  # the model changed, and its parameters are other units' now
         self._store = store
         self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
-        this = weakref.ref(self)  # a parameter that autograd holds must not hold the engine
-        self._touch = lambda: (unit := this()) is not None and unit.touch()
+        self.outlines = False  # `detach()` of a parameter that is freed tells its shape instead of raising
+        self._touch = _Touch(self)
 
     def storages(self) -> set[int]:
         """What identifies the memory of the flats."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardfold.compat.deepspeed.zero.attributes import note
 from shardfold.compat.deepspeed.zero.gathered import GatheredParameters
+from shardfold.holders import engine_of
 
 __all__ = ["DeepSpeedZeRoOffload", "note_parameters", "unwrap_model_for_generation"]
 
@@ -74,6 +75,9 @@ def note_parameters(engine: Any) -> None:
     """
     for parameter in engine.module.parameters():
         note(parameter)
+        core = engine_of(parameter)
+        for unit in core.units if core is not None else ():
+            unit.outlines = True  # clients read names and shapes off ``state_dict()``
     optimizer = getattr(engine, "optimizer", None)
     if optimizer is not None:
         optimizer.parameter_offload = DeepSpeedZeRoOffload(engine.module)
