@@ -82,10 +82,15 @@ _METADATA: frozenset[Any] = (
         if hasattr(Tensor, name)
     )
     | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like}
-    | {torch.numel, torch.is_floating_point, torch.is_complex}
+    | {torch.numel, torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type}
     | {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
 )  # pyright: ignore[reportAttributeAccessIssue]
 
+
+_CONVERSIONS: frozenset[Any] = frozenset(
+    getattr(Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
+)
+_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 _NOTHING = nullcontext()
 
@@ -118,10 +123,15 @@ class FreedParameter(nn.Parameter):
             gathered = all([gather() for gather in gathers])
         if gathered and not any(isinstance(parameter, FreedParameter) for parameter in freed):
             return func(*args, **(kwargs or {}))  # they were gathered: they are ordinary parameters now
-        if func is Tensor.detach and (shape_of := getattr(gathers[0], "outline", None)) is not None:
-            found = shape_of(freed[0])
-            if found is not None:
+        if func is Tensor.detach or func in _CONVERSIONS:
+            shape_of = getattr(gathers[0], "outline", None)
+            found = shape_of(freed[0]) if shape_of is not None else None
+            if found is not None and func is Tensor.detach:
                 return found
+            if found is not None and _keeps_dtype(func, *args, **(kwargs or {})):
+                return args[0]  # the whole values are made on their own device, whenever they are made
+        if func == _SET_DATA and args[0] is args[1]:
+            return None  # `module.to(...)` puts what a conversion gave there
         _refuse(getattr(func, "__qualname__", None) or str(func), args, kwargs)
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -149,6 +159,12 @@ class FreedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Parameter {_name(self)!r} of shape {tuple(self.shape)} (only this rank's shard is in memory)"
+
+
+def _keeps_dtype(conversion: Callable[..., Tensor], parameter: Tensor, *args: Any, **kwargs: Any) -> bool:
+    probe = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+    kwargs.pop("memory_format", None)
+    return conversion(probe, *args, **kwargs).dtype == parameter.dtype
 
 
 def _freed_in(values: Any) -> Iterator[FreedParameter]:
