@@ -115,7 +115,7 @@ class EarlyShard:
         self.ranks.numbered += 1
         shard.number, shard.pins, shard.values = self.ranks.numbered, 0, self.values.clone()
         shard._parameter = weakref.ref(copy)
-        copy.__dict__[_EARLY] = shard
+        vars(copy)[_EARLY] = shard
         shard.seal(copy)
         return copy
 

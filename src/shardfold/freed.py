@@ -23,6 +23,8 @@ _FREED = "_shardfold_freed"
 """Where a freed parameter keeps ``(name, class to give back, gather)``: in its own ``__dict__``, because a weak table
 beside it costs several times as much, and would keep the parameter alive, which ``gather`` refers to."""
 
+_OUTLINE = "_shardfold_outline"
+
 _METADATA: frozenset[Any] = (
     frozenset(
         getattr(Tensor, name).__get__
@@ -82,7 +84,8 @@ _METADATA: frozenset[Any] = (
         if hasattr(Tensor, name)
     )
     | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like}
-    | {torch.numel, torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type}
+    | {torch.numel, torch.is_floating_point, torch.is_complex}
+    | {getattr(torch, "_has_compatible_shallow_copy_type", torch.numel)}
     | {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
 )  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -91,6 +94,11 @@ _CONVERSIONS: frozenset[Any] = frozenset(
     getattr(Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
 )
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+
+_MEMORY: frozenset[Any] = frozenset(
+    getattr(Tensor, name) for name in ("untyped_storage", "storage", "storage_offset", "data_ptr")
+)
+"""What an outline answers too: clients look for tied weights by their memory, and it has some."""
 
 _NOTHING = nullcontext()
 
@@ -114,7 +122,7 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
+        if func in _METADATA or (func in _MEMORY and _OUTLINE in args[0].__dict__):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         freed = list(_freed_in([*args, *(kwargs or {}).values()]))
@@ -193,6 +201,7 @@ def outline(parameter: nn.Parameter, name: str, gate: Callable[[], bool]) -> nn.
     """A sealed parameter that tells the shape, dtype and device of another, and has one element of memory."""
     with torch._C.DisableTorchFunctionSubclass():
         shown = nn.Parameter(parameter.new_empty(1).expand(parameter.shape), requires_grad=False)
+    vars(shown)[_OUTLINE] = True
     seal(shown, name, gate)
     return shown
 
