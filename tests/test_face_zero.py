@@ -23,6 +23,7 @@ from shardfold.compat.deepspeed.runtime.zero import partition_parameters as pp
 from shardfold.compat.deepspeed.runtime.zero.utils import is_zero_param
 from shardfold.compat.deepspeed.utils import tensor_fragment as fragment
 from shardfold.compat.deepspeed.zero import estimates
+from shardfold.compat.deepspeed.zero.attributes import install
 from shardfold.errors import ConfigError, FreedParameterError, OrderError, UsageError
 from shardfold.testing import Ranks, run_ranks
 
@@ -255,6 +256,16 @@ def _nothing_split(layout: str) -> None:
     with zero.GatheredParameters(weight, modifier_rank=0):
         assert not engine.loans
     engine.close()
+
+
+def test_attributes_of_an_ordinary_parameter_are_its_own() -> None:
+    """Also where the face is in use: the files that DeepSpeed saved hold parameters with a ``ds_id``."""
+    install()
+    parameter: Any = nn.Parameter(torch.ones(3))
+    assert not hasattr(parameter, "ds_id")
+    parameter.ds_id = "0_7"
+    again = pickle.loads(pickle.dumps(parameter))
+    assert parameter.ds_id == again.ds_id == "0_7" and torch.equal(again, parameter)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2"])

@@ -78,11 +78,21 @@ def install() -> None:
 
 def _property(name: str, read: Callable[[nn.Parameter], Any], write: Callable[..., None] | None) -> property:
     def get(self: nn.Parameter) -> Any:
-        if not is_zero_param(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: it is not split")
-        return read(self)
+        if is_zero_param(self):
+            return read(self)
+        if name in vars(self):
+            return vars(self)[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: it is not split")
 
-    return property(get, write)
+    def put(self: nn.Parameter, value: Any) -> None:
+        if not is_zero_param(self):  # one of another's, such as those in the files that DeepSpeed saved
+            vars(self)[name] = value
+        elif write is not None:
+            write(self, value)
+        else:
+            raise AttributeError(f"{name!r} of a split parameter can not be set: it follows what holds the parameter")
+
+    return property(get, put)
 
 
 def _record(parameter: nn.Parameter) -> _Record:
