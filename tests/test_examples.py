@@ -15,7 +15,7 @@ TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-p
 
 
 def run(*command: str) -> str:
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -40,23 +40,34 @@ def test_the_transformers_example_learns_its_sentence() -> None:
 
 
 AS_DEEPSPEED = [*ALONE, "-m", "shardfold", "run", "--as-deepspeed", "--no_local_rank", "--nproc-per-node", "2"]
+SCRIPTS = ("accelerate_loop.py", "transformers_trainer.py")
 SMALL = ["--steps", "4", "--width", "32", "--layers", "2"]
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.soak) for stage in (1, 2))])
-@pytest.mark.parametrize("script", ["accelerate_loop.py", "transformers_trainer.py"])
-def test_scripts_that_name_deepspeed_only_run_here(script: str, stage: int, tmp_path: Path) -> None:
-    """They train, save, evaluate, write the model and generate; a second run goes on where the first one saved."""
+def run_as_deepspeed(script: str, stage: int, folder: Path, *more: str) -> str:
+    which = ["--stage", str(stage)] if script == "accelerate_loop.py" else []
+    which = which or ["--deepspeed", str(EXAMPLES / f"ds_zero{stage}.json")]
+    return run(*AS_DEEPSPEED, str(EXAMPLES / script), *SMALL, "--output", str(folder), *which, *more)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_that_name_deepspeed_only_run_here(script: str, tmp_path: Path) -> None:
+    """They train, save, evaluate, write the model and generate."""
     for package in ("accelerate", "transformers"):
         pytest.importorskip(package)
-    command = [*AS_DEEPSPEED, str(EXAMPLES / script), *SMALL, "--output", str(tmp_path)]
+    output = run_as_deepspeed(script, 3, tmp_path)
+    assert len(losses(output)) == 4 and losses(output)[-1] < losses(output)[0]
+    assert "held out" in output and "written 'def test_" in output and (tmp_path / "model/model.safetensors").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_that_name_deepspeed_only_go_on_where_they_saved(script: str, stage: int, tmp_path: Path) -> None:
+    whole = run_as_deepspeed(script, stage, tmp_path)
     if script == "accelerate_loop.py":
-        which, saved = ["--stage", str(stage)], ["--resume", str(tmp_path / "step-2")]
+        saved = ["--resume", str(tmp_path / "step-2")]
     else:
-        which, saved = ["--deepspeed", str(EXAMPLES / f"ds_zero{stage}.json")], ["--resume"]
-    whole = run(*command, *which)
-    assert len(losses(whole)) == 4 and losses(whole)[-1] < losses(whole)[0]
-    assert "held out" in whole and "written 'def test_" in whole and (tmp_path / "model/model.safetensors").exists()
-    if "trainer" in script:
+        saved = ["--resume"]
         (tmp_path / "checkpoint-4").rename(tmp_path / "last")
-    assert losses(run(*command, *which, *saved))[-2:] == losses(whole)[-2:]
+    assert losses(run_as_deepspeed(script, stage, tmp_path, *saved))[-2:] == losses(whole)[-2:]
