@@ -29,6 +29,21 @@ PATHS: Mapping[str, str] = {
     "zero_param_persistence_threshold": ZERO + "stage3_param_persistence_threshold",
     "zero_model_persistence_threshold": ZERO + "stage3_model_persistence_threshold",
     "zero_gather_16bit_weights_on_model_save": ZERO + "stage3_gather_16bit_weights_on_model_save",
+    "zero_legacy_stage1": ZERO + "legacy_stage1",
+    "zero_log_trace_cache_warnings": ZERO + "log_trace_cache_warnings",
+    "zero_allgather_sequential": ZERO + "stage3_allgather_sequential",
+    "zero_module_granularity_threshold": ZERO + "stage3_module_granularity_threshold",
+    "zero_parameter_alignment": ZERO + "parameter_alignment",
+    "zero_save_muon_momentum_buffer_in_memory": ZERO + "save_muon_momentum_buffer_in_memory",
+    "zero_partial_offload": ZERO + "offload_optimizer.ratio",
+    "super_offload": ZERO + "offload_optimizer.super_offload",
+    "cpuadam_cores_perc": ZERO + "offload_optimizer.cpuadam_cores_perc",
+    "is_sanity_checks_enabled": ZERO + "enable_sanity_checks",
+    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
+    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
+    "autotuning_enabled": "autotuning.enabled",
+    "autotuning_metric": "autotuning.metric",
+    "log_level": "log_level",
     "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
     "fp16_auto_cast": "fp16.auto_cast",
@@ -59,6 +74,19 @@ PATHS: Mapping[str, str] = {
     "tensorboard_output_path": "tensorboard.output_path",
     "tensorboard_job_name": "tensorboard.job_name",
 }  # fmt: skip
+#: What is not here and can not be asked for: the answers are no, and None for a section.
+NEVER = (
+    "amp_enabled", "compile_autosp", "compile_autotp", "compile_zero_optimization_stage", "checkpoint_writer_enabled",
+    "curriculum_enabled_legacy", "curriculum_learning_enabled", "data_efficiency_enabled", "data_sampling_enabled",
+    "eigenvalue_enabled", "elasticity_enabled", "is_deepcompile_active", "is_deepcompile_enabled", "pld_enabled",
+    "quantize_training", "random_ltd_enabled", "sparse_gradients_enabled", "uses_parallelization_pass_only",
+    "zero_nvme_offload_optimizer", "autotuning_profile_model_info",
+)  # fmt: skip
+NO_SECTION = (
+    "amp_params", "autotuning_metric_path", "autotuning_model_info_path", "curriculum_learning_config",
+    "curriculum_params_legacy", "data_efficiency_config", "data_sampling_config", "pld_params", "random_ltd_config",
+    "swap_tensor_config", "tensor_parallel_config", "zenflow_config",
+)  # fmt: skip
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -133,6 +161,40 @@ class ConfigAccessors:
         """The first of fp16's dynamic loss scales."""
         return 2.0 ** self._setting("fp16.initial_scale_power")
 
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Of fp16's dynamic loss scale, as the arguments of DeepSpeed's ``DynamicLossScaler``."""
+        names = {
+            "scale_window": "loss_scale_window", "delayed_shift": "hysteresis",
+            "consecutive_hysteresis": "consecutive_hysteresis", "min_scale": "min_loss_scale",
+        }  # fmt: skip
+        given = {name: self._setting(f"fp16.{path}") for name, path in names.items()}
+        return {"init_scale": 2 ** self._setting("fp16.initial_scale_power"), **given}
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Of the forward under ``torch.autocast``; None without."""
+        precision = self._settings.precision
+        return DTYPES[precision.autocast] if precision.autocast else None
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether ranks compare the tag of a checkpoint."""
+        return self._settings.tag_validation != "ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether tags that differ are an error."""
+        return self._settings.tag_validation == "fail"
+
+    def is_first_weights_partition_group(self) -> bool:
+        """Whether weights are split, over one group."""
+        return self.zero_optimization_partition_weights()
+
+    def aio_config(self) -> dict[str, Any]:
+        """That section of the config, whose effect is none."""
+        return {path[4:]: value for path, value in self._settings.values.items() if path.startswith("aio.")}
+
+    def autotp_size(self) -> int:
+        """0: there is no tensor parallelism."""
+        return 0
+
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Of the model's parameters, and in which gradients accumulate."""
         precision = self._settings.precision
@@ -152,5 +214,16 @@ def _reads(path: str) -> Callable[[ConfigAccessors], Any]:
     return read
 
 
+def _answers(answer: bool | None) -> Callable[[ConfigAccessors], Any]:
+    def say(self: ConfigAccessors) -> Any:
+        return answer
+
+    say.__doc__ = f"{answer}: that is not here."
+    return say
+
+
+for _names, _answer in ((NEVER, False), (NO_SECTION, None)):
+    for _name in _names:
+        setattr(ConfigAccessors, _name, _answers(_answer))
 for _name, _path in PATHS.items():
     setattr(ConfigAccessors, _name, _reads(_path))

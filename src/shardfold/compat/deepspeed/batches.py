@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from shardfold.compat.deepspeed.config import DeepSpeedConfig, Settings
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 
 if TYPE_CHECKING:
+    from shardfold.compat.deepspeed.utils.timer import ThroughputTimer
     from shardfold.engine import Engine
 
 __all__ = ["Batches"]
@@ -26,11 +27,20 @@ class Batches:
     _config: DeepSpeedConfig
     dp_world_size: int
     global_rank: int
+    local_rank: int
+    tput_timer: ThroughputTimer
     collate_fn: Callable[[list[Any]], Any] | None
     training_dataloader: DeepSpeedDataLoader | None
 
     def _tell_boundary(self) -> None:
         raise NotImplementedError
+
+    def _divide_by(self, accumulate: int) -> None:
+        """So many micro-batches are in a step, or losses come divided by their number."""
+        self._core.accumulate = accumulate
+        if self._settings["gradient_allreduce_op"] == "sum":
+            self._core.actions.scale *= self.dp_world_size
+            self._core.actions.set_factors()
 
     def train_batch_size(self) -> int:
         """Samples per update on all ranks."""
@@ -63,7 +73,8 @@ class Batches:
                 f"ranks, {self.train_micro_batch_size_per_gpu()} x {self.dp_world_size} = {part}."
             )
         self._config.train_batch_size = train_batch_size
-        self._config.gradient_accumulation_steps = self._core.accumulate = train_batch_size // part
+        self._config.gradient_accumulation_steps = train_batch_size // part
+        self._divide_by(train_batch_size // part)
         self._tell_boundary()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -96,11 +107,22 @@ class Batches:
         if data_sampler is None and route != "train":
             data_sampler = DistributedSampler(dataset, *ranks, shuffle=False)
         return DeepSpeedDataLoader(
-            dataset, batch_size or self.train_micro_batch_size_per_gpu(), world_size=ranks[0], rank=ranks[1],
-            collate_fn=collate_fn or self.collate_fn, data_sampler=data_sampler,
-            drop_last=self._settings.drop_last,
-            pin_memory=pin_memory and torch.cuda.is_available(), num_workers=num_local_io_workers or 0,
+            dataset, batch_size or self.train_micro_batch_size_per_gpu(),
+            data_parallel_world_size=ranks[0], data_parallel_rank=ranks[1],
+            collate_fn=collate_fn or self.collate_fn, data_sampler=data_sampler, local_rank=self.local_rank,
+            dataloader_drop_last=self._settings.drop_last, tput_timer=self.tput_timer if route == "train" else None,
+            pin_memory=pin_memory and torch.cuda.is_available(), num_local_io_workers=num_local_io_workers,
         )  # fmt: skip
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        """Whether it has ``__getitem__`` and ``__len__``."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        """Whether it is an ``IterableDataset``."""
+        return isinstance(obj, IterableDataset)
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, Any], Any]) -> None:
         """Of the training loader: called with each batch."""

@@ -133,8 +133,8 @@ PRECISION = (
            choices=DTYPES),
     _noted("prescale_gradients", "boolean", False, "gradients are divided as they arrive, in the dtype they travel in"),
     _noted("gradient_predivide_factor", "number", 1.0, "the same mean either way", off=(None, 1)),
-    _refused("gradient_allreduce_op", "string", "mean", "gradients are averaged: multiply the loss by the number of "
-             "ranks for their sum", choices=("mean", "sum"), off=("mean",)),
+    _honoured("gradient_allreduce_op", "string", "mean", "of the ranks' gradients: their mean or their sum",
+              choices=("mean", "sum")),
 )  # fmt: skip
 
 ZERO = (

@@ -19,19 +19,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed import saving
-from shardfold.compat.deepspeed.accessors import ConfigAccessors
 from shardfold.compat.deepspeed.batches import Batches
 from shardfold.compat.deepspeed.config import DeepSpeedConfig
 from shardfold.compat.deepspeed.observers import Observers
-from shardfold.compat.deepspeed.optimizer import EngineOptimizer
+from shardfold.compat.deepspeed.optimizer import OPTIMIZERS, EngineOptimizer
+from shardfold.compat.deepspeed.parts import Parts
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
+from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
 from shardfold.engine import Engine
 from shardfold.numerics.clipping import Clip
 
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
+class DeepSpeedEngine(Parts, Batches, nn.Module):
     """What ``deepspeed.initialize`` returns first; it makes them.
 
     Attributes that the engine does not have are the model's.
@@ -47,7 +48,7 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
 
     Attributes:
         module: the model.
-        optimizer: an :class:`EngineOptimizer`, or None.
+        optimizer: an :class:`EngineOptimizer`; without one None, or at stage 3 what clients take hooks off with.
         lr_scheduler: is stepped after each update, unless it is None.
         training_dataloader: of ``training_data``, or None.
         config: the dict that was given.
@@ -89,6 +90,7 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         self.mp_world_size = 1
         self.dist_backend = dist.get_backend() if dist.is_initialized() else None
         self.data_parallel_group = dist.group.WORLD if dist.is_initialized() else None
+        self._add_parts()
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         limit = settings.clip_norm or (math.inf if self.zero_compute_grad_norm() else None)  # pyright: ignore
         self._core = Engine(
@@ -100,7 +102,10 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         )  # fmt: skip
         self.device = self._core.device
         self.basic_optimizer = optimizer
-        self.optimizer: EngineOptimizer | None = EngineOptimizer(self._core) if optimizer is not None else None
+        self._divide_by(settings.accumulate)
+        self.optimizer: Any = DeepSpeedZeRoOffload(model) if settings.stage == 3 else None
+        if optimizer is not None:
+            self.optimizer = OPTIMIZERS[settings.stage](self._core)
         self.lr_scheduler: Any = None
         self.observers = Observers(settings, self._core, self)
         self.monitor, self.flops_profiler = self.observers.monitor, self.observers.flops_profiler
@@ -118,6 +123,9 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
                 f"{type(self).__name__!r} object has no attribute {name!r}, nor has its module"
             ) from None
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._core.__reduce_ex__(protocol)  # refuses
 
@@ -125,6 +133,8 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the model's forward."""
+        if self.module.training:
+            self.tput_timer.start()
         with self.observers.phase("forward"):
             return self.module(*inputs, **kwargs)
 
@@ -160,13 +170,13 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         if scale_wrt_gas and accumulate > 1:
             loss = loss / accumulate
         if accumulate > 1:
-            core.accumulate = 1
+            self._divide_by(1)
         try:
             with self.observers.phase("backward"):
                 core.backward(loss, retain_graph=retain_graph)
         finally:
             if accumulate > 1:
-                core.accumulate = accumulate
+                self._divide_by(accumulate)
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -273,23 +283,25 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         self._need_optimizer("step()")
         self._step_applied = False
         self._stepping = True
+        boundary = self.is_gradient_accumulation_boundary()
         try:
-            if self.is_gradient_accumulation_boundary():
+            if boundary:
                 self._take_model_step(lr_kwargs or {})
         finally:
             self._stepping = False
+        self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
         self._tell_boundary()
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
-        assert self.optimizer is not None
+        optimizer: EngineOptimizer = self.optimizer
         self._core.last_micro_batch = True
         samples = self.train_batch_size()
         if not self.managed_gradient_accumulation():
             samples = samples // self._core.accumulate * self._core.micro_batch
         with self.observers.phase("step"):
-            self.optimizer.step()
-        report = self.optimizer.report
+            optimizer.step()
+        report = optimizer.report
         assert report is not None
         if report.skipped:
             self.skipped_steps += 1
@@ -310,7 +322,7 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         return self._step_applied
 
     def _need_optimizer(self, call: str) -> None:
-        if self.optimizer is None:
+        if self.basic_optimizer is None:
             raise WrongCall(
                 f"engine.{call} without an optimizer: initialize() must provide one, by optimizer= or in the config."
             )
@@ -320,7 +332,7 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
     @property
     def cur_scale(self) -> float:
         """The loss scale; 1.0 without fp16."""
-        return self.optimizer.loss_scale if self.optimizer is not None else 1.0
+        return self.optimizer.loss_scale if self.basic_optimizer is not None else 1.0
 
     def get_lr(self) -> list[float]:
         """Learning rates by group."""
@@ -335,7 +347,8 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         return self._of_groups("type")
 
     def _of_groups(self, name: str) -> list[Any]:
-        return [group.get(name, 0.0) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+        groups = self.optimizer.param_groups if self.basic_optimizer is not None else []
+        return [group.get(name, 0.0) for group in groups]
 
     def optimizer_name(self) -> str | None:
         """The class of an optimizer that was given, or the config's type."""
@@ -411,8 +424,10 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
     ) -> None:
-        """Takes the model's values from ``checkpoint["module"]``, which every rank has."""
+        """Takes the model's values from ``checkpoint["module"]``, which every rank has; the last three are not read."""
         saving.load_module_state_dict(self, checkpoint["module"], strict, custom_load_fn)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
@@ -425,10 +440,16 @@ class DeepSpeedEngine(ConfigAccessors, Batches, nn.Module):
 
     # -- the end
 
-    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Compiles the model, in place."""
+    def compile(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] = {},  # noqa: B006  # DeepSpeed's signature
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles the model, in place; ``schedule`` and ``compiled_autograd_enabled`` are of passes not here."""
         if not self._compiled:
-            self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
+            self.module.compile(**{**compile_kwargs, "backend": backend})
             self._compiled = True
 
     @property

@@ -68,8 +68,9 @@ def initialize(
     if basic is not None:
         check_scheduler(lr_scheduler, basic)
     engine = DeepSpeedEngine(model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu)
+    engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     try:
-        if engine.optimizer is not None:
+        if basic is not None:
             engine.lr_scheduler = chosen_scheduler(lr_scheduler, settings, engine.optimizer)
     except BaseException:
         engine.destroy()

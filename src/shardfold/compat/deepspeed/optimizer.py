@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed.refused import WrongArgument
-from shardfold.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from shardfold.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
     from shardfold.report import StepReport
 
-__all__ = ["EngineOptimizer"]
+__all__ = ["OPTIMIZERS", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "EngineOptimizer"]
 
 
 class EngineOptimizer(DeepSpeedOptimizer, Optimizer):
@@ -164,3 +164,24 @@ class EngineOptimizer(DeepSpeedOptimizer, Optimizer):
     def scale_if_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale."""
         return self._core.scale(loss)
+
+
+class DeepSpeedZeroOptimizer(EngineOptimizer, ZeROOptimizer):
+    """Of stages 1 and 2."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer, ZeROOptimizer):  # noqa: N801  # DeepSpeed's name
+    """Of stage 3.
+
+    Attributes:
+        parameter_offload: what clients take hooks off with.
+    """
+
+
+#: By stage.
+OPTIMIZERS: tuple[type[EngineOptimizer], ...] = (
+    EngineOptimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_hyper import MUP_OPTIMIZERS, SCHEDULERS, hyper
+from shardfold.compat.deepspeed.ops.adam import FusedAdam
 from shardfold.compat.deepspeed.runtime import lr_schedules
 from shardfold.optim import LAMB, Lion, Muon
 
@@ -72,14 +73,18 @@ def _adam(groups: list[Any], given: dict[str, Any], *, decoupled: bool) -> Optim
     given = dict(given)
     given.pop("fp32_optimizer_states", None)
     decoupled = given.pop("adam_w_mode", True) or decoupled
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     # With torch_adam the defaults are PyTorch's too: its AdamW decays by 0.01.
-    defaults = {} if given.pop("torch_adam", False) else {"weight_decay": 0.0}
-    if given.pop("bias_correction", True) is False:
-        raise DeepSpeedConfigError(
-            "optimizer.params.bias_correction is false, which PyTorch's Adam does not have: leave it out."
-        )
-    return kind(groups, **{**defaults, **_tuples(given)})
+    theirs = given.pop("torch_adam", False)
+    if given.get("bias_correction") is False:
+        if theirs:
+            raise DeepSpeedConfigError(
+                "optimizer.params.bias_correction is false, which PyTorch's Adam does not have: leave torch_adam out."
+            )
+        given = {name: value for name, value in given.items() if name not in ("foreach", "fused")}
+        return FusedAdam(groups, adam_w_mode=decoupled, **_tuples(given))
+    given.pop("bias_correction", None)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(groups, **{**({} if theirs else {"weight_decay": 0.0}), **_tuples(given)})
 
 
 def _lamb(groups: list[Any], given: dict[str, Any]) -> Optimizer:

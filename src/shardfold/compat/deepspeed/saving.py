@@ -86,7 +86,7 @@ def save_checkpoint(
     folder = Path(save_dir)
     if Path(tag).name != tag:
         raise WrongArgument(f"engine.save_checkpoint(tag={tag!r}): it is the name of one folder, without slashes.")
-    frozen = "skip" if exclude_frozen_parameters and engine.optimizer is not None else "keep"
+    frozen = "skip" if exclude_frozen_parameters and engine.basic_optimizer is not None else "keep"
     engine._core.save(
         folder / tag, state=_packed(client_state) | {FACE: _own_state(engine)}, wait=True, frozen=frozen,
         latest=save_latest,
@@ -201,7 +201,7 @@ def load_checkpoint(
         )  # fmt: skip
         return None, None
     path = folder / str(tag)
-    weights_only = module_only or not optimizer or engine.optimizer is None
+    weights_only = module_only or not optimizer or engine.basic_optimizer is None
     foreign = not (path / INDEX).is_file() and deepspeed_folder(path) is not None
     with _imported(engine, path) if foreign else _as_it_is(path) as source:
         random = rng_state()

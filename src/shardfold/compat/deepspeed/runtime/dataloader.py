@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from shardfold.compat.deepspeed.comm import get_rank, get_world_size
 from shardfold.compat.deepspeed.refused import WrongArgument
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
@@ -36,10 +37,15 @@ class DeepSpeedDataLoader:
     Args:
         dataset: of map or iterable style.
         batch_size: samples of a micro-batch on this rank.
+        pin_memory: for a GPU.
+        local_rank: whether it is -1 is not asked: every rank has its share.
+        tput_timer: started with each batch, if given.
         collate_fn: makes a batch of samples; None: PyTorch's.
+        num_local_io_workers: processes that read.
         data_sampler: None: a ``DistributedSampler``, which shuffles; call its ``set_epoch`` for another order.
-        drop_last: whether an incomplete last batch is left out.
-        world_size, rank: whose share it is.
+        data_parallel_world_size, data_parallel_rank: whose share it is; None: of ``torch.distributed``.
+        dataloader_drop_last: whether an incomplete last batch is left out.
+        deepspeed_dataloader_config: is not read.
 
     Attributes:
         post_process_func: called with each batch and the sampler's state, if set; gives the batch that is used.
@@ -52,14 +58,16 @@ class DeepSpeedDataLoader:
         self,
         dataset: Any,
         batch_size: int,
-        *,
-        world_size: int,
-        rank: int,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        data_sampler: Any = None,
-        drop_last: bool = False,
         pin_memory: bool = False,
-        num_workers: int = 0,
+        local_rank: int = 0,
+        tput_timer: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+        data_sampler: Any = None,
+        data_parallel_world_size: int | None = None,
+        data_parallel_rank: int | None = None,
+        dataloader_drop_last: bool = False,
+        deepspeed_dataloader_config: Any = None,
     ) -> None:
         stream = isinstance(dataset, IterableDataset)
         if not stream and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
@@ -67,14 +75,18 @@ class DeepSpeedDataLoader:
                 f"initialize(training_data=...) was given a {type(dataset).__name__}: give a torch Dataset."
             )
         if data_sampler is None and not stream:
-            data_sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
+            data_sampler = DistributedSampler(
+                dataset,
+                get_world_size() if data_parallel_world_size is None else data_parallel_world_size,
+                get_rank() if data_parallel_rank is None else data_parallel_rank,
+            )
         self.dataset, self.batch_size = dataset, batch_size
         self.data_sampler: Any = data_sampler
-        self.collate_fn = collate_fn
+        self.collate_fn, self.tput_timer = collate_fn, tput_timer
         self.post_process_func: Callable[[Any, Any], Any] | None = None
         self.dataloader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=batch_size, sampler=data_sampler, collate_fn=collate_fn, drop_last=drop_last,
-            pin_memory=pin_memory, num_workers=num_workers,
+            dataset, batch_size=batch_size, sampler=data_sampler, collate_fn=collate_fn,
+            drop_last=dataloader_drop_last, pin_memory=pin_memory, num_workers=num_local_io_workers or 0,
         )  # fmt: skip
         self._batches: Iterator[Any] | None = None
 
@@ -88,6 +100,8 @@ class DeepSpeedDataLoader:
     def __next__(self) -> Any:
         if self._batches is None:
             self._batches = iter(self.dataloader)
+        if self.tput_timer is not None:
+            self.tput_timer.start()
         batch = next(self._batches)
         if self.post_process_func is not None:
             state = self.data_sampler.state_dict() if hasattr(self.data_sampler, "state_dict") else {}

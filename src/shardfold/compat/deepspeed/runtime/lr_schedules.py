@@ -35,6 +35,33 @@ LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
 
+# DeepSpeed's words for the arguments' names.
+LR_SCHEDULE = "lr_schedule"
+LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
+LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
+LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
+LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
+CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
+CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
+CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
+CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
+DECAY_STEP_SIZE = "decay_step_size"
+CYCLE_MIN_LR = "cycle_min_lr"
+CYCLE_MAX_LR = "cycle_max_lr"
+DECAY_LR_RATE = "decay_lr_rate"
+CYCLE_MIN_MOM = "cycle_min_mom"
+CYCLE_MAX_MOM = "cycle_max_mom"
+DECAY_MOM_RATE = "decay_mom_rate"
+WARMUP_MIN_LR = "warmup_min_lr"
+WARMUP_MAX_LR = "warmup_max_lr"
+WARMUP_NUM_STEPS = "warmup_num_steps"
+WARMUP_TYPE = "warmup_type"
+WARMUP_MIN_RATIO = "warmup_min_ratio"
+COS_MIN_RATIO = "cos_min_ratio"
+TOTAL_NUM_STEPS = "total_num_steps"
+BETA2 = 0.99  # of Adam under OneCycle with cycle_momentum
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+
 
 def get_torch_optimizer(optimizer: Any) -> Optimizer:
     """The optimizer, or the one inside of it.
@@ -69,11 +96,16 @@ class _Iterations(LRScheduler):
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, sd: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Goes to the iteration of the state, and sets the rate of every group; takes a curve's own state too."""
-        self.step(
-            state_dict["last_batch_iteration"] if "last_epoch" not in state_dict else state_dict["last_epoch"] - 1
-        )
+        self.step(sd["last_batch_iteration"] if "last_epoch" not in sd else sd["last_epoch"] - 1)
+
+
+class _Batches(_Iterations):
+    """As :class:`_Iterations`; these two call the iteration otherwise."""
+
+    def step(self, batch_iteration: int | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step(batch_iteration)
 
 
 def _taking(curve: type[LRScheduler]) -> Callable[..., None]:
@@ -89,12 +121,12 @@ def _taking(curve: type[LRScheduler]) -> Callable[..., None]:
     return construct
 
 
-class LRRangeTest(_Iterations, schedules.LRRangeTest):  # pyright: ignore[reportIncompatibleMethodOverride]
+class LRRangeTest(_Batches, schedules.LRRangeTest):  # pyright: ignore[reportIncompatibleMethodOverride]
     __doc__ = schedules.LRRangeTest.__doc__
     __init__ = _taking(schedules.LRRangeTest)
 
 
-class OneCycle(_Iterations, schedules.OneCycle):  # pyright: ignore[reportIncompatibleMethodOverride]
+class OneCycle(_Batches, schedules.OneCycle):  # pyright: ignore[reportIncompatibleMethodOverride]
     __doc__ = schedules.OneCycle.__doc__
     __init__ = _taking(schedules.OneCycle)
 
@@ -102,10 +134,18 @@ class OneCycle(_Iterations, schedules.OneCycle):  # pyright: ignore[reportIncomp
         """As of the curve; ``cycle_min_mom`` before the first ``step()``, as in DeepSpeed."""
         return super().momentum(group, updates) if updates else schedules.of_group(self.min_mom, group)
 
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group at this iteration; None without ``cycle_momentum``."""
+        if not self.cycle_momentum:
+            return None
+        return [(self.momentum(i, self.last_epoch), BETA2) for i in range(len(self.base_lrs))]
+
     def _update_lr(self, epoch: int | None = None) -> None:
-        # DeepSpeed cycles Adam's betas alone.
+        # DeepSpeed cycles Adam's betas alone, and sets both of them.
         self.cycle_momentum = self.cycle_momentum and "betas" in self.optimizer.defaults
         super()._update_lr(epoch)
+        for group in self.optimizer.param_groups if self.cycle_momentum else ():
+            group["betas"] = (group["betas"][0], BETA2)
 
 
 class WarmupLR(_Iterations, schedules.WarmupLR):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -125,6 +165,10 @@ class WarmupCosineLR(_Iterations, schedules.WarmupCosineLR):  # pyright: ignore[
     def rate(self, group: int, updates: int) -> Any:
         """As of the curve; 0 before the first ``step()``, as in DeepSpeed."""
         return super().rate(group, updates) if updates else 0.0
+
+    def get_lr_ratio(self) -> float:
+        """What the groups' own rates are multiplied by at this iteration."""
+        return self._ratio(self.last_batch_iteration) if self.last_epoch else 0.0
 
 
 #: Options of a command line: ``{name: (default, help)}``, by the schedules that read them. A False is a flag.

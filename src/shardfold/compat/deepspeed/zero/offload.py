@@ -79,7 +79,7 @@ def note_parameters(engine: Any) -> None:
         for unit in core.units if core is not None else ():
             unit.outlines = True  # clients read names and shapes off ``state_dict()``
     optimizer = getattr(engine, "optimizer", None)
-    if optimizer is not None:
+    if optimizer is not None and not isinstance(optimizer, DeepSpeedZeRoOffload):
         optimizer.parameter_offload = DeepSpeedZeRoOffload(engine.module)
 
 

@@ -1,0 +1,123 @@
+"""What else an engine of DeepSpeed's has: timers, states that may be moved, names of features that are not here."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Container
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.utils import clip_grad_norm_
+
+from shardfold.compat.deepspeed.accessors import ConfigAccessors
+from shardfold.compat.deepspeed.observers import Observers
+from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
+from shardfold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from shardfold.compat.deepspeed.utils.logging import log_dist
+from shardfold.compat.deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Parts"]
+
+TIMERS = {"forward": "fwd", "backward": "bwd", "step": "step"}
+
+
+class Parts(ConfigAccessors):
+    """The part of a ``DeepSpeedEngine`` that trains nothing.
+
+    Attributes:
+        timers: for the user's own intervals.
+        tput_timer: of the steps.
+        client_optimizer, client_lr_scheduler: as they were given to ``initialize``.
+        gradient_average: whether gradients are the mean of the ranks', not their sum.
+    """
+
+    observers: Observers
+    module: nn.Module
+    basic_optimizer: Any
+    client_optimizer: Any = None
+    client_lr_scheduler: Any = None
+    dont_change_device = use_ds_comm = pipeline_parallelism = has_moe_layers = False
+    warn_unscaled_loss = True
+    sequence_parallel_size = 1
+    checkpoint_mp_rank = 0
+    losses = checkpoint_engine = all_to_all_group = local_all_to_all_group = mesh_device = None
+    flatten, unflatten = staticmethod(_flatten_dense_tensors), staticmethod(_unflatten_dense_tensors)
+
+    def _add_parts(self) -> None:
+        self.timers = SynchronizedWallClockTimer()
+        timed = SimpleNamespace(enabled=self._setting("timers.throughput.enabled"), synchronized=False)
+        self.tput_timer = ThroughputTimer(timed, self._setting("train_batch_size"))
+        self.gradient_average = self._setting("gradient_allreduce_op") == "mean"
+        self.num_experts: list[int] = []
+        self.gate_modules: list[Any] = []
+        self.moe_layers: list[Any] = []
+        self.expert_parallel_group: dict[str, Any] = {}
+        self.expert_data_parallel_group: dict[str, Any] = {}
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of ``fwd``, ``bwd`` and ``step`` since the last line of progress; empty unless
+        ``wall_clock_breakdown`` is on."""
+        if not self._setting("wall_clock_breakdown"):
+            return {}
+        return {TIMERS[name]: 1e3 * seconds for name, seconds in self.observers.seconds.items()}
+
+    @property
+    def engine_timers_cache(self) -> dict[str, float]:
+        """As :meth:`get_wall_clock_timers`."""
+        return self.get_wall_clock_timers()
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """States stay where they are: on the CPU that is the device asked for, and a GPU's keep their memory.
+
+        Args:
+            include: which states; None: all of them.
+            device: ``cpu``; ``none`` asks for nothing.
+            pin_memory, non_blocking: of a copy that is not made.
+
+        Raises:
+            WrongArgument: a ``ValueError``: the device is ``nvme``, or one of ``include`` is no state.
+            WrongCall: the engine has no optimizer.
+        """
+        self._check_movable("offload_states()")
+        for state in include or ():  # pyright: ignore[reportGeneralTypeIssues]
+            if state not in list(OffloadStateTypeEnum):
+                known = ", ".join(each.value for each in OffloadStateTypeEnum)
+                raise WrongArgument(f"engine.offload_states(include=[{state!r}]): it is no state; these are {known}.")
+        if device == OffloadDeviceEnum.nvme:
+            raise WrongArgument("engine.offload_states(device='nvme'): the only device to move states to is 'cpu'.")
+        if device != OffloadDeviceEnum.none:
+            log_dist("engine.offload_states(): states stay on the training device.", ranks=[0], level=logging.WARNING)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """States are where they were.
+
+        Raises:
+            WrongCall: the engine has no optimizer.
+        """
+        self._check_movable("reload_states()")
+
+    def _check_movable(self, call: str) -> None:
+        if self.basic_optimizer is None:
+            raise WrongCall(f"engine.{call} without an optimizer: moving states is of engines that train.")
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: what a pass gathered is given back as it goes."""
+
+    def collect_python_gc(self) -> int:
+        """Collects garbage; the number of objects found."""
+        return gc.collect()
+
+    def clip_fp32_gradients(self) -> None:
+        """Clips the gradients that the parameters have to ``gradient_clipping``; ``step()`` does so by itself."""
+        clip_grad_norm_(self.module.parameters(), self._setting("gradient_clipping"))

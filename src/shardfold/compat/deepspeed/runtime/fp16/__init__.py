@@ -1,0 +1,1 @@
+"""What of fp16 users import."""
