@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardfold.compat.deepspeed as deepspeed
+from shardfold.errors import NonFiniteError
+from shardfold.testing import Ranks
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 4,
@@ -174,3 +176,163 @@ def test_a_flops_profile():
 
     _, macs, params = get_model_profile(Model(), input_shape=(2, 4), print_profile=False, as_string=False)
     assert macs == 2 * (4 * 8 + 8) and params == 4 * 8 + 8 + 8 + 1
+
+
+def overflow(engine: Any) -> None:
+    loss = engine(torch.ones(2, 4, dtype=engine.module.up.weight.dtype))
+    engine.backward(loss * float("inf"))
+    engine.step()
+
+
+SCALES: dict[str, tuple[dict[str, Any], str, list[float]]] = {
+    "static": ({"loss_scale": 128}, "x.", [128, 128]),
+    "window": ({"initial_scale_power": 4, "loss_scale_window": 2}, "......", [16, 16, 32, 32, 64, 64]),
+    "hysteresis": ({"initial_scale_power": 8, "hysteresis": 2}, "x.x.x", [256, 256, 128, 128, 64]),
+    "consecutive": (
+        {"initial_scale_power": 8, "hysteresis": 2, "consecutive_hysteresis": True}, "x.x.xx", [256] * 5 + [128]
+    ),
+    "window after an overflow": (
+        {"initial_scale_power": 4, "loss_scale_window": 3, "hysteresis": 1}, ".x.....", [16, 8, 8, 8, 8, 16, 16]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_schedule_of_loss_scales(name: str, make: Callable[..., Made]):
+    """`x` overflows, `.` does not; a step that overflows leaves weights and the learning rate alone."""
+    fp16, steps, scales = SCALES[name]
+    engine, optimizer, _, scheduler = make(
+        fp16={"enabled": True, **fp16}, gradient_accumulation_steps=1, train_batch_size=2
+    )
+    seen = []
+    for step in steps:
+        before, at = engine.module.up.weight.clone(), scheduler.last_batch_iteration
+        overflow(engine) if step == "x" else train(engine, 1)
+        assert optimizer.overflow is (step == "x") is not engine.was_step_applied()
+        assert step == "." or torch.equal(before, engine.module.up.weight)
+        assert scheduler.last_batch_iteration == at + (step == ".")
+        seen.append(optimizer.cur_scale)
+    assert seen == scales and engine.skipped_steps == steps.count("x") and engine.global_steps == len(steps)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_of_a_stage(stage: int, make: Callable[..., Made]):
+    """It is a ZeROOptimizer; states that are offloaded and reloaded go on as they were."""
+    from shardfold.compat.deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from shardfold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+    engine, plain = (make(zero_optimization={"stage": stage}).engine for _ in range(2))
+    assert isinstance(engine.optimizer, ZeROOptimizer) and isinstance(engine.optimizer, torch.optim.Optimizer)
+    train(engine, 2)
+    engine.offload_states(include=[OffloadStateTypeEnum.optim_states], pin_memory=False, non_blocking=True)
+    engine.reload_states(non_blocking=True)
+    train(engine, 2)
+    train(plain, 2)
+    train(plain, 2)
+    for one, other in zip(engine.module_state_dict().values(), plain.module_state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="nvme"):
+        engine.offload_states(device=OffloadDeviceEnum.nvme)
+    with pytest.raises(ValueError, match="optim_states"):
+        engine.offload_states(include=["optimizer"])
+
+
+def test_what_was_given_is_kept(make: Callable[..., Made]):
+    """And what is not here says no."""
+    engine = make().engine
+    assert engine.client_optimizer is None is engine.client_lr_scheduler and engine.gradient_average
+    assert engine.optimizer_name() == "adamw" and engine.dynamic_loss_scale_args()["scale_window"] == 1000
+    for name in ("amp", "sparse_gradients", "elasticity", "curriculum_learning", "data_efficiency"):
+        assert getattr(engine, f"{name}_enabled")() is False
+    assert engine.is_map_style_dataset([1]) and not engine.is_iterable_style_dataset([1])
+    assert "up" in dir(engine) and engine.get_wall_clock_timers() == {}
+    train(engine, 4)
+    assert engine.tput_timer.global_step_count == 2 and engine.tput_timer.micro_step_count == 4
+
+
+def test_times_of_a_step(make: Callable[..., Made]):
+    """With `wall_clock_breakdown`."""
+    engine = make(wall_clock_breakdown=True).engine
+    train(engine, 2)
+    assert all(engine.get_wall_clock_timers()[name] > 0 for name in ("fwd", "bwd", "step"))
+
+
+def test_adam_of_a_config_without_bias_correction(make: Callable[..., Made]):
+    """`x -= lr * m / (sqrt(v) + eps)` in the first step."""
+    params = {"lr": 0.1, "betas": [0.9, 0.99], "bias_correction": False}
+    engine = make(
+        optimizer={"type": "Adam", "params": params}, scheduler={}, gradient_clipping=0.0,
+        gradient_accumulation_steps=1, train_batch_size=2,
+    ).engine  # fmt: skip
+    model = copy.deepcopy(engine.module)
+    model(torch.full((2, 4), 0.1)).backward()
+    train(engine, 1)
+    weight, grad = model.up.weight, model.up.weight.grad
+    torch.testing.assert_close(engine.module.up.weight, weight - 0.1 * 0.1 * grad / (0.1 * grad.abs() + 1e-8))
+
+
+def test_one_cycle_sets_both_betas(make: Callable[..., Made]):
+    """`get_mom` of the schedule and of the engine."""
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 2}
+    engine, _, _, scheduler = make(scheduler={"type": "OneCycle", "params": params})
+    train(engine, 2)
+    assert engine.get_mom() == scheduler.get_mom() == [(pytest.approx(0.85), 0.99)]
+    scheduler.step(batch_iteration=1)
+    assert scheduler.get_last_lr() == [pytest.approx(0.2)]
+
+
+def test_a_loader_and_scalers_made_by_hand():
+    """With DeepSpeed's arguments."""
+    from shardfold.compat.deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+    made = deepspeed.DeepSpeedDataLoader(
+        list(range(8)), batch_size=3, pin_memory=False, local_rank=0, tput_timer=None,
+        data_sampler=torch.utils.data.SequentialSampler(range(8)), dataloader_drop_last=True,
+    )  # fmt: skip
+    assert [batch.tolist() for batch in made] == [[0, 1, 2], [3, 4, 5]]
+    arguments = dict(init_scale=16, scale_window=1, min_scale=8, delayed_shift=1, consecutive_hysteresis=False)
+    scaler, seen = CreateLossScaler(torch.half, 1.0, True, arguments), []
+    for overflowed in (False, False, True):
+        scaler.update_scale(overflowed)
+        seen.append(scaler.loss_scale)
+    assert seen == [16, 32, 16] and CreateLossScaler(torch.half, 4.0, False, None).loss_scale == 4.0
+    scaler.update_scale(True)
+    with pytest.raises(NonFiniteError, match="minimum"):
+        scaler.update_scale(True)
+
+
+def test_words_of_a_config():
+    from shardfold.compat.deepspeed.runtime import config_utils, constants
+
+    assert constants.TRAIN_BATCH_SIZE == "train_batch_size" and constants.GRADIENT_CLIPPING_DEFAULT == 1.0
+    assert config_utils.get_scalar_param({"a": 1}, "b", 2) == 2
+    with pytest.raises(ValueError, match="Duplicate"):
+        config_utils.dict_raise_error_on_duplicate_keys([("a", 1), ("a", 2)])
+
+
+def summed(op: str, stage: int) -> torch.Tensor:
+    """How far two ranks' weights go with a rate of 1."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "gradient_allreduce_op": op,
+        "zero_optimization": {"stage": stage},
+    }  # fmt: skip
+    engine = deepspeed.initialize(model=Model(), config=config)[0]
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    rank = engine.global_rank
+    engine.backward(engine(torch.full((2, 4), 0.1 * (rank + 1))))
+    engine.step()
+    loss = engine(torch.full((2, 4), 0.3))
+    loss.backward()  # the engine divides what is not its own backward()'s
+    engine.step()
+    after = engine.module_state_dict()
+    engine.destroy()
+    return torch.cat([(after[name] - value).reshape(-1) for name, value in before.items()])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_are_summed_if_asked(stage: int, ranks: Ranks):
+    """`gradient_allreduce_op`, on two ranks."""
+    mean, total = (ranks.run(summed, op, stage, world_size=2)[0] for op in ("mean", "sum"))
+    torch.testing.assert_close(total, 2 * mean)

@@ -75,7 +75,7 @@ def test_muon_takes_matrices_and_adamw_the_rest():
 @pytest.mark.parametrize(
     "name, params, word",
     [
-        ("Adam", {"bias_correction": False}, "bias_correction"),
+        ("Adam", {"bias_correction": False, "torch_adam": True}, "bias_correction"),
         ("Lamb", {"amsgrad": True}, "amsgrad"),
         ("Muon", {"per_head_muon": True}, "per_head_muon"),
         ("Muon", {"ns_method": "newton"}, "ns_method"),

@@ -170,7 +170,7 @@ class DeepSpeedZeroOptimizer(EngineOptimizer, ZeROOptimizer):
     """Of stages 1 and 2."""
 
 
-class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer, ZeROOptimizer):  # noqa: N801  # DeepSpeed's name
+class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer, ZeROOptimizer):  # DeepSpeed's name
     """Of stage 3.
 
     Attributes:

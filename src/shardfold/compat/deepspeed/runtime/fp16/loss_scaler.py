@@ -66,7 +66,6 @@ class DynamicLossScaler(LossScalerBase):
 
     Args:
         init_scale: the first.
-        scale_factor: by which it moves; 2, whatever is given, as in DeepSpeed.
         scale_window: steps without overflow until it grows.
         min_scale: it is never lower.
         delayed_shift: so many overflows lower it for the first time.
@@ -79,12 +78,11 @@ class DynamicLossScaler(LossScalerBase):
 
     def __init__(
         self,
-        init_scale: float = 2**32,
-        scale_factor: float = 2.0,
-        scale_window: int = 1000,
-        min_scale: float = 1,
-        delayed_shift: int = 1,
-        consecutive_hysteresis: bool = False,
+        init_scale: float,
+        scale_window: int,
+        min_scale: float,
+        delayed_shift: int,
+        consecutive_hysteresis: bool,
         raise_error_at_min_scale: bool = True,
         dtype: torch.dtype = torch.half,
     ) -> None:
@@ -117,7 +115,7 @@ class DynamicLossScaler(LossScalerBase):
         self.cur_scale = self._scaler.scale
 
 
-def CreateLossScaler(  # noqa: N802  # DeepSpeed's name
+def CreateLossScaler(  # DeepSpeed's name
     dtype: torch.dtype, static_loss_scale: float, dynamic_scaling: bool, dynamic_loss_args: Mapping[str, Any] | None
 ) -> LossScalerBase:
     """The loss scale of fp16, dynamic or not; 1 of any other dtype."""
