@@ -132,6 +132,15 @@ class _Known(NamedTuple):
     entries: weakref.WeakValueDictionary[Any, _Entry]
 
 
+def _leave_untraced(owner: type, *names: str) -> None:
+    """Takes methods out of ``torch.compile``'s sight: not where they are defined, as that imports torch._dynamo, which
+    takes longer than torch."""
+    for name in names:
+        method = vars(owner)[name]
+        if not hasattr(method, "_torchdynamo_disable"):
+            setattr(owner, name, _untraced(method))
+
+
 class _Frame:
     """One forward of one module."""
 
@@ -145,7 +154,6 @@ class _Frame:
         self._num_bytes = self._pieces = self._given = 0
         self._fetched = False
 
-    @_untraced
     def pack(self, tensor: Tensor) -> _Piece | _Elsewhere:
         with torch.no_grad(), apart():
             if not self._movers.moves(tensor, self._smallest):
@@ -183,7 +191,6 @@ class _Frame:
         self._tally.arrive(entry.nbytes)
         return entry
 
-    @_untraced
     def unpack(self, packed: _Piece | _Elsewhere) -> Tensor:
         if isinstance(packed, _Elsewhere):
             return packed.packed if packed.unpack is None else packed.unpack(packed.packed)
@@ -224,6 +231,8 @@ class Movers:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
+        _leave_untraced(_Frame, "pack", "unpack")
+        _leave_untraced(Movers, "begin", "end")
         self._model, self._device = model, device
         self.tally = Tally()
         self.parts: dict[str, Tally] = {}
@@ -251,7 +260,6 @@ class Movers:
         found = self._known.get(storage)
         return found.entries if found is not None and found.tensor() is not None else None
 
-    @_untraced
     def begin(self, unit: str, mode: str, folder: str | None, smallest: int, inputs: Any) -> Any:
         """From now on what autograd saves for a unit is moved: to ``"host"`` memory, or to ``"disk"`` in that folder.
 
@@ -297,7 +305,6 @@ class Movers:
             torch.cuda.synchronize(self._device)
         return perf_counter()
 
-    @_untraced
     def end(self, begun: tuple[_Frame, Any], unit: str) -> None:
         """The forward is over."""
         frame, hooks = begun
