@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardfold.compat.deepspeed import saving
 from shardfold.compat.deepspeed.batches import Batches
 from shardfold.compat.deepspeed.config import DeepSpeedConfig
 from shardfold.compat.deepspeed.observers import Observers
@@ -30,6 +29,12 @@ from shardfold.engine import Engine
 from shardfold.numerics.clipping import Clip
 
 __all__ = ["DeepSpeedEngine"]
+
+
+def _saving():
+    from shardfold.compat.deepspeed import saving  # when it is needed: most of what importing the face would take
+
+    return saving
 
 
 class DeepSpeedEngine(Parts, Batches, nn.Module):
@@ -380,7 +385,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """See :func:`shardfold.compat.deepspeed.saving.save_checkpoint`."""
-        return saving.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        return _saving().save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
         self,
@@ -393,7 +398,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See :func:`shardfold.compat.deepspeed.saving.load_checkpoint`."""
-        return saving.load_checkpoint(
+        return _saving().load_checkpoint(
             self, load_dir, tag, strict=load_module_strict, optimizer=load_optimizer_states,
             scheduler=load_lr_scheduler_states, module_only=load_module_only, custom=custom_load_fn,
         )  # fmt: skip
@@ -402,7 +407,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """See :func:`shardfold.compat.deepspeed.saving.save_16bit_model`."""
-        return saving.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+        return _saving().save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: Any, save_filename: str = "pytorch_model.bin") -> bool:
         """The older name of :meth:`save_16bit_model`."""
@@ -416,7 +421,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """The model's state dict; at stage 3 whole values on the CPU, which every rank takes part in making."""
-        return saving.module_state_dict(self, destination, prefix, keep_vars, exclude_frozen_parameters)
+        return _saving().module_state_dict(self, destination, prefix, keep_vars, exclude_frozen_parameters)
 
     def load_module_state_dict(
         self,
@@ -428,13 +433,13 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         allowed_missing_keys: Any = None,
     ) -> None:
         """Takes the model's values from ``checkpoint["module"]``, which every rank has; the last three are not read."""
-        saving.load_module_state_dict(self, checkpoint["module"], strict, custom_load_fn)
+        _saving().load_module_state_dict(self, checkpoint["module"], strict, custom_load_fn)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole values in the compute dtype on the CPU of rank 0, None on others; every rank calls it."""
         if not self.zero_optimization_partition_weights():
             raise WrongArgument("_zero3_consolidated_16bit_state_dict() needs ZeRO stage 3: use module_state_dict().")
-        return saving.consolidated(self, exclude_frozen_parameters)
+        return _saving().consolidated(self, exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
