@@ -24,6 +24,10 @@ _COMPRESSION = "compression is not here; use torch.ao.quantization or torch.nn.u
 _TUNING = "the autotuner is not here; shardfold explain shows what a configuration holds and sends"
 _ONEBIT = "1-bit optimizers are not here; use torch.optim.Adam or deepspeed.ops.lamb.FusedLamb"
 _HYBRID = "the hybrid engine is not here; gather with deepspeed.zero.GatheredParameters and call generate()"
+_BUILDER = "nothing is compiled here; use the optimizers of deepspeed.ops as they are"
+_UNIVERSAL = "no conversion is needed here: engine.load_checkpoint() takes a checkpoint of any number of ranks"
+_CHECKPOINT = "parts of a checkpoint are not shown here; read it whole with deepspeed.utils.zero_to_fp32"
+_DATA = "data efficiency is not here; sort the data in a sampler"
 _LINEAR = "quantized and LoRA layers are not here; use the peft library on the model before initialize()"
 
 #: ``{name below deepspeed: what is not here, and what to use in its place}``
@@ -76,6 +80,37 @@ ABSENT: dict[str, str] = {
     "sequence.layer.DistributedAttention": _SEQUENCE,
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCE,
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCE,
+    **{
+        f"ops.op_builder.{name}Builder": _BUILDER
+        for name in (
+            "AsyncIO",
+            "CPUAdagrad",
+            "CPUAdam",
+            "CPULion",
+            "EvoformerAttn",
+            "FPQuantizer",
+            "FusedAdam",
+            "FusedLamb",
+            "FusedLion",
+            "GDS",
+            "Inference",
+            "InferenceCore",
+            "InferenceCutlass",
+            "Op",
+            "Quantizer",
+            "RaggedOps",
+            "RandomLTD",
+            "SpatialInference",
+            "StochasticTransformer",
+            "Transformer",
+            "Utils",
+        )
+    },
+    "ops.aio.AsyncIOBuilder": _BUILDER,
+    "checkpoint.ds_to_universal.main": _UNIVERSAL,
+    "checkpoint.DeepSpeedCheckpoint": _CHECKPOINT,
+    "runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer": _DATA,
+    "runtime.data_pipeline.data_routing.basic_layer.RandomLayerTokenDrop": _DATA,
     "linear.OptimizedLinear": _LINEAR,
     "linear.LoRAConfig": _LINEAR,
     "linear.QuantizationConfig": _LINEAR,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardfold.compat.deepspeed.config import Settings
+from shardfold.compat.deepspeed.config_view import Section
 
 __all__ = ["ConfigAccessors"]
 
@@ -70,6 +71,19 @@ PATHS: Mapping[str, str] = {
     "flops_profiler_detailed": "flops_profiler.detailed",
     "flops_profiler_output_file": "flops_profiler.output_file",
     "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "zero_legacy_stage1": ZERO + "legacy_stage1",
+    "zero_allgather_sequential": ZERO + "stage3_allgather_sequential",
+    "zero_log_trace_cache_warnings": ZERO + "log_trace_cache_warnings",
+    "zero_module_granularity_threshold": ZERO + "stage3_module_granularity_threshold",
+    "zero_partial_offload": ZERO + "offload_optimizer.ratio",
+    "super_offload": ZERO + "offload_optimizer.super_offload",
+    "cpuadam_cores_perc": ZERO + "offload_optimizer.cpuadam_cores_perc",
+    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
+    "log_level": "log_level",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    **{f"autotuning_{name}": f"autotuning.{name}" for name in (
+        "enabled", "start_profile_step", "end_profile_step", "metric", "metric_path", "model_info_path",
+    )},
     "tensorboard_enabled": "tensorboard.enabled",
     "tensorboard_output_path": "tensorboard.output_path",
     "tensorboard_job_name": "tensorboard.job_name",
@@ -114,24 +128,21 @@ class ConfigAccessors:
         """Whether the stage is 3."""
         return self._settings.stage >= 3
 
-    def zero_offload_optimizer(self) -> Any:
+    def zero_offload_optimizer(self) -> Section | None:
         """That section of the config, or None."""
-        return self._section("offload_optimizer")
+        return Section(self._settings, "zero_optimization").offload_optimizer
 
-    def zero_offload_param(self) -> Any:
+    def zero_offload_param(self) -> Section | None:
         """That section of the config, or None."""
-        return self._section("offload_param")
+        return Section(self._settings, "zero_optimization").offload_param
 
     def zero_cpu_offload(self) -> bool:
         """Whether the config asks for the optimizer's state on the host."""
-        return (self.zero_offload_optimizer() or {}).get("device") == "cpu"
+        return self._setting("zero_optimization.offload_optimizer.device") == "cpu"
 
     def zero_use_cpu_optimizer(self) -> bool:
         """Whether the config asks for the optimizer's state off the device."""
-        return (self.zero_offload_optimizer() or {}).get("device") in ("cpu", "nvme")
-
-    def _section(self, name: str) -> Any:
-        return self._settings.raw.get("zero_optimization", {}).get(name)
+        return self._setting("zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
 
     def postscale_gradients(self) -> bool:
         """The contrary of the config's ``prescale_gradients``."""
@@ -153,6 +164,15 @@ class ConfigAccessors:
         """Whether the engine counts micro-batches; else each ``step()`` ends an accumulation."""
         return self._setting("managed_gradient_accumulation")
 
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Of fp16's dynamic loss scale, as the arguments of DeepSpeed's ``DynamicLossScaler``."""
+        fp16 = Section(self._settings, "fp16")
+        return {
+            "init_scale": 2**fp16.initial_scale_power, "scale_window": fp16.loss_scale_window,
+            "min_scale": fp16.min_loss_scale, "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        }  # fmt: skip
+
     def dynamic_loss_scale(self) -> bool:
         """Whether fp16's loss scale moves."""
         return not self._setting("fp16.loss_scale")
@@ -160,15 +180,6 @@ class ConfigAccessors:
     def initial_dynamic_scale(self) -> float:
         """The first of fp16's dynamic loss scales."""
         return 2.0 ** self._setting("fp16.initial_scale_power")
-
-    def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Of fp16's dynamic loss scale, as the arguments of DeepSpeed's ``DynamicLossScaler``."""
-        names = {
-            "scale_window": "loss_scale_window", "delayed_shift": "hysteresis",
-            "consecutive_hysteresis": "consecutive_hysteresis", "min_scale": "min_loss_scale",
-        }  # fmt: skip
-        given = {name: self._setting(f"fp16.{path}") for name, path in names.items()}
-        return {"init_scale": 2 ** self._setting("fp16.initial_scale_power"), **given}
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """Of the forward under ``torch.autocast``; None without."""

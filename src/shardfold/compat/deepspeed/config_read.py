@@ -198,6 +198,8 @@ def _effective(checked: Checked, batch: Batch | None, precision: Precision) -> t
         origins.update(zip(TRIAD, batch.origins, strict=True))
     if values["flops_profiler.enabled"] and "wall_clock_breakdown" not in given:
         values["wall_clock_breakdown"], origins["wall_clock_breakdown"] = True, "derived"
+    if values["zero_optimization.overlap_comm"] is None:
+        values["zero_optimization.overlap_comm"] = values["zero_optimization.stage"] == 3
     derived = {"data_types.grad_accum_dtype": precision.grads, "communication_data_type": precision.reduce}
     for path, value in derived.items():
         if path not in given:

@@ -116,6 +116,7 @@ class DeepSpeedConfig:
         self.load_universal_checkpoint = settings["checkpoint.load_universal"]
         self.use_node_local_storage = settings["checkpoint.use_node_local_storage"]
         self.sparse_gradients_enabled = False
+        self.optimizer_legacy_fusion = settings["optimizer.legacy_fusion"]
 
     def __getattr__(self, name: str) -> Any:
         """Top-level keys, such as ``gradient_clipping``, ``steps_per_print`` or ``dump_state``."""

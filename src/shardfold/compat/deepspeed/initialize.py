@@ -63,6 +63,7 @@ def initialize(
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     view = DeepSpeedConfig(_config(args, config, config_params))
     settings = view.settings
+    comm.configure(view)
     _check_parallelism(mpu, mesh_param)
     basic = chosen_optimizer(optimizer, settings, model, model_parameters)
     if basic is not None:

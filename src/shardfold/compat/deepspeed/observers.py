@@ -25,6 +25,7 @@ from shardfold.compat.deepspeed.monitor.base import Event, is_rank_0
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.profiling.flops_profiler import FlopsProfiler
 from shardfold.compat.deepspeed.profiling.traffic_log import TrafficLog
+from shardfold.compat.deepspeed.utils.timer import BACKWARD_GLOBAL_TIMER, FORWARD_GLOBAL_TIMER, STEP_GLOBAL_TIMER
 from shardfold.report import StepReport
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Observers"]
 
 LOG = logging.getLogger("DeepSpeed")
-PHASES = ("forward", "backward", "step")
+PHASES = {"forward": FORWARD_GLOBAL_TIMER, "backward": BACKWARD_GLOBAL_TIMER, "step": STEP_GLOBAL_TIMER}
 
 
 class Observers:
@@ -151,7 +152,9 @@ class Observers:
         skipped = self._engine.loss_scale.skipped if self._engine.loss_scale is not None else 0
         self._say(f"step={self.step}, skipped={skipped}, lr={list(rates)}, mom={list(momenta)}")
         if self._timed:
-            self._say("time (ms) | " + " | ".join(f"{name}: {1e3 * self.seconds[name]:.2f}" for name in PHASES))
+            self._say(
+                "time (ms) | " + " | ".join(f"{PHASES[name]}: {1e3 * time:.2f}" for name, time in self.seconds.items())
+            )
             self.seconds = dict.fromkeys(PHASES, 0.0)
         if self._settings.memory_breakdown:
             self._say(f"bytes held by rank 0\n{self._engine.memory()}")

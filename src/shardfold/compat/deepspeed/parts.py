@@ -87,7 +87,7 @@ class Parts(ConfigAccessors):
 
         Raises:
             WrongArgument: a ``ValueError``: the device is ``nvme``, or one of ``include`` is no state.
-            WrongCall: the engine has no optimizer.
+            WrongCall: the engine has no optimizer, or the stage is not 3.
         """
         self._check_movable("offload_states()")
         for state in include or ():  # pyright: ignore[reportGeneralTypeIssues]
@@ -103,13 +103,17 @@ class Parts(ConfigAccessors):
         """States are where they were.
 
         Raises:
-            WrongCall: the engine has no optimizer.
+            WrongCall: the engine has no optimizer, or the stage is not 3.
         """
         self._check_movable("reload_states()")
 
     def _check_movable(self, call: str) -> None:
         if self.basic_optimizer is None:
             raise WrongCall(f"engine.{call} without an optimizer: moving states is of engines that train.")
+        if self.zero_optimization_stage() != 3:
+            raise WrongCall(
+                f"engine.{call} is for ZeRO stage 3, and this is stage {self.zero_optimization_stage()}: leave it out."
+            )
 
     def empty_partition_cache(self) -> None:
         """Nothing: what a pass gathered is given back as it goes."""

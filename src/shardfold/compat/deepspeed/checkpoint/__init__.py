@@ -1,1 +1,5 @@
 """Checkpoints' helpers."""
+
+from shardfold.compat.deepspeed.lazy import attach
+
+__getattr__, __dir__ = attach(__name__, modules=("utils",))

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardfold.compat.deepspeed.config_models import (
+    CometConfig,
+    CSVConfig,
+    DeepSpeedMonitorConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
 from shardfold.compat.deepspeed.config_read import read
 from shardfold.compat.deepspeed.config_view import MONITORS, MonitorConfig
 
-__all__ = ["get_monitor_config"]
+__all__ = [
+    "CSVConfig",
+    "CometConfig",
+    "DeepSpeedMonitorConfig",
+    "TensorBoardConfig",
+    "WandbConfig",
+    "get_monitor_config",
+]
 
 
 def get_monitor_config(param_dict: dict[str, Any]) -> MonitorConfig:

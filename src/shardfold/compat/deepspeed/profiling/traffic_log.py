@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardfold.compat.deepspeed.utils.comms_logging import comms_logger
 from shardfold.report import TrafficReport, human
 
 __all__ = ["TrafficLog"]
@@ -25,6 +26,8 @@ class TrafficLog:
         self._all: bool = settings["comms_logger.prof_all"]
         self._ops = {op.lower().replace("_", "") for op in settings["comms_logger.prof_ops"]}
         self.sent: dict[str, dict[int, list[int]]] = {}
+        if self.enabled:
+            comms_logger.engines.add(self)
 
     def add(self, report: TrafficReport) -> str:
         """Takes a step's traffic; what there is to say of it, one line for each kind of collective."""

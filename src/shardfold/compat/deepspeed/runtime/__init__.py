@@ -15,6 +15,7 @@ __getattr__, __dir__ = attach(
         "engine",
         "fp16",
         "lr_schedules",
+        "precision_config",
         "utils",
         "zero",
     ),

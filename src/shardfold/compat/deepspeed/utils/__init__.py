@@ -27,6 +27,18 @@ _LEAVES = (
     "z3_leaf_module",
     "z3_leaf_parameter",
 )
+_GROUPS = (
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size",
+)
 _LOGGING = ("log_dist", "log_dist_once", "logger", "print_rank_0", "set_log_level_from_string", "warning_once")
 
 __getattr__, __dir__ = attach(
@@ -35,6 +47,8 @@ __getattr__, __dir__ = attach(
         **dict.fromkeys(_FRAGMENTS, "utils.tensor_fragment"),
         **dict.fromkeys(_LEAVES, "utils.z3_leaf_module"),
         **dict.fromkeys(_LOGGING, "utils.logging"),
+        **dict.fromkeys(_GROUPS, "utils.groups"),
+        "get_caller_func": "utils.comms_logging",
         "OnDevice": "utils.init_on_device",
         "RepeatingLoader": "runtime.dataloader",
         "instrument_w_nvtx": "utils.nvtx",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
@@ -14,7 +16,7 @@ from torch import Tensor
 from shardfold.compat.deepspeed.accelerator.real_accelerator import get_accelerator
 from shardfold.compat.deepspeed.utils.logging import print_dist
 
-__all__ = ["CommsLogger", "calc_bw_log", "comms_logger", "configure", "convert_size", "logged"]
+__all__ = ["CommsLogger", "calc_bw_log", "comms_logger", "configure", "convert_size", "get_caller_func", "logged"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -63,6 +65,7 @@ class CommsLogger:
         enabled: whether anything is logged.
         prof_all: all operations, or only those named in ``prof_ops`` or called with ``prof=True``.
         verbose: a line is printed for each.
+        engines: what engines log of their own traffic, which is printed too.
         comms_dict: ``{name: {bytes: [count, latencies in ms, throughputs, bus bandwidths in Gbit/s]}}``.
     """
 
@@ -70,6 +73,7 @@ class CommsLogger:
         self.comms_dict: dict[str, dict[int, list[Any]]] = {}
         self.enabled, self.verbose, self.debug, self.prof_all = False, False, False, True
         self.prof_ops: list[str] = []
+        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def wants(self, name: str, prof: bool) -> bool:
         """Whether an operation of that name is logged."""
@@ -146,7 +150,8 @@ class CommsLogger:
         summary = {name: self.get_operation_summary(name) or {} for name in self.comms_dict}
         waits = self._stragglers() if show_straggler else None
         if print_log:
-            print_dist(self._table(summary, waits), [0])
+            sent = [f"\nSent by an engine\n{log}" for log in self.engines if log.sent]
+            print_dist("\n".join([self._table(summary, waits), *sent]), [0])
         if not return_dict:
             return None
         there = dist.is_initialized()
@@ -235,17 +240,16 @@ def logged(function: Function) -> Function:
             done.wait()
         synchronize()
         if comms_logger.debug:
-            name = f"{name} | [Caller Func: {_caller()}]"
+            name = f"{name} | [Caller Func: {get_caller_func(2)}]"
         comms_logger.append(kind, name, (time.perf_counter() - start) * 1000, _bytes([*args, *kwargs.values()]))
         return done
 
     return timed  # pyright: ignore[reportReturnType]
 
 
-def _caller() -> str:
-    import sys
-
-    return sys._getframe(2).f_code.co_name
+def get_caller_func(frame: int = 3) -> str:
+    """The name of the function so many calls up."""
+    return sys._getframe(frame).f_code.co_name
 
 
 def _bytes(arguments: Sequence[Any]) -> int:

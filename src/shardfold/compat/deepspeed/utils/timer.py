@@ -11,7 +11,11 @@ from shardfold.compat.deepspeed.utils.comms_logging import trim_mean
 from shardfold.compat.deepspeed.utils.logging import logger, print_dist
 from shardfold.errors import UsageError
 
-__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer"]
+__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean"]
+
+FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
+BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
+STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
 
 GIB = 1024**3
 

@@ -187,13 +187,18 @@ class FlopsProfiler:
         if not self.started:
             return
         with _opened(output_file) as out:
-            print("\n-------------------------- Flops Profiler --------------------------", file=out)
+            print("\n-------------------------- DeepSpeed Flops Profiler --------------------------", file=out)
             print(f"Profile Summary at step {profile_step}:", file=out)
             for name, value in self._summary():
                 print(f"{name:<60}  {value}", file=out)
             self._print_top(module_depth, top_modules, out)
             if detailed:
-                print("\nEach module: parameters, MACs, share of MACs, seconds, share of seconds, FLOPS", file=out)
+                print(
+                    "\n------------------------------ Detailed Profile per GPU ------------------------------", file=out
+                )
+                print(
+                    "Each module: params, MACs, share of MACs, fwd latency, share of fwd latency, fwd FLOPS", file=out
+                )
                 for name, module in self.model.named_modules():
                     print(f"{'  ' * _depth(name)}{name or type(module).__name__}: {self._row(name, module)}", file=out)
 
@@ -206,20 +211,25 @@ class FlopsProfiler:
         flops, seconds = self.get_total_flops(), self.get_total_duration()
         if self.ds_engine is not None:
             yield "world size:", str(self.ds_engine.world_size)
+            yield "data parallel size:", str(self.ds_engine.dp_world_size)
+            yield "model parallel size:", str(self.ds_engine.mp_world_size)
             yield "batch size per GPU:", str(self.ds_engine.train_micro_batch_size_per_gpu())
-        yield "params of model:", self.get_total_params(True)
+        yield "params per GPU:", self.get_total_params(True)
+        yield "params of model = params per GPU * mp_size:", self.get_total_params(True)
         yield "fwd MACs per GPU:", self.get_total_macs(True)
         yield "fwd flops per GPU:", number_to_string(flops)
+        yield "fwd flops of model = fwd flops per GPU * mp_size:", number_to_string(flops)
         yield "fwd latency:", duration_to_string(seconds)
         if seconds:
-            yield "fwd FLOPS per GPU:", flops_to_string(flops / seconds)
+            yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency:", flops_to_string(flops / seconds)
         factor = 3 + self.recompute_fwd_factor
         yield f"fwd+bwd flops per GPU = {factor:g} * fwd flops:", number_to_string(factor * flops)
 
     def _print_top(self, module_depth: int, top_modules: int, out: TextIO) -> None:
         names = [name for name in self._names.values() if name in self.module_macs]
         depths = sorted({_depth(name) for name in names})
-        print("\nHeaviest modules by depth:", file=out)
+        print("\n----------------------------- Aggregated Profile per GPU -----------------------------", file=out)
+        print(f"Top {top_modules} modules in terms of MACs or fwd latency at different model depths:", file=out)
         for depth in depths if module_depth == -1 else [d for d in depths if d == module_depth]:
             level = [name for name in names if _depth(name) == depth]
             for what, sizes in (("MACs", self.module_macs), ("fwd latency", self.durations)):

@@ -22,6 +22,7 @@ from shardfold.compat.deepspeed.utils.timer import SynchronizedWallClockTimer
 from shardfold.errors import ConfigError, UsageError
 
 __all__ = [
+    "CheckpointFunction",
     "CudaRNGStatesTracker",
     "checkpoint",
     "configure",
@@ -167,6 +168,18 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 non_reentrant_checkpoint = checkpoint
+
+
+class CheckpointFunction:
+    """What :func:`checkpoint` calls, as DeepSpeed's autograd function is called."""
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> tuple[Any, ...]:
+        """``run_function(*args)`` under :func:`checkpoint`: its outputs as a tuple, and added to ``all_outputs``."""
+        outputs = checkpoint(run_function, *args)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        all_outputs += outputs
+        return outputs
 
 
 @contextmanager

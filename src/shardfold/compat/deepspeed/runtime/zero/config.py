@@ -2,9 +2,10 @@
 
 from enum import IntEnum
 
+from shardfold.compat.deepspeed.config_models import DeepSpeedZeroConfig
 from shardfold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-__all__ = ["OffloadDeviceEnum", "ZeroStageEnum"]
+__all__ = ["DeepSpeedZeroConfig", "OffloadDeviceEnum", "ZeroStageEnum"]
 
 
 class ZeroStageEnum(IntEnum):

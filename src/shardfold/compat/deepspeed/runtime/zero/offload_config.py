@@ -2,7 +2,17 @@
 
 from enum import Enum
 
-__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
+from shardfold.compat.deepspeed.config_models import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
+
+__all__ = [
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+]
 
 
 class OffloadDeviceEnum(str, Enum):

@@ -1,0 +1,5 @@
+"""``deepspeed.profiling.config``."""
+
+from shardfold.compat.deepspeed.config_models import DeepSpeedFlopsProfilerConfig
+
+__all__ = ["DeepSpeedFlopsProfilerConfig"]

@@ -1,0 +1,5 @@
+"""``deepspeed.runtime.activation_checkpointing.config``."""
+
+from shardfold.compat.deepspeed.config_models import DeepSpeedActivationCheckpointingConfig
+
+__all__ = ["DeepSpeedActivationCheckpointingConfig"]
