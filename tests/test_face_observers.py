@@ -214,7 +214,7 @@ def test_everything_that_can_be_observed(ranks: Ranks, tmp_path: Path):
     assert lines[0].startswith("comm op: reduce_scatter (reduce, intra) | calls: 2 | sent: ")
     assert len([line for line in lines if line.startswith("comm op")]) == 3
     assert "step=2, skipped=0, lr=[0.1], mom=[0.0]" in lines and not any("step=3" in line for line in lines)
-    assert any(line.startswith("time (ms) | forward: ") for line in lines)
+    assert any(line.startswith("time (ms) | fwd: ") for line in lines)
     assert any("params " in line for line in logged if line.startswith("bytes held"))
     assert [line.split()[0] for line in table] == ["operation", "reduce_scatter"] and " 6 " in table[1]
     job = tmp_path / "DeepSpeedJobName"

@@ -5,10 +5,10 @@ with one sentence: :mod:`shardfold.compat.deepspeed.absent` lists it.
 """
 
 from shardfold.compat.deepspeed.lazy import attach, enter_absent
-from shardfold.compat.finder import VERSION
+from shardfold.compat import finder
 
-__version__ = version = VERSION
-__version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
+__version__ = version = finder.VERSION
+__version_major__, __version_minor__, __version_patch__ = map(int, finder.VERSION.split("."))
 __git_hash__ = git_hash = None
 __git_branch__ = git_branch = None
 HAS_TRITON = False
