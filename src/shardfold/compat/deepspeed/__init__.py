@@ -4,8 +4,8 @@ The names are imported when they are first asked for. What DeepSpeed documents a
 with one sentence: :mod:`shardfold.compat.deepspeed.absent` lists it.
 """
 
-from shardfold.compat.deepspeed.lazy import attach, enter_absent
 from shardfold.compat import finder
+from shardfold.compat.deepspeed.lazy import attach, enter_absent
 
 __version__ = version = finder.VERSION
 __version_major__, __version_minor__, __version_patch__ = map(int, finder.VERSION.split("."))
