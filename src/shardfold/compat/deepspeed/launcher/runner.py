@@ -6,6 +6,7 @@ import argparse
 import base64
 import json
 import os
+import runpy
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,9 +81,9 @@ def _short(name: str) -> list[str]:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Starts the script as ``shardfold run --as-deepspeed`` does, and ends the process with its status."""
-    from shardfold import cli
-
-    cli.main(["run", "--as-deepspeed", *(sys.argv[1:] if args is None else args)])
+    sys.argv[1:] = ["run", "--as-deepspeed", *(sys.argv[1:] if args is None else args)]
+    runpy.run_module("shardfold", run_name="__main__", alter_sys=True)
+    sys.exit()
 
 
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:
