@@ -60,13 +60,13 @@ class ShardRanks:
         self.wire: PlainWire = NcclWire() if nccl else GlooWire(self.store.empty, self.store.recycle)
         weakref.finalize(self, _leave, self.mesh, self.agreement)
 
-    def slice_of(self, flat: Tensor) -> Tensor:
-        """This rank's slice of rank 0's values; ``flat`` ``(numel,)`` is read on rank 0 only."""
+    def slice_of(self, flat: Tensor, *, same: bool = False) -> Tensor:
+        """This rank's slice of rank 0's values; ``flat`` ``(numel,)`` is read on rank 0 only, or the ``same`` on all."""
         ranks, size = self.mesh.world, -(-flat.numel() // self.mesh.world)
         flat = flat.cpu() if self.mesh.backend == "gloo" else flat  # Gloo does not scatter tensors of a GPU
         own = torch.empty(size, dtype=flat.dtype, device=flat.device)
-        if ranks == 1:
-            own.copy_(flat)
+        if same or ranks == 1:
+            own.copy_(_padded(flat[self.mesh.rank * size : (self.mesh.rank + 1) * size], size))
         elif size:
             parts = range(ranks if self.mesh.rank == 0 else 0)
             sent = [_bytes(_padded(flat[i * size : (i + 1) * size], size)) for i in parts] or None
@@ -95,14 +95,16 @@ class EarlyShard:
 
     way = "give its model to an Engine, or wrap the access in `with sf.whole(parameter):`, which all ranks enter"
 
-    def __init__(self, parameter: nn.Parameter, name: str, ranks: ShardRanks, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, name: str, ranks: ShardRanks, dtype: torch.dtype | None, *, same: bool = False
+    ) -> None:
         ranks.numbered += 1
         self.ranks, self.number, self.name = ranks, ranks.numbered, name
         self.pins = 0
         value = parameter.detach()
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
-        self._fit(value.to(ranks.device))
+        self._fit(value.to(ranks.device), same=same)
         self._parameter = weakref.ref(parameter)
         vars(parameter)[_EARLY] = self
         self.seal(parameter)
@@ -119,10 +121,10 @@ class EarlyShard:
         shard.seal(copy)
         return copy
 
-    def _fit(self, value: Tensor) -> None:
-        """Takes shape, dtype and rank 0's values of ``value``."""
+    def _fit(self, value: Tensor, *, same: bool) -> None:
+        """Takes shape, dtype and rank 0's values of ``value``, which may be the ``same`` on all ranks."""
         self.shape, self.dtype = value.shape, value.dtype
-        self.values = self.ranks.slice_of(value.contiguous().view(-1))
+        self.values = self.ranks.slice_of(value.contiguous().view(-1), same=same)
         # What the parameter is while it is not whole: it has a shape, and no memory.
         self._hollow = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         self._hollow.untyped_storage().resize_(0)
@@ -167,7 +169,7 @@ class EarlyShard:
     def take(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Takes ``whole``, the same on every rank, which the parameter may have got by ``parameter.data = x``."""
         if whole.shape != self.shape or whole.dtype != self.dtype:
-            self._fit(whole)
+            self._fit(whole, same=True)
         else:
             self.keep_own(parameter)
 

@@ -362,6 +362,7 @@ class Engine:
         nonfinite: str = "warn",
         frozen: str = "keep",
         latest: bool = True,
+        gradients: str = "refuse",
     ) -> Saving | None:
         """Writes a checkpoint of the whole run that any layout, precision and number of ranks can load.
 
@@ -381,6 +382,7 @@ class Engine:
             frozen: ``"skip"`` leaves out parameters that the optimizer does not have, such as the base of an adapter,
                 and keeps a checksum of each, with which :meth:`load` compares the base that it finds.
             latest: False leaves the file ``latest`` as it is.
+            gradients: between the micro-batches of a step: ``"refuse"`` to save, or ``"leave"`` out what has come.
 
         Returns:
             The save, to ask or to wait for; None if it was skipped. A failure in the background is logged, and raised
@@ -395,7 +397,7 @@ class Engine:
         self._refuse_broken("engine.save()")
         return self.saver.save(
             path, state=state or {}, rank_state=rank_state or {}, wait=wait, busy=busy, keep=keep, nonfinite=nonfinite,
-            left_out=self._base.left_out(frozen), latest=latest,
+            left_out=self._base.left_out(frozen), latest=latest, gradients=gradients,
         )  # fmt: skip
 
     def load(

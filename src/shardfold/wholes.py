@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardfold.early import early_shard, gather, release
+from shardfold.early import EarlyShard, ShardRanks, early_shard, gather, release
 from shardfold.errors import UsageError
+from shardfold.freed import FreedParameter, apart, unseal
 from shardfold.gathered import gathered
 from shardfold.holders import engine_of, name_in
 from shardfold.rebuild import secure
@@ -20,7 +21,7 @@ from shardfold.unit import Life
 if TYPE_CHECKING:
     from shardfold.engine import Engine
 
-__all__ = ["whole"]
+__all__ = ["close_split", "whole"]
 
 LOG = getLogger("shardfold")
 
@@ -56,6 +57,31 @@ def whole(
             engine, names = held[name]
             stack.enter_context(_held(engine, tuple(sorted(names)), source, strict))
         yield unique
+
+
+def close_split(engine: Engine) -> None:
+    """Closes an engine whose model stays usable: what it held in parts is as under :func:`shardfold.sharded_init`.
+
+    So no rank ever has more of it whole than a unit, and another engine takes it over. Every rank calls it.
+
+    Raises:
+        OrderError: the other ranks do something else; the engine is open still.
+    """
+    split = [unit for unit in engine.units if unit.split]
+    if split:
+        engine._meet("the end of an engine whose model stays split", follow=True)
+        ranks = ShardRanks(engine.device)
+        for unit in split:
+            members = [(name_in(engine, p), p) for s in unit.segments if s.split for p in s.parameters]
+            with engine.gathered(*(name for name, _ in members)), torch.no_grad():
+                copies = [p.detach().clone() for _, p in members]
+            with torch.no_grad(), apart():
+                for (name, p), copy in zip(members, copies, strict=True):
+                    if isinstance(p, FreedParameter):
+                        unseal(p)
+                    p.data = copy
+                    EarlyShard(p, name, ranks, None, same=True)
+    engine.close()
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class Draft:
         """
         write_synced(self.path / INDEX, index)
         if self._latest:
-            write_synced(self.path / LATEST, self.target.name.encode() + b"\n")
+            write_synced(self.path / LATEST, self.target.name.encode())
         sync_folder(self.path)
         undo = self._take_place()
         try:

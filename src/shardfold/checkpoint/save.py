@@ -136,13 +136,14 @@ class Saver:
         nonfinite: str,
         left_out: Mapping[str, str],
         latest: bool,
+        gradients: str,
     ) -> Saving | None:
         """See :meth:`Engine.save`."""
         begun = perf_counter()
         engine, target = self._engine, Path(os.path.abspath(path))
-        _check_options(busy, keep, nonfinite)
+        _check_options(busy, keep, nonfinite, gradients)
         refuse_during(engine.loans, "engine.save()")
-        if engine.micro_batch:
+        if engine.micro_batch and gradients == "refuse":
             raise UsageError(
                 f"engine.save() while gradients of {engine.micro_batch} micro-batches wait for engine.step(): they "
                 "would be lost on resuming; save after the step, or call engine.zero_grad() first."
@@ -249,7 +250,7 @@ class Saver:
             LOG.error("%s", last.error)
 
 
-def _check_options(busy: str, keep: int | None, nonfinite: str) -> None:
+def _check_options(busy: str, keep: int | None, nonfinite: str, gradients: str) -> None:
     if busy not in ("wait", "skip"):
         raise ConfigError(
             f"engine.save(busy={busy!r}): a save under way is waited for ('wait') or this one left out ('skip')."
@@ -260,6 +261,8 @@ def _check_options(busy: str, keep: int | None, nonfinite: str) -> None:
         )
     if nonfinite not in ("warn", "raise"):
         raise ConfigError(f"engine.save(nonfinite={nonfinite!r}): it is 'warn' or 'raise'.")
+    if gradients not in ("refuse", "leave"):
+        raise ConfigError(f"engine.save(gradients={gradients!r}): it is 'refuse' or 'leave'.")
 
 
 class _Job:

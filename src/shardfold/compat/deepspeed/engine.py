@@ -85,7 +85,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         self.enable_backward_allreduce = True
         self.inside_no_sync_ctxt = False
         self._boundary: bool | None = None  # as the user set it
-        self._stepping = self._step_applied = self._compiled = False
+        self._stepping = self._step_applied = self._compiled = self._destroyed = False
         self._messages = 0  # of ranks to each other, of the face
         self._norm: Any = None  # of the last step's gradients
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
@@ -463,8 +463,11 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         return self._compiled
 
     def destroy(self) -> None:
-        """Takes the hooks off the model and gives back what the engine holds."""
-        self._core.close()
+        """Takes the hooks off the model, which stays usable: at stage 3 its parameters stay split, as under
+        ``zero.Init``, and another engine takes them over. Every rank calls it; again it does nothing."""
+        if not self._destroyed:
+            self._destroyed = True
+            saving.give_back(self)
 
 
 def _check_loss(loss: Any, call: str) -> None:

@@ -24,8 +24,9 @@ from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.trees import encode
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.utils.logging import log_dist
-from shardfold.errors import CheckpointError
+from shardfold.errors import CheckpointError, ShardfoldError
 from shardfold.rng import rng_state, set_rng_state
+from shardfold.wholes import close_split
 
 if TYPE_CHECKING:
     from shardfold.compat.deepspeed.engine import DeepSpeedEngine
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "client_state_of",
     "consolidated",
+    "give_back",
     "load_checkpoint",
     "load_module_state_dict",
     "module_state_dict",
@@ -87,14 +89,21 @@ def save_checkpoint(
     if Path(tag).name != tag:
         raise WrongArgument(f"engine.save_checkpoint(tag={tag!r}): it is the name of one folder, without slashes.")
     frozen = "skip" if exclude_frozen_parameters and engine.basic_optimizer is not None else "keep"
+    if engine._core.micro_batch:
+        log_dist(
+            f"{folder / tag} will have no gradients: those of {engine._core.micro_batch} micro-batches since the last "
+            "update are not in it, so a run that goes on from it begins with the first micro-batch of a step.",
+            ranks=[0], level=logging.WARNING,
+        )  # fmt: skip
     engine._core.save(
         folder / tag, state=_packed(client_state) | {FACE: _own_state(engine)}, wait=True, frozen=frozen,
-        latest=save_latest,
+        latest=save_latest, gradients="leave",
     )  # fmt: skip
     if engine.global_rank == 0:
         script = folder / "zero_to_fp32.py"
         script.write_text(SCRIPT)
         script.chmod(0o755)
+    engine._core._meet("the end of engine.save_checkpoint()")
     return True
 
 
@@ -367,3 +376,12 @@ def save_16bit_model(
         os.replace(draft, target)
     engine._core._meet("the end of engine.save_16bit_model()")
     return True
+
+
+def give_back(engine: DeepSpeedEngine) -> None:
+    """Closes the engine underneath; if its values can not be had any more, without them."""
+    try:
+        close_split(engine._core)
+    except ShardfoldError as error:
+        log_dist(f"the model is left without its values: {error}", ranks=[-1], level=logging.WARNING)
+        engine._core.close()

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold.bundle import complete
-from shardfold.compat.deepspeed.zero.attributes import part_size
+from shardfold.bundle import Slice, complete, gather_slices
+from shardfold.compat.deepspeed.zero.attributes import part_size, place_of
 from shardfold.engine import Engine
 from shardfold.errors import ModelError
 from shardfold.holders import engine_of, name_in
@@ -64,16 +65,38 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient: the mean over ranks and micro-batches, not clipped, without the loss scale. Between the last
-    backward of a step and the step; None before any backward, for what no rank used, and for what is frozen.
-
-    Raises:
-        UsageError: gradients are not summed over ranks yet.
+    """The whole gradient: the mean over ranks and micro-batches, not clipped, without the loss scale; between the
+    micro-batches of a step, what has come of that. None behind a step, for what no rank used, and for what is frozen.
     """
     engine = engine_of(param)
     if engine is None:
         return param.grad
-    return _read(param, "grads") if engine.micro_batch else None
+    if not engine.micro_batch or engine.gradients_ready:
+        return _read(param, "grads") if engine.micro_batch else None
+    return _so_far(engine, param) if _trains(engine, param) else None
+
+
+def _so_far(engine: Engine, param: nn.Parameter) -> Tensor | None:
+    """The gradient between the micro-batches of a step: where ranks keep their own until the last, their sum."""
+    what = f"the gradient so far of {name_in(engine, param)!r}"
+    engine._meet(what)
+    segment, slot = place_of(engine, param)
+    unit = next(unit for unit in engine.units if segment in unit.trainable)
+    used, _, _ = engine.actions.agree_on_use()
+    if not used[unit.name][unit.trainable.index(segment)][slot]:
+        return None
+    values = segment.grads
+    assert values is not None
+    with torch.no_grad():
+        if values.numel() < segment.spec.length:
+            shard = values.float() * segment.unscale
+            whole = gather_slices(engine.actions, [Slice(segment, slot, shard)], engine.layout.master.over, what)[0]
+        else:
+            whole = segment.views_of(values)[slot].float() * segment.unscale
+            if not unit.reduced and engine.world_size > 1:
+                engine.agreement.issue(what)
+                engine.agreement.wait(dist.all_reduce(whole, group=engine.mesh.everyone, async_op=True))
+    return whole
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:

@@ -37,7 +37,7 @@ class Init:
         remote_device: where parts rest until an engine takes them: ``"cpu"`` or ``"nvme"`` (in host memory here), or
             the device on which the model is used.
         pin_memory: has no effect.
-        config_dict_or_path: a config; values may still be ``"auto"``. Its dtype is that of floating parameters, and its
+        config_dict_or_path: a config, or a ``DeepSpeedConfig``; values may still be ``"auto"``. Its dtype is that of floating parameters, and its
             ``offload_param`` device stands before ``remote_device``.
         config: the older name of that.
         enabled: False: nothing happens.
@@ -142,9 +142,9 @@ def _read(config: Any) -> tuple[torch.dtype, bool, str | None]:
     """The dtype of parameters, whether ``Module.apply`` gathers, and the device of ``offload_param``."""
     if config is None:
         return torch.half if torch.cuda.is_available() else torch.bfloat16, True, None
-    from shardfold.compat.deepspeed.config import read
+    from shardfold.compat.deepspeed.config import DeepSpeedConfig, read
 
-    settings = read(config, early=True)
+    settings = config.settings if isinstance(config, DeepSpeedConfig) else read(config, early=True)
     zero: Any = settings.raw.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     offload = zero.get("offload_param")
