@@ -61,7 +61,7 @@ class ShardRanks:
         weakref.finalize(self, _leave, self.mesh, self.agreement)
 
     def slice_of(self, flat: Tensor, *, same: bool = False) -> Tensor:
-        """This rank's slice of rank 0's values; ``flat`` ``(numel,)`` is read on rank 0 only, or the ``same`` on all."""
+        """This rank's slice of rank 0's values: of ``flat`` ``(numel,)`` there, or here if all have the ``same``."""
         ranks, size = self.mesh.world, -(-flat.numel() // self.mesh.world)
         flat = flat.cpu() if self.mesh.backend == "gloo" else flat  # Gloo does not scatter tensors of a GPU
         own = torch.empty(size, dtype=flat.dtype, device=flat.device)

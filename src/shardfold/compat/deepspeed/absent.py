@@ -25,7 +25,6 @@ _TUNING = "the autotuner is not here; shardfold explain shows what a configurati
 _ONEBIT = "1-bit optimizers are not here; use torch.optim.Adam or deepspeed.ops.lamb.FusedLamb"
 _HYBRID = "the hybrid engine is not here; gather with deepspeed.zero.GatheredParameters and call generate()"
 _BUILDER = "nothing is compiled here; use the optimizers of deepspeed.ops as they are"
-_UNIVERSAL = "no conversion is needed here; engine.load_checkpoint() takes a checkpoint of any number of ranks"
 _CHECKPOINT = "parts of a checkpoint are not shown here; read it whole with deepspeed.utils.zero_to_fp32"
 _DATA = "data efficiency is not here; sort the data in a sampler"
 _LINEAR = "quantized and LoRA layers are not here; use the peft library on the model before initialize()"
@@ -107,7 +106,6 @@ ABSENT: dict[str, str] = {
         )
     },
     "ops.aio.AsyncIOBuilder": _BUILDER,
-    "checkpoint.ds_to_universal.main": _UNIVERSAL,
     "checkpoint.DeepSpeedCheckpoint": _CHECKPOINT,
     "runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer": _DATA,
     "runtime.data_pipeline.data_routing.basic_layer.RandomLayerTokenDrop": _DATA,

@@ -12,6 +12,6 @@ from shardfold.compat.deepspeed.config_check import Note
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_read import Settings, read
 from shardfold.compat.deepspeed.config_text import said
-from shardfold.compat.deepspeed.config_view import DeepSpeedConfig
+from shardfold.compat.deepspeed.config_view import DeepSpeedConfig, Section
 
-__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "Note", "Settings", "read", "said"]
+__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "Note", "Section", "Settings", "read", "said"]

@@ -22,6 +22,7 @@ from shardfold.checkpoint.format import INDEX
 from shardfold.checkpoint.imports import import_from
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.trees import encode
+from shardfold.compat.deepspeed.checkpoint.ds_to_universal import LATEST_UNIVERSAL
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.errors import CheckpointError, ShardfoldError
@@ -180,7 +181,8 @@ def load_checkpoint(
 
     Args:
         load_dir: the folder that checkpoints were saved in.
-        tag: which one; None: the one that the file ``latest`` names.
+        tag: which one; None: the one that the file ``latest`` names, or with ``checkpoint.load_universal``
+            ``latest_universal``, if that is there.
         strict: False loads the parameters that fit.
         optimizer: False: the optimizer's state stays.
         scheduler: False: the schedule's state stays.
@@ -195,8 +197,10 @@ def load_checkpoint(
         CheckpointError: on all ranks: it is not there, not complete or damaged, or does not fit.
     """
     folder = Path(load_dir)
-    if tag is None and (folder / LATEST).is_file():
-        tag = (folder / LATEST).read_text().strip()
+    names = (LATEST_UNIVERSAL, LATEST) if engine._setting("checkpoint.load_universal") else (LATEST,)
+    named = next((folder / name for name in names if (folder / name).is_file()), None)
+    if tag is None and named is not None:
+        tag = named.read_text().strip()
     said = _everyone(engine, "" if tag is None else str(tag))
     if len(set(said)) > 1:
         raise CheckpointError(

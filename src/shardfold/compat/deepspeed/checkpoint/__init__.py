@@ -2,4 +2,4 @@
 
 from shardfold.compat.deepspeed.lazy import attach
 
-__getattr__, __dir__ = attach(__name__, modules=("utils",))
+__getattr__, __dir__ = attach(__name__, modules=("constants", "ds_to_universal", "utils"))

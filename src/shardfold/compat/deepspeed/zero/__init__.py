@@ -1,5 +1,6 @@
 """``deepspeed.zero``: models built split, whole parameters for a while, and what a split parameter tells of itself."""
 
+from shardfold.compat.deepspeed.runtime.zero.linear import MemoryEfficientLinear
 from shardfold.compat.deepspeed.runtime.zero.partition_parameters import (
     DeepSpeedTensorOverride,
     ZeroParamStatus,
@@ -20,6 +21,7 @@ __all__ = [
     "DeepSpeedZeRoOffload",
     "GatheredParameters",
     "Init",
+    "MemoryEfficientLinear",
     "TiledLinear",
     "TiledLinearReturnBias",
     "ZeroParamStatus",

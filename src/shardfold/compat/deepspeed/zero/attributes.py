@@ -251,7 +251,10 @@ def _group(parameter: nn.Parameter) -> Any:
 
 
 def _status(parameter: nn.Parameter) -> ZeroParamStatus:
-    gone = isinstance(parameter, FreedParameter)
+    engine, gone = engine_of(parameter), isinstance(parameter, FreedParameter)
+    if engine is not None and engine.world_size == 1:  # which frees nothing; clients look for what they gather
+        unit = next(unit for unit in engine.units if any(p is parameter for _, p in unit.parameters()))
+        gone = not (unit.pins or engine._runner.under_way)
     return ZeroParamStatus.NOT_AVAILABLE if gone else ZeroParamStatus.AVAILABLE
 
 

@@ -37,8 +37,8 @@ class Init:
         remote_device: where parts rest until an engine takes them: ``"cpu"`` or ``"nvme"`` (in host memory here), or
             the device on which the model is used.
         pin_memory: has no effect.
-        config_dict_or_path: a config, or a ``DeepSpeedConfig``; values may still be ``"auto"``. Its dtype is that of floating parameters, and its
-            ``offload_param`` device stands before ``remote_device``.
+        config_dict_or_path: a config, or a ``DeepSpeedConfig``; values may still be ``"auto"``. Its dtype is that of
+            floating parameters, and its ``offload_param`` device stands before ``remote_device``.
         config: the older name of that.
         enabled: False: nothing happens.
         dtype: of floating parameters; None: the config's, or, without a config, half precision: ``torch.half`` on a

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shardfold.compat.deepspeed.accelerator.real_accelerator import get_accelerator
+from shardfold.compat.deepspeed.config import DeepSpeedConfig
 from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.compat.deepspeed.utils.timer import SynchronizedWallClockTimer
 from shardfold.errors import ConfigError, UsageError
@@ -85,8 +86,8 @@ def configure(
 
     Args:
         mpu_: says this rank's place among model-parallel ranks; None: there are none.
-        deepspeed_config: a configuration (a dict, or the path of a JSON file), whose ``activation_checkpointing``
-            section holds where no argument says otherwise.
+        deepspeed_config: a configuration (a dict, the path of a JSON file, or a ``DeepSpeedConfig``), whose
+            ``activation_checkpointing`` section holds where no argument says otherwise.
         partition_activations: over model-parallel ranks, of which there is one: has no effect.
         contiguous_checkpointing: has no effect either; ``partition_activations`` and ``num_checkpoints`` go with it.
         num_checkpoints: in a forward.
@@ -118,6 +119,8 @@ def configure(
 
 
 def _section(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, DeepSpeedConfig):
+        config = config.settings.raw
     if isinstance(config, (str, Path)):
         config = json.loads(Path(config).read_text(encoding="utf-8"))
     return config.get("activation_checkpointing", {}) if isinstance(config, Mapping) else {}

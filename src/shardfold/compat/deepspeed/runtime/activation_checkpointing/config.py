@@ -2,4 +2,6 @@
 
 from shardfold.compat.deepspeed.config_models import DeepSpeedActivationCheckpointingConfig
 
-__all__ = ["DeepSpeedActivationCheckpointingConfig"]
+__all__ = ["ACT_CHKPT", "DeepSpeedActivationCheckpointingConfig"]
+
+ACT_CHKPT = "activation_checkpointing"

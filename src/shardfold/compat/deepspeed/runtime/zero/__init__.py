@@ -10,6 +10,7 @@ __getattr__, __dir__ = attach(
             "DeepSpeedZeRoOffload",
             "GatheredParameters",
             "Init",
+            "MemoryEfficientLinear",
             "TiledLinear",
             "TiledLinearReturnBias",
             "ZeroParamStatus",
@@ -22,6 +23,7 @@ __getattr__, __dir__ = attach(
     ),
     (
         "config",
+        "linear",
         "offload_config",
         "parameter_offload",
         "partition_parameters",
