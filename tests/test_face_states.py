@@ -1,10 +1,11 @@
-"""What DeepSpeed's documentation says of split states: kept, read, saved and given back, one small behaviour at a time."""
+"""What DeepSpeed's documentation says of split states: kept, read, saved and given back."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ from shardfold.errors import ConfigError, UsageError
 from shardfold.testing import run_ranks
 
 AVAILABLE, NOT_AVAILABLE = zero.ZeroParamStatus.AVAILABLE, zero.ZeroParamStatus.NOT_AVAILABLE
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One rank, whose process group ends with the test."""
+    yield
+    deepspeed.comm.destroy_process_group()
 
 
 class Net(nn.Module):
@@ -134,6 +142,7 @@ def test_between_the_micro_batches_and_after_destroy(tmp_path: Path) -> None:
     assert run_ranks(_states, 2, str(tmp_path)) == [True, True]
 
 
+@pytest.mark.usefixtures("alone")
 def test_status_with_one_rank() -> None:
     """With one rank nothing is freed, and the parameters of stage 3 say what they say on more."""
     engine, seen = _engine(3), []
@@ -190,6 +199,7 @@ def test_linear_layers_by_other_names() -> None:
     assert torch.equal(LinearFunctionForZeroStage3.apply(x, layer.weight, layer.bias), expected)
 
 
+@pytest.mark.usefixtures("alone")
 def test_universal_checkpoint(tmp_path: Path) -> None:
     """`python -m deepspeed.checkpoint.ds_to_universal`, and `load_universal` without a tag."""
     assert constants.OPTIMIZER_STATE_DICT == "optimizer_state_dict"

@@ -367,8 +367,10 @@ def _frozen() -> None:
     zero.note_parameters(engine)
     fixed = engine.module.embedding.weight  # type: ignore[union-attr]
     _backward(engine)
+    head = _head(engine.module)
+    assert fragment.safe_get_full_grad(head).abs().sum() > 0  # pyright: ignore[reportOptionalMemberAccess]
     with pytest.raises(UsageError, match="last backward"):
-        fragment.safe_get_full_grad(_head(engine.module))
+        fragment.safe_set_full_grad(head, torch.zeros(head.shape))
     assert fragment.safe_get_full_grad(fixed) is None and fragment.safe_get_full_fp32_param(fixed) is None
     fragment.safe_set_full_fp32_param(fixed, torch.zeros(fixed.shape))
     with zero.GatheredParameters(fixed):
