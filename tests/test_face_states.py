@@ -180,6 +180,7 @@ def test_sections_as_objects() -> None:
     assert config.stage == ZeroStageEnum.weights and config.prefetch_bucket_size == 12
     assert config.offload_param.device == OffloadDeviceEnum.cpu and config.offload_optimizer is None
     assert DeepSpeedZeroConfig().reduce_bucket_size == 500_000_000 and DeepSpeedZeroConfig().stage == 0
+    assert config.overlap_comm is True and DeepSpeedZeroConfig(stage=2).overlap_comm is False  # if it is not given
     assert get_zero_config({"zero_optimization": {"stage": 2}}).stage == 2
     assert DeepSpeedZeroOffloadParamConfig().device == "none" and DeepSpeedZeroOffloadParamConfig().buffer_count == 5
     assert DeepSpeedZeroOffloadOptimizerConfig(device="cpu", ratio=0.5).ratio == 0.5
