@@ -136,8 +136,7 @@ class Engine:
         self.precision, self.layout = self.rules.default, self.rules.layouts[-1]
         for bound in self.rules.layouts:
             check_supported(bound)
-        tf32 = self.precision.tf32
-        self._tf32 = hold_tf32(self, tf32) if tf32 is not None else None
+        self._tf32 = hold_tf32(self, self.precision.tf32) if self.precision.tf32 is not None else None
         self.loss_scale = make_scaler(loss_scale, self.rules.precisions)
         self.agreement = Agreement(self.mesh, patience, limit)
         self.store = DeviceStore(self.device, debug=debug)
@@ -472,8 +471,7 @@ class Engine:
         return self.actions.control(list(values), dist.ReduceOp.MAX)
 
     def close(self) -> None:
-        """Waits for a save that is under way, takes the hooks off the model and leaves ``torch.distributed`` as it was
-        found."""
+        """Waits for a save under way, takes the hooks off the model, leaves ``torch.distributed`` as it was found."""
         self.saver.close()
         if self._tf32 is not None:
             self._tf32()

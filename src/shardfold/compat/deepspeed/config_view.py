@@ -33,8 +33,7 @@ class Section:
             given = any(self._settings.origins[key] == "given" for key in _inside(path))
             return Section(self._settings, path) if given or path not in NONE_UNLESS_GIVEN else None
         if path in BY_NAME:
-            value = self._settings.values[BY_NAME[path].path]
-            return self._settings.stage == 3 if value is None and path == "zero_optimization.overlap_comm" else value
+            return self._settings.values[BY_NAME[path].path]
         names = [key.removeprefix(f"{self._path}.") for key in _inside(self._path)]
         raise AttributeError(f"{self._path} has no key {name!r}.{did_you_mean(name, names)}")
 

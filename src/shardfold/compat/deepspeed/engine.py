@@ -467,7 +467,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         ``zero.Init``, and another engine takes them over. Every rank calls it; again it does nothing."""
         if not self._destroyed:
             self._destroyed = True
-            saving.give_back(self)
+            _saving().give_back(self)
 
 
 def _check_loss(loss: Any, call: str) -> None:
