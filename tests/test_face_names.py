@@ -102,7 +102,7 @@ def test_the_engine_tells_sections_and_moves_no_states():
     assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_cpu_offload()
     assert engine.zero_offload_param() is None and engine.zero_overlap_comm() is True
     assert engine.checkpoint_tag_validation_enabled() and not engine.checkpoint_tag_validation_fail()
-    assert engine.torch_autocast_dtype() is None and engine.dynamic_loss_scale_args() is None
+    assert engine.torch_autocast_dtype() is None and engine.dynamic_loss_scale_args()["scale_window"] == 1000
     engine.offload_states()
     engine.reload_states()
     engine.destroy()
