@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -15,6 +17,23 @@ from shardfold.compat.deepspeed.absent import ABSENT, MODULES, absent
 __all__ = ["attach", "enter_absent"]
 
 FACE = __package__
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, no garbage is collected: to look through all that torch has made takes longer than the import."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _imported(module: str) -> ModuleType:
+    with _uncollected():
+        return importlib.import_module(module)
 
 
 def attach(
@@ -36,9 +55,9 @@ def attach(
 
     def find(name: str) -> Any:
         if name in submodules:
-            return importlib.import_module(f"{package}.{name}")
+            return _imported(f"{package}.{name}")
         if name in places:
-            found = importlib.import_module(f"{FACE}.{places[name].rstrip(':')}")
+            found = _imported(f"{FACE}.{places[name].rstrip(':')}")
             return found if places[name].endswith(":") else getattr(found, name)
         if name in missing:
             return absent(missing[name])
