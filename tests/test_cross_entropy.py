@@ -75,7 +75,7 @@ def assert_near(got: Sequence[Tensor], expected: Sequence[Tensor], tol: float) -
 @settings(max_examples=60)
 @given(
     shape=st.sampled_from([(), (0,), (1,), (7,), (2, 0), (3, 5), (2, 2, 3)]),
-    vocab=st.integers(1, 40),
+    vocab=st.integers(2, 40),
     chunk=st.sampled_from([None, 1, 2, 5, 100]),
     ignored=st.sampled_from(["none", "some", "all"]),
     ignore_index=st.sampled_from([-100, 0]),
@@ -99,6 +99,16 @@ def test_losses_and_gradients_are_those_of_pytorch(
     expected = with_gradients(plain(*args, **options), given)
     assert [each.dtype for each in got] == [each.dtype for each in expected]
     assert_near(got, expected, 1e-13 if double else 2e-6)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_vocabulary_of_one_has_no_gradients(label_smoothing: float, reduction: str) -> None:
+    """All that is summed cancels, so what is left is as large as it is rounded."""
+    inputs, targets = problem(7, vocab=1, dtype=torch.float32)
+    loss = chunked(*inputs[:2], None, targets, label_smoothing=label_smoothing, reduction=reduction)
+    for each in with_gradients(loss, inputs[:2]):
+        torch.testing.assert_close(each, torch.zeros_like(each), rtol=0, atol=1e-5)
 
 
 def test_gradients_equal_those_of_finite_differences() -> None:
