@@ -41,7 +41,7 @@ def load(config: Any) -> tuple[dict[str, Any], str]:
         text = ""
     if text.lstrip().startswith("{"):
         return _parsed(text, "the config given in base64"), "the config given in base64"
-    raise DeepSpeedConfigError(f"there is no config file {str(config)!r}: give the path of a JSON file, or a dict.")
+    raise DeepSpeedConfigError(f"there is no config file {str(config)!r}: give the path of a JSON file.")
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
