@@ -17,6 +17,7 @@ from shardfold.loans import refuse_during
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.report import MemoryReport, MemoryRow, TrafficReport
 from shardfold.stats import Clock, Stats
+from shardfold.torch_internals import storage_key
 from shardfold.unit import Segment
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _live_bytes(tensors: list[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.size() and storage._cdata not in seen:
-            seen.add(storage._cdata)
+        if storage.size() and storage_key(storage) not in seen:
+            seen.add(storage_key(storage))
             total += storage.size()
     return total

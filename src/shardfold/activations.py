@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from shardfold.copies import replace_forward, restore_forward
 from shardfold.errors import ConfigError, ModelError
-from shardfold.hooks import in_backward
 from shardfold.layout import MODES, Activations, Layout
 from shardfold.planner import Planner
 from shardfold.recompute import KEPT, recomputing, without_filling
@@ -34,6 +33,7 @@ from shardfold.report import SavedReport, SavedRow
 from shardfold.rules import EVERYTHING, Patterns, pairs, text_of
 from shardfold.saved import Movers, counted, held
 from shardfold.spots import Spot
+from shardfold.torch_internals import in_backward
 from shardfold.unit import Unit
 
 __all__ = ["MODES", "Activations", "Place", "Replacements", "in_table"]

@@ -24,6 +24,7 @@ from shardfold.freed import FreedParameter
 from shardfold.holders import hold, let_go
 from shardfold.loans import Loan
 from shardfold.optim.sharded import alignment, group_numbers
+from shardfold.torch_internals import no_subclass_functions, storage_key
 from shardfold.unit import TORCH_DTYPES, Life, Segment, Unit
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class Changes:
 
     def unchanged(self) -> bool:
         """Whether nothing at all happened to the model or to the optimizer's groups; the cheap comparison."""
-        with torch._C.DisableTorchFunctionSubclass():  # a freed parameter would answer each question in Python
+        with no_subclass_functions():  # a freed parameter would answer each question in Python
             if self._dirty or list(map(len, self._children)) != self._sizes:
                 return False
             present = list(self._present())
@@ -255,7 +256,7 @@ def secure(engine: Engine) -> None:
     moved, refused = _take_values(full, engine.loans)
     if moved or refused:  # a change of dtype, there and back, makes autograd forget the nodes that have our hooks
         engine._hooks.attach(engine.units)
-    flats = {segment.flat.untyped_storage()._cdata for segment in full}
+    flats = {storage_key(segment.flat.untyped_storage()) for segment in full}
     slots = [(p, slot) for s in full for p, slot in zip(s.parameters, s.spec.slots, strict=True)]
     known = {id(p) for p, slot in slots if tuple(p.shape) == slot.shape}
     if len(known) < len(slots):  # of another shape: no value to read in, but another structure
@@ -264,7 +265,7 @@ def secure(engine: Engine) -> None:
         # A flat's memory will be given back; who made a parameter of a part of it has to get a copy.
         if isinstance(p, FreedParameter) or p.is_meta or id(p) in known:
             continue
-        if p.untyped_storage()._cdata in flats:
+        if storage_key(p.untyped_storage()) in flats:
             p.data = p.detach().clone()
     changes._places = list(map(Tensor.data_ptr, changes._whole))
     if refused:

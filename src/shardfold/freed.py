@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfold.errors import FreedParameterError
+from shardfold.torch_internals import copies_shallowly, disable_modes, modes_are_on, no_functions, no_subclass_functions
 
 __all__ = ["FreedParameter", "apart", "outline", "seal", "unseal"]
 
@@ -85,7 +85,7 @@ _METADATA: frozenset[Any] = (
     )
     | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like}
     | {torch.numel, torch.is_floating_point, torch.is_complex}
-    | {getattr(torch, "_has_compatible_shallow_copy_type", torch.numel)}
+    | {copies_shallowly}
     | {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
 )  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -105,11 +105,11 @@ _NOTHING = nullcontext()
 
 def apart() -> AbstractContextManager[object]:
     """Modes of the user's (that count operations, fake them, or make them fail) do not see the engine's inside."""
-    if not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack():
+    if not modes_are_on():
         return _NOTHING
     stack = ExitStack()
-    stack.enter_context(_disable_current_modes())
-    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(disable_modes())
+    stack.enter_context(no_functions())
     return stack
 
 
@@ -123,7 +123,7 @@ class FreedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METADATA or (func in _MEMORY and _OUTLINE in args[0].__dict__):
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclass_functions():
                 return func(*args, **(kwargs or {}))
         freed = list(_freed_in([*args, *(kwargs or {}).values()]))
         gathers = [parameter.__dict__[_FREED][2] for parameter in freed]  # the first may gather all of them
@@ -199,7 +199,7 @@ def _refuse(what: str, args: Any, kwargs: Any) -> NoReturn:
 
 def outline(parameter: nn.Parameter, name: str, gate: Callable[[], bool]) -> nn.Parameter:
     """A sealed parameter that tells the shape, dtype and device of another, and has one element of memory."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclass_functions():
         shown = nn.Parameter(parameter.new_empty(1).expand(parameter.shape), requires_grad=False)
     vars(shown)[_OUTLINE] = True
     seal(shown, name, gate)

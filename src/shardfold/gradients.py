@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardfold.torch_internals import foreach_copy_, foreach_mul_, foreach_zero_
+
 if TYPE_CHECKING:
     from shardfold.unit import Segment
 
@@ -80,9 +82,9 @@ class GradientBuffer:
         """From now on all that was added, and not adopted, is in ``views``."""
         views, grads = self._waiting
         if views:
-            torch._foreach_copy_(views, grads)  # pyright: ignore[reportPrivateImportUsage]
+            foreach_copy_(views, grads)
             if self._scale != 1.0:
-                torch._foreach_mul_(views, self._scale)  # pyright: ignore[reportPrivateImportUsage]
+                foreach_mul_(views, self._scale)
             self._drop_waiting()
 
     def complete(self) -> None:
@@ -91,7 +93,7 @@ class GradientBuffer:
         zero = [view for row, touched in zip(self.views, self.touched, strict=True) if not all(touched)
                 for view, was in zip(row, touched, strict=True) if not was]  # fmt: skip
         if self._pads or zero:  # as one call: each would cost as much as the gradient of a small parameter
-            torch._foreach_zero_(self._pads + zero)  # pyright: ignore[reportPrivateImportUsage]
+            foreach_zero_(self._pads + zero)
 
     def clear(self) -> None:
         """Forgets all gradients; the memory stays."""

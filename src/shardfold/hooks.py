@@ -28,13 +28,20 @@ from torch.utils.hooks import RemovableHandle
 from shardfold.copies import copy_alone, copy_without_hooks, forget_hooks
 from shardfold.freed import apart
 from shardfold.nested import cast_floats
+from shardfold.torch_internals import (
+    at_end_of_backward,
+    in_backward,
+    no_subclass_functions,
+    pop_saved_hooks,
+    push_saved_hooks,
+    storage_key,
+    top_saved_hooks,
+)
 from shardfold.unit import Life, Unit
-
-_AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 
 UP_TO_32 = (torch.float32, torch.bfloat16, torch.float16)
 
-__all__ = ["Hooks", "Listener", "Replaced", "in_backward", "inside_checkpoint", "tensors_in", "top_saved_hooks"]
+__all__ = ["Hooks", "Listener", "Replaced", "inside_checkpoint", "tensors_in"]
 
 
 class Listener(Protocol):
@@ -74,16 +81,6 @@ class Replaced(Protocol):
     def end_backward(self) -> None: ...
 
 
-def in_backward() -> bool:
-    """Whether autograd runs on this thread (activation checkpointing runs forwards inside backward)."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-
-
-def top_saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The ``(pack, unpack)`` that apply to what autograd saves now."""
-    return _AUTOGRAD._top_saved_tensors_default_hooks(False)
-
-
 def inside_checkpoint() -> bool:
     """Whether what runs is recomputed anyway, by a checkpoint around it, or is being recomputed."""
     top = top_saved_hooks()
@@ -119,7 +116,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 def _storage(tensor: Tensor) -> int | None:
     """What identifies a tensor's memory; None for tensors that have none of their own kind (sparse, fake)."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    return storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -188,7 +185,7 @@ class Hooks:
                 for j, parameter in enumerate(segment.parameters):
                     # On the node that accumulates, because its hooks run after all of the parameter's: a hook of the
                     # user's that is registered later still finds ``parameter.grad``.
-                    with torch._C.DisableTorchFunctionSubclass():  # a freed parameter has such a node too
+                    with no_subclass_functions():  # a freed parameter has such a node too
                         wanted = parameter.requires_grad  # not now, if it is frozen for a while
                         parameter.requires_grad_(True)
                         node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -222,7 +219,7 @@ class Hooks:
         self._queued = False
         self._inside.clear()
         for _ in self._pushed:
-            _AUTOGRAD._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
         self._pushed.clear()
         self._stop_casting()
 
@@ -265,7 +262,7 @@ class Hooks:
             if looks or self._listener.remembers():  # that of a unit would find the other's hooks and leave it to them
                 self._remember(self._units, module)
             if looks and self._replaced is not None:
-                _AUTOGRAD._push_saved_tensors_default_hooks(*self._replaced.look())
+                push_saved_hooks(*self._replaced.look())
                 self._pushed.append(module)
         if self._autocast is not None:
             # No cache of cast weights: it would keep all of them, also of units that are freed, until forward ends.
@@ -312,7 +309,7 @@ class Hooks:
         if not self._inside or self._inside[-1][0] is not module:
             return None
         while self._pushed and self._pushed[-1] is module:
-            _AUTOGRAD._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
             self._pushed.pop()
         return sys.exc_info()[1] is self._inside.pop()[1]
 
@@ -349,7 +346,7 @@ class Hooks:
                     )
             return tensor
 
-        _AUTOGRAD._push_saved_tensors_default_hooks(pack, unpack)
+        push_saved_hooks(pack, unpack)
         self._pushed.append(module)
 
     def _before_unit(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
@@ -420,8 +417,7 @@ class Hooks:
     def _ensure_backward(self, *, create_graph: bool = False) -> None:
         """The first event of a backward announces it and asks autograd to call back when all of it is done."""
         if not self._queued:
-            engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
-            engine.queue_callback(self._done)
+            at_end_of_backward(self._done)
             self._queued = True
             with apart():
                 self._listener.begin_backward(create_graph=create_graph)

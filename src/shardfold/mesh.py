@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardfold.errors import LayoutError, UsageError, did_you_mean
 from shardfold.layout import DATA_AXES, Axes
+from shardfold.torch_internals import default_store
 
 __all__ = ["DataMesh", "default_backend", "pick_device", "resolve_sizes", "start_group"]
 
@@ -91,7 +92,7 @@ class DataMesh:
         atexit.register(self.close)
         if self.world > 1:
             # The default store is the only key-value store that every rank is known to share.
-            default = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+            default = default_store()
             # Counted in the store, not in the process: a process may have been in other groups before.
             self.name = str(default.add(f"shardfold/engines/{self.rank}", 1))
             self.default_store = default

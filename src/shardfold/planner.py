@@ -29,10 +29,11 @@ from torch import Tensor
 
 from shardfold.budget import Item, Option, choose, peak, smallest
 from shardfold.errors import ConfigError
-from shardfold.hooks import tensors_in, top_saved_hooks
+from shardfold.hooks import tensors_in
 from shardfold.report import human
 from shardfold.saved import Results, Tally
 from shardfold.spots import Bytes, Run, Saved, Spot, covers, milliseconds, numel, size_of, survey
+from shardfold.torch_internals import expired, free_weak, storage_key, top_saved_hooks, weak_storage
 
 __all__ = ["Planner"]
 
@@ -40,7 +41,6 @@ ROUNDS = 3
 """How often each mode is timed."""
 
 LOG = getLogger("shardfold")
-_WEAK: Any = torch.UntypedStorage
 _untraced: Any = torch.compiler.disable
 
 
@@ -228,7 +228,7 @@ class Planner:
 
         def changed(value: Any) -> None:
             if isinstance(value, Tensor) and value.layout is torch.strided:
-                spot.once &= value.untyped_storage()._cdata not in run.results
+                spot.once &= storage_key(value.untyped_storage()) not in run.results
 
         def unpack(packed: Any) -> Any:
             return packed
@@ -247,11 +247,11 @@ class Planner:
         if tensor.layout is not torch.strided:
             return None, 0
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._stays:
             return None, 0
         if key not in self._weak:
-            self._weak[key] = _WEAK._weak_ref(storage)
+            self._weak[key] = weak_storage(storage)
         return key, storage.nbytes()
 
     def _note(self, into: Bytes, tensor: Tensor) -> None:
@@ -264,12 +264,12 @@ class Planner:
 
     def _sample(self) -> None:
         if self.phase == "check":
-            self._live = {k: n for k, n in self._live.items() if not _WEAK._expired(self._weak[k])}
+            self._live = {k: n for k, n in self._live.items() if not expired(self._weak[k])}
             self.kept = max(self.kept or 0, sum(self._live.values()) + self._tally.device)
 
     def _forget(self) -> None:
         for weak in self._weak.values():
-            _WEAK._free_weak_ref(weak)
+            free_weak(weak)
         self._weak, self._live = {}, {}
 
     def _synchronize(self) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardfold.hooks import inside_checkpoint
 from shardfold.saved import Movers, Results
+from shardfold.torch_internals import NormBase, tree_flatten, tree_unflatten
 from shardfold.unit import Unit
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def recomputing(
     """``whole``: torch.compile does not look into it."""
     kept = KEPT | set(place.given.kept) if place.given.mode == "select" else frozenset[Any]()
     contexts: dict[str, Any] = {"context_fn": partial(_selective, kept)} if kept else {}
-    statistics = any(isinstance(module, nn.modules.batchnorm._NormBase) for module in place.inner)
+    statistics = any(isinstance(module, NormBase) for module in place.inner)
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class _Buffer(NamedTuple):
 
 def _small_buffers(modules: Sequence[nn.Module]) -> Iterator[_Buffer]:
     for module in modules:
-        statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+        statistics = isinstance(module, NormBase) and module.training
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.nbytes <= SMALL:
                 value = buffer.detach().clone()

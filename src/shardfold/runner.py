@@ -32,7 +32,6 @@ from shardfold.actions import Actions
 from shardfold.agreement import Agreement
 from shardfold.buffers import Buffers
 from shardfold.errors import OrderError, UsageError
-from shardfold.hooks import in_backward
 from shardfold.layout import Layout
 from shardfold.mesh import DataMesh
 from shardfold.order import Track, contradiction, describe, merge_orders, with_missing
@@ -40,6 +39,7 @@ from shardfold.passes import Schedule
 from shardfold.program import COLLECTIVES, REDUCTIONS, Op, Program
 from shardfold.runs import AskedRun, IdleRun, RecordedRun, Run
 from shardfold.stores.device import DeviceStore
+from shardfold.torch_internals import in_backward
 from shardfold.unit import Life, Unit
 
 __all__ = ["Runner"]

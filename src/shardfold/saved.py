@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfold.freed import apart
-from shardfold.hooks import in_backward, inside_checkpoint, tensors_in, top_saved_hooks
+from shardfold.hooks import inside_checkpoint, tensors_in
 from shardfold.report import SavedReport, SavedRow
 from shardfold.stores.disk import DiskStore
 from shardfold.stores.host import HostStore
+from shardfold.torch_internals import DispatchMode, in_backward, storage_key, top_saved_hooks
 from shardfold.unit import Unit
 
 __all__ = ["Counter", "Movers", "Results", "Tally", "counted", "held"]
@@ -161,7 +161,7 @@ class _Frame:
                 return _Elsewhere(tensor if pack is None else pack(tensor), unpack)
             storage = tensor.untyped_storage()
             whole = tensor.nbytes * SHARE >= storage.nbytes() and storage.nbytes() % tensor.itemsize == 0
-            key: Any = (storage._cdata, tensor._version, tensor.dtype)
+            key: Any = (storage_key(storage), tensor._version, tensor.dtype)
             if not whole:
                 key = (*key, tensor.storage_offset(), tensor.shape, tensor.stride())
             entry = self._entry(key, tensor, whole)
@@ -245,7 +245,7 @@ class Movers:
 
     def follow(self, flats: Sequence[int]) -> None:
         """The memory of parameters, whose comings and goings are a layout's, and of buffers is not moved."""
-        self.stays = {*flats, *(buffer.untyped_storage()._cdata for buffer in self._model.buffers())}
+        self.stays = {*flats, *(storage_key(buffer.untyped_storage()) for buffer in self._model.buffers())}
 
     def moves(self, tensor: Tensor, smallest: int) -> bool:
         """Whether a tensor that is saved is moved."""
@@ -253,7 +253,7 @@ class Movers:
             return False
         if tensor.is_conj() or tensor.is_neg() or tensor.nbytes == 0 or tensor.nbytes < smallest:
             return False
-        return tensor.untyped_storage()._cdata not in self.stays
+        return storage_key(tensor.untyped_storage()) not in self.stays
 
     def known(self, storage: int) -> weakref.WeakValueDictionary[Any, _Entry] | None:
         """What was moved of a storage that modules are called with."""
@@ -315,7 +315,7 @@ class Movers:
         self._known = {key: known for key, known in self._known.items() if known.tensor() is not None}
         for tensor in tensors:
             if tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()._cdata
+                storage = storage_key(tensor.untyped_storage())
                 known = self._known.get(storage)
                 if known is None or known.tensor() is not tensor:
                     self._known[storage] = _Known(weakref.ref(tensor), weakref.WeakValueDictionary())
@@ -391,7 +391,7 @@ class Counter:
 
     def __init__(self, flats: set[int], model: nn.Module) -> None:
         self.bytes: dict[str, int] = {}
-        self._rest = flats | {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+        self._rest = flats | {storage_key(buffer.untyped_storage()) for buffer in model.buffers()}
         self._saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()  # in their order
         self._last: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()  # by storage
         self._number = 0
@@ -417,9 +417,9 @@ class Counter:
     def count(self, name: str, tensor: Tensor) -> _Saved:
         """``tensor`` is kept for backward in forwards of ``name``, for as long as the answer lives."""
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-        if storage is None or storage._cdata in self._rest:
+        if storage is None or storage_key(storage) in self._rest:
             return _Saved(name, 0, 0)
-        saved = _Saved(name, storage._cdata, storage.nbytes())
+        saved = _Saved(name, storage_key(storage), storage.nbytes())
         if saved.storage not in self._last:
             self.bytes[name] = self.bytes.get(name, 0) + saved.nbytes
         self._saved[self._number] = self._last[saved.storage] = saved
@@ -454,7 +454,7 @@ class Counter:
         return torch.autograd.graph.saved_tensors_hooks(_untraced(pack), _untraced(unpack))
 
 
-class Results(TorchDispatchMode):
+class Results(DispatchMode):
     """Inside, results of some operations are noted, and whether one of them is changed in place."""
 
     def __init__(

@@ -31,6 +31,7 @@ from shardfold.gradients import GradientBuffer
 from shardfold.layout import ITEMSIZE, ROLES, Layout, Mesh
 from shardfold.shards import SegmentSpec, UnitSpec, shard_range
 from shardfold.stores.device import DeviceStore
+from shardfold.torch_internals import set_versions, storage_key
 from shardfold.wires.plain import Pending, Waiter
 
 __all__ = ["TORCH_DTYPES", "Life", "Segment", "Unit", "dtype_name"]
@@ -231,7 +232,7 @@ class Segment:
         return (
             self.rest is not None
             and self.master is not None
-            and self.rest.untyped_storage()._cdata == self.master.untyped_storage()._cdata
+            and storage_key(self.rest.untyped_storage()) == storage_key(self.master.untyped_storage())
         )
 
 
@@ -290,7 +291,7 @@ class Unit:
 
     def storages(self) -> set[int]:
         """What identifies the memory of the flats."""
-        return {segment.flat.untyped_storage()._cdata for segment in self.segments}
+        return {storage_key(segment.flat.untyped_storage()) for segment in self.segments}
 
     @property
     def version(self) -> int:
@@ -450,7 +451,7 @@ class Unit:
 def _take_back_version(parameters: Sequence[nn.Parameter]) -> None:
     """One version less: filling a flat again is no change of its values, while updates in between still count."""
     versions = tuple(parameter._version - 1 for parameter in parameters)
-    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), versions)  # pyright: ignore
+    set_versions(tuple(parameters), versions)
 
 
 def _gaps(spec: SegmentSpec) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from shardfold.errors import OrderError
+from shardfold.torch_internals import default_store
 
 __all__ = ["Watch", "Whereabouts"]
 
@@ -172,7 +173,7 @@ class Watch:
 
     def _is_over(self) -> bool:
         """Whether the process group is no longer the one that this thread was started for."""
-        return not dist.is_initialized() or dist.distributed_c10d._get_default_store() is not self._store
+        return not dist.is_initialized() or default_store() is not self._store
 
     def _look(self, still: int) -> None:
         if still == 0:

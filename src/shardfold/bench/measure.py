@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardfold.torch_internals import no_subclass_functions
+
 __all__ = ["clear_peak", "held_bytes", "minor_faults", "peak_bytes", "resident_bytes"]
 
 STATUS = Path("/proc/self/status")
@@ -24,7 +26,7 @@ def held_bytes() -> int:
     gc.collect()
     storages: dict[int, int] = {}
     # A parameter that is freed refuses to be read, and a distributed tensor answers for its local one.
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclass_functions():
         for tensor in [each for each in gc.get_objects() if issubclass(type(each), Tensor)]:
             for each in (tensor, tensor.grad if tensor.is_leaf else None):
                 if each is None or each.device.type == "meta":

@@ -43,11 +43,12 @@ class Event(NamedTuple):
 
 def profiled(compute: Callable[[], object], update: Callable[[], object]) -> dict[str, Any]:
     """Runs both halves of a step and gives all events, the length in microseconds, and the main thread."""
-    from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile, record_function
 
+    from shardfold.torch_internals import profiler_config
+
     # A near wire has a thread that reads ahead.
-    threads = _ExperimentalConfig(profile_all_threads=True)
+    threads = profiler_config(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:
         with record_function(COMPUTE):
             compute()

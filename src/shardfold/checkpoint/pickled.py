@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _rebuild_tensor_v2
 
 from shardfold.errors import CheckpointError
+from shardfold.torch_internals import rebuild_tensor
 
 __all__ = ["Foreign", "load_pickled"]
 
@@ -39,7 +39,7 @@ HARMLESS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,
     ("torch", "Size"): torch.Size,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor,
     ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
     ("torch._utils", "_rebuild_parameter"): _values,
     ("torch._utils", "_rebuild_parameter_with_state"): _values,

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
-from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
 from shardfold.checkpoint.format import SUM_BYTES
 from shardfold.checkpoint.stored import Later, Stored
+from shardfold.torch_internals import rebuild_tensor, rebuild_typed_tensor
 
 __all__ = ["write_pt"]
 
@@ -109,8 +109,8 @@ class _StandIn(NamedTuple):
         strides = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         said = (self.storage, 0, self.shape, strides, False, OrderedDict())
         if self.storage.dtype in STORAGES:
-            return _rebuild_tensor_v2, said
-        return _rebuild_tensor_v3, (*said, self.storage.dtype)
+            return rebuild_tensor, said
+        return rebuild_typed_tensor, (*said, self.storage.dtype)
 
 
 class _Pickler(pickle.Pickler):

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardfold.errors import ModelError
+from shardfold.torch_internals import BatchNormBase
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+class SyncBatchNorm(BatchNormBase):
     """Batch normalization (arXiv 1502.03167) of ``(batch, channels, ...)`` by the statistics of all ranks' batches.
 
     In training outputs, gradients and running statistics are those of ``torch.nn.BatchNorm`` on the whole batch; ranks
@@ -87,7 +88,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
         ModelError: one is of a class of the user's, or lazy, so that its forward is not known; nothing is changed.
     """
     for name, child in module.named_modules():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and type(child) not in (*PLAIN, SyncBatchNorm):
+        if isinstance(child, BatchNormBase) and type(child) not in (*PLAIN, SyncBatchNorm):
             raise ModelError(
                 f"{name or 'the module'!r} is of class {type(child).__name__}, which may normalize in a way of its "
                 "own: make it a SyncBatchNorm by hand."

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.torch_internals import keeps_graph
 
 __all__ = ["chunked_cross_entropy"]
 
@@ -127,7 +128,7 @@ class _CrossEntropy(torch.autograd.Function):
             return *_by_chunks(hidden, weight, bias, targets, ctx.plan, outputs[0])[1], None, None
         *grads, count = ctx.saved_tensors
         scale = outputs[0] / count
-        again = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
+        again = keeps_graph()
         scaled = (each if each is None else each * scale if again else each.mul_(scale) for each in grads)
         return *scaled, None, None
 

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardfold.copies import copy_without_hooks, forget_hooks
 from shardfold.errors import UsageError
+from shardfold.torch_internals import in_backward
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
@@ -135,7 +136,7 @@ class Watch:
 
     def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
-            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:  # pyright: ignore
+            if not torch.is_grad_enabled() or in_backward():
                 return
             for tensor in output if isinstance(output, (tuple, list)) else (output,):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():

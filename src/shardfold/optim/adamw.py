@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfold.torch_internals import fused_adamw_
+
 __all__ = ["adamw_"]
 
 
@@ -15,7 +17,7 @@ def adamw_(
     tensor: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: Mapping[str, Any], eps: float
 ) -> None:
     """AdamW (arXiv 1711.05101) in place; all tensors have one shape and dtype, ``step`` counts from 1."""
-    torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    fused_adamw_(
         [tensor],
         [grad],
         [exp_avg],

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from shardfold.torch_internals import fused_adam_, fused_adamw_, fused_sgd_
 from shardfold.unit import Segment
 
 __all__ = ["FusedShard", "fused_moments"]
@@ -154,7 +155,7 @@ class FusedShard:
             narrow = master.itemsize < 4 and not master.is_cuda
             targets = [master, buffer] if buffer is not None else [master]
             wide = [target.float() for target in targets] if narrow else targets
-            torch._fused_sgd_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            fused_sgd_(
                 wide[:1],
                 [grad.to(wide[0].dtype)],
                 wide[1:],
@@ -184,7 +185,7 @@ class FusedShard:
         group: Any,
     ) -> None:
         decoupled = self.kind is AdamW or group.get("decoupled_weight_decay", False)
-        kernel: Any = getattr(torch, "_fused_adamw_" if decoupled else "_fused_adam_")
+        kernel = fused_adamw_ if decoupled else fused_adam_
         kernel(
             masters,
             grads,

@@ -5,23 +5,29 @@ Nothing here knows of modes or plans, so that what an engine says of itself can 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from shardfold.torch_internals import (
+    DispatchMode,
+    Pack,
+    expired,
+    free_weak,
+    packs_seen,
+    storage_key,
+    tree_iter,
+    weak_storage,
+)
 
 __all__ = ["HeldBytes"]
 
-_AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-_STORAGE: Any = torch.UntypedStorage
 
-
-class HeldBytes(TorchDispatchMode):
+class HeldBytes(DispatchMode):
     """Inside, the most bytes of activations at once: of storages that an operation made and that
 
     - were handed to be saved for a backward, in forward or as a forward ran again, and not given up again at once; or
@@ -40,7 +46,7 @@ class HeldBytes(TorchDispatchMode):
     def __init__(self, beside: Iterable[Tensor]) -> None:
         super().__init__()
         self.peak = self.live = 0
-        self._beside = {tensor.untyped_storage()._cdata for tensor in beside}
+        self._beside = {storage_key(tensor.untyped_storage()) for tensor in beside}
         self._known: dict[int, tuple[Any, int]] = {}
         self._held: set[int] = set()
 
@@ -55,20 +61,17 @@ class HeldBytes(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[HeldBytes]:
         """Forward and backward run inside."""
-        push = _AUTOGRAD._push_saved_tensors_default_hooks
 
-        def pushed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> None:
+        def seen(pack: Pack) -> Pack:
             # A checkpoint's forward drops what it is handed.
-            if not pack.__qualname__.startswith("_checkpoint_hook."):
-                pack = self._noting(pack)
-            push(pack, unpack)
+            return pack if pack.__qualname__.startswith("_checkpoint_hook.") else self._noting(pack)
 
-        _AUTOGRAD._push_saved_tensors_default_hooks = pushed
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), self:
-                yield self
-        finally:
-            _AUTOGRAD._push_saved_tensors_default_hooks = push
+        with (
+            packs_seen(seen),
+            torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+            self,
+        ):
+            yield self
 
     def end_forward(self) -> None:
         """Forward is over: what lives is held."""
@@ -76,12 +79,12 @@ class HeldBytes(TorchDispatchMode):
         self._held |= self._known.keys()
         self._look()
 
-    def _noting(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def _noting(self, pack: Pack) -> Pack:
         @wraps(pack)
         def noting(tensor: Tensor) -> Any:
             packed = pack(tensor)
             self._meet(tensor)
-            self._held.add(tensor.untyped_storage()._cdata)
+            self._held.add(storage_key(tensor.untyped_storage()))
             self._look()
             return packed
 
@@ -90,13 +93,13 @@ class HeldBytes(TorchDispatchMode):
     def _meet(self, tensor: Tensor) -> None:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._known and storage._cdata not in self._beside:
-                self._known[storage._cdata] = (_STORAGE._weak_ref(storage), storage.nbytes())
+            if storage_key(storage) not in self._known and storage_key(storage) not in self._beside:
+                self._known[storage_key(storage)] = (weak_storage(storage), storage.nbytes())
 
     def _look(self) -> None:
         for key, (weak, _) in list(self._known.items()):
-            if _STORAGE._expired(weak):
-                _STORAGE._free_weak_ref(weak)
+            if expired(weak):
+                free_weak(weak)
                 del self._known[key]
                 self._held.discard(key)
         self.live = max(self.live, sum(size for _, size in self._known.values()))

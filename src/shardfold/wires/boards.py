@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardfold.torch_internals import profiler_is_on
 from shardfold.wires.plain import Waiter
 
 __all__ = [
@@ -302,7 +303,7 @@ def wait_for(work: Any, waiter: Waiter) -> None:
 
 def profiled() -> bool:
     """Whether a profiler is on."""
-    return torch.autograd.profiler._is_profiler_enabled  # pyright: ignore
+    return profiler_is_on()
 
 
 def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfold.torch_internals import storage_key
 from shardfold.wires.boards import (
     DONE,
     READY,
@@ -160,7 +161,7 @@ class _Adder:
             rooms = self._block.view(-1, step)[: near.size]
             addresses = near.addresses(number)
             # With three ranks and more a partial sum would overwrite this rank's own row where that is ``out`` itself.
-            aside = near.size > 2 and out.untyped_storage()._cdata == full.untyped_storage()._cdata
+            aside = near.size > 2 and storage_key(out.untyped_storage()) == storage_key(full.untyped_storage())
             for a in range(0, out.numel(), step):
                 size = min(step, out.numel() - a)
                 rows: list[Tensor] = []

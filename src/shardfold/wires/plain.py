@@ -25,14 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfold.torch_internals import all_gather_single, reduce_scatter_single
+
 __all__ = ["GlooWire", "NcclWire", "Pending", "PlainWire", "Waiter", "sum_into"]
 
 Waiter = Callable[[Any], None]
 """Waits for one ``torch.distributed`` work; it may raise when another rank gave up."""
-
-# torch 2.13 renamed these two; 2.11 has the old names only.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending:
@@ -146,13 +144,13 @@ class NcclWire(PlainWire):
 
     def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
         mine = full.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-        return Pending([_all_gather_single(full, mine, group=group, async_op=True)])
+        return Pending([all_gather_single(full, mine, group=group, async_op=True)])
 
     def reduce_scatter(self, full: Tensor, out: Tensor, group: Any, *, add: bool) -> Pending:
         if not add and out.dtype == full.dtype:
-            return Pending([_reduce_scatter_single(out, full, group=group, async_op=True)])
+            return Pending([reduce_scatter_single(out, full, group=group, async_op=True)])
         mine = torch.empty(full.numel() // dist.get_world_size(group), dtype=full.dtype, device=full.device)
-        work = _reduce_scatter_single(mine, full, group=group, async_op=True)
+        work = reduce_scatter_single(mine, full, group=group, async_op=True)
         return Pending([work], lambda: _put(out, mine, add))
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:

@@ -8,7 +8,6 @@ from collections.abc import Container
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.utils import clip_grad_norm_
 
 from shardfold.compat.deepspeed.accessors import ConfigAccessors
@@ -17,6 +16,7 @@ from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.compat.deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
+from shardfold.torch_internals import flatten_dense, unflatten_dense
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +46,7 @@ class Parts(ConfigAccessors):
     sequence_parallel_size = 1
     checkpoint_mp_rank = 0
     losses = checkpoint_engine = all_to_all_group = local_all_to_all_group = mesh_device = None
-    flatten, unflatten = staticmethod(_flatten_dense_tensors), staticmethod(_unflatten_dense_tensors)
+    flatten, unflatten = staticmethod(flatten_dense), staticmethod(unflatten_dense)
 
     def _add_parts(self) -> None:
         self.timers = SynchronizedWallClockTimer()

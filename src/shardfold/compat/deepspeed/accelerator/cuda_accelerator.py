@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, cuda
 
 from shardfold.compat.deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from shardfold.torch_internals import cuda_lazy_call
 
 __all__ = ["CUDA_Accelerator"]
 
@@ -120,7 +121,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return cuda.nvtx.range_pop()
 
     def lazy_call(self, callback: Any) -> Any:
-        return cuda._lazy_call(callback)  # pyright: ignore[reportPrivateUsage]
+        return cuda_lazy_call(callback)
 
     def is_triton_supported(self) -> bool:
         return cuda.get_device_capability()[0] >= 8

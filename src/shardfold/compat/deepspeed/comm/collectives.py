@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from shardfold.compat.deepspeed.comm.world import alone
 from shardfold.compat.deepspeed.utils.comms_logging import comms_logger, configure, logged
 from shardfold.errors import ConfigError
+from shardfold.torch_internals import all_gather_single, reduce_scatter_single
 
 __all__ = [
     "P2POp",
@@ -58,10 +59,6 @@ __all__ = [
 ]
 
 SUM: Any = ReduceOp.SUM
-
-# Their names before PyTorch 2.13 are the longer ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @logged
@@ -176,14 +173,14 @@ def all_gather_into_tensor(
     debug=None,
 ) -> Work | None:
     """Everyone's tensors, one after another in ``output_tensor``."""
-    return _all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
+    return all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
 
 
 def allgather_fn(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, debug=None
 ) -> Work | None:
     """As :func:`all_gather_into_tensor`."""
-    return _all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+    return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def all_gather_coalesced(
@@ -191,7 +188,7 @@ def all_gather_coalesced(
 ) -> Any:
     """:func:`all_gather_into_tensor` of several tensors."""
     pairs = zip(output_tensors, input_tensors, strict=True)
-    return _together([_all_gather_single(out, own, group=group, async_op=async_op) for out, own in pairs], async_op)
+    return _together([all_gather_single(out, own, group=group, async_op=async_op) for out, own in pairs], async_op)
 
 
 @logged
@@ -221,7 +218,7 @@ def reduce_scatter_tensor(
     debug=None,
 ) -> Work | None:
     """Each rank gets its own range of the reduced tensor."""
-    return _reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 def reduce_scatter_fn(
@@ -234,7 +231,7 @@ def reduce_scatter_fn(
     debug=None,
 ) -> Work | None:
     """As :func:`reduce_scatter_tensor`."""
-    return _reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 @logged

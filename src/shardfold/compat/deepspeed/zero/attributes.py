@@ -24,6 +24,7 @@ from shardfold.early import early_shard
 from shardfold.engine import Engine
 from shardfold.freed import FreedParameter
 from shardfold.holders import engine_of, engines
+from shardfold.torch_internals import storage_key
 from shardfold.unit import Segment
 from shardfold.wholes import whole
 
@@ -263,7 +264,7 @@ def _status_over(tensor: Tensor) -> ZeroParamStatus:
     storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
     if storage is not None and storage.nbytes():
         units = (unit for engine in engines() if engine.layout.rest.over for unit in engine.units)
-        if any(storage._cdata in unit.storages() for unit in units):
+        if any(storage_key(storage) in unit.storages() for unit in units):
             return ZeroParamStatus.AVAILABLE
     raise AttributeError(f"{type(tensor).__name__!r} object has no attribute 'ds_status': it is not split")
 

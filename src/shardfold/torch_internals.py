@@ -1,0 +1,385 @@
+"""Every name of PyTorch's own inside that this library uses, what for, and what happens in a version without it.
+
+PyTorch promises nothing about names that begin with an underscore. They are used here where no public name does the
+work, and they are all in this file: functions and classes under public names, attributes of PyTorch's objects as rows
+of ``ATTRIBUTES``. A test compares the sources with both tables, and the matrix of versions (``make matrix``) runs the
+tests under each version that ``TRIED`` names.
+
+``import shardfold.torch_internals`` looks whether everything is there. What is not is said in one warning, with what it
+means, and raises a sentence of its own where it is used.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfold.errors import ShardfoldError
+
+Pack = Callable[[Tensor], Any]
+
+__all__ = [
+    "ATTRIBUTES",
+    "INTERNALS",
+    "TRIED",
+    "BatchNormBase",
+    "DispatchMode",
+    "Internal",
+    "NormBase",
+    "Pack",
+    "all_gather_single",
+    "at_end_of_backward",
+    "check",
+    "copies_shallowly",
+    "cuda_lazy_call",
+    "default_store",
+    "disable_modes",
+    "expired",
+    "flatten_dense",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_zero_",
+    "free_weak",
+    "fused_adam_",
+    "fused_adamw_",
+    "fused_sgd_",
+    "in_backward",
+    "keeps_graph",
+    "missing",
+    "modes_are_on",
+    "no_functions",
+    "no_subclass_functions",
+    "packs_seen",
+    "pop_saved_hooks",
+    "profiler_config",
+    "profiler_is_on",
+    "push_saved_hooks",
+    "rebuild_tensor",
+    "rebuild_typed_tensor",
+    "reduce_scatter_single",
+    "set_versions",
+    "storage_key",
+    "top_saved_hooks",
+    "tree_flatten",
+    "tree_iter",
+    "tree_unflatten",
+    "unflatten_dense",
+    "weak_storage",
+]
+
+TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""The versions of PyTorch that the tests have run with."""
+
+
+class Internal(NamedTuple):
+    """A name of PyTorch's own inside.
+
+    Attributes:
+        path: where it is.
+        need: what it is used for.
+        without: what does not work in a version that does not have it.
+        seen: the versions that were seen to have it.
+    """
+
+    path: str
+    need: str
+    without: str
+    seen: str = f"{TRIED[0]} to {TRIED[-1]}"
+
+
+_NOTHING = "no engine can train"
+
+INTERNALS: tuple[Internal, ...] = (
+    Internal("torch._C._current_graph_task_id", "knowing that autograd runs on this thread", _NOTHING),
+    Internal("torch.autograd.Variable._execution_engine", "a call when a backward is over", _NOTHING),
+    Internal(
+        "torch._C._autograd._unsafe_set_version_counter",
+        "filling freed memory again without a change of value",
+        "layouts that split parameters",
+    ),
+    Internal(
+        "torch._C._autograd._push_saved_tensors_default_hooks",
+        "what autograd saves in one module only",
+        "layouts that split parameters, activations in host memory or on disk",
+    ),
+    Internal("torch._C._autograd._pop_saved_tensors_default_hooks", "the end of these", "as for the push"),
+    Internal(
+        "torch._C._autograd._top_saved_tensors_default_hooks", "whether a checkpoint is around", "as for the push"
+    ),
+    Internal(
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        "whether a backward may come a second time",
+        "chunked_cross_entropy",
+    ),
+    Internal("torch._C.DisableTorchFunctionSubclass", "metadata of freed parameters", _NOTHING),
+    Internal("torch._C.DisableTorchFunction", "modes of the user's do not see the engine's inside", _NOTHING),
+    Internal("torch._C._len_torch_dispatch_stack", "whether a mode of the user's is on", _NOTHING),
+    Internal("torch._C._len_torch_function_stack", "whether a mode of the user's is on", _NOTHING),
+    Internal(
+        "torch.utils._python_dispatch._disable_current_modes", "switching it off for the engine's inside", _NOTHING
+    ),
+    Internal(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "seeing each operation",
+        "selective recomputation; measuring of activations",
+    ),
+    Internal("torch.utils._pytree.tree_flatten", "arguments of checkpointed modules", "activations='recompute'"),
+    Internal("torch.utils._pytree.tree_unflatten", "arguments of checkpointed modules", "activations='recompute'"),
+    Internal("torch.utils._pytree.tree_iter", "outputs of operations", "shardfold.testing.HeldBytes"),
+    Internal("torch.UntypedStorage._cdata", "which tensors share memory", _NOTHING),
+    Internal("torch.UntypedStorage._weak_ref", "when memory dies", "activations='fit:...'"),
+    Internal("torch.UntypedStorage._expired", "when memory dies", "activations='fit:...'"),
+    Internal("torch.UntypedStorage._free_weak_ref", "when memory dies", "activations='fit:...'"),
+    Internal("torch._foreach_copy_", "many small gradients in one call", _NOTHING),
+    Internal("torch._foreach_mul_", "many small gradients in one call", _NOTHING),
+    Internal("torch._foreach_zero_", "many small gradients in one call", _NOTHING),
+    Internal("torch._fused_adamw_", "the blocked update", "AdamW"),
+    Internal("torch._fused_adam_", "the blocked update", "Adam"),
+    Internal("torch._fused_sgd_", "the blocked update", "SGD"),
+    Internal("torch._utils._rebuild_tensor_v2", "reading and writing files of torch.save", "export to torch.save"),
+    Internal("torch._utils._rebuild_tensor_v3", "writing newer dtypes as torch.save does", "export to torch.save"),
+    Internal("torch._utils._flatten_dense_tensors", "deepspeed.utils' names for it", "these names"),
+    Internal("torch._utils._unflatten_dense_tensors", "deepspeed.utils' names for it", "these names"),
+    Internal("torch.nn.modules.batchnorm._BatchNorm", "which modules are batch norms", "SyncBatchNorm"),
+    Internal(
+        "torch.nn.modules.batchnorm._NormBase",
+        "statistics that a recomputation must not count twice",
+        "activations='recompute'",
+    ),
+    Internal(
+        "torch.distributed.distributed_c10d._get_default_store", "the one store that every rank shares", "several ranks"
+    ),
+    Internal("torch.autograd.profiler._is_profiler_enabled", "names for collectives in traces", "several ranks"),
+    Internal("torch._C._profiler._ExperimentalConfig", "all threads in a trace", "shardfold bench --timeline"),
+    Internal("torch.cuda._lazy_call", "deepspeed's accelerator interface", "that call"),
+    Internal("torch._has_compatible_shallow_copy_type", "assigning `.data` of a freed parameter", "that assignment"),
+)
+
+ATTRIBUTES: tuple[Internal, ...] = (
+    Internal("torch.Tensor._version", "whether values were changed", _NOTHING),
+    Internal("torch.nn.Module._parameters", "parameters as a module has them", _NOTHING),
+    Internal("torch.nn.Module._buffers", "buffers as a module has them", _NOTHING),
+    Internal("torch.nn.Module._modules", "changes of the structure", _NOTHING),
+    Internal("torch.nn.Module._non_persistent_buffers_set", "which buffers are saved", _NOTHING),
+    Internal("torch.nn.Module._forward_hooks", "the engine's hook stays the last one", _NOTHING),
+    Internal("torch.nn.Module._forward_hooks_with_kwargs", "copies without the engine's hooks", "copies of a model"),
+    Internal("torch.nn.Module._forward_hooks_always_called", "copies without the engine's hooks", "copies of a model"),
+    Internal("torch.nn.Module._forward_pre_hooks", "copies without the engine's hooks", "copies of a model"),
+    Internal(
+        "torch.nn.Module._forward_pre_hooks_with_kwargs", "copies without the engine's hooks", "copies of a model"
+    ),
+    Internal(
+        "torch.nn.Module._call_impl", "whether a model's forward is on the stack", "a reset inside of a pass is refused"
+    ),
+    Internal(
+        "torch.nn.Module._compiled_call_impl", "blocks compiled in place", "refusing them under activations='fit:...'"
+    ),
+    Internal("torch.nn.RNNBase._flat_weights", "recurrent modules built without memory", "recurrent modules"),
+    Internal("torch.nn.RNNBase._flat_weight_refs", "recurrent modules built without memory", "recurrent modules"),
+    Internal("torch._dynamo.list_backends", "deepspeed's accelerator interface", "that call"),
+    Internal("torch.compiler.disable._torchdynamo_disable", "what is hidden from the compiler", "it is hidden twice"),
+    Internal(
+        "torch.optim.lr_scheduler.LRScheduler._update_lr",
+        "schedules with a rate for each group",
+        "DeepSpeed's schedules",
+    ),
+    Internal(
+        "torch.optim.Optimizer._opt_called", "no false warning of a schedule that runs ahead", "that warning comes"
+    ),
+    Internal("torch._ops.OpOverload._schema", "which operations write into their arguments", "selective recomputation"),
+    Internal(
+        "torch.distributed.elastic.agent.server.api.SimpleElasticAgent._worker_group",
+        "ranks and restarts",
+        "shardfold run",
+    ),
+    Internal(
+        "torch.distributed.elastic.agent.server.api.SimpleElasticAgent._remaining_restarts", "restarts", "shardfold run"
+    ),
+    Internal(
+        "torch.distributed.elastic.agent.server.api.SimpleElasticAgent._start_workers",
+        "starting ranks",
+        "shardfold run",
+    ),
+    Internal(
+        "torch.distributed.elastic.agent.server.api.SimpleElasticAgent._exit_barrier",
+        "the end of a run",
+        "shardfold run",
+    ),
+)
+"""Attributes of objects that PyTorch makes, which are used where the objects are."""
+
+
+def _find(path: str) -> Any:
+    """What is there, or None."""
+    try:
+        return reduce(getattr, path.split(".")[1:], torch)
+    except AttributeError:
+        return None
+
+
+def missing() -> list[Internal]:
+    """The rows of ``INTERNALS`` that this version of PyTorch does not have."""
+    return [internal for internal in INTERNALS if _find(internal.path) is None]
+
+
+def check(lost: Sequence[Internal], version: str = torch.__version__) -> None:
+    """Says in one warning what is not there and what that means; where nothing is missing, nothing."""
+    if lost:
+        names = "; ".join(f"{internal.path} (without it: {internal.without})" for internal in lost)
+        tried = f"{TRIED[0]} to {TRIED[-1]}"
+        warnings.warn(
+            f"PyTorch {version} does not have {len(lost)} of the names that Shardfold uses, which was tried with "
+            f"{tried}: {names}. Use one of these versions, or expect these parts to fail.",
+            stacklevel=2,
+        )
+
+
+def _get(path: str) -> Any:
+    """The name's object; one that raises a sentence when it is called, where there is none."""
+    found = _find(path)
+    if found is not None:
+        return found
+
+    def absent(*_: Any, **__: Any) -> Any:
+        need = next(internal.need for internal in INTERNALS if internal.path == path)
+        raise ShardfoldError(
+            f"PyTorch {torch.__version__} has no {path}, which is needed for {need}: install one of {', '.join(TRIED)}."
+        )
+
+    return absent
+
+
+check(missing())
+
+# -- autograd
+
+_task = _get("torch._C._current_graph_task_id")
+keeps_graph: Callable[[], bool] = _get("torch._C._autograd._get_current_graph_task_keep_graph")
+"""Whether the backward under way was told to keep its graph."""
+pop_saved_hooks: Callable[[], object] = _get("torch._C._autograd._pop_saved_tensors_default_hooks")
+_top = _get("torch._C._autograd._top_saved_tensors_default_hooks")
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _get(
+    "torch._C._autograd._unsafe_set_version_counter"
+)
+"""Sets what counts the changes of each tensor."""
+
+
+def in_backward() -> bool:
+    """Whether autograd runs on this thread (activation checkpointing runs forwards inside backward)."""
+    return _task() != -1
+
+
+def push_saved_hooks(pack: Pack, unpack: Callable[[Any], Tensor]) -> None:
+    """From now on both apply to what autograd saves on this thread."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # pyright: ignore
+
+
+@contextmanager
+def packs_seen(through: Callable[[Pack], Pack]) -> Iterator[None]:
+    """Inside, each ``pack`` that anyone pushes, PyTorch's checkpoints too, is replaced with what ``through`` makes of
+    it."""
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    push = autograd._push_saved_tensors_default_hooks
+    autograd._push_saved_tensors_default_hooks = lambda pack, unpack: push(through(pack), unpack)
+    try:
+        yield
+    finally:
+        autograd._push_saved_tensors_default_hooks = push
+
+
+def top_saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The ``(pack, unpack)`` that apply to what autograd saves now."""
+    return _top(False)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls back when the backward that runs on this thread is over."""
+    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
+    engine.queue_callback(callback)
+
+
+# -- modes and subclasses
+
+no_functions: Any = _get("torch._C.DisableTorchFunction")
+"""A context in which no ``__torch_function__`` is called."""
+no_subclass_functions: Any = _get("torch._C.DisableTorchFunctionSubclass")
+"""The same for those of tensor subclasses."""
+copies_shallowly: Any = _find("torch._has_compatible_shallow_copy_type") or torch.numel
+"""What an assignment of ``.data`` asks, or a function that nobody else asks."""
+disable_modes: Any = _get("torch.utils._python_dispatch._disable_current_modes")
+"""A context in which no dispatch mode acts."""
+DispatchMode: Any = _get("torch.utils._python_dispatch.TorchDispatchMode")
+_dispatch_modes = _get("torch._C._len_torch_dispatch_stack")
+_function_modes = _get("torch._C._len_torch_function_stack")
+
+
+def modes_are_on() -> bool:
+    """Whether any mode sees operations."""
+    return bool(_dispatch_modes() or _function_modes())
+
+
+# -- storages
+
+weak_storage: Callable[[torch.UntypedStorage], Any] = _get("torch.UntypedStorage._weak_ref")
+expired: Callable[[Any], bool] = _get("torch.UntypedStorage._expired")
+free_weak: Callable[[Any], None] = _get("torch.UntypedStorage._free_weak_ref")
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What identifies memory as long as it lives, also while it has no bytes."""
+    return storage._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+# -- kernels
+
+foreach_copy_: Callable[..., None] = _get("torch._foreach_copy_")
+foreach_mul_: Callable[..., None] = _get("torch._foreach_mul_")
+foreach_zero_: Callable[..., None] = _get("torch._foreach_zero_")
+fused_adamw_: Callable[..., None] = _get("torch._fused_adamw_")
+fused_adam_: Callable[..., None] = _get("torch._fused_adam_")
+fused_sgd_: Callable[..., None] = _get("torch._fused_sgd_")
+
+# -- values in and out
+
+tree_flatten: Any = _get("torch.utils._pytree.tree_flatten")
+tree_unflatten: Any = _get("torch.utils._pytree.tree_unflatten")
+tree_iter: Any = _get("torch.utils._pytree.tree_iter")
+rebuild_tensor: Callable[..., Tensor] = _get("torch._utils._rebuild_tensor_v2")
+rebuild_typed_tensor: Callable[..., Tensor] = _get("torch._utils._rebuild_tensor_v3")
+flatten_dense: Callable[..., Tensor] = _get("torch._utils._flatten_dense_tensors")
+unflatten_dense: Callable[..., Any] = _get("torch._utils._unflatten_dense_tensors")
+
+# -- modules, profiler, devices
+
+BatchNormBase: Any = _get("torch.nn.modules.batchnorm._BatchNorm")
+NormBase: Any = _get("torch.nn.modules.batchnorm._NormBase")
+profiler_config: Any = _get("torch._C._profiler._ExperimentalConfig")
+
+
+def profiler_is_on() -> bool:
+    """Whether a profiler records."""
+    return torch.autograd.profiler._is_profiler_enabled  # pyright: ignore
+
+
+def cuda_lazy_call(callback: Callable[[], Any]) -> None:
+    """Calls back when CUDA is initialized."""
+    torch.cuda._lazy_call(callback)  # pyright: ignore[reportPrivateUsage]
+
+
+# -- collectives
+
+# torch 2.13 renamed these two; earlier versions have the old names only.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
