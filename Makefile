@@ -2,6 +2,7 @@
 #   make demo    train a small language model on this machine, on two local processes
 #   make test    the tests          make lint    style, types, import directions
 #   make soak    the long tests     make clean   remove everything that make and the tools made
+#   make matrix  a part of the tests under other versions of PyTorch and Python (MATRIX="--torch 2.11.0")
 # Options: PYTHON=python3.12 (which interpreter), PIP_ARGS="..." (passed to pip install),
 # JOBS=1 (how many tests at a time).
 
@@ -15,7 +16,7 @@ READY := $(VENV)/.ready
 LOG := $(VENV)/setup.log
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint soak clean
+.PHONY: demo test lint soak matrix clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -26,6 +27,9 @@ test: $(READY)
 
 soak: $(READY)
 	@$(PYTEST) -m soak
+
+matrix: $(READY)
+	@$(BIN)/python tests/matrix.py $(MATRIX)
 
 lint: $(READY)
 	@$(BIN)/ruff check .
@@ -46,5 +50,5 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
+	@rm -rf $(VENV) .matrix build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
