@@ -24,8 +24,10 @@ SETTLE = 5.0  # seconds for what a test ended to be gone
 IMPORT_ENVIRONMENT = {"TORCHINDUCTOR_CACHE_DIR"}
 
 # Several processes share the cores, and the threads of one that compute little spend the others' time waiting.
-torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
+# `make numerics` asks for more, as sums are then cut elsewhere; workers read the same variable.
+THREADS = os.environ.get("SHARDFOLD_TEST_THREADS", "1")
+torch.set_num_threads(int(THREADS))
+os.environ["OMP_NUM_THREADS"] = THREADS  # of the programs that tests start
 # For the same reason no example has a time to keep, nor has finding one.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")

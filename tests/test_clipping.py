@@ -13,6 +13,7 @@ from torch import nn
 import models
 import shardfold as sf
 from shardfold.errors import ConfigError, NonFiniteError
+from shardfold.numerics.clipping import clip_coefficient
 from shardfold.testing import Ranks
 
 LAYOUTS = list(sf.PRESETS)
@@ -51,12 +52,14 @@ def plain(clip: sf.Clip) -> tuple[list[float], dict[str, torch.Tensor]]:
     return norms, model.state_dict()
 
 
-def clips_as_torch(layout: str, clips: list[sf.Clip], loss_scale: float | None) -> None:
+def clips_as_torch(layout: str, clips: list[sf.Clip], loss_scale: float | None, precision: Any = "fp32") -> None:
+    rounding = 2e-6 if precision == "fp32" else 1e-4  # fp16 rounds partial sums of 1e-2, of which SGD adds up nine
     mesh = {"inter": 2, "intra": 1} if layout in ("hsdp", "hpz") else None
     for clip in clips:
         engine = sf.Engine(
-            build(), optimizer=SGD, layout=layout, mesh=mesh, clip=clip, accumulate=2, loss_scale=loss_scale
-        )
+            build(), optimizer=SGD, layout=layout, mesh=mesh, clip=clip, accumulate=2, loss_scale=loss_scale,
+            precision=precision,
+        )  # fmt: skip
         norms = []
         for batch in models.batches(STEPS, rows=8):
             for micro in (0, 1):
@@ -72,7 +75,7 @@ def clips_as_torch(layout: str, clips: list[sf.Clip], loss_scale: float | None) 
         else:
             assert norms == [None] * STEPS
         for name, value in engine.state_dict().items():
-            assert torch.allclose(value, state[name], rtol=1e-4, atol=2e-6), (clip, name)
+            assert torch.allclose(value, state[name], rtol=1e-4, atol=rounding), (clip, name)
         engine.close()
 
 
@@ -84,6 +87,18 @@ def test_norms_and_parameters_equal_torchs(ranks: Ranks, layout: str) -> None:
 
 def test_clipping_sees_unscaled_gradients(ranks: Ranks) -> None:
     ranks.run(clips_as_torch, "zero3", CLIPS, 1024.0, world_size=2)
+
+
+def test_values_are_cut_of_unscaled_gradients(ranks: Ranks) -> None:
+    """Gradients that travel in fp16 stay scaled until the update, and so does the range that they are cut to."""
+    narrow = sf.Precision(compute="fp32", reduce="fp16")
+    ranks.run(clips_as_torch, "zero3", [sf.Clip(value=1e-3)], 1024.0, narrow, world_size=2)
+
+
+def test_gradients_within_the_limit_stay_as_they_are() -> None:
+    """The coefficient is 1 below the limit and never more: clipping makes no gradient larger."""
+    for norm, limit, wanted in ((0.5, 1.0, 1.0), (1e-9, 1.0, 1.0), (2.0, 1.0, 0.5), (8.0, 2.0, 0.25)):
+        assert float(clip_coefficient(torch.tensor(norm, dtype=torch.float64), limit)) == pytest.approx(wanted, 1e-6)
 
 
 def raises_everywhere() -> None:

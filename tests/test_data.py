@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import shardfold as sf
 from shardfold.data import shuffled
@@ -234,6 +234,36 @@ def test_a_loader_counts_what_it_handed_out(workers: int):
     assert seen + rest == order(23, 0, 0)
     assert rest == [index for batch in first for index in batch.tolist()]
     assert samplers[0].state_dict() == samplers[1].state_dict() and second.state_dict()["epoch"] == 1
+
+
+class Drawing(Dataset):  # type: ignore[type-arg]
+    """A sample is what a random transform draws in the process that reads it."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        return torch.rand(()).item()
+
+
+def drawn(rank: int, consumed: int, seed: int = 0, epoch: int = 0) -> float:
+    """The first draw of the worker of a rank that goes on at that position."""
+    sampler = sf.Sampler(12, 2, rank=rank, num_ranks=2, seed=seed)
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "consumed": consumed})
+    loader = sf.Loader(Drawing(), sampler, num_workers=1, multiprocessing_context="forkserver")
+    return next(iter(loader))[0].item()
+
+
+def test_workers_draw_other_numbers_on_each_rank_and_at_each_position():
+    """Ranks whose workers drew the same would augment their samples alike, and a resumed epoch would repeat itself; the
+    same place draws the same again."""
+    places: list[dict[str, int]] = [
+        {"rank": 0, "consumed": 0}, {"rank": 1, "consumed": 0}, {"rank": 0, "consumed": 4},
+        {"rank": 0, "consumed": 0, "seed": 1}, {"rank": 0, "consumed": 0, "epoch": 1},
+    ]  # fmt: skip
+    draws = [drawn(**place) for place in places]
+    assert len(set(draws)) == len(draws), draws
+    assert drawn(rank=0, consumed=4) == draws[2]
 
 
 def test_a_plain_dataloader_takes_the_sampler():

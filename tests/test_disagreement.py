@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,9 +49,10 @@ def _engine(layout: str = "zero3", **options: Any) -> sf.Engine:
     torch.manual_seed(0)
     world = dist.get_world_size()
     mesh = {"inter": 2, "intra": world // 2} if layout in ("hsdp", "hpz") else None
-    return sf.Engine(
-        Towers(), optimizer=SGD, layout=layout, units=["towers.*"], mesh=mesh, **{"patience": PATIENCE, **options}
-    )
+    given = {"patience": PATIENCE, **options}
+    if given["patience"] is None:  # the default
+        del given["patience"]
+    return sf.Engine(Towers(), optimizer=SGD, layout=layout, units=["towers.*"], mesh=mesh, **given)
 
 
 def _train(engine: sf.Engine, order: list[int], between: Callable[[int], None] | None = None) -> None:
@@ -96,6 +99,24 @@ def _contradict(engine: sf.Engine) -> None:
 def test_contradicting_orders_raise_on_every_rank(ranks: Ranks, layout: str) -> None:
     answers = ranks.run(_raised, _contradict, layout, world_size=4 if layout in ("hsdp", "hpz") else 2, timeout=60)
     _check(answers, "OrderError", "rank", "'towers.", "forward")
+
+
+@pytest.mark.soak
+def test_contradicting_orders_raise_on_every_rank_with_the_default_patience(ranks: Ranks) -> None:
+    """Nobody gave ``patience``: every rank has raised soon after the documented 10 seconds."""
+    body = partial(_raised, patience=None)
+    _check(ranks.run(body, _contradict, world_size=2, timeout=60), "OrderError", "rank", "'towers.", "forward")
+
+
+def test_the_default_patience_is_the_documented_one() -> None:
+    """What docs/engine.md says is what an engine gets that was given none, and what its ranks wait by."""
+    text = " ".join((Path(__file__).parents[1] / "docs" / "engine.md").read_text(encoding="utf-8").split())
+    said = re.search(r"in less than `patience` seconds after all are stuck \((\d+) by default\)", text)
+    late = re.search(r"after `limit` seconds \((\d+)\) it is an error", text)
+    assert said is not None and late is not None
+    engine = sf.Engine(nn.Linear(2, 2))
+    assert (engine.agreement._patience, engine.agreement._limit) == (float(said.group(1)), float(late.group(1)))
+    engine.close()
 
 
 def _contradict_at_once(layout: str, order: str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import models
 import shardfold as sf
+from shardfold.stores import exact
 from shardfold.testing import Ranks
 
 WIDE = 96  # its weights are large enough to be kept as they are
@@ -112,3 +113,14 @@ def _memory() -> tuple[int, float]:
 def test_what_is_held_is_still_what_the_table_says(ranks: Ranks) -> None:
     held, said = ranks.run(_memory, world_size=1)[0]
     assert held == said
+
+
+def test_one_rank_keeps_a_gigabyte_for_its_next_step_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine of one rank frees stays with the process up to the documented bound, in bytes as glibc is told;
+    a larger bound would hold memory that other programs need."""
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(exact, "_mallopt", lambda what, num_bytes: told.append((what, num_bytes)))
+    monkeypatch.setattr(exact, "_outside", dict(exact._outside))
+    exact.keep()
+    assert [num_bytes for what, num_bytes in told if what == exact.M_TRIM_THRESHOLD][-1:] == [2**30]
+    assert exact.M_TRIM_THRESHOLD == -1  # malloc.h

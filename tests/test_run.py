@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from shardfold import cli
+from shardfold.launch import agent
 
 NOTE = """
 import json, os, sys
@@ -279,6 +280,32 @@ def test_a_killed_rank_is_named_with_its_memory_and_leaves_nothing_behind(capfd:
     assert "rank 1 on host" in error and ": killed by SIGKILL, RSS 0.1 of " in error
     child = int(Path("child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.soak
+def test_a_rank_that_will_not_hear_of_a_death_is_killed_after_the_default_grace():
+    """Nobody gave ``--shutdown-timeout``: the documented 5 seconds, which this waits for, are in force."""
+    script = write(
+        "deaf.py",
+        """
+        import os, signal, sys
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            open("fifo", "w").write("x")
+            while True: signal.pause()
+        open("fifo").read()
+        sys.exit(3)
+        """,
+    )
+    os.mkfifo("fifo")
+    assert run("--nproc-per-node=2", script) == 3
+
+
+def test_the_grace_is_the_documented_one():
+    """What docs/launch.md promises after a death and after a signal is what the agent has."""
+    text = " ".join((Path(__file__).parents[1] / "docs" / "launch.md").read_text(encoding="utf-8").split())
+    assert f"They get SIGTERM, and after {agent.AFTER_DEATH:g} seconds SIGKILL" in text
+    assert f"which have {agent.AFTER_SIGNAL:g} seconds (`--shutdown-timeout`)" in text
 
 
 def test_a_script_that_can_not_run_is_refused(capfd: pytest.CaptureFixture[str]):

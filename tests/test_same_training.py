@@ -67,12 +67,46 @@ def test_hard_models_train_as_in_plain_pytorch(ranks: Ranks, build: str, layout:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("timing", [sf.Schedule(prefetch=0), sf.Schedule(prefetch=3), sf.Schedule(block=1000)])
+TIMINGS = [
+    sf.Schedule(prefetch=0), sf.Schedule(prefetch=3), sf.Schedule(block=1000), sf.Schedule(reduces_in_flight=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
 def test_the_schedule_moves_work_in_time_and_changes_nothing(ranks: Ranks, timing: Any) -> None:
     same_training(
         models.small, models.batches(5), layout="zero3", world_size=2, optimizer=ADAMW, steps=5, ranks=ranks,
         timing=timing,
     )  # fmt: skip
+
+
+def _on_their_way(layout: str, in_flight: int) -> list[int]:
+    """At each block's output in a backward: how many units' gradients are on their way."""
+    engine = sf.Engine(
+        models.small(), optimizer=ADAMW, layout=layout, units=["blocks.*"],
+        timing=sf.Schedule(reduces_in_flight=in_flight),
+    )  # fmt: skip
+    seen: list[int] = []
+
+    def look(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: seen.append(sum(bool(unit.reducing) for unit in engine.units)))
+
+    for block in engine.module.blocks:  # type: ignore[union-attr]
+        block.register_forward_hook(look)
+    for batch in models.batches(3):
+        seen.clear()
+        engine.backward(engine(*batch))
+        engine.step()
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("layout", ["zero2", "zero3"])
+def test_reductions_go_on_beside_the_next_units_backward_if_asked(ranks: Ranks, layout: str) -> None:
+    """With ``reduces_in_flight=1``, as on a GPU, a unit's gradients are on their way while the unit before it computes;
+    with 0, as on the CPU, they have arrived by then."""
+    assert ranks.run(_on_their_way, layout, 1, world_size=2) == [[0, 1, 1]] * 2
+    assert ranks.run(_on_their_way, layout, 0, world_size=2) == [[0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize("units", [["blocks.*"], ["blocks.0", "head"], [torch.nn.Linear], [models.Block]])

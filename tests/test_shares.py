@@ -14,6 +14,8 @@ import shardfold as sf
 from shardfold.testing import Ranks
 
 IGNORED = -100
+CLIP = sf.Clip(norm=0.5)
+CUT = sf.Clip(value=0.02)
 LAYOUTS = list(sf.PRESETS)
 
 
@@ -39,14 +41,16 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
 
 
-def _trained(layout: str, accumulate: int, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _trained(
+    layout: str, accumulate: int, precision: str, clip: sf.Clip = CLIP
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     make = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
     engine = sf.Engine(
         _model(),
         optimizer=make,
         layout=layout,
         accumulate=accumulate,
-        clip_norm=0.5,
+        clip=clip,
         loss_scale=64.0 if precision == "fp16" else None,
         precision=precision,
         mesh={"inter": 2, "intra": 2} if world_of(layout) == 4 else None,
@@ -58,7 +62,7 @@ def _trained(layout: str, accumulate: int, precision: str) -> tuple[list[float],
             loss = F.cross_entropy(engine(x).float(), targets)
             engine.backward(loss, weight=int((targets != IGNORED).sum()))
             report = engine.step()
-        norms.append(float(report.norm))
+        norms.append(float("nan") if report.norm is None else float(report.norm))
     state = engine.state_dict()
     engine.close()
     return norms, state
@@ -80,6 +84,25 @@ def test_tokens_weigh_alike(ranks: Ranks, layout: str, accumulate: int) -> None:
         optimizer.zero_grad()
     for norms, state in ranks.run(_trained, layout, accumulate, "fp32", world_size=world):
         assert norms == pytest.approx(expected, rel=1e-6)
+        for name, value in model.state_dict().items():
+            assert torch.allclose(state[name], value, rtol=1e-6, atol=1e-7), name
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_values_are_cut_of_what_is_weighed(ranks: Ranks, layout: str) -> None:
+    """Elements are cut to the range after micro-batches got their shares, as those of one process that takes the mean
+    over all tokens: its gradients, and not what micro-batches would give that count alike."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for step in range(4):
+        parts = _batches(step, 4)
+        F.cross_entropy(model(torch.cat([x for x, _ in parts])), torch.cat([t for _, t in parts])).backward()
+        grads = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).abs()
+        assert 0.2 < (grads > 0.02).float().mean() < 0.9  # some are cut, others are not
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+    for _, state in ranks.run(_trained, layout, 2, "fp32", CUT, world_size=2):
         for name, value in model.state_dict().items():
             assert torch.allclose(state[name], value, rtol=1e-6, atol=1e-7), name
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import models
 import shardfold as sf
@@ -152,6 +154,26 @@ def test_laps_add_up_and_medians_forget_the_first_and_the_old() -> None:
     assert clock.tokens_per_second is None  # nobody told since
     assert clock.samples_per_second is not None and clock.step_seconds is not None
     assert clock.samples_per_second == pytest.approx(3 / clock.step_seconds, rel=0.5)
+
+
+def test_a_token_costs_what_counting_every_multiplication_gives() -> None:
+    """6 FLOPs per trainable parameter and 4 per frozen one, against PyTorch's own counter in a model whose frozen layer
+    stands between trainable ones, so that its input needs a gradient too."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+    model[2].requires_grad_(False)
+    x = torch.randn(7, 8, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    frozen = 64
+    trainable = sum(p.numel() for p in model.parameters()) - frozen
+    clock = Clock()
+    clock.end_step(0.0)
+    clock.told(7, None)
+    clock.end_step(0.0)
+    rate = clock.tokens_per_second
+    assert rate is not None
+    utilization, _ = clock.mfu(trainable, frozen, peak_flops=1e9)
+    assert utilization == pytest.approx(counter.get_total_flops() / 7 * rate / 1e9, rel=1e-12)
 
 
 def test_frozen_parameters_cost_less_and_wrong_numbers_are_refused() -> None:

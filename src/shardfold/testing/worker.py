@@ -68,7 +68,7 @@ def serve(conn: connection.Connection, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True, chain=True)
     faulthandler.enable(file=stacks_file)  # a segmentation fault leaves its stack in the same place
     _exit_with_parent()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("SHARDFOLD_TEST_THREADS", "1")))
     gc.freeze()  # the modules imported so far never die: collecting after each call then costs a millisecond
     while (message := _receive(conn)) != QUIT:
         answer = _answer(pickle.loads(message))
