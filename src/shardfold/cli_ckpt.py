@@ -135,7 +135,7 @@ def inspect(
 
     from shardfold.checkpoint import inspect as looking
     from shardfold.observe.contents import contents_table, reading, run_table, states_table
-    from shardfold.observe.progress import format_bytes, format_count
+    from shardfold.observe.formats import format_bytes, format_count
 
     with reading("reading", Console(stderr=True)) as tick:
         contents = looking.inspect(path, finite=finite, tick=tick)
@@ -175,7 +175,7 @@ def verify(path: Where, json: Json = False) -> None:
 
     from shardfold.checkpoint import verify as checking
     from shardfold.observe.contents import reading
-    from shardfold.observe.progress import format_bytes
+    from shardfold.observe.formats import format_bytes
 
     try:
         with reading("verifying", Console(stderr=True)) as tick:

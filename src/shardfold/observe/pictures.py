@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from shardfold.observe.progress import format_bytes
+from shardfold.observe.formats import format_bytes
 from shardfold.observe.tables import MemoryRow
 
 if TYPE_CHECKING:

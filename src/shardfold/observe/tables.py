@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from shardfold.observe.progress import format_bytes
+from shardfold.observe.formats import format_bytes
 
 __all__ = ["MemoryRow", "TrafficRow", "memory_table", "printable", "quality_table", "traffic_table"]
 
