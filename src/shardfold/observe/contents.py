@@ -98,7 +98,8 @@ def run_table(facts: Mapping[str, str]) -> Group:
     table.add_column("", overflow="fold")
     for name, words in facts.items():
         table.add_row(name, escape(words))
-    return headed("Of the run", table)
+    # Words may be long: they are wrapped to the console, and not kept on a line as figures are.
+    return Group("", Text("Of the run", style="bold"), table)
 
 
 class Tick(Protocol):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from shardfold.observe.formats import format_bytes, format_count, format_duration, sparkline
@@ -19,6 +19,20 @@ __all__ = ["Progress"]
 
 PLAIN_EVERY = 5.0  # seconds between plain lines
 DRAW_EVERY = 0.1  # seconds between drawings on a terminal
+
+
+class Display(RichProgress):
+    """Rich's line of progress and one below it."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        self.body = Text()
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TimeRemainingColumn(), TextColumn("left"))
+        super().__init__(*columns, console=console, auto_refresh=False, transient=True, expand=True)
+        self.steps = self.add_task("", total=total)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield self.body
 
 
 class Progress:
@@ -32,8 +46,7 @@ class Progress:
         self._held_out: float | None = None
         self._tokens_per_s: float | None = None  # smoothed over some ten steps, as single ones jitter
         self._last_drawn = float("-inf")
-        live = enabled and self.console.is_terminal
-        self._live = Live(console=self.console, auto_refresh=False, transient=True) if live else None
+        self._live = Display(total, self.console) if enabled and self.console.is_terminal else None
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -69,7 +82,8 @@ class Progress:
             return
         self._last_drawn = now
         if self._live:
-            self._live.update(self._picture(step), refresh=True)
+            self._live.body = self._body(step)
+            self._live.update(self._live.steps, completed=step.step, refresh=True)
         else:
             self.console.print(self._line(step), highlight=False, soft_wrap=True)
 
@@ -92,12 +106,7 @@ class Progress:
             f"{self._eta(step)} left"
         )
 
-    def _picture(self, step: StepMetrics) -> Group:
-        head = Table.grid(padding=(0, 2), expand=True)
-        for ratio in (None, 1, None):
-            head.add_column(ratio=ratio, no_wrap=True)
-        bar = ProgressBar(total=self._total, completed=step.step, complete_style="cyan", finished_style="green")
-        head.add_row(f"step [bold]{step.step}[/bold]/{self._total}", bar, f"{self._eta(step)} left")
+    def _body(self, step: StepMetrics) -> Text:
         body = Text("  ").join(
             part
             for part in [
@@ -111,4 +120,4 @@ class Progress:
             if part
         )
         body.no_wrap, body.overflow = True, "ellipsis"
-        return Group(head, body)
+        return body

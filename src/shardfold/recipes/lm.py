@@ -434,9 +434,12 @@ def show(run: Run, out: Path, bits: Mapping[str, float], seconds: float, sample:
     steps = run.done - run.begun_at
     pace = format_count(steps * run.tokens_per_step / seconds)
     console.print(f"\n{steps} steps in {format_duration(seconds)}, {pace} tokens/s", highlight=False)
-    console.print(tables.quality_table(bits))
-    console.print(tables.memory_table(memory.rows))
-    console.print(tables.traffic_table(traffic.rows, traffic.control))
+    tables.print_whole(
+        console,
+        tables.quality_table(bits),
+        tables.memory_table(memory.rows),
+        tables.traffic_table(traffic.rows, traffic.control),
+    )
     if sample:
         console.print("\n[bold]A sample[/bold]")
         console.print(Text(tables.printable(sample)), soft_wrap=True)
