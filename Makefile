@@ -3,6 +3,7 @@
 #   make test    the tests          make lint    style, types, import directions
 #   make soak    the long tests     make clean   remove everything that make and the tools made
 #   make matrix  a part of the tests under other versions of PyTorch and Python (MATRIX="--torch 2.11.0")
+# The demo needs the command line only; what the tests need besides is installed into the same .venv by the first of them.
 # Options: PYTHON=python3.12 (which interpreter), PIP_ARGS="..." (passed to pip install),
 # JOBS=1 (how many tests at a time).
 
@@ -13,6 +14,7 @@ JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.ready-dev
 LOG := $(VENV)/setup.log
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
@@ -22,16 +24,16 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 demo: $(READY)
 	@$(BIN)/shardfold train
 
-test: $(READY)
+test: $(TOOLS)
 	@$(PYTEST)
 
-soak: $(READY)
+soak: $(TOOLS)
 	@$(PYTEST) -m soak
 
-matrix: $(READY)
+matrix: $(TOOLS)
 	@$(BIN)/python tests/matrix.py $(MATRIX)
 
-lint: $(READY)
+lint: $(TOOLS)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
@@ -42,12 +44,19 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 		echo "'$(PYTHON)' is missing or older than Python 3.10: name another, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@mkdir -p $(VENV)
-	@echo "Setting up $(VENV): PyTorch and the pinned tools, a few minutes once (log: $(LOG))"
+	@echo "Setting up $(VENV): PyTorch and the command line, a few minutes once (log: $(LOG))"
 	@$(PYTHON) -m venv $(VENV) >$(LOG) 2>&1 || { cat $(LOG) >&2; \
 		echo "'$(PYTHON) -m venv' failed: install the venv module (Debian, Ubuntu: apt install python3-venv) and run make again" >&2; exit 1; }
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]' >>$(LOG) 2>&1 || { \
-		cat $(LOG) >&2; echo "pip could not install the dependencies: the log above ($(LOG)) says which" >&2; exit 1; }
+	@$(call install,.[all])
 	@touch $@
+
+$(TOOLS): $(READY)
+	@echo "Adding what the tests need, a few minutes once (log: $(LOG))"
+	@$(call install,.[dev])
+	@touch $@
+
+install = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '$(1)' \
+	>>$(LOG) 2>&1 || { cat $(LOG) >&2; echo "pip could not install the dependencies: the log above ($(LOG)) says which" >&2; exit 1; }
 
 clean:
 	@rm -rf $(VENV) .matrix build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis

@@ -74,7 +74,7 @@ BAD = [
     (["train", "--layout", "zero4"], "Did you mean 'zero3'?"),
     (["train", "--precision", "fp61"], "'fp32', 'bf16', 'fp16'"),
     (["train", "--heads", "5"], "5 heads"),
-    (["train", "--procs", "0"], "--procs"),
+    (["train", "--procs", "0"], "procs is '0', but should be greater than or equal to 1"),
     (["train", "--data", "no/such/text"], "no/such/text"),
     (["train", "--config", "no-such.toml"], "no-such.toml"),
     (["train", "--warmup", "9", "--steps", "5"], "warm up for fewer"),

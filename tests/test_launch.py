@@ -151,14 +151,14 @@ def test_an_interruption_between_two_starts_reaches_every_rank_once_and_as_it_ca
     ready, noted = tmp_path / "ready", tmp_path / "noted"
     os.mkfifo(ready)
 
-    class Interrupted(local.RankProcess):
+    class Interrupted(local.LocalRank):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             ready.read_text()
-            if self.rank == 1:  # which the launcher has not listed yet
+            if self.local_rank == 1:  # which the launcher has not listed yet
                 signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(local, "RankProcess", Interrupted)
+    monkeypatch.setattr(local, "LocalRank", Interrupted)
     script = (
         f"def stop(number, frame):\n"
         f"    with open({str(noted)!r}, 'a') as f: f.write(f'{{number}}\\n')\n"
@@ -185,6 +185,53 @@ def test_a_second_interruption_kills(tmp_path: Path):
     assert launcher.process.poll() is None
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.finish() == (launch.INTERRUPTED, "")
+
+
+def test_ranks_that_are_deaf_to_an_interruption_are_killed_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """SIGTERM gives all ranks a limited time, said in a sentence when it is over."""
+    monkeypatch.setattr(local, "GRACE_AFTER_SIGTERM", 0.2)
+    monkeypatch.setattr(local, "LOOK", 0.05)
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+
+    class Deaf(local.LocalRank):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            ready.read_text()
+            if self.local_rank == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(local, "LocalRank", Deaf)
+    ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    assert run(f"{ignoring}open({str(ready)!r}, 'w').close()\n{FOREVER}") == launch.INTERRUPTED
+    assert capfd.readouterr().err == "Error: the ranks did not end within 0.2 s of the signal and were killed.\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells the order in which processes ended")
+@pytest.mark.parametrize("order", [(3, 1, 0, 2), (2, 0, 3, 1)])
+def test_the_first_of_several_deaths_is_named_however_late_they_are_seen(tmp_path: Path, order: tuple[int, ...]):
+    """The launcher is stopped while ranks die one by one; when it goes on, it names the one that died first."""
+    fifo = tmp_path / "ready"
+    os.mkfifo(fifo)
+    ready = f"with open({str(fifo)!r}, 'w') as f: f.write(f'{{os.environ[\"RANK\"]}} {{os.getpid()}}\\n')\n"
+    code = "import os, signal\n" + ready + FOREVER
+    main = f"from shardfold.launch import launch; raise SystemExit(launch([{sys.executable!r}, '-c', {code!r}], 4))"
+    with subprocess.Popen([sys.executable, "-c", main], stderr=subprocess.PIPE, text=True) as launcher:
+        said: list[str] = []
+        while len(said) < 4:
+            said += fifo.read_text().splitlines()
+        ranks = {int(rank): psutil.Process(int(pid)) for rank, pid in map(str.split, said)}
+        launcher.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, launcher.pid, os.WSTOPPED | os.WNOWAIT)
+        for rank in order:
+            ranks[rank].kill()
+            while ranks[rank].status() != psutil.STATUS_ZOMBIE:
+                os.sched_yield()
+        launcher.send_signal(signal.SIGCONT)
+        _, error = launcher.communicate(timeout=60)
+    assert f"rank {order[0]} of 4 was killed by SIGKILL" in error
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")

@@ -221,21 +221,21 @@ def test_edit_changes_only_the_named_cells():
 
 def test_a_table_prints_as_a_table():
     assert str(zero1) == (
-        "state        split over      dtype     tier\n"
+        "state        split over      dtype     memory\n"
         "params       nothing         compute   device\n"
-        "held         (as params)\n"
+        "held         same as params\n"
         "grads        nothing         grads     device\n"
         "master       inter+intra     master    device\n"
         "moments      inter+intra     moments   device\n"
         "activations  nothing         as made   device\n"
-        "journeys: gather plain/compute, reduce plain/reduce"
+        "communication: gather plain/compute, reduce plain/reduce"
     )
 
 
 def test_a_table_without_params_says_what_stands_in_for_them():
     lines = str(fsdp2.bind(BF16, MESH)).splitlines()
-    assert lines[1:3] == ["params       (as master, cast while gathering)", "held         (as master)"]
-    assert lines[-1] == "journeys: gather plain/bf16, reduce plain/fp32"
+    assert lines[1:3] == ["params       same as master, cast while gathering", "held         same as master"]
+    assert lines[-1] == "communication: gather plain/bf16, reduce plain/fp32"
 
 
 @pytest.mark.parametrize(

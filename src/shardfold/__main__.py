@@ -1,6 +1,6 @@
 """`python -m shardfold` is the command `shardfold`."""
 
-from shardfold.cli import main
+from shardfold.entry import main
 
 if __name__ == "__main__":
     main()

@@ -9,19 +9,21 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from shardfold import cli_ckpt, cli_run, launch, presets
+import shardfold
+from shardfold import cli_ckpt, cli_run, extras, launch, presets
 from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
-from shardfold.recipes.config import TrainConfig, check_run_folder, read_settings, resumed_settings
+from shardfold.recipes.config import TrainConfig, read_settings, resumed_settings
+from shardfold.recipes.folder import claimed
 
 __all__ = ["app", "main"]
 
 FAILED = 1
+MOST_PARAMS = 1e18
 RECIPES = ("lm",)
 METAVARS = {"int": "INTEGER", "float": "NUMBER", "Path": "PATH", "str": "TEXT", "Literal": "TEXT"}
 
@@ -36,9 +38,18 @@ app = typer.Typer(
 )
 
 
+def show_version(asked: bool) -> None:
+    if asked:
+        print(f"shardfold {shardfold.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def common(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True)
+    ] = False,
 ) -> None:
     """ZeRO-style sharded training for PyTorch."""
 
@@ -46,7 +57,6 @@ def common(
 def train(
     invocation: typer.Context,
     recipe: Annotated[str, typer.Argument(help=f"What to train: {', '.join(RECIPES)}.")] = "lm",
-    procs: Annotated[int, typer.Option(min=1, help="Processes on this machine; torchrun's own count wins.")] = 2,
     config: Annotated[
         Path | None, typer.Option(help="TOML or JSON file with any of these settings; options given here win.")
     ] = None,
@@ -62,17 +72,17 @@ def train(
     if config is not None:
         given = TrainConfig.load(read_settings(config), where=str(config)).model_dump(exclude_unset=True) | given
     if "resume" in given:
-        given = resumed_settings(Path(given["resume"])) | given
-    given.setdefault("out", Path("runs", datetime.now().strftime("%Y%m%d-%H%M%S")))
+        given = resumed_settings(Path(given["resume"]), given)
     settings = TrainConfig.load(given, where="the command line")
     if settings.data is not None and not settings.data.expanduser().exists():
         raise ConfigError(f"there is no file or folder {str(settings.data)!r}: give --data the path of some text.")
-    if procs > 1 and not launch.is_rank():
-        check_run_folder(settings.out or Path())
-        # Resolved once, here: every rank then reads the same settings, whatever file or clock they came from.
-        arguments = [f"{option_name(name)}={value}" for name, value in given.items()]
-        debug = ["--debug"] if invocation.obj else []
-        raise typer.Exit(launch.launch_local(["train", recipe, *arguments, *debug], procs))
+    if settings.procs > 1 and not launch.is_rank():
+        with claimed(settings.out) as folder:
+            # Resolved once, here: every rank then reads the same settings, whatever file or clock they came from.
+            resolved = {**given, "out": folder}
+            arguments = [f"{option_name(name)}={value}" for name, value in resolved.items() if name != "procs"]
+            debug = ["--debug"] if invocation.obj else []
+            raise typer.Exit(launch.launch_local(["train", recipe, *arguments, *debug], settings.procs))
     from shardfold.recipes import lm
 
     raise typer.Exit(lm.train(settings).exit_status)
@@ -110,7 +120,7 @@ def explain(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 8,
     nodes: Annotated[int, typer.Option(min=1, help="Machines that the ranks are spread over evenly.")] = 1,
     precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",
-    params: Annotated[float, typer.Option(min=1, help="Number of parameters.")] = 1e9,
+    params: Annotated[float, typer.Option(min=1, max=MOST_PARAMS, help="Number of parameters.")] = 1e9,
     config: Annotated[
         Path | None, typer.Option(help="A DeepSpeed JSON: what it becomes, instead of a layout and a precision.")
     ] = None,
@@ -184,7 +194,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     ours = arguments.index("run") if "run" in arguments[:2] else len(arguments)
     debug = "--debug" in arguments[:ours]
     try:
-        status = typer.main.get_command(app).main(
+        status = command_of(app).main(
             [each for place, each in enumerate(arguments) if place >= ours or each != "--debug"],
             prog_name="shardfold",
             standalone_mode=False,
@@ -197,6 +207,19 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sys.exit(status or 0)
 
 
+def command_of(application: typer.Typer) -> Any:
+    """Return the command to call; its help shows no `<bool>` behind flags."""
+    commands: list[Any] = [typer.main.get_command(application)]
+    first = commands[0]
+    while commands:
+        command = commands.pop()
+        commands += getattr(command, "commands", {}).values()
+        for each in (*command.params, command.get_help_option(typer.Context(command))):
+            if getattr(each, "is_flag", False) and each.metavar is None:
+                each.metavar = ""
+    return first
+
+
 def refuse(error: BaseException) -> int:
     """Say in one sentence what is wrong and return the exit status."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
@@ -204,13 +227,16 @@ def refuse(error: BaseException) -> int:
     # The parser's own errors: typer has moved their classes between its versions, but never renamed this method.
     parser_message = getattr(error, "format_message", None)
     if parser_message is not None:
-        message = parser_message().strip()
+        message = parser_message().strip().replace("Input should be", "it should be")
         # With no arguments at all the parser has shown the help, and its message is empty.
         if message:
             print(f"Error: {message}{'' if message.endswith(('.', ')', '?')) else '.'}", file=sys.stderr)
         return launch.SAID
     if isinstance(error, ShardfoldError):
         print(f"Error: {error}", file=sys.stderr)
+        return launch.SAID
+    if isinstance(error, ModuleNotFoundError) and (said := extras.sentence("this command", error)):
+        print(f"Error: {said}", file=sys.stderr)
         return launch.SAID
     first = (str(error).strip().splitlines() or ["no message"])[0]
     print(f"Error: {type(error).__name__}: {first} (--debug shows the traceback)", file=sys.stderr)

@@ -135,7 +135,8 @@ def inspect(
 
     from shardfold.checkpoint import inspect as looking
     from shardfold.observe.contents import contents_table, reading, run_table, states_table
-    from shardfold.observe.progress import format_bytes, format_count
+    from shardfold.observe.formats import format_bytes, format_count
+    from shardfold.observe.tables import print_whole
 
     with reading("reading", Console(stderr=True)) as tick:
         contents = looking.inspect(path, finite=finite, tick=tick)
@@ -160,7 +161,7 @@ def inspect(
             facts["not finite"] = f"when written: {', '.join(index.nonfinite)}"
         if found is not None:
             facts["inf or NaN"] = "\n".join(map(str, found)) or "none"
-        console.print(contents_table(contents.rows()), states_table(contents.states, contents.num_bytes), sep="")
+        print_whole(console, contents_table(contents.rows()), states_table(contents.states, contents.num_bytes))
         console.print(run_table(facts))
     raise typer.Exit(1 if found else 0)
 
@@ -175,7 +176,7 @@ def verify(path: Where, json: Json = False) -> None:
 
     from shardfold.checkpoint import verify as checking
     from shardfold.observe.contents import reading
-    from shardfold.observe.progress import format_bytes
+    from shardfold.observe.formats import format_bytes
 
     try:
         with reading("verifying", Console(stderr=True)) as tick:

@@ -433,17 +433,17 @@ class Layout:
         return alias
 
     def __str__(self) -> str:
-        lines = [f"{'state':<13}{'split over':<16}{'dtype':<10}tier"]
+        lines = [f"{'state':<13}{'split over':<16}{'dtype':<10}memory"]
         for name in STATES:
             cell = getattr(self, name)
             if cell is None:
-                note = "as master, cast while gathering" if name == "params" else "as params"
-                lines.append(f"{name:<13}({note if name == 'params' or self.params else 'as master'})")
+                whose = "params" if name == "held" and self.params else "master"
+                lines.append(f"{name:<13}same as {whose}{', cast while gathering' if name == 'params' else ''}")
             else:
                 lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}")
         saved = self.activations
         lines.append(f"{'activations':<13}{_axes(saved.over):<16}{'as made':<10}{saved.tier}")
-        lines.append(f"journeys: gather {self.gather}, reduce {self.reduce}")
+        lines.append(f"communication: gather {self.gather}, reduce {self.reduce}")
         return "\n".join(lines)
 
 

@@ -79,7 +79,7 @@ class MemoryReport(NamedTuple):
         return sum(row.padding for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{'state':<10}{'tier':<8}{'table':>12}{'padding':>12}{'held':>12}"]
+        lines = [f"{'state':<10}{'memory':<8}{'table':>12}{'padding':>12}{'held':>12}"]
         for row in self.rows:
             lines.append(
                 f"{row.state:<10}{row.tier:<8}{human(row.table):>12}{human(row.padding):>12}{human(row.held):>12}"
@@ -150,7 +150,7 @@ class TrafficReport(NamedTuple):
         return sum(row.program for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{'journey':<9}{'operation':<16}{'axes':<14}{'calls':>6}{'program':>13}{'sent':>13}"]
+        lines = [f"{'kind':<9}{'operation':<16}{'axes':<14}{'calls':>6}{'program':>13}{'sent':>13}"]
         for row in self.rows:
             axes = "+".join(row.axes)
             lines.append(

@@ -16,7 +16,7 @@ from rich.text import Text
 from shardfold.bench.results import Measured, loss_difference, rows, unit_rows
 from shardfold.bench.rounds import Watch
 from shardfold.launch import num_cores
-from shardfold.observe.progress import format_bytes
+from shardfold.observe.formats import format_bytes
 
 __all__ = ["Show", "environment", "markdown", "print_report", "table"]
 

@@ -33,7 +33,7 @@ from shardfold.launch.options import Options, streams
 from shardfold.launch.plan import Node, script_command
 from shardfold.launch.process import SAID, exit_status, num_cores
 from shardfold.launch.rendezvous import Attempts, meeting_of
-from shardfold.launch.workers import Outlet, Worker, end_all
+from shardfold.launch.workers import Outlet, Worker, end_all, watch
 
 __all__ = ["Agent", "run_node"]
 
@@ -62,8 +62,11 @@ class Agent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.death, self.mine, self.oom, self.workers = None, False, OomWatch(), []
-        for place in worker_group.workers:
-            self.workers.append(self._start(worker_group, place))
+        try:
+            for place in worker_group.workers:
+                self.workers.append(self._start(worker_group, place))
+        finally:
+            watch(self.workers)
         return {worker.local_rank: worker.process.pid for worker in self.workers}
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:

@@ -1,7 +1,7 @@
 """Starts Shardfold itself as one process per rank on this machine, without torch, and sees all of them to their end.
 
 Rank 0 owns the terminal: its output passes through. What the other ranks say is kept, and shown when they fail. The
-first rank that fails is the one reported; the others, whose collectives can not finish without it, are ended. No
+first rank that fails is the one reported; the others, whose collectives cannot finish without it, are ended. No
 process outlives the launcher: each runs in its own session, so that signals reach it once and from here only, and on
 Linux the kernel ends it should the launcher itself be killed.
 """
@@ -12,21 +12,23 @@ import contextlib
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import IO
 
-from shardfold.launch.process import INTERRUPTED, SAID, die_with_parent, exit_status, free_port, how, num_cores
+from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, how, num_cores
+from shardfold.launch.workers import Outlet, Worker, end_all, watch
 
-__all__ = ["launch", "launch_local", "rank_environment"]
+__all__ = ["GRACE_AFTER_SIGTERM", "launch", "launch_local", "rank_environment"]
 
 TAIL_LINES = 20
+LOOK = 1.0  # seconds between two looks at whether a signal has set a time
 GRACE = 3.0  # seconds between asking a rank to end and killing it
+GRACE_AFTER_SIGTERM = 30.0
+"""Seconds that a run has to end in good order once it was asked to by SIGTERM or SIGHUP."""
 
 
 def rank_environment(rank: int, num_procs: int, port: int) -> dict[str, str]:
@@ -45,73 +47,36 @@ def rank_environment(rank: int, num_procs: int, port: int) -> dict[str, str]:
     return environment
 
 
-class RankProcess:
-    """One rank: its process, the last lines of its standard error, and a thread that awaits its end."""
+class LocalRank(Worker):
+    """One rank: rank 0 has the terminal, of the others the last lines of standard error are kept."""
 
-    def __init__(self, rank: int, argv: list[str], environment: dict[str, str]) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, num_procs: int, command: list[str], port: int) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self.shows_stderr = rank == 0
-        self.shown: deque[str] = deque(maxlen=TAIL_LINES)
-        self.process = subprocess.Popen(
-            argv,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=None if rank == 0 else subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            # Safe here: all ranks are started before the launcher has threads of its own.
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
-        )
-        assert self.process.stderr is not None
-        self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
-
-    def watch(self, ended: queue.Queue[RankProcess]) -> None:
-        """Start the threads; the rank is put into `ended` at the moment its process ends."""
-        self._reader.start()
-
-        def wait() -> None:
-            self.process.wait()
-            ended.put(self)
-
-        threading.Thread(target=wait, daemon=True).start()
-
-    def _read(self, stream: IO[bytes]) -> None:
-        with stream:
-            for line in stream:
-                text = line.decode(errors="replace")
-                self.tail.append(text.rstrip("\n"))
-                if self.shows_stderr:
-                    sys.stderr.write(text)
-                    sys.stderr.flush()
-                    self.shown.append(text.rstrip("\n"))
-
-    def send(self, number: int) -> None:
-        """Send a signal to the rank and to what it has started; nothing happens if it has ended."""
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-
-    def drain(self) -> None:
-        """Wait until all that an ended rank has said is read."""
-        if self._reader.is_alive():
-            # A grandchild may hold the pipe open longer than the rank lived: do not wait for that.
-            self._reader.join(timeout=1.0)
+        outlets = (Outlet(shown=rank == 0), Outlet(shown=rank == 0, tail=self.tail))
+        super().__init__(rank, command, rank_environment(rank, num_procs, port), outlets)
 
 
 class Interrupts:
-    """Forwards the first SIGINT, SIGTERM or SIGHUP to all ranks; the second kills them."""
+    """Forwards the first SIGINT, SIGTERM or SIGHUP to all ranks; the second kills them.
 
-    def __init__(self, ranks: list[RankProcess]) -> None:
+    Attributes:
+        received: how many came.
+        until: when (of the monotonic clock) the ranks are to have ended; inf as long as there is no such time.
+    """
+
+    def __init__(self, ranks: Sequence[LocalRank]) -> None:
         self.ranks = ranks
         self.received = 0
+        self.until = float("inf")
         self._first = signal.SIGINT  # what the first one is forwarded as
-        self._told: set[RankProcess] = set()
+        self._told: set[LocalRank] = set()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received += 1
         if self.received == 1:
             self._first = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            if self._first == signal.SIGTERM:  # who presses Ctrl-C may press it again
+                self.until = time.monotonic() + GRACE_AFTER_SIGTERM
             self.forward()
         else:
             for rank in self.ranks:
@@ -146,74 +111,78 @@ def launch_local(argv: list[str], num_procs: int) -> int:
 def launch(command: list[str], num_procs: int) -> int:
     """Run any command as `num_procs` ranks: 0, the first failure's status, or 130 after an interruption."""
     port = free_port()
-    ended: queue.Queue[RankProcess] = queue.Queue()
-    ranks: list[RankProcess] = []
+    ended: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    ranks: list[LocalRank] = []
     interrupts = Interrupts(ranks)
     try:
         with interrupts.installed():
-            for rank in range(num_procs):
-                ranks.append(RankProcess(rank, command, rank_environment(rank, num_procs, port)))
-                if interrupts.received:  # arrived between two starts: the newest may not have seen it
-                    interrupts.forward()
-            for rank in ranks:
-                rank.watch(ended)
-            failed = first_failure(ended, num_procs)
+            try:
+                for rank in range(num_procs):
+                    ranks.append(LocalRank(rank, num_procs, command, port))
+                    if interrupts.received:  # arrived between two starts: the newest may not have seen it
+                        interrupts.forward()
+            finally:
+                watch(ranks, ended.put)
+            failed = first_failure(ended, num_procs, interrupts)
             if failed is None:
                 return max(rank.process.returncode for rank in ranks)
-            end(ranks)
+            failed.drain()
+            for rank in ranks:
+                rank.mute()  # what they would say now is the echo of the failure, not its cause
+            end_all(ranks, signal.SIGTERM, GRACE)
     finally:
-        for rank in ranks:
-            rank.send(signal.SIGKILL)
-            rank.drain()
+        end_all(ranks, signal.SIGKILL, 0.0)
     returncode = failed.process.returncode
     if interrupts.received and returncode in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
+        if time.monotonic() >= interrupts.until:
+            given = f"{GRACE_AFTER_SIGTERM:g} s"
+            print(f"Error: the ranks did not end within {given} of the signal and were killed.", file=sys.stderr)
         return INTERRUPTED  # before it could stop cleanly, or by the second signal
-    report(failed, ranks)
+    report(ranks[failed.local_rank], ranks)
     return exit_status(returncode)
 
 
-def first_failure(ended: queue.Queue[RankProcess], num_procs: int) -> RankProcess | None:
+def first_failure(ended: queue.SimpleQueue[Worker], num_procs: int, interrupts: Interrupts) -> Worker | None:
     """Wait until all ranks have ended in good order, or return the first that has not."""
     for _ in range(num_procs):
-        rank = ended.get()
+        rank = next_end(ended, interrupts)
         if rank.process.returncode not in (0, INTERRUPTED):
             return rank
     return None
 
 
-def end(ranks: list[RankProcess]) -> None:
-    """End the ranks that still run: ask, wait a little, kill."""
-    for rank in ranks:
-        # What they would say now is the echo of the failure, not its cause.
-        rank.shows_stderr = False
-        rank.send(signal.SIGTERM)
-    deadline = time.monotonic() + GRACE
-    for rank in ranks:
+def next_end(ended: queue.SimpleQueue[Worker], interrupts: Interrupts) -> Worker:
+    """Return the next rank that ends; ranks that were asked to end and do not are killed when their time is over."""
+    while True:
+        left = interrupts.until - time.monotonic()
+        if left <= 0:
+            for rank in interrupts.ranks:
+                rank.send(signal.SIGKILL)
+            return ended.get()
         try:
-            rank.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.send(signal.SIGKILL)
-            rank.process.wait()
+            # Signals are handled between two looks: one may have set a time.
+            return ended.get(timeout=min(left, LOOK))
+        except queue.Empty:
+            continue
 
 
-def report(failed: RankProcess, ranks: list[RankProcess]) -> None:
+def report(failed: LocalRank, ranks: Sequence[LocalRank]) -> None:
     """Say on standard error which rank failed and how, then its last words unless they are on the screen."""
     lines = list(failed.tail)
     returncode = failed.process.returncode
-    shown = list(ranks[0].shown)
     if returncode == SAID and lines:
         # All ranks find the same fault in the same input; rank 0 may have said so already.
-        if lines[-1] not in shown:
+        if lines[-1] not in ranks[0].tail:
             print("\n".join(lines), file=sys.stderr)
         return
     others = len(ranks) - 1
     ended = (
         "" if not others else f"; the other {others} ranks were ended" if others > 1 else "; the other rank was ended"
     )
-    message = f"Error: rank {failed.rank} of {len(ranks)} {how(returncode)}{ended}."
+    message = f"Error: rank {failed.local_rank} of {len(ranks)} {how(returncode)}{ended}."
     if not lines:
         print(message, file=sys.stderr)
-    elif failed.rank == 0 and shown[-1:] == lines[-1:]:
+    elif failed is ranks[0]:
         print(f"{message} Its last words are above.", file=sys.stderr)
     else:
         print(

@@ -1,14 +1,19 @@
-"""The ranks of one node as processes: started, heard, watched, and ended with all that they have started."""
+"""The ranks of one node as processes: started, heard, watched, and ended with all that they have started.
+
+Both launchers start their ranks here: `shardfold train` on this machine, without torch, and `shardfold run` anywhere.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +22,7 @@ from typing import IO
 from shardfold.launch.death import resident
 from shardfold.launch.process import die_with_parent
 
-__all__ = ["Outlet", "Worker", "end_all"]
+__all__ = ["Outlet", "Worker", "end_all", "watch"]
 
 
 @dataclass(frozen=True)
@@ -28,15 +33,17 @@ class Outlet:
         shown: whether it is seen here.
         label: written before each line that is shown; "" leaves the stream to the rank as it is.
         file: where it is kept; None if nowhere.
+        tail: where its last lines are kept; None if nowhere.
     """
 
     shown: bool = True
     label: str = ""
     file: Path | None = None
+    tail: deque[str] | None = None
 
 
 class Worker:
-    """One rank: its process, and threads that carry its output and note its end.
+    """One rank: its process, and threads that carry its output. Its end is noted once :func:`watch` is called.
 
     Attributes:
         ended: time (of the monotonic clock) at which it ended; None while it runs.
@@ -55,11 +62,14 @@ class Worker:
         self.local_rank = local_rank
         self.ended: float | None = None
         self.resident = 0
+        self._muted = False
+        self._showing = threading.Lock()
         self._gone = False  # its number may soon be another process's
+        self._over = threading.Event()
         self._pumps: list[threading.Thread] = []
         opened = [self._target(outlet) for outlet in outlets]
 
-        def prepare() -> None:  # runs in the child: system calls only, as the launcher has threads
+        def prepare() -> None:  # runs in the child: system calls only, as the launcher may have threads
             die_with_parent()
             if cores:
                 os.sched_setaffinity(0, cores)
@@ -82,22 +92,25 @@ class Worker:
             (self.process.stdout, self.process.stderr), outlets, (sys.stdout, sys.stderr), strict=True
         ):
             if stream is not None:
-                self._pumps.append(threading.Thread(target=pump, args=(stream, outlet, into), daemon=True))
-        self._waiter = threading.Thread(target=self._wait, daemon=True)
-        for thread in (*self._pumps, self._waiter):
-            thread.start()
+                self._pumps.append(threading.Thread(target=self._pump, args=(stream, outlet, into), daemon=True))
 
     @staticmethod
     def _target(outlet: Outlet) -> int | IO[bytes] | None:
         if outlet.file is not None:
             outlet.file.parent.mkdir(parents=True, exist_ok=True)
-        if outlet.shown and (outlet.label or outlet.file):
+        if outlet.tail is not None or (outlet.shown and (outlet.label or outlet.file)):
             return subprocess.PIPE
         if outlet.file is not None:
             return outlet.file.open("ab")
         return None if outlet.shown else subprocess.DEVNULL
 
-    def _wait(self) -> None:
+    def listen(self) -> None:
+        """Begin to carry its output."""
+        for thread in self._pumps:
+            thread.start()
+
+    def note_end(self) -> None:
+        """Wait for its end, and end what it has started if it failed."""
         # Before the end is reaped, its number still is that of its group: what it has started can be found by it.
         with suppress(ChildProcessError):
             end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
@@ -106,10 +119,16 @@ class Worker:
         self._gone = True
         self.process.wait()
         self.ended = time.monotonic()
+        self._over.set()
 
     @property
     def returncode(self) -> int | None:
         return self.process.returncode if self.ended is not None else None
+
+    def mute(self) -> None:
+        """Show nothing more of what it writes; of a rank that is shown, the tail then is what was shown."""
+        with self._showing:
+            self._muted = True
 
     def look(self) -> None:
         """Note how much memory it holds."""
@@ -123,29 +142,65 @@ class Worker:
                 os.killpg(self.process.pid, number)
 
     def join(self, timeout: float) -> None:
-        self._waiter.join(max(timeout, 0.0))
+        self._over.wait(max(timeout, 0.0))
 
     def drain(self) -> None:
         """Wait until what an ended rank has said is shown; not for a process of its own that holds the pipe open."""
         for thread in self._pumps:
-            thread.join(timeout=1.0)
+            if thread.ident is not None:
+                thread.join(timeout=1.0)
+
+    def _pump(self, stream: IO[bytes], outlet: Outlet, into: IO[str]) -> None:
+        """Carry its output to the terminal, line by line with its label, and to a file as it is."""
+        file = outlet.file.open("ab", buffering=0) if outlet.file is not None else None
+        try:
+            with stream:
+                for line in stream:
+                    if file is not None:
+                        file.write(line)
+                    text = line.decode(errors="replace")
+                    with self._showing:
+                        if outlet.shown and not self._muted:
+                            with suppress(ValueError, OSError):  # the terminal is gone: go on, for the file's sake
+                                into.write(outlet.label + text if text.endswith("\n") else f"{outlet.label}{text}\n")
+                                into.flush()
+                        if outlet.tail is not None and not (outlet.shown and self._muted):
+                            outlet.tail.append(text.rstrip("\n"))
+        finally:
+            if file is not None:
+                file.close()
 
 
-def pump(stream: IO[bytes], outlet: Outlet, into: IO[str]) -> None:
-    """Carry a rank's output to the terminal, line by line with its label, and to a file as it is."""
-    file = outlet.file.open("ab", buffering=0) if outlet.file is not None else None
+def watch(workers: Sequence[Worker], told: Callable[[Worker], None] = lambda worker: None) -> None:
+    """Begin to carry the output of workers that were just started, and to note their ends; returns at once.
+
+    Args:
+        workers: all of a node.
+        told: called for each that has ended, in another thread. On Linux in the order in which they ended, however
+            late this process gets to see it: that order tells a failure from those that it brought about.
+    """
+    for worker in workers:
+        worker.listen()
     try:
-        with stream:
-            for line in stream:
-                if file is not None:
-                    file.write(line)
-                text = line.decode(errors="replace")
-                with suppress(ValueError, OSError):  # the terminal is gone: go on, for the file's sake
-                    into.write(f"{outlet.label}{text}" if text.endswith("\n") else f"{outlet.label}{text}\n")
-                    into.flush()
-    finally:
-        if file is not None:
-            file.close()
+        descriptors = {os.pidfd_open(worker.process.pid): worker for worker in workers}
+    except (AttributeError, OSError):  # another system, or an old one: one thread waits for each
+        for worker in workers:
+            threading.Thread(target=lambda worker=worker: (worker.note_end(), told(worker)), daemon=True).start()
+        return
+    threading.Thread(target=_note_ends, args=(descriptors, told), daemon=True).start()
+
+
+def _note_ends(descriptors: dict[int, Worker], told: Callable[[Worker], None]) -> None:
+    with select.epoll() as ends:  # hands out what is ready in the order in which it became so
+        for descriptor in descriptors:
+            ends.register(descriptor, select.EPOLLIN)
+        while descriptors:
+            for descriptor, _ in ends.poll():
+                ends.unregister(descriptor)
+                os.close(descriptor)
+                worker = descriptors.pop(descriptor)
+                worker.note_end()
+                told(worker)
 
 
 def end_all(workers: list[Worker], number: int, grace: float) -> None:

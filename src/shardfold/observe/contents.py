@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from shardfold.observe.progress import format_bytes, format_count
+from shardfold.observe.formats import format_bytes, format_count
 from shardfold.observe.tables import headed, new_table
 
 __all__ = ["Tick", "contents_table", "reading", "run_table", "states_table"]
@@ -98,7 +98,8 @@ def run_table(facts: Mapping[str, str]) -> Group:
     table.add_column("", overflow="fold")
     for name, words in facts.items():
         table.add_row(name, escape(words))
-    return headed("Of the run", table)
+    # Words may be long: they are wrapped to the console, and not kept on a line as figures are.
+    return Group("", Text("Of the run", style="bold"), table)
 
 
 class Tick(Protocol):

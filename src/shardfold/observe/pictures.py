@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from shardfold.observe.progress import format_bytes
+from shardfold.observe.formats import format_bytes
 from shardfold.observe.tables import MemoryRow
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["loss_picture"]
 
 INK, MUTED, GRID = "#22252b", "#7d8590", "#e7e9ec"
+LINE = 0.045  # height of a line of text, of that of the axes
 TRAIN, HELD_OUT, PREDICTED = "#2166ac", "#c2410c", "#c9d6e4"
 
 
@@ -37,7 +40,7 @@ def loss_picture(
     draw_loss(left, train, held_out, baselines)
     draw_memory(right, memory)
     figure.text(0.045, 0.945, title, fontsize=14, color=INK, weight="bold")
-    figure.subplots_adjust(left=0.045, right=0.985, top=0.83, bottom=0.1, wspace=0.34)
+    figure.subplots_adjust(left=0.045, right=0.985, top=0.83, bottom=0.1, wspace=0.62)
     figure.savefig(path)
 
 
@@ -74,31 +77,63 @@ def draw_loss(
     plain(axes, "bits per byte, less is better")
     axes.yaxis.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    for name, value in baselines.items():
+    for value in baselines.values():
         axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-        note = f"{name} {value:.2f}"
-        axes.annotate(note, (last, value), (0, 3), textcoords="offset points", ha="right", fontsize=9, color=MUTED)
     axes.plot(steps, values, color=TRAIN, linewidth=0.7, alpha=0.25)
     smooth = smoothed(values, half=len(values) // 40)
     axes.plot(steps, smooth, color=TRAIN, linewidth=2, solid_capstyle="round")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o", color=HELD_OUT, markersize=6, markeredgecolor="white", zorder=5)
-        step, value = held_out[-1]
-        axes.annotate(
-            f"held-out {value:.2f}", (step, value), (-4, -16), textcoords="offset points", ha="right",
-            fontsize=10.5, color=HELD_OUT, weight="bold",
-        )  # fmt: skip
-    if smooth:
-        # In the middle, where the curve is far from the labels at its end.
-        at = len(steps) // 2
-        axes.annotate(
-            "training", (steps[at], smooth[at]), (0, 22), textcoords="offset points", fontsize=10.5, color=TRAIN
-        )
     everything = [*values, *(value for _, value in held_out), *baselines.values()]
     low, high = min(everything, default=0.0), max(everything, default=8.0)
     axes.set_ylim(max(0.0, low - 0.08 * (high - low) - 0.15), high + 0.06 * (high - low))
     axes.set_xlim(0, last * 1.01)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))  # there are no half steps
+    place_labels(axes, last, baselines, (steps, smooth), held_out)
     axes.set_xlabel("optimizer step", fontsize=9.5, color=MUTED, loc="right")
+
+
+def place_labels(
+    axes: Axes,
+    last: int,
+    baselines: Mapping[str, float],
+    training: tuple[Sequence[int], Sequence[float]],
+    held_out: Sequence[tuple[int, float]],
+) -> None:
+    """Name the lines: right of the axes, one below the other, so that no name stands on a line or on another name."""
+    names = [(value, f"{name} {value:.2f}", MUTED, False) for name, value in baselines.items()]
+    if held_out:
+        names.append((held_out[-1][1], f"held-out {held_out[-1][1]:.2f}", HELD_OUT, True))
+    if training[1]:
+        names.append((training[1][-1], f"training {training[1][-1]:.2f}", TRAIN, False))
+    low, high = axes.get_ylim()
+    names = [each for each in names if math.isfinite(each[0])]
+    for (value, note, color, bold), height in zip(
+        sorted(names, key=lambda each: -each[0]), spread([value for value, *_ in names], LINE * (high - low)), strict=True
+    ):
+        axes.annotate(
+            note, (last, value), (last * 1.03, height), annotation_clip=False, va="center", fontsize=9.5, color=color,
+            weight="bold" if bold else "normal",
+        )  # fmt: skip
+
+
+def spread(values: Sequence[float], gap: float) -> list[float]:
+    """Return heights from the highest down, at least `gap` apart and each as near to its value as that allows."""
+    groups: list[list[float]] = []  # of values that stand in one block, which is centred on them
+    for value in sorted(values, reverse=True):
+        groups.append([value])
+        while len(groups) > 1 and bottom(groups[-2], gap) - top(groups[-1], gap) < gap:
+            last = groups.pop()
+            groups[-1] += last
+    return [top(group, gap) - gap * place for group in groups for place in range(len(group))]
+
+
+def top(group: Sequence[float], gap: float) -> float:
+    return sum(group) / len(group) + gap * (len(group) - 1) / 2
+
+
+def bottom(group: Sequence[float], gap: float) -> float:
+    return top(group, gap) - gap * (len(group) - 1)
 
 
 def draw_memory(axes: Axes, rows: Sequence[MemoryRow]) -> None:
@@ -123,4 +158,4 @@ def draw_memory(axes: Axes, rows: Sequence[MemoryRow]) -> None:
     axes.set_yticks(places, names)
     axes.tick_params(axis="y", labelsize=10, labelcolor=INK)
     axes.set_ylim(max(len(rows), 4) - 0.5, -0.5)  # few rows keep slim bars, at the top
-    axes.set_xlim(0, widest * 2.1)
+    axes.set_xlim(0, widest * 2.3)

@@ -4,64 +4,35 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 from types import TracebackType
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from shardfold.observe.formats import format_bytes, format_count, format_duration, sparkline
 from shardfold.observe.metrics import StepMetrics
 
-__all__ = ["Progress", "format_bytes", "format_count", "format_duration", "sparkline"]
+__all__ = ["Progress"]
 
-BARS = "▁▂▃▄▅▆▇█"
 PLAIN_EVERY = 5.0  # seconds between plain lines
 DRAW_EVERY = 0.1  # seconds between drawings on a terminal
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Return the values as bars one character high, averaged down to `width` of them."""
-    if not values:
-        return ""
-    width = min(width, len(values))
-    edges = [len(values) * i // width for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+class Display(RichProgress):
+    """Rich's line of progress and one below it."""
 
+    def __init__(self, total: int, console: Console) -> None:
+        self.body = Text()
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TimeRemainingColumn(), TextColumn("left"))
+        super().__init__(*columns, console=console, auto_refresh=False, transient=True, expand=True)
+        self.steps = self.add_task("", total=total)
 
-def format_bytes(number: float) -> str:
-    """Return a number of bytes with a binary unit and three or four digits."""
-    if abs(number) < 1024:
-        return f"{number:.0f} B"
-    value, unit = scaled(number, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-    return f"{value:.2f} {unit}" if abs(value) < 10 else f"{value:.1f} {unit}"
-
-
-def format_count(number: float) -> str:
-    """Return a count with an SI suffix: 1.35M."""
-    value, suffix = scaled(number, 1000, ("", "k", "M", "G", "T"))
-    return f"{value:.3g}{suffix}"
-
-
-def scaled(number: float, base: int, units: Sequence[str]) -> tuple[float, str]:
-    power = 0
-    while abs(number) >= base and power < len(units) - 1:
-        number /= base
-        power += 1
-    return number, units[power]
-
-
-def format_duration(seconds: float) -> str:
-    """Return m:ss, or h:mm:ss from one hour on."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield self.body
 
 
 class Progress:
@@ -75,8 +46,7 @@ class Progress:
         self._held_out: float | None = None
         self._tokens_per_s: float | None = None  # smoothed over some ten steps, as single ones jitter
         self._last_drawn = float("-inf")
-        live = enabled and self.console.is_terminal
-        self._live = Live(console=self.console, auto_refresh=False, transient=True) if live else None
+        self._live = Display(total, self.console) if enabled and self.console.is_terminal else None
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -92,7 +62,7 @@ class Progress:
     def note(self, message: str) -> None:
         """Print a line that stays."""
         if self.enabled:
-            self.console.print(message, highlight=False, soft_wrap=True)
+            self.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def update(self, step: StepMetrics) -> None:
         """Show one finished step."""
@@ -112,7 +82,8 @@ class Progress:
             return
         self._last_drawn = now
         if self._live:
-            self._live.update(self._picture(step), refresh=True)
+            self._live.body = self._body(step)
+            self._live.update(self._live.steps, completed=step.step, refresh=True)
         else:
             self.console.print(self._line(step), highlight=False, soft_wrap=True)
 
@@ -135,12 +106,7 @@ class Progress:
             f"{self._eta(step)} left"
         )
 
-    def _picture(self, step: StepMetrics) -> Group:
-        head = Table.grid(padding=(0, 2), expand=True)
-        for ratio in (None, 1, None):
-            head.add_column(ratio=ratio, no_wrap=True)
-        bar = ProgressBar(total=self._total, completed=step.step, complete_style="cyan", finished_style="green")
-        head.add_row(f"step [bold]{step.step}[/bold]/{self._total}", bar, f"{self._eta(step)} left")
+    def _body(self, step: StepMetrics) -> Text:
         body = Text("  ").join(
             part
             for part in [
@@ -154,4 +120,4 @@ class Progress:
             if part
         )
         body.no_wrap, body.overflow = True, "ellipsis"
-        return Group(head, body)
+        return body

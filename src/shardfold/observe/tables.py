@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardfold.observe.progress import format_bytes
+from shardfold.observe.formats import format_bytes
 
-__all__ = ["MemoryRow", "TrafficRow", "memory_table", "printable", "quality_table", "traffic_table"]
+__all__ = ["MemoryRow", "TrafficRow", "memory_table", "print_whole", "printable", "quality_table", "traffic_table"]
 
 BAR_WIDTH = 24
+WIDEST = 10_000  # columns; no table comes near it
 
 
 class MemoryRow(Protocol):
@@ -52,9 +55,26 @@ def new_table() -> Table:
     return Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
 
 
+class Whole:
+    """A table at its own width, whatever the console's: a narrow terminal then wraps its lines, and cuts no figure."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        needed = Measurement.get(console, options.update(max_width=WIDEST), self._table).maximum
+        yield from console.render(self._table, options.update(max_width=max(needed, options.max_width)))
+
+
 def headed(title: str, table: Table) -> Group:
+    """A table under its title; to be printed by :func:`print_whole`."""
     # A table's own title is wrapped to the table's width, which may be narrow.
-    return Group("", Text(title, style="bold"), table)
+    return Group("", Text(title, style="bold"), Whole(table))
+
+
+def print_whole(console: Console, *groups: Group) -> None:
+    """Print tables, no line of which is cut."""
+    console.print(*groups, sep="", crop=False)
 
 
 def quality_table(bits: Mapping[str, float]) -> Group:
@@ -66,8 +86,8 @@ def quality_table(bits: Mapping[str, float]) -> Group:
     most = max(bits.values())
     for place, (name, value) in enumerate(bits.items()):
         style = "bold cyan" if place == 0 else "dim"
-        bar = "█" * max(1, round(value / most * BAR_WIDTH))
-        table.add_row(Text(name, style=style), Text(f"{value:.3f}", style=style), Text(bar, style=style))
+        bar = ProgressBar(most, value, BAR_WIDTH, complete_style=style, finished_style=style)
+        table.add_row(Text(name, style=style), Text(f"{value:.3f}", style=style), bar)
     return headed("Bits per byte on held-out text (less is better)", table)
 
 
@@ -80,7 +100,7 @@ def memory_table(rows: Sequence[MemoryRow]) -> Group:
     """Show bytes per rank by state: predicted (the table's formula, plus named padding) beside held."""
     table = new_table()
     table.add_column("state")
-    table.add_column("tier")
+    table.add_column("memory")
     for name in ("formula", "padding", "predicted"):
         table.add_column(name, justify="right")
     table.add_column("")
@@ -99,7 +119,7 @@ def memory_table(rows: Sequence[MemoryRow]) -> Group:
 def traffic_table(rows: Sequence[TrafficRow], control: float) -> Group:
     """Show bytes sent per step and rank by journey: predicted by the program beside counted at the collectives."""
     table = new_table()
-    for name in ("journey", "op", "axes"):
+    for name in ("kind", "operation", "mesh axes"):
         table.add_column(name)
     for name in ("calls", "predicted", "", "sent"):
         table.add_column(name, justify="right")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shardfold import presets
 from shardfold.errors import ConfigError, did_you_mean
+
+SHAPE = ("d_model", "layers", "heads", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +96,12 @@ class TrainConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
+    procs: int = Field(2, ge=1, le=4096, description="Processes on this machine; torchrun's own count wins.")
     size: str = Field("demo", description=f"Model size: {', '.join(SIZES)}.")
-    d_model: int | None = Field(None, ge=1, description="Width of the model, in place of the size's own.")
-    layers: int | None = Field(None, ge=1, description="Number of blocks, in place of the size's own.")
-    heads: int | None = Field(None, ge=1, description="Attention heads, in place of the size's own.")
-    context: int | None = Field(None, ge=2, description="Bytes of context, in place of the size's own.")
+    d_model: int | None = Field(None, ge=1, le=2**20, description="Width of the model, in place of the size's own.")
+    layers: int | None = Field(None, ge=1, le=2**12, description="Number of blocks, in place of the size's own.")
+    heads: int | None = Field(None, ge=1, le=2**12, description="Attention heads, in place of the size's own.")
+    context: int | None = Field(None, ge=2, le=2**30, description="Bytes of context, in place of the size's own.")
     data: Path | None = Field(
         None, description="A file or folder of text; without it, the Python standard library's own sources."
     )
@@ -114,7 +118,7 @@ class TrainConfig(BaseModel):
     warmup: int = Field(50, ge=0, description="Steps over which the learning rate rises; a cosine falls after it.")
     weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
     clip_norm: float = Field(1.0, ge=0, allow_inf_nan=False, description="Largest gradient norm; 0 does not clip.")
-    seed: int = Field(0, ge=0, description="Seed of parameters, batches and sample.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of parameters, batches and sample.")
     eval_every: int = Field(100, ge=0, description="Steps between held-out evaluations; 0 evaluates at the end only.")
     eval_windows: int = Field(256, ge=1, description="Held-out windows that an evaluation reads.")
     sample: int = Field(400, ge=0, description="Bytes of text to generate at the end.")
@@ -140,7 +144,7 @@ class TrainConfig(BaseModel):
 
     def model_shape(self) -> GPTConfig:
         """Return the shape that `size` and its overrides name."""
-        overrides = {name: getattr(self, name) for name in ("d_model", "layers", "heads", "context")}
+        overrides = {name: getattr(self, name) for name in SHAPE}
         return GPTConfig.named(self.size, **{name: value for name, value in overrides.items() if value is not None})
 
     def warmup_steps(self) -> int:
@@ -177,7 +181,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the config file {str(path)!r} can not be read: {detail}.") from None
     try:
         settings = json.loads(text) if path.suffix == ".json" else parse_toml(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"the config file {str(path)!r} is not valid {kind}: {error}.") from None
     if not isinstance(settings, dict):
@@ -195,19 +199,33 @@ def parse_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def resumed_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of the run that `path` belongs to: a run folder, or a checkpoint in one."""
+def resumed_settings(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run that `path` belongs to, a run folder or a checkpoint in one, under those given.
+
+    Raises:
+        ConfigError: there is nothing at `path`, or a setting that has to stay is given otherwise.
+    """
     for folder in (path, *path.parents[:2]):
         if (folder / "config.json").is_file():
-            return {name: value for name, value in read_settings(folder / "config.json").items() if name != "resume"}
-    if not path.exists():
-        raise ConfigError(f"there is no run folder or checkpoint {str(path)!r} to resume from.")
-    return {}
-
-
-def check_run_folder(path: Path) -> None:
-    """Refuse a run folder that would overwrite something."""
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"the run folder {str(path)!r} is a file: give another --out.")
-    if path.is_dir() and any(path.iterdir()):
-        raise ConfigError(f"the run folder {str(path)!r} is not empty: give another --out, or remove it first.")
+            first = read_settings(folder / "config.json")
+            break
+    else:
+        if not path.exists():
+            raise ConfigError(f"there is no run folder or checkpoint {str(path)!r} to resume from.")
+        return dict(given)
+    started = {name: value for name, value in first.items() if name not in ("resume", "out")}
+    settings = {**started, **given}
+    if "size" in given:  # the widths in a run's config.json are those of its size
+        settings = {name: value for name, value in settings.items() if name not in SHAPE or name in given}
+    before = TrainConfig.load(started, where=str(folder / "config.json"))
+    now = TrainConfig.load(settings, where="the command line")
+    fixed = {"seed": (before.seed, now.seed)}
+    fixed |= {name: (getattr(before.model_shape(), name), getattr(now.model_shape(), name)) for name in SHAPE}
+    for name, (was, wanted) in fixed.items():
+        if was != wanted:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"the run in {str(folder)!r} has {option} {was}, so it cannot go on with {wanted}: leave out {option}"
+                f"{' and --size' if 'size' in given and name in SHAPE else ''}, or begin a new run without --resume."
+            )
+    return settings

@@ -179,6 +179,8 @@ def generate(model: GPT, prompt: bytes, n: int, temperature: float = 0.8, seed: 
         if temperature == 0:
             token = int(logits.argmax())
         else:
-            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draw))
+            # Below the largest, in double: no temperature above 0 then overflows.
+            scaled = (logits.double() - logits.max()) / temperature
+            token = int(torch.multinomial(scaled.softmax(-1), 1, generator=draw))
         text.append(token)
     return bytes(text[start:])

@@ -13,7 +13,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -28,12 +29,19 @@ from rich.text import Text
 import shardfold as sf
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.errors import ConfigError, ShardfoldError
-from shardfold.launch import INTERRUPTED
+from shardfold.extras import sentence
+from shardfold.launch import GRACE_AFTER_SIGTERM, INTERRUPTED, is_rank
+from shardfold.launch.death import memory_limit
+from shardfold.mesh import pick_device
 from shardfold.observe import tables
+from shardfold.observe.console import lenient_console
+from shardfold.observe.formats import format_bytes, format_count, format_duration
 from shardfold.observe.metrics import MetricsWriter, StepMetrics
-from shardfold.observe.progress import Progress, format_bytes, format_count, format_duration
-from shardfold.recipes.config import TrainConfig, check_run_folder
+from shardfold.observe.progress import Progress
+from shardfold.recipes.config import SHAPE, TrainConfig
+from shardfold.recipes.folder import claimed, claimed_by_launcher
 from shardfold.recipes.gpt import GPT, generate
+from shardfold.recipes.memory import check_memory
 from shardfold.recipes.text import Corpus, Windows, baselines, held_out_windows, load_corpus
 
 __all__ = ["Result", "TrainConfig", "train"]
@@ -63,7 +71,10 @@ class Result:
 
 
 class StopSignal:
-    """Notes the first SIGINT or SIGTERM, so that the run can end at a step; the second ends the process at once."""
+    """Notes the first SIGINT or SIGTERM, so that the run can end at a step; the second ends the process at once.
+
+    After SIGTERM the process has a limited time: SIGALRM then ends it, in whatever it is.
+    """
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
@@ -82,8 +93,34 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+        if number == signal.SIGTERM and not is_rank():  # a launcher counts the time of its ranks itself
+            signal.alarm(round(GRACE_AFTER_SIGTERM))
         for each in self.NUMBERS:
             signal.signal(each, signal.SIG_DFL)
+
+
+class Position:
+    """What a checkpoint keeps of the sampler; a refusal of it is said in the words of the command line."""
+
+    def __init__(self, sampler: sf.Sampler, config: TrainConfig) -> None:
+        self.sampler, self.config = sampler, config
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        own = self.sampler.state_dict()
+        if state.get("length") != own["length"]:
+            raise ConfigError(
+                f"the checkpoint was trained on a text of {state.get('length'):,} windows, but this one has "
+                f"{own['length']:,}: give --data and --context as they were, or begin a new run without --resume."
+            )
+        if state.get("seed") != own["seed"]:
+            raise ConfigError(
+                f"the checkpoint was trained with --seed {state.get('seed')}, so it cannot go on with {own['seed']}: "
+                "leave out --seed, or begin a new run without --resume."
+            )
+        self.sampler.load_state_dict(state)
 
 
 class Run:
@@ -93,12 +130,12 @@ class Run:
     keeps both.
     """
 
-    def __init__(self, config: TrainConfig, out: Path, corpus: Corpus, console: Console) -> None:
+    def __init__(self, config: TrainConfig, corpus: Corpus, console: Console) -> None:
         self.config = config
-        self.out = out
         self.corpus = corpus
         self.console = console
         self.shape = config.model_shape()
+        self.text = Windows(corpus, context=self.shape.context)
         with sf.meta_init():
             self.model = GPT(self.shape)
         self.engine = sf.Engine(
@@ -111,7 +148,6 @@ class Run:
             schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
             seed=config.seed,
         )
-        self.text = Windows(corpus, context=self.shape.context)
         self.sampler = sf.Sampler(
             len(self.text),
             config.micro_batch,
@@ -131,6 +167,16 @@ class Run:
         """Whether this rank prints and writes."""
         return self.engine.rank == 0
 
+    def folder_of_all(self, folder: Path | None) -> Path:
+        """Return the run folder, which without `--out` rank 0 has named after the time and number of its start."""
+        if self.config.out is not None:
+            return folder or self.config.out
+        words = [] if folder is None else folder.name.split("-")
+        numbers = [float(word) for word in (words[0][:4], words[0][4:], *words[1:])] if words else []
+        year, day, moment, number = self.engine.agree([*numbers, *[0.0] * (4 - len(numbers))])
+        name = f"{year:04.0f}{day:04.0f}-{moment:06.0f}"
+        return Path("runs", f"{name}-{number:.0f}" if number else name)
+
     def check_corpus(self) -> None:
         """Refuse to train on different text on different machines, where batches would not be what they claim."""
         digest = self.corpus.digest
@@ -142,7 +188,7 @@ class Run:
 
     def resume(self, path: Path) -> str:
         """Go on where a checkpoint was written, on any number of ranks; return a word on it."""
-        report = self.engine.load(path, state={"data": self.sampler})
+        report = self.engine.load(path, state={"data": Position(self.sampler, self.config)})
         self.done = self.begun_at = report.state["done"]
         if self.done >= self.config.steps:
             raise ConfigError(
@@ -150,9 +196,9 @@ class Run:
             )
         return "\n".join([f"Resumed from {report.path}, at step {self.done} of {self.config.steps}.", *report.notes])
 
-    def save(self, *, wait: bool = False) -> None:
+    def save(self, out: Path, *, wait: bool = False) -> None:
         """Write a checkpoint into the run folder, beside the training unless it is the last."""
-        path = self.out / IN_RUN / f"step-{self.done:06d}"
+        path = out / IN_RUN / f"step-{self.done:06d}"
         self.engine.save(path, state={"data": self.sampler, "done": self.done}, keep=self.config.keep, wait=wait)
 
     def batches(self) -> Iterator[list[int]]:
@@ -207,8 +253,8 @@ class Run:
         everyone = self.engine.mean(nats) * self.engine.world_size
         return everyone / (len(self.windows) * self.shape.context) / LN2
 
-    def train(self, progress: Progress, writer: MetricsWriter | None) -> None:
-        """Step until the end, or until some rank was asked to stop."""
+    def train(self, progress: Progress, out: Path, writer: MetricsWriter | None) -> None:
+        """Step until the end, or until some rank was asked to stop; checkpoints go to `out`."""
         self.began = time.perf_counter()
         with StopSignal() as stop:
             batches = self.batches()
@@ -223,7 +269,7 @@ class Run:
                 if writer:
                     writer.write(metrics)
                 if self.config.save_every and self.done % self.config.save_every == 0 and self.done < self.config.steps:
-                    self.save()
+                    self.save(out)
                 # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
                 if self.engine.agree([float(stop.received)])[0] > 0:
                     self.interrupted = True
@@ -231,7 +277,7 @@ class Run:
                     progress.note(f"Stopping after step {self.done}; a second Ctrl-C ends at once.")
                     break
         if self.config.save_every:
-            self.save(wait=True)
+            self.save(out, wait=True)
 
     def sample(self) -> bytes:
         """Return generated text, on rank 0."""
@@ -259,39 +305,67 @@ class Run:
 
 
 def train(config: TrainConfig) -> Result:
-    """Train on this rank, together with the others if a launcher started several."""
-    out = config.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
-    if int(os.environ.get("RANK", "0")) == 0:
-        check_run_folder(out)
-    console = Console()
-    run = Run(config, out, load_corpus(config.data), console)
-    run.check_corpus()
-    writer = None
-    if run.leads:
-        out.mkdir(parents=True, exist_ok=True)
+    """Train on this rank, together with the others if a launcher started several.
+
+    Raises:
+        ConfigError: the run folder is not empty, the text is too short, or the run cannot fit into memory; nothing is
+            left behind.
+        ShardfoldError: the checkpoint to go on from does not fit, or the loss is no longer finite.
+    """
+    leads = int(os.environ.get("RANK", "0")) == 0
+    mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
+    with mine as folder:
+        check_device(config)
+        run = Run(config, load_corpus(config.data), lenient_console())
+        run.check_corpus()
+        out = run.folder_of_all(folder)
+        resumed = run.resume(config.resume) if config.resume is not None else None
+        if not run.leads:
+            return run_and_report(run, out, None, resumed)
         (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
-        writer = MetricsWriter(out / "metrics.jsonl")
-    resumed = run.resume(config.resume) if config.resume is not None else None
-    with Progress(config.steps, console=console, enabled=run.leads) as progress:
+        with MetricsWriter(out / "metrics.jsonl") as writer:
+            return run_and_report(run, out, writer, resumed)
+
+
+def check_device(config: TrainConfig) -> None:
+    """Refuse what cannot fit into this rank's device."""
+    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    device = pick_device()
+    if device.type == "cuda":
+        available = torch.cuda.get_device_properties(device).total_memory
+        sharing, where = -(-here // torch.cuda.device_count()), "a GPU"
+    else:
+        available, sharing, where = memory_limit(), here, "this machine"
+    check_memory(config, ranks=ranks, sharing=sharing, available=available, where=where)
+
+
+def run_and_report(run: Run, out: Path, writer: MetricsWriter | None, resumed: str | None) -> Result:
+    """Train, evaluate, write what came of it, and only then sample and print: a run is not lost at its last line."""
+    with Progress(run.config.steps, console=run.console, enabled=run.leads) as progress:
         progress.note(run.introduce())
         if resumed:
             progress.note(resumed)
-        run.train(progress, writer)
-    if writer:
-        writer.close()
-    result = Result(
+        run.train(progress, out, writer)
+    bits = {f"GPT {run.config.size}": run.evaluate(), **baselines(run.corpus.train, run.windows)}
+    seconds = time.perf_counter() - run.began
+    if run.leads:
+        said = write_results(run, out, bits, seconds)
+    sample = run.sample()
+    if run.leads:
+        (out / "sample.txt").write_bytes(sample)
+        show(run, out, bits, seconds, sample, said)
+    run.engine.close()
+    signal.alarm(0)
+    model, *counted = bits.items()
+    return Result(
         steps=run.done,
-        bits_per_byte=run.evaluate(),
-        baselines=baselines(run.corpus.train, run.windows),
-        seconds=time.perf_counter() - run.began,
+        bits_per_byte=model[1],
+        baselines=dict(counted),
+        seconds=seconds,
         interrupted=run.interrupted,
         out=out,
-        sample=run.sample(),
+        sample=sample,
     )
-    if run.leads:
-        write_and_show(run, result)
-    run.engine.close()
-    return result
 
 
 def ranks(run: Run) -> str:
@@ -300,8 +374,11 @@ def ranks(run: Run) -> str:
 
 def resolved(run: Run) -> dict[str, Any]:
     """Return the settings with nothing left to choose: a config file for the same run, and what it came to."""
-    settings = run.config.model_dump(mode="json", exclude={"out"}, exclude_none=True)
-    settings.update({name: getattr(run.shape, name) for name in ("d_model", "layers", "heads", "context")})
+    settings = run.config.model_dump(mode="json", exclude={"out", "data", "resume"}, exclude_none=True)
+    # As they are, and not as the model writes them: a path need not be UTF-8.
+    settings.update({name: str(path) for name in ("data", "resume") if (path := getattr(run.config, name)) is not None})
+    settings.update({name: getattr(run.shape, name) for name in SHAPE})
+    settings["procs"] = run.engine.world_size
     settings["warmup"] = run.config.warmup_steps()
     settings["derived"] = {
         "d_ff": run.shape.d_ff,
@@ -311,48 +388,61 @@ def resolved(run: Run) -> dict[str, Any]:
     return settings
 
 
-def write_and_show(run: Run, result: Result) -> None:
-    """Write the run folder's outputs and print the final report."""
-    from shardfold.observe.pictures import loss_picture  # matplotlib takes a second to import: rank 0 alone pays it
-
+def write_results(run: Run, out: Path, bits: Mapping[str, float], seconds: float) -> list[str]:
+    """Write summary.json and loss.png; return what there is to say of it."""
     memory, traffic = run.engine.memory(), run.engine.traffic()
-    bits = {f"GPT {run.config.size}": result.bits_per_byte, **result.baselines}
-    (result.out / "sample.txt").write_bytes(result.sample)
+    (name, model), *counted = bits.items()
     summary = {
-        "steps": result.steps,
+        "steps": run.done,
         "skipped_steps": run.engine.stats().skipped,
-        "interrupted": result.interrupted,
-        "seconds": round(result.seconds, 3),
+        "interrupted": run.interrupted,
+        "seconds": round(seconds, 3),
         "resumed_at": run.begun_at,
-        "tokens": result.steps * run.tokens_per_step,
+        "tokens": run.done * run.tokens_per_step,
         "num_parameters": run.shape.num_parameters,
         "world_size": run.engine.world_size,
-        "bits_per_byte": {"model": result.bits_per_byte, **result.baselines},
+        "bits_per_byte": {"model": model, **dict(counted)},
         "memory": [row._asdict() for row in memory.rows],
         "traffic": [row._asdict() for row in traffic.rows],
         "control_bytes": traffic.control,
         "skipped_files": list(run.corpus.skipped),
     }
-    (result.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    try:
+        from shardfold.observe.pictures import loss_picture  # matplotlib takes a second to import: rank 0 alone pays it
+    except ModuleNotFoundError as error:
+        said = sentence("loss.png", error)
+        if said is None:
+            raise
+        return [f"There is no picture: {said}"]
     held_out = [(m.step, m.held_out_bits_per_byte) for m in run.history if m.held_out_bits_per_byte is not None]
-    size = f"GPT {run.config.size}, {format_count(run.shape.num_parameters)} parameters"
     loss_picture(
-        result.out / "loss.png",
+        out / "loss.png",
         train=[(each.step, each.bits_per_byte) for each in run.history if math.isfinite(each.bits_per_byte)],
-        held_out=[*held_out, (result.steps, result.bits_per_byte)],
-        baselines=result.baselines,
+        held_out=[*held_out, (run.done, model)],
+        baselines=dict(counted),
         memory=memory.rows,
-        title=f"{size}, {run.config.layout} on {ranks(run)}",
+        title=f"{name}, {format_count(run.shape.num_parameters)} parameters, {run.config.layout} on {ranks(run)}",
     )
+    return []
+
+
+def show(run: Run, out: Path, bits: Mapping[str, float], seconds: float, sample: bytes, said: list[str]) -> None:
+    """Print the final report."""
     console = run.console
-    steps = result.steps - run.begun_at
-    pace = format_count(steps * run.tokens_per_step / result.seconds)
-    console.print(f"\n{steps} steps in {format_duration(result.seconds)}, {pace} tokens/s", highlight=False)
-    console.print(tables.quality_table(bits))
-    console.print(tables.memory_table(memory.rows))
-    console.print(tables.traffic_table(traffic.rows, traffic.control))
-    if result.sample:
+    memory, traffic = run.engine.memory(), run.engine.traffic()
+    steps = run.done - run.begun_at
+    pace = format_count(steps * run.tokens_per_step / seconds)
+    console.print(f"\n{steps} steps in {format_duration(seconds)}, {pace} tokens/s", highlight=False)
+    tables.print_whole(
+        console,
+        tables.quality_table(bits),
+        tables.memory_table(memory.rows),
+        tables.traffic_table(traffic.rows, traffic.control),
+    )
+    if sample:
         console.print("\n[bold]A sample[/bold]")
-        console.print(Text(tables.printable(result.sample)), soft_wrap=True)
-    names = ("config.json", "metrics.jsonl", "loss.png", "sample.txt", "summary.json")
-    console.print(f"\nWritten to {result.out}: {', '.join(names)}", highlight=False, soft_wrap=True)
+        console.print(Text(tables.printable(sample)), soft_wrap=True)
+    names = [each.name + "/" * each.is_dir() for each in sorted(out.iterdir(), key=lambda each: (each.is_dir(), each))]
+    console.print("\n".join(["", *said, f"Written to {out}: {', '.join(names)}"]), highlight=False, markup=False,
+                  soft_wrap=True)  # fmt: skip

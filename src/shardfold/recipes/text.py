@@ -36,7 +36,7 @@ class Corpus:
     held_out: Tensor  # (bytes,) uint8
     num_files: int
     skipped: tuple[str, ...] = ()
-    """Files left out because they are binary or unreadable, each with the reason."""
+    """Files and folders left out, because they are binary or unreadable or by their name, each with the reason."""
 
     @property
     def digest(self) -> int:
@@ -49,27 +49,48 @@ def load_corpus(data: str | Path | None = None) -> Corpus:
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [path for path in walk(root) if path.suffix == ".py"]
-        source = "the Python standard library's sources"
+        source, left_out = "the Python standard library's sources", []
     else:
         root = Path(data).expanduser()
         if not root.exists():
             raise ConfigError(f"there is no file or folder {str(root)!r}: give --data the path of some text.")
-        paths = [root] if root.is_file() else list(walk(root))
+        left_out: list[str] = []
+        paths = [root] if root.is_file() else list(walk(root, left_out))
         root, source = (root.parent if root.is_file() else root), str(root)
     documents, skipped = read_documents(root, paths)
+    skipped += left_out
     if not documents:
         why = (
-            f" ({skipped[0]})" if len(skipped) == 1 else f" (all {len(skipped)} files were skipped)" if skipped else ""
+            f" ({skipped[0]})"
+            if len(skipped) == 1
+            else f" (all {len(skipped)} files and folders were skipped)"
+            if skipped
+            else ""
         )
         raise ConfigError(f"no text was found in {source}{why}: give --data a file or folder with text.")
     train, held_out = split(documents)
     return Corpus(source=source, train=train, held_out=held_out, num_files=len(documents), skipped=tuple(skipped))
 
 
-def walk(root: Path) -> Iterator[Path]:
-    """Yield the files under `root` in sorted order, leaving out hidden ones, installed packages and test suites."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+def walk(root: Path, left_out: list[str] | None = None) -> Iterator[Path]:
+    """Yield the files under `root` in sorted order, leaving out hidden ones, installed packages and test suites.
+
+    Args:
+        left_out: gets a line for each folder that is left out, other than hidden ones.
+    """
+    said: list[str] = [] if left_out is None else left_out
+
+    def unreadable(error: OSError) -> None:
+        said.append(f"{Path(error.filename).relative_to(root).as_posix()}/: {error.strerror}")
+
+    for folder, folders, files in os.walk(root, onerror=unreadable):
+        shown = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = [name for name in shown if name not in SKIPPED_FOLDERS]
+        said += [
+            f"{Path(folder, name).relative_to(root).as_posix()}/: folders of this name are left out"
+            for name in shown
+            if name in SKIPPED_FOLDERS
+        ]
         yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
 
 
@@ -79,6 +100,9 @@ def read_documents(root: Path, paths: list[Path]) -> tuple[dict[str, bytes], lis
     for path in paths:
         name = path.relative_to(root).as_posix()
         try:
+            if not path.is_file():  # reading a pipe would wait for a writer
+                skipped.append(f"{name}: not a regular file")
+                continue
             content = path.read_bytes()
         except OSError as error:
             skipped.append(f"{name}: {error.strerror}")
@@ -96,7 +120,7 @@ def split(documents: dict[str, bytes]) -> tuple[Tensor, Tensor]:
         (content,) = documents.values()
         cut = len(content) - round(len(content) * HELD_OUT_SHARE)
         return to_tensor([content[:cut]]), to_tensor([content[cut:]])
-    rank = {name: int.from_bytes(hashlib.blake2b(name.encode()).digest()[:8], "big") / 2**64 for name in documents}
+    rank = {name: int.from_bytes(hashlib.blake2b(os.fsencode(name)).digest()[:8], "big") / 2**64 for name in documents}
     held_out = {name for name in documents if rank[name] < HELD_OUT_SHARE}
     if not held_out or len(held_out) == len(documents):  # few files: chance may have chosen none, or all
         held_out = {min(rank, key=rank.__getitem__)}

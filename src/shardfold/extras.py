@@ -1,0 +1,23 @@
+"""What is installed only on request, `pip install 'shardfold[cli]'`, and the sentence for what is missing.
+
+Training from Python needs none of it. Imports nothing, so that it can be asked where everything is missing.
+"""
+
+from __future__ import annotations
+
+__all__ = ["EXTRAS", "sentence"]
+
+EXTRAS = {"typer": "cli", "rich": "cli", "pydantic": "cli", "matplotlib": "report"}
+"""Packages that come with an extra, and its name."""
+
+
+def sentence(what: str, error: ModuleNotFoundError) -> str | None:
+    """Return how to get what `error` did not find, if an extra brings it.
+
+    Args:
+        what: what cannot be done without it, the subject of the sentence.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    return f"{what} needs {package}, which is not installed: pip install 'shardfold[{EXTRAS[package]}]'"

@@ -1,0 +1,114 @@
+"""The run folder. A run claims it before it does anything else, so that no two runs ever write into one."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from shardfold.errors import ConfigError
+
+__all__ = ["CLAIM", "claimed", "claimed_by_launcher"]
+
+CLAIM = "SHARDFOLD_RUN_CLAIM"
+"""Variable by which a launcher tells its ranks that the folder is already theirs: its value is in `config.json`."""
+
+FIRST = "config.json"  # the first file of a run, and the mark of its claim until it is written
+
+
+@contextmanager
+def claimed(out: Path | None) -> Iterator[Path]:
+    """Give this run a folder of its own: `out`, new or empty, or without it the next free `runs/<time>`.
+
+    What was made here is removed at the end, unless the run has begun to write by then.
+
+    Raises:
+        ConfigError: the folder is not empty, another run has just claimed it, or it cannot be made.
+    """
+    token = secrets.token_hex(8)
+    made: list[Path] = []
+    try:
+        folder = new_folder(made) if out is None else given_folder(out, made)
+        mark(folder, token)
+    except OSError as error:
+        remove(made)
+        place = "a run folder" if out is None else f"the run folder {str(out)!r}"
+        raise ConfigError(f"{place} cannot be made: {error.strerror}; give another --out.") from None
+    except ConfigError:
+        remove(made)
+        raise
+    before = os.environ.get(CLAIM)
+    os.environ[CLAIM] = token
+    try:
+        yield folder
+    finally:
+        if before is None:
+            del os.environ[CLAIM]
+        else:
+            os.environ[CLAIM] = before
+        if token_in(folder) == token:
+            (folder / FIRST).unlink()
+            remove(made)
+
+
+def claimed_by_launcher(out: Path | None) -> bool:
+    """Return whether the launcher that started this process has claimed `out` for it."""
+    return out is not None and CLAIM in os.environ and token_in(out) == os.environ[CLAIM]
+
+
+def new_folder(made: list[Path]) -> Path:
+    """Make the next free folder that is called after the time."""
+    first = Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+    make(first.parent, made)
+    for number in count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            made.append(folder)
+            return folder
+    raise AssertionError("a count has no end")
+
+
+def given_folder(out: Path, made: list[Path]) -> Path:
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"the run folder {str(out)!r} is a file: give another --out.")
+    make(out, made)
+    if any(out.iterdir()):
+        raise ConfigError(f"the run folder {str(out)!r} is not empty: give another --out, or remove it first.")
+    return out
+
+
+def make(folder: Path, made: list[Path]) -> None:
+    """Make a folder with its parents; those that were not there are noted in `made`, the outermost first."""
+    for each in reversed((folder, *folder.parents)):
+        with suppress(FileExistsError):
+            each.mkdir()
+            made.append(each)
+
+
+def mark(folder: Path, token: str) -> None:
+    try:
+        with (folder / FIRST).open("x", encoding="utf-8") as file:
+            json.dump({"derived": {"claim": token}}, file)  # read as a config file, it says nothing
+    except FileExistsError:
+        raise ConfigError(f"another run has just begun in {str(folder)!r}: give another --out.") from None
+
+
+def token_in(folder: Path) -> str | None:
+    """Return the token of a claim whose run has not begun to write yet."""
+    try:
+        found = json.loads((folder / FIRST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found["derived"].get("claim") if isinstance(found, dict) and set(found) == {"derived"} else None
+
+
+def remove(made: list[Path]) -> None:
+    for folder in reversed(made):
+        with suppress(OSError):  # something is in it
+            folder.rmdir()
