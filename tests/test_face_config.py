@@ -64,7 +64,8 @@ def test_every_row_is_whole():
 
 
 WRONG = {
-    "integer": "8", "number": "0.1", "boolean": "yes", "string": 3, "path": 3, "list of strings": [1], "object": 3,
+    "integer": "8.5", "number": "a lot", "boolean": "perhaps", "string": 3, "path": 3,
+    "list of strings": [1], "object": 3,
 }  # fmt: skip
 
 
@@ -109,7 +110,8 @@ def test_keys_without_effect_are_listed_with_the_reason(path: str):
     candidates = {"boolean": (True, False), "integer": (7,), "number": (0.5,), "path": ("/x",), "any": (["a"],)}
     candidates |= {"list of strings": (["a"],), "object": ({"a": 1},), "string": key.choices or ("x",)}
     value = next(value for value in candidates[key.type] if value not in key.off) if path not in QUIET else None
-    notes = read(nested(path, value)).notes
+    stage = {"zero_optimization": {"stage": 3}}  # for which some of them are only
+    notes = read(nested(path, value, **stage if path.startswith("zero_optimization.") else {})).notes
     found = [note for note in notes if note.key == path]
     if path in QUIET:
         assert not found
@@ -396,7 +398,7 @@ def test_what_clients_send_is_read():
                       zero_allow_untested_optimizer=True, steps_per_print=float("inf")))  # fmt: skip
     assert got.gather_16bit_on_save and got.micro_batch == 4 and got.precision.compute == "bf16"
     assert {note.key.rpartition(".")[2] for note in got.notes} == {
-        "reduce_bucket_size", "stage3_param_persistence_threshold",
+        "reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
     }  # fmt: skip
 
 
@@ -409,7 +411,7 @@ def test_what_clients_send_is_read():
         ({"type": "AdaW"}, ("'AdaW'", "Did you mean 'AdamW'?")),
         ({"type": "OneBitAdam"}, ("OneBitAdam", "refused")),
         ({"type": "Adam", "params": {"lrr": 1}}, ("optimizer.params.lrr", "Did you mean 'lr'?")),
-        ({"type": "Adam", "params": {"lr": "1e-3"}}, ("optimizer.params.lr", "'1e-3'", "a number")),
+        ({"type": "Adam", "params": {"lr": "fast"}}, ("optimizer.params.lr", "'fast'", "a number")),
         ({"type": "AdamW", "params": {"betas": [0.9]}}, ("optimizer.params.betas", "pair of numbers")),
         ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, ("max_grad_norm", "gradient_clipping")),
         ({"params": {"lr": 1}}, ("optimizer.type",)),

@@ -336,7 +336,7 @@ def summed(op: str, stage: int) -> torch.Tensor:
     return torch.cat([(after[name] - value).reshape(-1) for name, value in before.items()])
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_are_summed_if_asked(stage: int, ranks: Ranks):
     """`gradient_allreduce_op`, on two ranks."""
     mean, total = (ranks.run(summed, op, stage, world_size=2)[0] for op in ("mean", "sum"))

@@ -99,7 +99,8 @@ def test_sections_are_checked(keys: dict[str, Any]):
 @pytest.mark.usefixtures("alone")
 def test_the_engine_tells_sections_and_moves_no_states():
     engine = made(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
-    assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_cpu_offload()
+    assert engine.zero_offload_optimizer().device == "cpu" and not engine.zero_cpu_offload()
+    assert not engine.zero_use_cpu_optimizer() and not engine.super_offload()
     assert engine.zero_offload_param() is None and engine.zero_overlap_comm() is True
     assert engine.checkpoint_tag_validation_enabled() and not engine.checkpoint_tag_validation_fail()
     assert engine.torch_autocast_dtype() is None and engine.dynamic_loss_scale_args()["scale_window"] == 1000

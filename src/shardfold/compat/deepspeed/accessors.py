@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,8 +39,6 @@ PATHS: Mapping[str, str] = {
     "zero_parameter_alignment": ZERO + "parameter_alignment",
     "zero_save_muon_momentum_buffer_in_memory": ZERO + "save_muon_momentum_buffer_in_memory",
     "zero_partial_offload": ZERO + "offload_optimizer.ratio",
-    "super_offload": ZERO + "offload_optimizer.super_offload",
-    "cpuadam_cores_perc": ZERO + "offload_optimizer.cpuadam_cores_perc",
     "is_sanity_checks_enabled": ZERO + "enable_sanity_checks",
     "optimizer_legacy_fusion": "optimizer.legacy_fusion",
     "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
@@ -52,7 +52,6 @@ PATHS: Mapping[str, str] = {
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "torch_autocast_enabled": "torch_autocast.enabled",
-    "loss_scale": "fp16.loss_scale",
     "gradient_clipping": "gradient_clipping",
     "gradient_predivide_factor": "gradient_predivide_factor",
     "steps_per_print": "steps_per_print",
@@ -69,26 +68,45 @@ PATHS: Mapping[str, str] = {
     "flops_profiler_detailed": "flops_profiler.detailed",
     "flops_profiler_output_file": "flops_profiler.output_file",
     "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
-    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
     **{f"autotuning_{name}": f"autotuning.{name}" for name in (
-        "enabled", "start_profile_step", "end_profile_step", "metric", "metric_path", "model_info_path",
+        "enabled", "start_profile_step", "end_profile_step", "metric",
     )},
     "tensorboard_enabled": "tensorboard.enabled",
     "tensorboard_output_path": "tensorboard.output_path",
     "tensorboard_job_name": "tensorboard.job_name",
 }  # fmt: skip
-#: What is not here and can not be asked for: the answers are no, and None for a section.
+#: What is not here, offloading among it, whatever the config asks for: the answers are no, and None for a section.
 NEVER = (
     "amp_enabled", "compile_autosp", "compile_autotp", "compile_zero_optimization_stage", "checkpoint_writer_enabled",
     "curriculum_enabled_legacy", "curriculum_learning_enabled", "data_efficiency_enabled", "data_sampling_enabled",
     "eigenvalue_enabled", "elasticity_enabled", "is_deepcompile_active", "is_deepcompile_enabled", "pld_enabled",
-    "quantize_training", "random_ltd_enabled", "sparse_gradients_enabled", "uses_parallelization_pass_only",
-    "zero_nvme_offload_optimizer", "autotuning_profile_model_info",
+    "autotuning_profile_model_info", "quantize_training", "random_ltd_enabled", "sparse_gradients_enabled",
+    "super_offload", "uses_parallelization_pass_only", "zero_cpu_offload", "zero_nvme_offload_optimizer",
+    "zero_use_cpu_optimizer",
 )  # fmt: skip
 NO_SECTION = (
-    "amp_params", "autotuning_metric_path", "autotuning_model_info_path", "curriculum_learning_config",
-    "curriculum_params_legacy", "data_efficiency_config", "data_sampling_config", "pld_params", "random_ltd_config",
-    "swap_tensor_config", "tensor_parallel_config", "zenflow_config",
+    "amp_params",
+    "curriculum_params_legacy",
+    "pld_params",
+    "swap_tensor_config",
+    "tensor_parallel_config",
+    "zenflow_config",
+)
+#: Sections that would choose what is trained on: all of it is off.
+OFF: Mapping[str, Mapping[str, Any]] = {
+    "curriculum_learning_config": {"enabled": False},
+    "data_sampling_config": {"enabled": False, "curriculum_learning": {"enabled": False}},
+    "random_ltd_config": {"enabled": False, "layer_token_lr_schedule": {"enabled": False}},
+    "data_efficiency_config": {
+        "enabled": False,
+        "data_sampling": {"enabled": False, "curriculum_learning": {"enabled": False}},
+        "data_routing": {
+            "enabled": False, "random_ltd": {"enabled": False, "layer_token_lr_schedule": {"enabled": False}},
+        },
+    },
+}  # fmt: skip
+SAFE_MODULES = (
+    "torch.nn.modules.linear.Linear", *(f"torch.nn.modules.conv.Conv{n}d" for n in (1, 2, 3)),
 )  # fmt: skip
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -118,20 +136,12 @@ class ConfigAccessors:
         return self._settings.stage >= 3
 
     def zero_offload_optimizer(self) -> Section | None:
-        """That section of the config, or None."""
+        """That section of the config, whose effect is none, or None."""
         return Section(self._settings, "zero_optimization").offload_optimizer
 
     def zero_offload_param(self) -> Section | None:
-        """That section of the config, or None."""
+        """That section of the config, whose effect is none, or None."""
         return Section(self._settings, "zero_optimization").offload_param
-
-    def zero_cpu_offload(self) -> bool:
-        """Whether the config asks for the optimizer's state on the host."""
-        return self._setting("zero_optimization.offload_optimizer.device") == "cpu"
-
-    def zero_use_cpu_optimizer(self) -> bool:
-        """Whether the config asks for the optimizer's state off the device."""
-        return self._setting("zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
 
     def postscale_gradients(self) -> bool:
         """The contrary of the config's ``prescale_gradients``."""
@@ -166,9 +176,30 @@ class ConfigAccessors:
         """Whether fp16's loss scale moves."""
         return not self._setting("fp16.loss_scale")
 
-    def initial_dynamic_scale(self) -> float:
+    def loss_scale(self) -> float:
+        """fp16's static loss scale, 0.0 if it is dynamic."""
+        return float(self._setting("fp16.loss_scale"))
+
+    def initial_dynamic_scale(self) -> int:
         """The first of fp16's dynamic loss scales."""
-        return 2.0 ** self._setting("fp16.initial_scale_power")
+        return 2 ** self._setting("fp16.initial_scale_power")
+
+    def cpuadam_cores_perc(self) -> float:
+        """The config's ``offload_optimizer.cpuadam_cores_perc``, 0.9 without that section, as in DeepSpeed."""
+        return self._setting(ZERO + "offload_optimizer.cpuadam_cores_perc") if self.zero_offload_optimizer() else 0.9
+
+    def autotuning_metric_path(self) -> str:
+        """The config's ``autotuning.metric_path``, or a file in the current folder."""
+        return self._setting("autotuning.metric_path") or os.path.join(os.getcwd(), "autotuning_metric.json")
+
+    def autotuning_model_info_path(self) -> str:
+        """The config's ``autotuning.model_info_path``, or a file in the current folder."""
+        return self._setting("autotuning.model_info_path") or os.path.join(os.getcwd(), "autotuning_model_info.json")
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        """The config's ``torch_autocast.lower_precision_safe_modules``, or DeepSpeed's own."""
+        named = self._setting("torch_autocast.lower_precision_safe_modules")
+        return [*SAFE_MODULES] if named is None else named
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """Of the forward under ``torch.autocast``; None without."""
@@ -189,7 +220,8 @@ class ConfigAccessors:
 
     def aio_config(self) -> dict[str, Any]:
         """That section of the config, whose effect is none."""
-        return {path[4:]: value for path, value in self._settings.values.items() if path.startswith("aio.")}
+        names = (path for path in self._settings.values if path.startswith("aio.") and path != "aio.thread_count")
+        return {name[4:]: self._setting(name) for name in names}
 
     def autotp_size(self) -> int:
         """0: there is no tensor parallelism."""
@@ -214,6 +246,14 @@ def _reads(path: str) -> Callable[[ConfigAccessors], Any]:
     return read
 
 
+def _off(section: Mapping[str, Any]) -> Callable[[ConfigAccessors], dict[str, Any]]:
+    def say(self: ConfigAccessors) -> dict[str, Any]:
+        return copy.deepcopy(dict(section))
+
+    say.__doc__ = "A section with everything switched off: that is not here."
+    return say
+
+
 def _answers(answer: bool | None) -> Callable[[ConfigAccessors], Any]:
     def say(self: ConfigAccessors) -> Any:
         return answer
@@ -225,5 +265,7 @@ def _answers(answer: bool | None) -> Callable[[ConfigAccessors], Any]:
 for _names, _answer in ((NEVER, False), (NO_SECTION, None)):
     for _name in _names:
         setattr(ConfigAccessors, _name, _answers(_answer))
+for _name, _section in OFF.items():
+    setattr(ConfigAccessors, _name, _off(_section))
 for _name, _path in PATHS.items():
     setattr(ConfigAccessors, _name, _reads(_path))

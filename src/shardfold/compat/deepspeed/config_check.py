@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_keys import KEYS, NOTED, REFUSED, Key
+from shardfold.compat.deepspeed.config_values import coerced
 
-__all__ = ["TYPES", "Checked", "Note", "check"]
+__all__ = ["Checked", "Note", "check"]
 
 AUTO = "auto"
 
@@ -42,26 +43,6 @@ class Checked:
     refused: list[str] = field(default_factory=list)
 
 
-def _integer(value: Any) -> bool:
-    return _number(value) and math.isfinite(value) and value == int(value)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-
-
-TYPES: Mapping[str, Callable[[Any], bool]] = {
-    "integer": _integer,
-    "number": _number,
-    "boolean": lambda value: isinstance(value, bool),
-    "string": lambda value: isinstance(value, str),
-    "path": lambda value: isinstance(value, str) or hasattr(value, "__fspath__"),
-    "list of strings": lambda value: isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value),
-    "object": lambda value: isinstance(value, Mapping),
-    "any": lambda value: True,
-}
-"""The types of values: what JSON calls them, and whether a value is of it. ``5e8`` is an integer."""
-
 BY_NAME = {f"{key.path.rpartition('.')[0]}.{alias}".lstrip("."): key for key in KEYS.values() for alias in key.aliases}
 BY_NAME.update(KEYS)
 SECTIONS = {".".join(path.split(".")[:n]) for path in KEYS for n in range(1, path.count(".") + 1)}
@@ -83,7 +64,7 @@ def check(config: Mapping[str, Any], where: str) -> Checked:
 
 
 def _walk(section: Mapping[str, Any], prefix: str, found: Checked, where: str) -> None:
-    switched_off = section.get("enabled", True) is False
+    switched_off = _is_off(section.get("enabled", True))
     for name, value in section.items():
         if not isinstance(name, str):
             raise DeepSpeedConfigError(f"{where} has the key {name!r}, which is no string: keys of JSON are strings.")
@@ -124,11 +105,7 @@ def _value(key: Key, name: str, value: Any, found: Checked, *, quiet: bool) -> N
         return
     if key.type == "object" and value is False and False in key.off:  # an old way to say: none
         return
-    _check_value(key, name, value)
-    if key.type == "integer":
-        value = int(value)
-    elif key.choices:
-        value = str(value).lower()
+    value = _checked(key, name, value)
     found.given[key.path] = value
     if quiet or value in key.off or _disabled(key, value):
         return
@@ -138,9 +115,14 @@ def _value(key: Key, name: str, value: Any, found: Checked, *, quiet: bool) -> N
         found.notes.append(Note(key.path, value, key.why))
 
 
-def _check_value(key: Key, name: str, value: Any) -> None:
-    if not TYPES[key.type](value):
-        raise DeepSpeedConfigError(f"{name} is {value!r}, of type {type(value).__name__}: expected {_a(key.type)}.")
+def _checked(key: Key, name: str, given: Any) -> Any:
+    """The value, of its type and within its range."""
+    try:
+        value = coerced(key.type, given)
+    except ValueError:
+        raise DeepSpeedConfigError(
+            f"{name} is {given!r}, of type {type(given).__name__}: expected {_a(key.type)}."
+        ) from None
     if key.choices and value.lower() not in key.choices:
         near = difflib.get_close_matches(value.lower(), key.choices, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -148,6 +130,7 @@ def _check_value(key: Key, name: str, value: Any) -> None:
     if key.type in ("integer", "number") and not key.low <= value <= key.high:
         upper = f" and <= {key.high:g}" if math.isfinite(key.high) else ""
         raise DeepSpeedConfigError(f"{name} is {value!r}: it must be >= {key.low:g}{upper}.")
+    return value.lower() if key.choices else value
 
 
 def _autos(value: Any, path: str) -> Iterator[str]:
@@ -165,9 +148,19 @@ def _disabled(key: Key, value: Any) -> bool:
     """A section that is switched off by itself."""
     if not isinstance(value, Mapping):
         return False
+    if key.switch == "enabled":
+        return "enabled" not in value or _is_off(value["enabled"])
     if key.switch:
         return value.get(key.switch) is not True and value.get(key.switch) in (None, False, 0, 1)
-    return value.get("enabled") is False
+    return _is_off(value.get("enabled"))
+
+
+def _is_off(value: Any) -> bool:
+    """Whether it is a boolean, in any of its forms, and false."""
+    try:
+        return not coerced("boolean", value)
+    except ValueError:
+        return False
 
 
 def _short(value: Any) -> str:

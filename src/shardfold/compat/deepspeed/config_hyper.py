@@ -9,10 +9,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from shardfold.compat.deepspeed.config_check import TYPES
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
+from shardfold.compat.deepspeed.config_values import coerced
 
-__all__ = ["OPTIMIZERS", "SCHEDULERS", "hyper"]
+__all__ = ["OPTIMIZERS", "SCHEDULERS", "hyper", "idle"]
 
 ADAM = {
     "lr": "number", "betas": "pair of numbers", "eps": "number", "weight_decay": "number", "bias_correction": "boolean",
@@ -71,11 +71,29 @@ TORCH_SCHEDULERS = (
     "MultiStepLR", "OneCycleLR", "PolynomialLR", "StepLR",
 )  # fmt: skip
 
-MORE_TYPES = {
-    **TYPES,
-    "pair of numbers": lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(map(TYPES["number"], v)),
-    "rate": lambda v: TYPES["number"](v) or (isinstance(v, (list, tuple)) and all(map(TYPES["number"], v))),
+HOST_STATES = "it is of DeepSpeed's optimizer on the host: moments have the dtype that the section bf16 says"
+IDLE: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    **{kind: {"fp32_optimizer_states": ((True,), HOST_STATES)} for kind in ("Adam", "AdamW", "Lion")},
+    "Muon": {
+        "torch_adam": ((False,), "AdamW beside Muon is the same either way"),
+        "ns_method": (("standard",), "Newton-Schulz has one form here, 'standard'; the others differ in rounding"),
+    },
 }
+"""Arguments that change nothing here: the values that ask for nothing, and why."""
+
+
+def idle(kind: str, params: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    """Of an optimizer's arguments those that change nothing: name, value and why."""
+    rows = IDLE.get(kind, {})
+    found = [
+        (name, value, rows[name][1])
+        for name, value in params.items()
+        if name in rows and value is not None and value not in rows[name][0]
+    ]
+    if kind in ("Adam", "AdamW") and params.get("bias_correction") is False:
+        kernels = [(name, params[name]) for name in ("foreach", "fused") if params.get(name) is not None]
+        found += [(*kernel, "it chooses among kernels that all correct the bias") for kernel in kernels]
+    return found
 
 
 def hyper(section: str, name: str | None, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -103,19 +121,22 @@ def hyper(section: str, name: str | None, params: Mapping[str, Any]) -> tuple[st
         raise DeepSpeedConfigError(
             f"optimizer.params.max_grad_norm is {params['max_grad_norm']!r}: clip with the key gradient_clipping."
         )
-    if found in own:
-        _check(f"{section}.params", found, own[found], params)
-    return found, dict(params)
+    return found, _checked(f"{section}.params", found, own[found], params) if found in own else dict(params)
 
 
-def _check(where: str, kind: str, known: Mapping[str, str], params: Mapping[str, Any]) -> None:
+def _checked(where: str, kind: str, known: Mapping[str, str], params: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, each of its type."""
+    checked: dict[str, Any] = {}
     for name, value in params.items():
         if name not in known:
             near = difflib.get_close_matches(name.lower(), known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
             raise DeepSpeedConfigError(f"{where}.{name} is no argument of {kind}.{hint}")
-        if value is not None and not MORE_TYPES[known[name]](value):
+        try:
+            checked[name] = None if value is None else coerced(known[name], value)
+        except ValueError:
             article = "an" if known[name][0] in "aio" else "a"
             raise DeepSpeedConfigError(
                 f"{where}.{name} is {value!r}, of type {type(value).__name__}: expected {article} {known[name]}."
-            )
+            ) from None
+    return checked

@@ -10,6 +10,7 @@ One row per key. Reading, errors, the notes at start, ``shardfold explain --conf
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -26,7 +27,7 @@ class Key:
     Attributes:
         path: sections and name, with dots.
         kind: honoured, noted or refused.
-        type: a name of :data:`shardfold.compat.deepspeed.config_check.TYPES`.
+        type: a name of :data:`shardfold.compat.deepspeed.config_values.TYPES`.
         default: what holds when it is absent.
         why: what it does here, or why it does nothing, or why it is refused.
         choices: legal values of a string; letter case does not matter.
@@ -62,6 +63,7 @@ def _refused(path: str, type: str, default: Any, why: str, **more: Any) -> Key:
 
 
 DTYPES = ("fp32", "fp16", "bf16")
+LEVELS = ("debug", "info", "warning", "error", "critical")
 WIDE_DTYPES = (*DTYPES, "float32", "float16", "bfloat16", "float", "half")
 BUCKETS = "what is sent together is a unit of the model, not a bucket of so many elements"
 NO_TIER = (
@@ -70,6 +72,10 @@ NO_TIER = (
 )
 NO_HOST_OPTIONS = "options of a tier that does not exist here"
 GONE = "DeepSpeed itself has removed it"
+LEAF_CLASSES = [
+    f"transformers.models.{module}.modeling_{module}.{name}SparseMoeBlock"
+    for module, name in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+]
 
 BATCH = (
     _honoured("train_batch_size", "integer", None, "samples per optimizer step on all ranks", low=1),
@@ -97,7 +103,8 @@ OPTIMIZER = (
 
 PRECISION = (
     _honoured("fp16.enabled", "boolean", False, "parameters and activations in fp16, masters in fp32"),
-    _honoured("fp16.auto_cast", "boolean", False, "inputs of forward are cast to fp16, which is always so"),
+    _noted("fp16.auto_cast", "boolean", False, "floating inputs of forward are cast to fp16 in any case",
+           off=(None, True)),
     _honoured("fp16.loss_scale", "number", 0, "0: dynamic; else this scale", low=0),
     _honoured("fp16.initial_scale_power", "integer", 16, "the first dynamic scale is 2 to this power", low=0, high=126),
     _honoured("fp16.loss_scale_window", "integer", 1000, "steps without overflow until the scale doubles"),
@@ -150,8 +157,8 @@ ZERO = (
     _noted("zero_optimization.allgather_bucket_size", "integer", 500_000_000, BUCKETS, low=0),
     _honoured("zero_optimization.overlap_comm", "boolean", None, "false: a gradient is reduced before backward goes "
               "on. Absent or true, it may be on its way on a GPU"),
-    _noted("zero_optimization.compute_grad_norm", "boolean", True, "the norm is computed where something reads it",
-           off=(None, True)),
+    _honoured("zero_optimization.compute_grad_norm", "boolean", True, "false: get_global_grad_norm() is None unless "
+              "gradients are clipped; at stages 1 and 2 only"),
     _noted("zero_optimization.load_from_fp32_weights", "boolean", True, "masters are restored in fp32",
            off=(None, True)),
     _noted("zero_optimization.elastic_checkpoint", "boolean", False, "every checkpoint loads on any number of ranks"),
@@ -182,10 +189,10 @@ ZERO = (
     _noted("zero_optimization.cpu_offload_use_pin_memory", "boolean", False, NO_HOST_OPTIONS),
     _refused("zero_optimization.zenflow", "object", None, "it delays the update of most gradients"),
     _honoured("zero_optimization.stage3_prefetch_bucket_size", "integer", 50_000_000, "0: nothing is gathered ahead of "
-              "its use; else one unit is", low=0, aliases=("prefetch_bucket_size",)),
+              "its use; else one unit is, of whatever size", low=0, aliases=("prefetch_bucket_size",)),
     _noted("zero_optimization.stage3_param_persistence_threshold", "integer", 100_000, "small parameters are sharded "
            "with their unit, which costs no message of their own", low=0, aliases=("param_persistence_threshold",)),
-    _noted("zero_optimization.stage3_model_persistence_threshold", "integer", None, "no parameter stays whole",
+    _noted("zero_optimization.stage3_model_persistence_threshold", "integer", sys.maxsize, "no parameter stays whole",
            low=0, aliases=("model_persistence_threshold",)),
     _noted("zero_optimization.stage3_max_live_parameters", "integer", 1_000_000_000, "two units are full at a time",
            low=0, aliases=("max_live_parameters",)),
@@ -226,8 +233,10 @@ ZERO = (
     _noted("zero_optimization.log_trace_cache_warnings", "boolean", False, "there is no trace cache"),
     _noted("zero_optimization.enable_sanity_checks", "boolean", False, "ranks compare what they do in any case"),
     _noted("zero_optimization.save_muon_momentum_buffer_in_memory", "boolean", False, NO_HOST_OPTIONS),
-    *(_noted(f"zero_optimization.leaf_module.{name}", "list of strings", None, "ranks may use different parameters "
-             "without it") for name in ("classes", "names", "name_suffixes")),
+    *(_honoured(f"zero_optimization.leaf_module.{name}", "list of strings", default, f"modules of {which} are flagged, "
+                "as set_z3_leaf_modules() does")
+      for name, default, which in (("classes", LEAF_CLASSES, "these classes"), ("names", [], "these names"),
+                                   ("name_suffixes", [], "names that end so"))),
 )  # fmt: skip
 
 PARALLEL = (
@@ -256,8 +265,8 @@ OBSERVERS = (
     _honoured("comms_logger.prof_all", "boolean", True, "all operations, or those of prof_ops"),
     _honoured("comms_logger.prof_ops", "list of strings", [], "operations to list"),
     _noted("comms_logger.debug", "boolean", False, "operations are named by journey and axes in any case"),
-    _noted("timers.throughput.enabled", "boolean", True, "throughput is always measured", off=(None, True)),
-    _noted("timers.throughput.synchronized", "boolean", True, "the device is never waited for", off=(None,)),
+    _honoured("timers.throughput.enabled", "boolean", True, "engine.tput_timer counts samples per second"),
+    _noted("timers.throughput.synchronized", "boolean", True, "the device is never waited for", off=(None, False)),
     *(
         _honoured(f"{monitor}.{name}", type, default, why)
         for monitor, what, more in (
@@ -358,7 +367,7 @@ OTHERS = (
     _noted("disable_allgather", "boolean", False, "updated parameters are always all-gathered"),
     _noted("allgather_size", "integer", 500_000_000, BUCKETS),
     _noted("disable_python_gc", "boolean", False, "Python collects garbage as it does"),
-    _noted("log_level", "string", None, "use logging.getLogger('shardfold').setLevel()"),
+    _honoured("log_level", "string", None, "of deepspeed.utils.logger", choices=LEVELS),
     _noted("vocabulary_size", "integer", None, "nothing is padded to it"),
     _refused("hybrid_engine", "object", None, "generate with the engine's module instead", switch="enabled"),
     _refused("weight_quantization", "object", None, "it would change the numbers", off=(None, {})),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardfold.compat.deepspeed.config_batch import Batch, solve
 from shardfold.compat.deepspeed.config_check import Checked, Note, check
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
-from shardfold.compat.deepspeed.config_hyper import hyper
+from shardfold.compat.deepspeed.config_hyper import hyper, idle
 from shardfold.compat.deepspeed.config_keys import KEYS
 from shardfold.compat.deepspeed.config_precision import Scaling, layout_of, loss_scale_of, precision_of, timing_of
 from shardfold.compat.deepspeed.config_source import load
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Settings", "read"]
 
+PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 TRIAD = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -132,9 +133,11 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
         return given.get(path, KEYS[path].default)
 
     stage = _stage(get("zero_optimization.stage"))
+    _check_stage(get, given, stage)
     train, micro, accumulate = (given.get(name) for name in TRIAD)
     batch = None if early else solve(train, micro, accumulate, ranks, ranks_from)
-    _say_defaults(checked, early)
+    optimizer = hyper("optimizer", get("optimizer.type"), get("optimizer.params"))
+    _say_defaults(checked, early, optimizer)
     layout, mesh = layout_of(get, stage, ranks, notes, early)
     precision = precision_of(get, given, stage, notes)
     values, origins = _effective(checked, batch, precision)
@@ -144,7 +147,7 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
         accumulate=batch.accumulate if batch else accumulate or 1,
         clip_norm=float(get("gradient_clipping")) or None,
         precision=precision, layout=layout, mesh=mesh, timing=timing_of(get), scaling=loss_scale_of(get),
-        optimizer=hyper("optimizer", get("optimizer.type"), get("optimizer.params")),
+        optimizer=optimizer,
         scheduler=hyper("scheduler", get("scheduler.type"), get("scheduler.params")),
         notes=tuple(notes),
     )  # fmt: skip
@@ -168,9 +171,39 @@ def _stage(stage: int) -> int:
     return stage
 
 
-def _say_defaults(checked: Checked, early: bool) -> None:
+def _check_stage(get: Any, given: Mapping[str, Any], stage: int) -> None:
+    """
+    Raises:
+        DeepSpeedConfigError: a key is not for this stage.
+    """
+    if get("gradient_allreduce_op") == "sum" and stage == 3:
+        raise DeepSpeedConfigError(
+            "gradient_allreduce_op is 'sum', which is not supported with ZeRO stage 3: 'mean' is."
+        )
+    if not get("zero_optimization.compute_grad_norm") and stage not in (1, 2):
+        raise DeepSpeedConfigError(
+            "zero_optimization.compute_grad_norm is false, which is supported only with ZeRO stage 1 or 2, and the "
+            f"stage is {stage}: leave it out."
+        )
+    if not get("managed_gradient_accumulation") and given.get("zero_optimization.overlap_comm") and stage < 2:
+        raise DeepSpeedConfigError(
+            "managed_gradient_accumulation is false and zero_optimization.overlap_comm is true, which is supported "
+            f"only from ZeRO stage 2 on, and the stage is {stage}: set overlap_comm to false."
+        )
+    if get("zero_optimization.offload_optimizer.ratio") < 1 and stage != 3:
+        raise DeepSpeedConfigError(
+            "zero_optimization.offload_optimizer.ratio is less than 1: partial offloading is only supported for ZeRO "
+            f"stage 3, and the stage is {stage}; leave it out."
+        )
+
+
+def _say_defaults(checked: Checked, early: bool, optimizer: tuple[str, dict[str, Any]] | None) -> None:
     """What people are surprised by."""
     given, notes = checked.given, checked.notes
+    for name, value, why in idle(*optimizer) if optimizer is not None else ():
+        notes.append(Note(f"optimizer.params.{name}", value, why))
+    if given.get(PREFETCH):
+        notes.append(Note(PREFETCH, given[PREFETCH], "one unit is gathered ahead of its use, of whatever size"))
     if "gradient_clipping" not in given and not early:
         notes.append(
             Note("gradient_clipping", 1.0, "it is absent, so DeepSpeed's default holds and gradients are clipped to a "

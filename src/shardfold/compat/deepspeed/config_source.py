@@ -1,10 +1,13 @@
-"""From what a user gives as config to a dict: a dict, a file, or a file's content in base64."""
+"""From what a user gives as config to a dict: a dict, a file (JSON or HJSON), or a file's content in base64."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import importlib.util
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ __all__ = ["load"]
 def load(config: Any) -> tuple[dict[str, Any], str]:
     """The dict, and what to call its origin in messages.
 
-    A file is JSON with, as DeepSpeed allows, comments (``#``, ``//``, ``/* */``) and trailing commas.
+    A file is JSON with, as DeepSpeed allows, comments (``#``, ``//``, ``/* */``) and trailing commas, or HJSON
+    (https://hjson.github.io), which the package ``hjson`` reads.
 
     Raises:
         DeepSpeedConfigError: it is neither, there is no such file, or the text is no JSON object.
@@ -55,12 +59,47 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(_plain(text), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise DeepSpeedConfigError(
-            f"{where} is no JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        ) from None
+        value = _hjson(text, where, unique, error)
     if not isinstance(value, dict):
         raise DeepSpeedConfigError(f"{where} holds a JSON {type(value).__name__}: a config is an object, {{...}}.")
     return value
+
+
+def _hjson(text: str, where: str, unique: Callable[[Any], Any], error: json.JSONDecodeError) -> Any:
+    """The value of HJSON.
+
+    It reads almost anything: a comma or a colon that JSON lacks makes the rest of the line a string. Such a text is
+    wrong JSON, unless the file's name says that it is HJSON.
+    """
+    named = where.endswith(".hjson")
+    if importlib.util.find_spec("hjson") is None:
+        if named:
+            raise DeepSpeedConfigError(f"{where} is HJSON, which the package hjson reads: pip install hjson.")
+    else:
+        import hjson  # pyright: ignore[reportMissingTypeStubs]
+
+        try:
+            value = hjson.loads(text, object_pairs_hook=unique)
+        except hjson.HjsonDecodeError as its:
+            if named:
+                raise DeepSpeedConfigError(
+                    f"{where} is no HJSON: {its.msg} at line {its.lineno}, column {its.colno}."
+                ) from None
+        else:
+            if named or (isinstance(value, dict) and value and not _swallowed(value)):
+                return value
+    raise DeepSpeedConfigError(
+        f"{where} is no JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+    ) from None
+
+
+def _swallowed(value: Any) -> bool:
+    """Whether a name or a string has what JSON has between strings."""
+    if isinstance(value, dict):
+        return any(_swallowed(name) or _swallowed(inner) for name, inner in value.items())
+    if isinstance(value, list):
+        return any(map(_swallowed, value))
+    return isinstance(value, str) and re.search(r'["{}\[\],]|:\s', value) is not None
 
 
 def _names(names: list[str]) -> str:

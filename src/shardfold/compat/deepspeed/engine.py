@@ -206,8 +206,8 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         """
         if self.zero_optimization_partition_gradients():
             raise WrongCall(
-                f"engine.no_sync() is incompatible with the gradient partitioning of ZeRO stage "
-                f"{self.zero_optimization_stage()}: use it with stage 0 or 1, or engine.coalesce_grad_reduction()."
+                "engine.no_sync() is a context manager incompatible with gradient partitioning, that is with ZeRO "
+                f"stage {self.zero_optimization_stage()}: use stage 0 or 1, or engine.coalesce_grad_reduction()."
             )
         with self._unsent("no_sync()"):
             yield
@@ -218,17 +218,25 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
 
         Raises:
             NotImplementedError: at stage 0.
-            WrongCall: this is inside another such context.
+            WrongCall: this is inside another such context, or with ``managed_gradient_accumulation`` false.
         """
+        if not self.managed_gradient_accumulation():
+            raise WrongCall(
+                "engine.coalesce_grad_reduction() is not supported with managed_gradient_accumulation=false: each "
+                "engine.step() is the boundary there; leave the context out."
+            )
         if not self.zero_optimization():
-            raise NotImplementedError("engine.coalesce_grad_reduction() needs ZeRO stage 1, 2 or 3, got stage 0.")
+            raise NotImplementedError("engine.coalesce_grad_reduction() requires ZeRO stage 1, 2 or 3, got stage 0.")
         with self._unsent("coalesce_grad_reduction()"):
             yield
 
     @contextmanager
     def _unsent(self, call: str) -> Iterator[None]:
         if self.inside_no_sync_ctxt:
-            raise WrongCall(f"engine.{call} inside of another one: reentry is unsupported, leave that one first.")
+            raise WrongCall(
+                f"engine.{call} cannot be nested inside another no_sync() or coalesce_grad_reduction(): reentry is "
+                "unsupported, leave that one first."
+            )
         self.inside_no_sync_ctxt = True
         try:
             with self._core.no_sync():
@@ -264,8 +272,8 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         """
         if not self.managed_gradient_accumulation():
             raise WrongCall(
-                "engine.set_gradient_accumulation_boundary() with managed_gradient_accumulation=false: each "
-                "engine.step() is the boundary there; leave the call out."
+                "engine.set_gradient_accumulation_boundary() is not supported with "
+                "managed_gradient_accumulation=false: each engine.step() is the boundary there; leave the call out."
             )
         self._boundary = is_boundary
         self._tell_boundary()
@@ -284,7 +292,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
             NonFiniteError: gradients overflow although the loss scale is at its least.
         """
         if self.inside_no_sync_ctxt:
-            raise WrongCall("engine.step() inside of engine.no_sync(), which is illegal: call it behind the context.")
+            raise WrongCall("It is illegal to call engine.step() inside no_sync(): call it behind the context.")
         self._need_optimizer("step()")
         self._step_applied = False
         self._stepping = True
@@ -329,7 +337,8 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
     def _need_optimizer(self, call: str) -> None:
         if self.basic_optimizer is None:
             raise WrongCall(
-                f"engine.{call} without an optimizer: initialize() must provide one, by optimizer= or in the config."
+                f"engine.{call} without an optimizer: you must provide optimizer during init, as "
+                "initialize(optimizer=...) or in the config."
             )
 
     # -- numbers
@@ -432,8 +441,16 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """Takes the model's values from ``checkpoint["module"]``, which every rank has; the last three are not read."""
-        _saving().load_module_state_dict(self, checkpoint["module"], strict, custom_load_fn)
+        """Takes the model's values from ``checkpoint["module"]``, which every rank has.
+
+        Args:
+            checkpoint: with the values under ``"module"``.
+            strict: missing and unexpected names are errors.
+            custom_load_fn: called with ``src=`` the values and ``dst=`` the model, whose parameters are whole.
+            fetch_z3_params, z3_params_to_fetch: of stage 3 every parameter is loaded, whatever these say.
+            allowed_missing_keys: names that may be missing although ``strict``.
+        """
+        _saving().load_module_state_dict(self, checkpoint["module"], strict, custom_load_fn, allowed_missing_keys)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole values in the compute dtype on the CPU of rank 0, None on others; every rank calls it."""
@@ -444,23 +461,6 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     # -- the end
-
-    def compile(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        backend: Any = "inductor",
-        compile_kwargs: dict[str, Any] = {},  # noqa: B006  # DeepSpeed's signature
-        schedule: Any = None,
-        compiled_autograd_enabled: bool = False,
-    ) -> None:
-        """Compiles the model, in place; ``schedule`` and ``compiled_autograd_enabled`` are of passes not here."""
-        if not self._compiled:
-            self.module.compile(**{**compile_kwargs, "backend": backend})
-            self._compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether :meth:`compile` was called."""
-        return self._compiled
 
     def destroy(self) -> None:
         """Takes the hooks off the model, which stays usable: at stage 3 its parameters stay split, as under

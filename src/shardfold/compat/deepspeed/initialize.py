@@ -13,7 +13,8 @@ from shardfold.compat.deepspeed.choosing import check_scheduler, chosen_optimize
 from shardfold.compat.deepspeed.config import DeepSpeedConfig, said
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.refused import WrongArgument
-from shardfold.compat.deepspeed.utils.logging import log_dist
+from shardfold.compat.deepspeed.utils.logging import log_dist, set_log_level_from_string
+from shardfold.compat.deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 
 __all__ = ["initialize"]
 
@@ -68,6 +69,9 @@ def initialize(
     basic = chosen_optimizer(optimizer, settings, model, model_parameters)
     if basic is not None:
         check_scheduler(lr_scheduler, basic)
+    if settings["log_level"] is not None:
+        set_log_level_from_string(settings["log_level"])
+    apply_zero_leaf_module_config(model, view.zero_config.leaf_module)
     engine = DeepSpeedEngine(model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu)
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     try:

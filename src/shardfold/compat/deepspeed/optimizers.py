@@ -132,10 +132,12 @@ def _muon(groups: list[Any], given: dict[str, Any], model: nn.Module | None) -> 
     (``muon_lr``, ``adam_lr``), which win over those of all."""
     if given.get("per_head_muon"):
         raise DeepSpeedConfigError("optimizer.params.per_head_muon is true, which Muon does not have here.")
-    if given.get("ns_method", "gram") not in ("gram", "standard"):
+    if given.get("ns_method") not in (None, "gram", "standard"):
         raise DeepSpeedConfigError(
             f"optimizer.params.ns_method is {given['ns_method']!r}: it is 'gram' or 'standard', which are one here."
         )
+    if given.get("bias_correction") is False:
+        raise DeepSpeedConfigError("optimizer.params.bias_correction is false: AdamW beside Muon corrects the bias.")
     if given.get("adam_w_mode") is False:
         raise DeepSpeedConfigError("optimizer.params.adam_w_mode is false: beside Muon there is AdamW only.")
     if model is not None:

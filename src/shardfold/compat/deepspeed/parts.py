@@ -38,6 +38,7 @@ class Parts(ConfigAccessors):
 
     observers: Observers
     module: nn.Module
+    _compiled: bool
     basic_optimizer: Any
     client_optimizer: Any = None
     client_lr_scheduler: Any = None
@@ -60,9 +61,9 @@ class Parts(ConfigAccessors):
         self.expert_data_parallel_group: dict[str, Any] = {}
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of ``fwd``, ``bwd`` and ``step`` since the last line of progress; empty unless
+        """Milliseconds of ``fwd``, ``bwd`` and ``step`` since the last line of progress; empty before any, and unless
         ``wall_clock_breakdown`` is on."""
-        if not self._setting("wall_clock_breakdown"):
+        if not self._setting("wall_clock_breakdown") or not any(self.observers.seconds.values()):
             return {}
         return {TIMERS[name]: 1e3 * seconds for name, seconds in self.observers.seconds.items()}
 
@@ -109,11 +110,37 @@ class Parts(ConfigAccessors):
 
     def _check_movable(self, call: str) -> None:
         if self.basic_optimizer is None:
-            raise WrongCall(f"engine.{call} without an optimizer: moving states is of engines that train.")
+            raise WrongCall(f"engine.{call}: moving states across devices is not supported without an optimizer.")
         if self.zero_optimization_stage() != 3:
             raise WrongCall(
                 f"engine.{call} is for ZeRO stage 3, and this is stage {self.zero_optimization_stage()}: leave it out."
             )
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] = {},  # noqa: B006  # DeepSpeed's signature
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles the model, in place.
+
+        Raises:
+            WrongArgument: ``schedule`` or ``compiled_autograd_enabled`` is given.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            name = "schedule=..." if schedule is not None else "compiled_autograd_enabled=True"
+            raise WrongArgument(
+                f"engine.compile({name}): passes of DeepCompile and compiled autograd are not here; leave it out."
+            )
+        if not self._compiled:
+            self.module.compile(**{**compile_kwargs, "backend": backend})
+            self._compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self._compiled
 
     def empty_partition_cache(self) -> None:
         """Nothing: what a pass gathered is given back as it goes."""
@@ -123,5 +150,14 @@ class Parts(ConfigAccessors):
         return gc.collect()
 
     def clip_fp32_gradients(self) -> None:
-        """Clips the gradients that the parameters have to ``gradient_clipping``; ``step()`` does so by itself."""
+        """Clips the gradients that the parameters have to ``gradient_clipping``; ``step()`` does so by itself.
+
+        Raises:
+            WrongCall: from stage 1 on, where gradients are not the parameters'.
+        """
+        if self.zero_optimization():
+            raise WrongCall(
+                "engine.clip_fp32_gradients() is for ZeRO stage 0: from stage 1 on engine.step() clips to "
+                "gradient_clipping by itself; leave the call out."
+            )
         clip_grad_norm_(self.module.parameters(), self._setting("gradient_clipping"))

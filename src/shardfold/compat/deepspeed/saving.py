@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -342,10 +342,18 @@ def _whole(engine: DeepSpeedEngine, exclude_frozen: bool, *, everywhere: bool) -
 
 
 def load_module_state_dict(
-    engine: DeepSpeedEngine, state: Mapping[str, Tensor], strict: bool, custom: Callable[..., Any] | None
+    engine: DeepSpeedEngine,
+    state: Mapping[str, Tensor],
+    strict: bool,
+    custom: Callable[..., Any] | None,
+    may_miss: Iterable[str] | None = None,
 ) -> None:
     """See :meth:`DeepSpeedEngine.load_module_state_dict`."""
     if custom is None:
+        names = set(engine.module.state_dict()) if may_miss is not None else set()
+        allowed = {name for name in may_miss or () if name in names and name not in state}
+        if strict and allowed and not set(state) - names and not names - set(state) - allowed:
+            strict = False
         engine._core.load_state_dict(state, strict=strict)
         return
     with engine._core.gathered(write=True):

@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules: the curves of ``shardfold.optim``, with the methods that DeepSpeed's have.
+"""DeepSpeed's learning-rate schedules: the curves of ``shardfold.optim``, with DeepSpeed's methods and attributes.
 
 ``last_batch_iteration`` counts calls of ``step()`` from -1; ``step(n)`` goes to ``n``; ``state_dict()`` has it alone.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardfold.errors import ConfigError
+from shardfold.compat.deepspeed.utils.logging import logger
+from shardfold.errors import ConfigError, did_you_mean
 from shardfold.optim import schedules
 
 __all__ = [
@@ -63,20 +65,32 @@ BETA2 = 0.99  # of Adam under OneCycle with cycle_momentum
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 
 
+class WrongScheduleError(ConfigError, TypeError):
+    """What a schedule cannot be made of; a ``TypeError`` too, as of DeepSpeed's."""
+
+
 def get_torch_optimizer(optimizer: Any) -> Optimizer:
     """The optimizer, or the one inside of it.
 
     Raises:
-        ConfigError: there is none.
+        WrongScheduleError: (a ``TypeError``) there is none.
     """
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, Optimizer):
             return candidate
-    raise ConfigError(f"{type(optimizer).__name__} is no torch.optim.Optimizer, nor has it one as .optimizer.")
+    raise WrongScheduleError(f"{type(optimizer).__name__} is no torch.optim.Optimizer, nor has it one as .optimizer.")
 
 
 class _Iterations(LRScheduler):
     """The methods; ``last_epoch`` is one more than ``last_batch_iteration``."""
+
+    def describe(self) -> None:
+        """Sets the attributes that DeepSpeed's schedule of this name has."""
+
+    def _of_groups(self, values: schedules.Rates | None) -> list[Any]:
+        """A value for each group; of None its own rate."""
+        groups = range(len(self.base_lrs))
+        return list(self.base_lrs) if values is None else [schedules.of_group(values, i) for i in groups]
 
     @property
     def last_batch_iteration(self) -> int:
@@ -109,15 +123,25 @@ class _Batches(_Iterations):
 
 
 def _taking(curve: type[LRScheduler]) -> Callable[..., None]:
-    """The constructor of a curve, which takes what wraps an optimizer too."""
+    """The constructor of a curve, which takes what wraps an optimizer too, and any ``warmup_type``."""
+    signature = inspect.signature(curve.__init__)
+    known = [parameter for parameter in signature.parameters.values() if parameter.name != "unknown"]
+    own = signature.replace(parameters=known)
 
     @functools.wraps(curve.__init__)
     def construct(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        curve.__init__(self, get_torch_optimizer(optimizer), *args, **kwargs)
+        if unknown := [name for name in kwargs if name not in own.parameters]:
+            near = did_you_mean(unknown[0], [name for name in own.parameters if name not in schedules.NOT_ARGUMENTS])
+            raise WrongScheduleError(f"{type(self).__name__} has no argument {unknown[0]!r}.{near}")
+        given = own.bind(self, get_torch_optimizer(optimizer), *args, **kwargs)
+        kind = given.arguments.get("warmup_type", WARMUP_LOG_RATE)
+        if kind not in schedules.WARMUPS:
+            logger.warning("Using unknown warmup_type: %s; it is %r, as by default.", kind, WARMUP_LOG_RATE)
+            given.arguments["warmup_type"] = WARMUP_LOG_RATE
+        curve.__init__(*given.args, **given.kwargs)
+        self.describe()
 
-    signature = inspect.signature(curve.__init__)
-    known = [parameter for parameter in signature.parameters.values() if parameter.name != "unknown"]
-    vars(construct)["__signature__"] = signature.replace(parameters=known)
+    vars(construct)["__signature__"] = own
     return construct
 
 
@@ -125,24 +149,48 @@ class LRRangeTest(_Batches, schedules.LRRangeTest):  # pyright: ignore[reportInc
     __doc__ = schedules.LRRangeTest.__doc__
     __init__ = _taking(schedules.LRRangeTest)
 
+    def describe(self) -> None:
+        self.min_lr = self._of_groups(self.min_lr)
+
+    def interval_fn(self) -> float:
+        """Intervals until the next iteration."""
+        return self.last_epoch // self.step_size if self.staircase else self.last_epoch / self.step_size
+
 
 class OneCycle(_Batches, schedules.OneCycle):  # pyright: ignore[reportIncompatibleMethodOverride]
     __doc__ = schedules.OneCycle.__doc__
     __init__ = _taking(schedules.OneCycle)
+
+    def describe(self) -> None:
+        first, second = map(float, self.halves)
+        self.first_step_size, self.second_step_size = first, second
+        self.total_size, self.step_ratio = first + second, first / (first + second)
+        self.first_stair_count, self.second_stair_count = self.stairs
+        self.min_lrs, self.max_lrs = self._of_groups(self.min_lr), self._of_groups(self.max_lr)
+        stays = math.isclose(self.decay_step_size, 0)
+        self.skip_lr_decay = stays or math.isclose(self.decay_lr_rate, 0)
+        self.skip_mom_decay = stays or (self.cycle_momentum and math.isclose(self.decay_mom_rate, 0))
+        if self.cycle_momentum:
+            self.min_moms = [(momentum, BETA2) for momentum in self._of_groups(self.min_mom)]
+            self.max_moms = [(momentum, BETA2) for momentum in self._of_groups(self.max_mom)]
 
     def momentum(self, group: int, updates: int) -> float:
         """As of the curve; ``cycle_min_mom`` before the first ``step()``, as in DeepSpeed."""
         return super().momentum(group, updates) if updates else schedules.of_group(self.min_mom, group)
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group at this iteration; None without ``cycle_momentum``."""
+        """The betas of each group at this iteration of the curve; None without ``cycle_momentum``."""
         if not self.cycle_momentum:
             return None
-        return [(self.momentum(i, self.last_epoch), BETA2) for i in range(len(self.base_lrs))]
+        return [(super(OneCycle, self).momentum(i, self.last_epoch), BETA2) for i in range(len(self.base_lrs))]
 
     def _update_lr(self, epoch: int | None = None) -> None:
         # DeepSpeed cycles Adam's betas alone, and sets both of them.
-        self.cycle_momentum = self.cycle_momentum and "betas" in self.optimizer.defaults
+        if self.cycle_momentum and "betas" not in self.optimizer.defaults:
+            self.cycle_momentum = False
+            logger.warning(
+                "OneCycle: cycle_momentum is disabled, as %s has no betas to cycle.", type(self.optimizer).__name__
+            )
         super()._update_lr(epoch)
         for group in self.optimizer.param_groups if self.cycle_momentum else ():
             group["betas"] = (group["betas"][0], BETA2)
@@ -151,6 +199,11 @@ class OneCycle(_Batches, schedules.OneCycle):  # pyright: ignore[reportIncompati
 class WarmupLR(_Iterations, schedules.WarmupLR):  # pyright: ignore[reportIncompatibleMethodOverride]
     __doc__ = schedules.WarmupLR.__doc__
     __init__ = _taking(schedules.WarmupLR)
+
+    def describe(self) -> None:
+        self.min_lrs, self.max_lrs = self._of_groups(self.min_lr), self._of_groups(self.max_lr)
+        self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
 
 class WarmupDecayLR(WarmupLR, schedules.WarmupDecayLR):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -161,6 +214,10 @@ class WarmupDecayLR(WarmupLR, schedules.WarmupDecayLR):  # pyright: ignore[repor
 class WarmupCosineLR(_Iterations, schedules.WarmupCosineLR):  # pyright: ignore[reportIncompatibleMethodOverride]
     __doc__ = schedules.WarmupCosineLR.__doc__
     __init__ = _taking(schedules.WarmupCosineLR)
+
+    def describe(self) -> None:
+        self.org_lrs = list(self.base_lrs)
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
     def rate(self, group: int, updates: int) -> Any:
         """As of the curve; 0 before the first ``step()``, as in DeepSpeed."""

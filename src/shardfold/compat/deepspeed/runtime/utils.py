@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from shardfold.compat.deepspeed.accelerator.real_accelerator import get_accelerator
 from shardfold.compat.deepspeed.comm import world
+from shardfold.compat.deepspeed.refused import WrongArgument
 
 __all__ = [
     "call_to_str",
@@ -81,8 +82,20 @@ def get_global_norm_of_tensors(
     input_tensors: Sequence[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> Tensor:
     """The norm of tensors as of one vector, fp32; -1 if it is not finite."""
+    _data_parallel_only("get_global_norm_of_tensors", mpu, moe_ep_group)
     norm = get_total_norm([tensor.detach().float() for tensor in input_tensors], float(norm_type))
     return torch.where(norm.isfinite(), norm, -1.0)
+
+
+def _data_parallel_only(call: str, mpu: Any, moe_ep_group: Any = None) -> None:
+    """
+    Raises:
+        WrongArgument: gradients would have to be summed over other ranks too.
+    """
+    ranks = world.get_world_size() if world.is_initialized() else 1
+    if moe_ep_group is not None or (mpu is not None and mpu.get_data_parallel_world_size() != ranks):
+        name = "mpu" if moe_ep_group is None else "moe_ep_group"
+        raise WrongArgument(f"{call}({name}=...): model and expert parallelism are not here; leave it out.")
 
 
 def clip_tensors_by_global_norm(
@@ -93,6 +106,7 @@ def clip_tensors_by_global_norm(
     eps: float = 1e-6,
 ) -> float | Tensor:
     """Scales tensors in place so that their norm is at most ``max_norm``; gives the norm that they had."""
+    _data_parallel_only("clip_tensors_by_global_norm", mpu)
     norm = get_global_norm_of_tensors(input_tensors) if global_norm is None else global_norm
     coefficient = max_norm / (norm + eps)
     if coefficient < 1:
@@ -108,9 +122,16 @@ def clip_grad_norm_(
 
     An engine clips by itself, as the configuration's ``gradient_clipping`` says.
 
+    Args:
+        parameters: whose ``.grad`` are scaled.
+        max_norm: of all of them.
+        norm_type: the p of the norm.
+        mpu: None, or one whose data-parallel ranks are all ranks.
+
     Returns:
         The norm before, the mean over the ranks.
     """
+    _data_parallel_only("clip_grad_norm_", mpu)
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = get_total_norm([p.grad.float() for p in listed if p.grad is not None], float(norm_type))
     if world.is_initialized():

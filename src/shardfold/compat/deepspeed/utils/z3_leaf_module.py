@@ -7,12 +7,15 @@ DeepSpeed needs them where ranks run different parts, as in mixtures of experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
+from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.errors import ModelError, did_you_mean
 
 __all__ = [
+    "apply_zero_leaf_module_config",
     "get_z3_leaf_modules",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
@@ -80,6 +83,33 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """Flags modules by what their names end with; gives those, and the suffixes that match nothing."""
     return _flag_names(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Module]:
+    """Flags the modules that a config's ``zero_optimization.leaf_module`` names; what it names in vain is logged.
+
+    Args:
+        model: of the modules.
+        leaf_cfg: has ``classes``, ``names`` and ``name_suffixes``; None flags nothing.
+
+    Returns:
+        The modules, each once.
+    """
+    if leaf_cfg is None:
+        return []
+    classes, names, suffixes = (list(dict.fromkeys(each)) for each in (
+        leaf_cfg.classes, leaf_cfg.names, leaf_cfg.name_suffixes,
+    ))  # fmt: skip
+    found = set_z3_leaf_modules(model, classes, raise_if_not_found=False)
+    by_name, unknown = set_z3_leaf_modules_by_name(model, names, raise_if_not_found=False)
+    by_suffix, unmatched = set_z3_leaf_modules_by_suffix(model, suffixes, raise_if_not_found=False)
+    if unknown:
+        logger.warning("zero_optimization.leaf_module.names: the model has no module named %s.", ", ".join(unknown))
+    if unmatched:
+        logger.warning(
+            "zero_optimization.leaf_module.name_suffixes: no module's name ends with %s.", ", ".join(unmatched)
+        )
+    return list({id(module): module for module in (*found, *by_name, *by_suffix)}.values())
 
 
 def _flag_classes(

@@ -36,7 +36,7 @@ class Init:
         mem_efficient_linear: has no effect: linear layers keep no copy of their weights.
         remote_device: where parts rest until an engine takes them: ``"cpu"`` or ``"nvme"`` (in host memory here), or
             the device on which the model is used.
-        pin_memory: has no effect.
+        pin_memory: parts in host memory are pageable whatever this says, which is logged.
         config_dict_or_path: a config, or a ``DeepSpeedConfig``; values may still be ``"auto"``. Its dtype is that of
             floating parameters, and its ``offload_param`` device stands before ``remote_device``.
         config: the older name of that.
@@ -44,8 +44,9 @@ class Init:
         dtype: of floating parameters; None: the config's, or, without a config, half precision: ``torch.half`` on a
             GPU, ``torch.bfloat16`` on the CPU.
         mpu: whose data-parallel ranks are all ranks.
-        zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights, param_swapper,
-            tensor_overrides: have no effect.
+        zero_param_parallel_group: None; the config's ``zero_hpz_partition_size`` keeps a second copy.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: False; they would change the numbers.
+        param_swapper, tensor_overrides: None.
         sequence_data_parallel_group: the older name of ``data_parallel_group``.
 
     Raises:
@@ -92,6 +93,13 @@ class Init:
                     "zero.Init was given data_parallel_group and sequence_data_parallel_group: give one of them."
                 )
             data_parallel_group = sequence_data_parallel_group
+        _check_absent(
+            zero_param_parallel_group=zero_param_parallel_group, zero_quantized_weights=zero_quantized_weights,
+            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights, param_swapper=param_swapper,
+            tensor_overrides=tensor_overrides,
+        )  # fmt: skip
+        if pin_memory:
+            logger.warning("zero.Init: `pin_memory` has no effect, parts in host memory are pageable.")
         _start()
         _check_ranks(data_parallel_group, mpu)
         found, self._apply, offload = _read(config_dict_or_path)
@@ -117,6 +125,25 @@ class Init:
     def __exit__(self, *exc: Any) -> bool | None:
         block, self._block = self._block, None
         return block.__exit__(*exc) if block is not None else None
+
+
+ABSENT = {
+    "zero_param_parallel_group": "zero_optimization.zero_hpz_partition_size of the config keeps a second copy",
+    "zero_quantized_weights": "parameters in INT8 on the wire change the numbers",
+    "zero_quantized_nontrainable_weights": "frozen parameters in INT8 change the numbers",
+    "param_swapper": "nothing is swapped to NVMe",
+    "tensor_overrides": "constructors of tensors are left as they are",
+}
+
+
+def _check_absent(**given: Any) -> None:
+    """
+    Raises:
+        ConfigError: an argument asks for what is not here.
+    """
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ConfigError(f"zero.Init({name}=...) is not here: {ABSENT[name]}; leave it out.")
 
 
 def _start() -> None:
