@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from shardfold.checkpoint.trees import encode
 from shardfold.compat.deepspeed.checkpoint.ds_to_universal import LATEST_UNIVERSAL
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.utils.logging import log_dist
+from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.errors import CheckpointError, ShardfoldError
 from shardfold.rng import rng_state, set_rng_state
 from shardfold.wholes import close_split
@@ -383,9 +383,8 @@ def save_16bit_model(
     state = consolidated(engine, exclude_frozen_parameters)
     if state is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f".{target.name}.writing")
-        torch.save(state, draft)
-        os.replace(draft, target)
+        with written_whole(target) as draft:
+            torch.save(state, draft)
     engine._core._meet("the end of engine.save_16bit_model()")
     return True
 

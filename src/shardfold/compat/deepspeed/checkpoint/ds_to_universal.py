@@ -6,12 +6,15 @@ Checkpoints of the engine are such already, so they are copied; those that DeepS
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardfold.checkpoint.format import INDEX
 from shardfold.checkpoint.imports import import_from
+from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.errors import CheckpointError
 
 __all__ = ["LATEST_UNIVERSAL", "convert", "main", "parse_arguments"]
@@ -29,10 +32,25 @@ def convert(input_folder: str | Path, output_folder: str | Path) -> None:
     if target.exists():
         raise CheckpointError(f"{target} is there already: choose another folder, or remove it.")
     if (source / INDEX).is_file():
-        shutil.copytree(source, target)
+        _copy_whole(source, target)
     else:
         import_from(source, target)
-    (target.parent / LATEST_UNIVERSAL).write_text(target.name)
+    with written_whole(target.parent / LATEST_UNIVERSAL) as draft:
+        draft.write_text(target.name)
+
+
+def _copy_whole(source: Path, target: Path) -> None:
+    """The copy takes its place when it is complete; if another process was faster, its copy stays."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{os.urandom(6).hex()}.writing")
+    try:
+        shutil.copytree(source, draft)
+        os.rename(draft, target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

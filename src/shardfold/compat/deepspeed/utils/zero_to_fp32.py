@@ -21,6 +21,7 @@ from shardfold.checkpoint.format import INDEX
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.stored import Later, weights_of
 from shardfold.compat.deepspeed.refused import WrongArgument
+from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.errors import CheckpointError
 
 __all__ = [
@@ -144,7 +145,8 @@ def convert_zero_checkpoint_to_state_dict(
         total = sum(later.nbytes for later in weights.values())
         index = {"metadata": {"total_size": total}, "weight_map": homes}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / f"{stem}{suffix}.index.json").write_text(text)
+        with written_whole(folder / f"{stem}{suffix}.index.json") as draft:
+            draft.write_text(text)
 
 
 def get_optim_files(checkpoint_dir: Any) -> list[str]:
@@ -259,12 +261,14 @@ def _split(weights: Mapping[str, Later], limit: int | None) -> Iterator[list[str
 
 
 def _write(tensors: dict[str, Tensor], path: Path, safe: bool) -> None:
-    if safe:
-        from safetensors.torch import save_file
+    """All ranks may write the same file at once."""
+    with written_whole(path) as draft:
+        if safe:
+            from safetensors.torch import save_file
 
-        save_file(tensors, path, metadata={"format": "pt"})
-    else:
-        torch.save(tensors, path)
+            save_file(tensors, draft, metadata={"format": "pt"})
+        else:
+            torch.save(tensors, draft)
 
 
 def _bytes(size: int | str) -> int:

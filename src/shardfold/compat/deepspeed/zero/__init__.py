@@ -1,11 +1,6 @@
 """``deepspeed.zero``: models built split, whole parameters for a while, and what a split parameter tells of itself."""
 
 from shardfold.compat.deepspeed.runtime.zero.linear import MemoryEfficientLinear
-from shardfold.compat.deepspeed.runtime.zero.partition_parameters import (
-    DeepSpeedTensorOverride,
-    ZeroParamStatus,
-    ZeroParamType,
-)
 from shardfold.compat.deepspeed.zero.external import register_external_parameter, unregister_external_parameter
 from shardfold.compat.deepspeed.zero.gathered import GatheredParameters
 from shardfold.compat.deepspeed.zero.init import Init
@@ -14,6 +9,7 @@ from shardfold.compat.deepspeed.zero.offload import (
     note_parameters,
     unwrap_model_for_generation,
 )
+from shardfold.compat.deepspeed.zero.status import DeepSpeedTensorOverride, ZeroParamStatus, ZeroParamType
 from shardfold.compat.deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
