@@ -50,14 +50,40 @@ def test_overlaps_are_those_of_the_elements(given: tuple[tuple[int, ...], Piece]
 
 
 NAMES = st.text(min_size=1, max_size=8)
-PIECES = st.builds(
-    Piece,
-    of=NAMES, state=NAMES, kind=st.sampled_from(["element", "block"]), dtype=st.sampled_from(["F32", "BF16"]),
-    shape=st.tuples(st.integers(0, 9)), start=st.integers(0, 9), stop=st.integers(9, 99),
-    box=st.none() | st.just(Box((0, 1), (2, 3))), file=NAMES, at=st.integers(0, 2**40),
-    sums=st.lists(NAMES, max_size=2).map(tuple), rank=st.none() | st.integers(0, 3),
-)  # fmt: skip
-PARAMETERS = st.builds(Parameter, NAMES, SHAPES, st.just("F32"), st.lists(NAMES, max_size=2).map(tuple), st.booleans())
+FILES = ("a.safetensors", "b")
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> Piece:
+    numel, start, at = draw(st.integers(0, 6)), draw(st.integers(0, 9)), draw(st.integers(0, 2**40))
+    block = draw(st.sampled_from([1, 1, 4]))
+    dtype, box = draw(st.sampled_from(["F32", "BF16"])), draw(st.none() | st.just(Box((0, 1), (20, 30))))
+    named = {"of": f"{draw(NAMES)} of no parameter", "state": draw(NAMES), "file": draw(st.sampled_from(FILES))}
+    return Piece(
+        **named,
+        kind="block" if block > 1 else "element",
+        dtype=dtype,
+        shape=(numel,),
+        start=start,
+        stop=start + numel * block,
+        box=box,
+        block=block,
+        at=at,
+        sums=draw(st.lists(NAMES, max_size=2).map(tuple)),
+        rank=draw(st.none() | st.integers(0, 3)),
+    )
+
+
+@st.composite
+def parameters(draw: st.DrawFn, most: int) -> list[Parameter]:
+    """With names of their own."""
+    names = draw(st.lists(NAMES, unique=True, max_size=2 * most))
+    return [
+        Parameter(name, draw(SHAPES), "F32", tuple(also), draw(st.booleans()))
+        for name, *also in (names[i : i + 2] for i in range(0, len(names), 2))
+    ]
+
+
 JSONS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
@@ -67,9 +93,9 @@ JSONS = st.recursive(
 
 @given(
     st.builds(
-        Index, step=st.integers(0), written=st.dictionaries(NAMES, NAMES), files=st.dictionaries(NAMES, st.integers(0)),
-        parameters=st.lists(PARAMETERS, max_size=3), buffers=st.lists(PARAMETERS, max_size=2),
-        pieces=st.lists(PIECES, max_size=4), once=st.dictionaries(NAMES, st.dictionaries(NAMES, JSONS), max_size=2),
+        Index, step=st.integers(0, 2**40), written=st.dictionaries(NAMES, NAMES),
+        files=st.just(dict.fromkeys(FILES, 2**41)), parameters=parameters(3), buffers=parameters(2),
+        pieces=st.lists(pieces(), max_size=4), once=st.dictionaries(NAMES, st.dictionaries(NAMES, JSONS), max_size=2),
         run=st.dictionaries(NAMES, JSONS, max_size=3), ranks=st.lists(st.dictionaries(NAMES, JSONS), max_size=2),
         nonfinite=st.lists(NAMES, max_size=2),
     )

@@ -78,13 +78,16 @@ def import_(
         str | None, typer.Option(help="Where in a file of torch or dcp the weights are, if not at a usual place.")
     ] = None,
     rename: Renames = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Unpickle objects in files of torch and dcp, which may run any code.")
+    ] = False,
 ) -> None:
     """Write a checkpoint (TARGET) from files of others' kind (SOURCE): weights, and an optimizer's state if known."""
     names = _renames(rename)
     from shardfold.checkpoint import import_from
 
     with _progress("import") as tick:
-        report = import_from(source, target, form, key=key, rename=names, tick=tick)
+        report = import_from(source, target, form, key=key, rename=names, trust=trust, tick=tick)
     print(report)
 
 

@@ -4,6 +4,8 @@ format    what the index says: pieces, and where their elements are       trees 
 files     safetensors files, written and read in pieces of a few MiB      folders   a folder is there whole, or not
 collect   what an engine has to keep          save      all ranks write, one makes it a checkpoint
 messages  what ranks tell each other then     load      into the shards of any layout
+paths     what a checkpoint may name        checked   what an index may say
+trust     objects, read without their code
 reader    a checkpoint without an engine      inspect   what is in one        verify    whether it is as it was written
 
 and the doors: tensors are read when they are asked for, one at a time
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from shardfold.checkpoint.model import load_model
     from shardfold.checkpoint.reader import Checkpoint
     from shardfold.checkpoint.save import SaveReport, Saving
+    from shardfold.checkpoint.trust import trusted
     from shardfold.checkpoint.verify import Damage, Verification
     from shardfold.checkpoint.writer import Writer
 
@@ -43,6 +46,7 @@ __all__ = [
     "export_to",
     "import_from",
     "load_model",
+    "trusted",
 ]
 
 _HOMES = {
@@ -58,6 +62,7 @@ _HOMES = {
     "export_to": "export",
     "import_from": "imports",
     "load_model": "model",
+    "trusted": "trust",
 }
 
 

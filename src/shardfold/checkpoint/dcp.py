@@ -1,12 +1,16 @@
 """Folders of ``torch.distributed.checkpoint`` (DCP), written and read tensor by tensor in one process.
 
 Its own writer keeps the tensors of a file until the file is complete, so here a file gets a few of them. What it reads
-is described in a pickle (``.metadata``): read only folders that you trust.
+is described in a pickle (``.metadata``), and what is no tensor is one. Here only what describes a folder is taken from
+the first, and nothing that may run code from the second, but inside of ``shardfold.checkpoint.trusted()``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import math
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
+from shardfold.checkpoint.paths import check_regular, inside
 from shardfold.checkpoint.stored import Later, Stored
+from shardfold.checkpoint.trust import is_trusted, load_object
 from shardfold.errors import CheckpointError
 
 __all__ = ["read_dcp", "write_dcp"]
@@ -59,23 +65,34 @@ def read_dcp(folder: Path) -> dict[str, Any]:
         CheckpointError: it can not be read.
     """
     reader = _Reader(folder)
+    check_regular(folder / ".metadata")
     try:
         metadata = reader.read_metadata()
+        paths: dict[str, tuple[str | int, ...]] = dict(metadata.planner_data or {})
+        described = list(metadata.state_dict_metadata.items())
+        files = {place.relative_path for place in metadata.storage_data.values()}
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever a pickle raises
         raise CheckpointError(f"{folder / '.metadata'} can not be read: {error}.") from None
-    paths: dict[str, tuple[str | int, ...]] = metadata.planner_data or {}
+    for name in files:
+        inside(folder, name)
     nested: dict[Any, Any] = {}
-    for key, said in metadata.state_dict_metadata.items():
+    for key, said in described:
         if isinstance(said, TensorStorageMetadata):
             shape, dtype = tuple(said.size), said.properties.dtype
+            stored = sum(math.prod(chunk.sizes) for chunk in said.chunks)
+            if not isinstance(dtype, torch.dtype) or stored < math.prod(shape):
+                raise CheckpointError(f"{folder / '.metadata'} is damaged: {key} is not described as a tensor is.")
             value: Any = Later(shape, dtype, lambda k=key, s=shape, d=dtype: _read(reader, k, torch.empty(s, dtype=d)))
         else:
-            assert isinstance(said, BytesStorageMetadata)
             value = _read(reader, key, None)
         *path, last = paths.get(key, (key,))
         node = nested
         for step in path:
             node = node.setdefault(step, {})
+            if not isinstance(node, dict):
+                raise CheckpointError(f"{folder / '.metadata'} is damaged: {key} is where another value is.")
         node[last] = value
     return _with_lists(nested)
 
@@ -95,8 +112,10 @@ def _read(reader: _Reader, key: str, target: Tensor | None) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(wanted, storage_reader=reader, no_dist=True)
+            load(wanted, storage_reader=reader, planner=_Loading(reader.path), no_dist=True)
     except CheckpointException as error:
+        if isinstance(cause := _cause(error), CheckpointError):
+            raise cause from error
         raise CheckpointError(f"{reader.path}: {key} can not be read: {_cause(error)}.") from error
     return wanted[key]
 
@@ -112,9 +131,54 @@ class _Reader(FileSystemReader):
     _kept: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._kept is None:
+        if self._kept is None and is_trusted():
             self._kept = super().read_metadata(*args, **kwargs)
+        elif self._kept is None:
+            with open(Path(self.path) / ".metadata", "rb") as file:
+                self._kept = _Description(file).load()
+            if not isinstance(self._kept, Metadata):
+                raise ValueError("it describes no checkpoint")
+            self._kept.storage_meta = StorageMeta(load_id=self.load_id)
         return self._kept
+
+
+#: What a folder's description is made of. None of it does more than keep what it is given.
+_DESCRIBING = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+                 "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch", "device"),
+    ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("builtins", "set"),
+    ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath"),
+}  # fmt: skip
+
+
+class _Description(pickle.Unpickler):
+    """Reads ``.metadata``, and calls nothing but what such a file needs."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) in _DESCRIBING:
+            return super().find_class(module_name.replace("pathlib._local", "pathlib"), global_name)
+        if module_name == "torch" and isinstance(dtype := vars(torch).get(global_name), torch.dtype):
+            return dtype
+        raise CheckpointError(
+            f"the description of a folder of torch.distributed.checkpoint names {module_name}.{global_name}, and "
+            "reading that may run code: if you trust whoever wrote it, import it inside of `with "
+            "shardfold.checkpoint.trusted():`, or by `shardfold ckpt import --trust`."
+        )
+
+
+class _Loading(DefaultLoadPlanner):
+    """What is no tensor is read as all objects are."""
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._folder = folder
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        self.original_state_dict[key] = load_object(value.getvalue(), f"{key!r} of {self._folder}")
 
 
 class _Writer(FileSystemWriter):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint.format import ITEMSIZES, SUM_BYTES, Piece, checksum
+from shardfold.checkpoint.paths import open_regular
 from shardfold.errors import CheckpointError
 
 __all__ = ["DTYPES", "NAMES", "Part", "Reader", "write_file"]
@@ -285,7 +286,7 @@ class Reader:
                 )
             done += got
         self.num_bytes += done
-        if self._verify and checksum(view) != piece.sums[number]:
+        if self._verify and (number >= len(piece.sums) or checksum(view) != piece.sums[number]):
             raise CheckpointError(
                 f"{self._folder / piece.file} is damaged: bytes {piece.at + low} to {piece.at + low + done} of "
                 f"{piece.key} differ from their checksum; take another checkpoint."
@@ -294,8 +295,5 @@ class Reader:
     def _fd(self, piece: Piece) -> int:
         fd = self._open.get(piece.file)
         if fd is None:
-            try:
-                fd = self._open[piece.file] = os.open(self._folder / piece.file, os.O_RDONLY)
-            except OSError as error:
-                raise CheckpointError(f"{self._folder / piece.file}: {error.strerror}.") from None
+            fd = self._open[piece.file] = open_regular(self._folder, piece.file)
         return fd

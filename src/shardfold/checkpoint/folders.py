@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardfold.checkpoint.format import INDEX
+from shardfold.checkpoint.paths import read_name
 from shardfold.errors import CheckpointError
 
 __all__ = ["IN_RUN", "LATEST", "Draft", "deepspeed_folder", "listed", "prune", "resolve", "sync_folder", "write_synced"]
@@ -168,36 +169,51 @@ def resolve(path: str | Path) -> Path:
         CheckpointError: there is none, or it is not complete; says what is there.
     """
     path = Path(path)
-    if (path / INDEX).is_file():
-        return path
-    aside = path.parent / ASIDE.format(path.name)
-    if not path.exists() and (aside / INDEX).is_file():
-        return aside
+    try:
+        if (found := _checkpoint(path)) is not None:
+            return found
+    except (OSError, ValueError) as error:  # no name that a file system has
+        raise CheckpointError(f"{str(path)[:200]!r} is no path of a checkpoint ({_why(error)}).") from None
     if not (path / LATEST).exists() and (path / IN_RUN / LATEST).is_file():
         return resolve(path / IN_RUN)
     complete = [found.name for found in listed(path)] if path.is_dir() else []
     if path.exists() and deepspeed_folder(path) is not None:
-        raise CheckpointError(
-            f"{path} is a checkpoint of DeepSpeed: `shardfold ckpt import {path} NEW` makes it one that is loaded."
-        )
+        raise CheckpointError(_not_there(path))
     if (path / LATEST).is_file():
-        name = (path / LATEST).read_bytes().decode(errors="replace").strip()
-        named = path / name
-        if named.parent == path and name not in ("", ".."):
-            try:
-                return resolve(named)
-            except CheckpointError as error:
-                raise CheckpointError(f"{path / LATEST} names {name!r}, but {error}") from None
+        name = read_name(path / LATEST)
+        if name is not None:
+            if (found := _checkpoint(path / name)) is not None:
+                return found
+            raise CheckpointError(f"{path / LATEST} names {name!r}, but {_not_there(path / name)}")
         raise CheckpointError(
             f"{path / LATEST} is damaged: it does not name a folder beside it. Complete checkpoints there: "
             f"{', '.join(complete) or 'none'}."
         )
+    if path.exists() and complete:
+        raise CheckpointError(f"{path} has no {LATEST!r} file: name one of its checkpoints: {', '.join(complete)}.")
+    raise CheckpointError(_not_there(path))
+
+
+def _checkpoint(path: Path) -> Path | None:
+    """The folder itself if it is a checkpoint, or where it lies while its successor takes its place; else None."""
+    if (path / INDEX).is_file():
+        return path
+    aside = path.parent / ASIDE.format(path.name)
+    return aside if not path.exists() and (aside / INDEX).is_file() else None
+
+
+def _not_there(path: Path) -> str:
+    """What is at the place of a checkpoint instead."""
     if not path.exists():
         near = [found.name for found in listed(path.parent)] if path.parent.is_dir() else []
-        raise CheckpointError(f"there is no checkpoint {path}." + (f" There: {', '.join(near)}." if near else ""))
-    if complete:
-        raise CheckpointError(f"{path} has no {LATEST!r} file: name one of its checkpoints: {', '.join(complete)}.")
-    raise CheckpointError(f"{path} is no complete checkpoint: it {_lacking(path)}; take an earlier one.")
+        return f"there is no checkpoint {path}." + (f" There: {', '.join(near)}." if near else "")
+    if path.is_dir() and deepspeed_folder(path) is not None:
+        return f"{path} is a checkpoint of DeepSpeed: `shardfold ckpt import {path} NEW` makes it one that is loaded."
+    return f"{path} is no complete checkpoint: it {_lacking(path)}; take an earlier one."
+
+
+def _why(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
 
 
 def _lacking(path: Path) -> str:
@@ -221,9 +237,9 @@ def deepspeed_folder(path: Path) -> Path | None:
     """The folder of one step of a DeepSpeed run: ``path`` itself, or the one that its ``latest`` names; else None."""
     if path.is_dir() and any(path.glob("*mp_rank_*_states.pt")):
         return path
-    if (path / LATEST).is_file():
-        named = path / (path / LATEST).read_bytes().decode(errors="replace").strip()
-        if named.parent == path and named.is_dir() and any(named.glob("*mp_rank_*_states.pt")):
+    if (path / LATEST).is_file() and (name := read_name(path / LATEST)) is not None:
+        named = path / name
+        if named.is_dir() and any(named.glob("*mp_rank_*_states.pt")):
             return named
     return None
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from shardfold.checkpoint.checked import DEPTH, check_index, is_deep, no_constant, once_each
 from shardfold.errors import CheckpointError
 
 __all__ = [
@@ -247,14 +248,18 @@ class Index:
         """Reads what :meth:`to_bytes` wrote; ``where`` names it in messages.
 
         Raises:
-            CheckpointError: it is not such a text, is of a later version, or was changed since.
+            CheckpointError: it is not such a text, is of a later version, was changed since, or says what can not be.
         """
         try:
-            said = json.loads(data)
+            said = json.loads(data, object_pairs_hook=once_each, parse_constant=no_constant)
             form, version, digest = said.pop("format"), said.pop("version"), said.pop("checksum")
-        except (ValueError, KeyError, AttributeError) as error:
+            if is_deep(said):
+                raise ValueError(f"it is nested more than {DEPTH} levels deep")
+        except RecursionError:
+            raise CheckpointError(f"{where} is no index of a checkpoint: it is nested too deeply.") from None
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{where} is no index of a checkpoint, or is damaged ({error}).") from None
-        if form != FORMAT or version not in range(1, VERSION + 1):
+        if form != FORMAT or version not in range(1, VERSION + 1) or isinstance(version, bool):
             raise CheckpointError(
                 f"{where} says {form!r} version {version!r}; this Shardfold reads {FORMAT!r} up to version {VERSION}: "
                 "read it with the release that wrote it, or a later one."
@@ -263,10 +268,14 @@ class Index:
             raise CheckpointError(
                 f"{where} is damaged: its checksum differs from what it says; take another checkpoint."
             )
+        try:
+            check_index(said, ITEMSIZES, KINDS)
+        except ValueError as error:
+            raise CheckpointError(f"{where} is damaged: {error}; take another checkpoint.") from None
         return Index(
             said["step"], said["written"], said["layout"], said["files"],
             [Parameter.from_json(p) for p in said["parameters"]], [Parameter.from_json(b) for b in said["buffers"]],
-            [Piece.from_json(p) for p in said["pieces"]], said["once"], said["optimizer"],
+            [Piece.from_json(p) for p in said["pieces"]], said["once"], said.get("optimizer"),
             said["run"], said["ranks"], said["nonfinite"],
         )  # fmt: skip
 

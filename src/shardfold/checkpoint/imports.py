@@ -7,17 +7,17 @@ dcp     a folder of ``torch.distributed.checkpoint``, alike
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardfold.checkpoint.names import Rename, renamer
+from shardfold.checkpoint.paths import check_regular
 from shardfold.checkpoint.stored import Later, Stored, form_of, of_safetensors
+from shardfold.checkpoint.trust import load_object, trusted
 from shardfold.checkpoint.writer import Writer
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
 
@@ -26,6 +26,7 @@ __all__ = ["SOURCES", "ImportReport", "import_from"]
 SOURCES = ("hf", "torch", "dcp", "deepspeed")
 MODEL = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
+OTHERS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError)
 #: Buffers that are floating; what is not floating is a buffer anyway. A reader takes either for the other.
 BUFFERS = ("running_mean", "running_var", "inv_freq")
 
@@ -62,6 +63,7 @@ def import_from(
     *,
     key: str | None = None,
     rename: Rename | None = None,
+    trust: bool = False,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> ImportReport:
     """Writes a checkpoint from others' files, one tensor in memory at a time.
@@ -73,12 +75,12 @@ def import_from(
     Args:
         source: a file or folder.
         target: the checkpoint's folder; a checkpoint that is there is replaced.
-        form: ``"hf"``, ``"torch"``, ``"dcp"``, ``"deepspeed"``, or ``"auto"``, which looks. Files of ``torch`` are
-            read with ``weights_only=True``, and nothing pickled in those of ``deepspeed`` runs; those of ``dcp`` are
-            described by a pickle, so read only what you trust.
+        form: ``"hf"``, ``"torch"``, ``"dcp"``, ``"deepspeed"``, or ``"auto"``, which looks.
         key: where in the file the weights are, if not at a usual place: ``"ema.model"``.
         rename: from the names there to those of the model: regular expressions and what they are replaced with, in
             order, or a function. ``{r"^module\\.": ""}`` takes away what DDP puts in front.
+        trust: objects in files of ``torch`` and ``dcp`` are unpickled, whatever code that runs: only for files whose
+            writers you would let run a program here. False refuses them. In those of ``deepspeed`` no object runs.
         tick: called with the bytes done so far and those of all, every few MiB.
 
     Raises:
@@ -90,6 +92,11 @@ def import_from(
         raise ConfigError(f"there is no form {form!r} to import from.{did_you_mean(form, SOURCES)}")
     if not path.exists():
         raise CheckpointError(f"there is no {path}.")
+    if not path.is_dir():
+        check_regular(path)
+    if trust:
+        with trusted():
+            return import_from(path, target, form, key=key, rename=rename, tick=tick)
     found = form_of(path) if form == "auto" else form
     if found == "shardfold":
         raise CheckpointError(f"{path} is a checkpoint of Shardfold already.")
@@ -97,10 +104,16 @@ def import_from(
         inside = ", ".join(sorted(p.name for p in path.iterdir())[:8])
         raise CheckpointError(f"{path} is no folder of {', '.join(SOURCES)}: it has {inside or 'nothing'}.")
     new, report = renamer(rename, "import_from"), ImportReport(Path(target), found)
-    if found == "deepspeed":
-        writer = _of_deepspeed(path, target, new, report)
-    else:
-        writer = _of_weights(path, target, new, key, report)
+    try:
+        if found == "deepspeed":
+            writer = _of_deepspeed(path, target, new, report)
+        else:
+            writer = _of_weights(path, target, new, key, report)
+    except OTHERS as error:  # others' files may hold anything in any place
+        words = str(error).partition("\n")[0][:100]
+        raise CheckpointError(
+            f"{path} does not hold what files of {found!r} do: it can not be read ({type(error).__name__}: {words})."
+        ) from error
     report.num_bytes = writer.num_bytes
     report.path = writer.commit(lambda done: tick(done, report.num_bytes))
     return report
@@ -171,17 +184,16 @@ def _unpickled(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no such file, has more than plain values and tensors, or is no dict.
     """
+    check_regular(path)
     try:
         try:
-            said = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except RuntimeError:  # of before torch 1.6, which is no zip archive
-            said = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        why = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{path} has more than tensors and plain values, or is no file of torch.save ({why.rstrip('.')}): save a "
-            "state dict alone."
-        ) from None
+            said = load_object(path, str(path), mmap=True)
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            said = load_object(path, str(path))  # of before torch 1.6, which is no zip archive
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever a pickle that is none raises
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} can not be read as a file of torch.save: {why.rstrip('.')}.") from None

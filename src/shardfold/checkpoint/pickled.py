@@ -3,6 +3,10 @@
 Tensors, containers and plain values come as they are; every other class or function that the pickle names is a
 :class:`Foreign`, which keeps what it was given and does nothing. Tensors stay in the file (it is mapped) until they are
 read.
+
+``torch.load(weights_only=True)`` refuses a file for one object of a class that is not installed, or of a class of
+containers, and these have both beside what is wanted. Here such an object is data too: no name in the file is looked
+up, so nothing that it names can be called.
 """
 
 from __future__ import annotations
@@ -11,27 +15,48 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardfold.checkpoint.paths import check_regular
 from shardfold.errors import CheckpointError
 from shardfold.torch_internals import rebuild_tensor
 
 __all__ = ["Foreign", "load_pickled"]
 
 
-def _values(data: Tensor, *_: Any) -> Tensor:
+class _Tensor:
+    """In place of the function that makes a tensor of a storage. A file may set attributes on what it names: here are
+    none to set."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        return rebuild_tensor(*arguments)
+
+
+class _Values:
     """In place of what makes a parameter of a tensor, and sets attributes on it."""
-    return data
+
+    __slots__ = ()
+
+    def __call__(self, data: Tensor, *_: Any) -> Tensor:
+        return data
 
 
-def _without_attributes(function: Callable[..., Any], _: Any, arguments: tuple[Any, ...], __: Any) -> Any:
+class _WithoutAttributes:
     """In place of what makes a tensor of a given class with attributes: makes the tensor."""
-    return function(*arguments)
+
+    __slots__ = ()
+
+    def __call__(self, function: Callable[..., Any], _: Any, arguments: tuple[Any, ...], __: Any) -> Any:
+        return function(*arguments)
 
 
 #: What may be called while a file is read. Storages are torch.load's own affair.
@@ -39,10 +64,10 @@ HARMLESS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,
     ("torch", "Size"): torch.Size,
-    ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor,
-    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
-    ("torch._utils", "_rebuild_parameter"): _values,
-    ("torch._utils", "_rebuild_parameter_with_state"): _values,
+    ("torch._utils", "_rebuild_tensor_v2"): _Tensor(),
+    ("torch._tensor", "_rebuild_from_type_v2"): _WithoutAttributes(),
+    ("torch._utils", "_rebuild_parameter"): _Values(),
+    ("torch._utils", "_rebuild_parameter_with_state"): _Values(),
 }
 
 
@@ -92,7 +117,7 @@ class _Unpickler(pickle.Unpickler):
         known = HARMLESS.get((module_name, global_name))
         if known is not None:
             return known
-        if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
+        if module_name == "torch" and isinstance(dtype := vars(torch).get(global_name), torch.dtype):
             return dtype
         return type("Foreign", (Foreign,), {"kind": f"{module_name}.{global_name}"})
 
@@ -112,13 +137,24 @@ def load_pickled(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, damaged or cut short, or holds something else.
     """
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing.")
+    check_regular(path)
     try:
+        _refuse_programs(path)
         said = torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_module())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing.") from None
     except Exception as error:  # whatever unpickling a damaged file comes to
         why = str(error).partition("\n")[0].rstrip(". ") or type(error).__name__
         raise CheckpointError(f"{path} is damaged, cut short or no file of torch.save ({why}).") from None
     if not isinstance(said, dict):
         raise CheckpointError(f"{path} holds a {type(said).__name__} instead of a dict: it is no such checkpoint.")
     return said
+
+
+def _refuse_programs(path: Path) -> None:
+    """
+    Raises:
+        ValueError: it is an archive of TorchScript, whose methods ``torch.load`` would run; or no archive.
+    """
+    with suppress(UnpicklingError):  # of what only PyTorch's own unpickler does not take
+        torch.serialization.get_unsafe_globals_in_checkpoint(str(path))

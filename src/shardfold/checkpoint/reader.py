@@ -15,7 +15,7 @@ from shardfold.checkpoint.files import DTYPES, Reader
 from shardfold.checkpoint.folders import resolve
 from shardfold.checkpoint.format import INDEX, Index, Parameter, Piece, checksum, overlaps
 from shardfold.checkpoint.trees import decode
-from shardfold.checkpoint.verify import missing_files
+from shardfold.checkpoint.verify import index_bytes, missing_files
 from shardfold.errors import CheckpointError, did_you_mean
 
 __all__ = ["Checkpoint"]
@@ -43,7 +43,7 @@ class Checkpoint:
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
         self.path = resolve(path)
-        data = (self.path / INDEX).read_bytes()
+        data = index_bytes(self.path)
         self.index = Index.from_bytes(data, str(self.path / INDEX))
         self.digest = checksum(data)
         self.parameters: dict[str, Parameter] = {p.name: p for p in self.index.parameters}
@@ -144,12 +144,15 @@ class Checkpoint:
         stop = parameter.numel if stop is None else stop
         if (name, state) not in self._by_state and (name, f"{state}_codes") in self._by_state:
             return self._decoded(parameter, state, start, stop, out)
-        if out is None:
-            out = torch.empty(stop - start, dtype=self.dtype(name, state))
+        found = [
+            (run, piece)
+            for piece in self._by_state.get((name, state), ())
+            for run in overlaps(piece, parameter.shape, start, stop)
+        ]
+        found.sort(key=lambda each: each[0])
         read = 0
-        for piece in self._by_state.get((name, state), ()):
-            for run in overlaps(piece, parameter.shape, start, stop):
-                self._reader.read(piece, run.piece, out[run.whole - start : run.whole - start + run.numel])
+        for run, _ in found:  # each element once: what no file has is not made up
+            if run.whole == start + read:
                 read += run.numel
         if read != stop - start:
             if state == "weight" and parameter.digest is not None:
@@ -162,6 +165,10 @@ class Checkpoint:
                 + ("; it keeps " + ", ".join(self.states(name)) if not read else "")
                 + "."
             )
+        if out is None:
+            out = torch.empty(stop - start, dtype=self.dtype(name, state))
+        for run, piece in found:
+            self._reader.read(piece, run.piece, out[run.whole - start : run.whole - start + run.numel])
         return out
 
     def _decoded(self, parameter: Parameter, state: str, start: int, stop: int, out: Tensor | None) -> Tensor:
@@ -172,7 +179,7 @@ class Checkpoint:
         block = scales[0].block
         low, high = start // block * block, min(-(-stop // block) * block, parameter.numel)
         codes = self.read(parameter.name, f"{state}_codes", low, high)
-        factors = torch.empty(-(-(high - low) // block))
+        factors = torch.full((-(-(high - low) // block),), float("nan"))
         for piece in scales:
             a, b = max(low, piece.start), min(high, piece.stop)
             if a < b:
@@ -207,14 +214,13 @@ class Checkpoint:
 
     def run(self) -> dict[str, Any]:
         """What all ranks share: the schedule, the loss scale, averages, the user's own."""
-        return decode(self.index.run, lambda name: self._reader.tensor(self._single[("run", "", name, None)]))
+        return decode(self.index.run, self._of_run)
 
     def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Of each group of the optimizer: its options, and the names of its parameters."""
         if self.index.optimizer is None:
             return []
-        read = lambda name: self._reader.tensor(self._single[("run", "", name, None)])  # noqa: E731
-        return [(decode(g["options"], read), g["parameters"]) for g in self.index.optimizer["groups"]]
+        return [(decode(g["options"], self._of_run), g["parameters"]) for g in self.index.optimizer["groups"]]
 
     def rank(self, rank: int) -> dict[str, Any]:
         """What one rank kept: ``{"rng": its random numbers, "state": the user's own}``."""
@@ -222,8 +228,15 @@ class Checkpoint:
 
     def of_rank(self, rank: int, part: str) -> Any:
         """One part of :meth:`rank`; nothing else is read."""
-        read = lambda name: self._reader.tensor(self._single[("rank", "", name, rank)])  # noqa: E731
-        return decode(self.index.ranks[rank][part], read)
+        return decode(self.index.ranks[rank][part], lambda name: self._tensor("rank", name, rank))
+
+    def _of_run(self, name: str) -> Tensor:
+        return self._tensor("run", name, None)
+
+    def _tensor(self, kind: str, name: str, rank: int | None) -> Tensor:
+        """A tensor that a tree refers to."""
+        piece = self._single.get((kind, "", name, rank))
+        return self._reader.tensor(piece) if piece is not None else self._no_tensor(name)
 
     def _no_tensor(self, name: str) -> Tensor:
         raise CheckpointError(f"{self.path}: {name!r} is not where it should be; the index is damaged.")

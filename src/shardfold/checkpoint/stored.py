@@ -15,6 +15,7 @@ from torch import Tensor
 from shardfold.checkpoint.files import DTYPES
 from shardfold.checkpoint.folders import LATEST, deepspeed_folder
 from shardfold.checkpoint.format import INDEX
+from shardfold.checkpoint.paths import check_regular, is_plain_name, read_name
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.errors import CheckpointError
 
@@ -108,7 +109,7 @@ def form_of(path: str | Path) -> str:
         return ""
     if (path / INDEX).is_file():
         return "shardfold"
-    if (path / LATEST).is_file() and (path / (path / LATEST).read_text().strip() / INDEX).is_file():
+    if (path / LATEST).is_file() and (name := read_name(path / LATEST)) and (path / name / INDEX).is_file():
         return "shardfold"
     if (path / ".metadata").is_file():
         return "dcp"
@@ -186,6 +187,7 @@ def of_safetensors(path: Path) -> Stored:
         files, homes = _files(path)
         stored = Stored()
         for file in files:
+            check_regular(file)
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     if homes and homes.get(name) != file:
@@ -207,11 +209,30 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
     if path.is_file():
         return [path], {}
     if (path / HF_INDEX).is_file():
-        homes = {n: path / file for n, file in json.loads((path / HF_INDEX).read_text())["weight_map"].items()}
+        homes = _homes(path, path / HF_INDEX)
         return sorted(set(homes.values())), homes
     if not (found := _safetensors(path)):
         raise CheckpointError(f"{path} has no safetensors files.")
     return found, {}
+
+
+def _homes(folder: Path, index: Path) -> dict[str, Path]:
+    """The file of each tensor, as an index says. Links are followed: caches of downloaded models consist of them.
+
+    Raises:
+        CheckpointError: it is damaged, or names what is no file of the folder.
+    """
+    try:
+        said = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        homes = {str(name): (folder / file, file) for name, file in said.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f'{index} is damaged: it has no "weight_map" with the file of each tensor ({type(error).__name__}).'
+        ) from None
+    for file in {file for _, file in homes.values()}:
+        if not is_plain_name(file):
+            raise CheckpointError(f"{index} names {file!r}, which is not the name of a file beside it.")
+    return {name: path for name, (path, _) in homes.items()}
 
 
 def _safetensors(folder: Path) -> list[Path]:

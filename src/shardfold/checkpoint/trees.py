@@ -24,19 +24,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardfold.checkpoint.checked import DEPTH, is_deep
 from shardfold.errors import CheckpointError
 
 __all__ = ["decode", "encode"]
 
 INLINE = 8
+ABOVE = 8  # levels of an index that a tree lies in, at most
+DTYPES: dict[str, torch.dtype] = {
+    str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)
+}
+#: What is raised by reading a tree that :func:`encode` did not make.
+WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
 def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     """A tree as JSON; its larger tensors are put into ``tensors`` by the names that the JSON has.
 
     Raises:
-        CheckpointError: something of another kind is in it; ``where`` says in what.
+        CheckpointError: something of another kind is in it, or it is nested too deeply to be read again; ``where`` says
+            in what.
     """
+    try:
+        said = _encode(value, where, tensors)
+        deep = is_deep(said, DEPTH - ABOVE)
+    except RecursionError:
+        deep = True
+    if deep:
+        raise CheckpointError(
+            f"{where} is nested too deeply, or holds itself: a checkpoint takes {DEPTH} levels of JSON."
+        )
+    return said
+
+
+def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Enum):
         value = value.value
     if value is None or isinstance(value, (bool, str)):
@@ -46,7 +67,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
             return {"$float": repr(float(value))}
         return float(value) if isinstance(value, float) else int(value)
     if isinstance(value, np.generic):
-        return encode(value.item(), where, tensors)
+        return _encode(value.item(), where, tensors)
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": bytes(value).hex()}
     if isinstance(value, torch.dtype):
@@ -56,14 +77,14 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return _tensor(value.detach(), where, tensors)
     if isinstance(value, tuple):
-        return {"$tuple": [encode(v, f"{where}[{i}]", tensors) for i, v in enumerate(cast("tuple[Any, ...]", value))]}
+        return {"$tuple": [_encode(v, f"{where}[{i}]", tensors) for i, v in enumerate(cast("tuple[Any, ...]", value))]}
     if isinstance(value, list):
-        return [encode(v, f"{where}[{i}]", tensors) for i, v in enumerate(cast("list[Any]", value))]
+        return [_encode(v, f"{where}[{i}]", tensors) for i, v in enumerate(cast("list[Any]", value))]
     if isinstance(value, Mapping):
         items = list(cast("Mapping[Any, Any]", value).items())
         if all(isinstance(k, str) and not k.startswith("$") for k, _ in items):
-            return {k: encode(v, f"{where}.{k}", tensors) for k, v in items}
-        pairs = [[encode(k, f"a key of {where}", tensors), encode(v, f"{where}[{k!r}]", tensors)] for k, v in items]
+            return {k: _encode(v, f"{where}.{k}", tensors) for k, v in items}
+        pairs = [[_encode(k, f"a key of {where}", tensors), _encode(v, f"{where}[{k!r}]", tensors)] for k, v in items]
         return {"$dict": pairs}
     raise CheckpointError(
         f"{where} is a {type(value).__name__}, which a checkpoint does not take (it has no pickled objects): give "
@@ -74,27 +95,43 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 def _tensor(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if tensor.numel() <= INLINE and not tensor.is_complex():
         name, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        numbers = [encode(v, where, tensors) for v in tensor.reshape(-1).tolist()]
+        numbers = [_encode(v, where, tensors) for v in tensor.reshape(-1).tolist()]
         return {"$scalar": {"dtype": name, "shape": shape, "values": numbers}}
     tensors[where] = tensor
     return {"$tensor": where}
 
 
 def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """The tree that :func:`encode` was given; ``read`` gives the tensor of a name."""
+    """The tree that :func:`encode` was given; ``read`` gives the tensor of a name.
+
+    Raises:
+        CheckpointError: it is no such tree.
+    """
+    try:
+        return _decode(value, read)
+    except CheckpointError:
+        raise
+    except WRONG as error:
+        words = str(error).partition("\n")[0][:100]
+        raise CheckpointError(
+            f"the index of a checkpoint is damaged: one of its trees can not be read ({type(error).__name__}: {words})."
+        ) from None
+
+
+def _decode(value: Any, read: Callable[[str], Tensor]) -> Any:
     if isinstance(value, list):
-        return [decode(v, read) for v in cast("list[Any]", value)]
+        return [_decode(v, read) for v in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
     said = cast("dict[str, Any]", value)
     if "$tuple" in said:
-        return tuple(decode(v, read) for v in said["$tuple"])
+        return tuple(_decode(v, read) for v in said["$tuple"])
     if "$dict" in said:
-        return {decode(k, read): decode(v, read) for k, v in said["$dict"]}
+        return {_decode(k, read): _decode(v, read) for k, v in said["$dict"]}
     if "$float" in said:
         return float(said["$float"])
     if "$dtype" in said:
-        return getattr(torch, said["$dtype"])
+        return DTYPES[said["$dtype"]]
     if "$bytes" in said:
         return bytes.fromhex(said["$bytes"])
     if "$scalar" in said or "$tensor" in said:
@@ -102,7 +139,7 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
             tensor = read(said["$tensor"])
         else:
             inner = said["$scalar"]
-            numbers = [decode(v, read) for v in inner["values"]]
-            tensor = torch.tensor(numbers, dtype=getattr(torch, inner["dtype"])).view(inner["shape"])
+            numbers = [_decode(v, read) for v in inner["values"]]
+            tensor = torch.tensor(numbers, dtype=DTYPES[inner["dtype"]]).view(inner["shape"])
         return tensor.numpy() if said.get("numpy") else tensor
-    return {k: decode(v, read) for k, v in said.items()}
+    return {k: _decode(v, read) for k, v in said.items()}

@@ -12,12 +12,37 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shardfold.checkpoint.checked import once_each
 from shardfold.checkpoint.folders import resolve
-from shardfold.checkpoint.format import INDEX, ITEMSIZES, KINDS, SUM_BYTES, Index, Parameter, Piece, checksum, overlaps
+from shardfold.checkpoint.format import (
+    INDEX,
+    ITEMSIZES,
+    KINDS,
+    SUM_BYTES,
+    Index,
+    Parameter,
+    Piece,
+    checksum,
+    overlaps,
+)
+from shardfold.checkpoint.paths import check_regular, inside, open_regular
+from shardfold.errors import CheckpointError
 
-__all__ = ["Damage", "Verification", "blocks", "by_file", "gaps", "missing_files", "read_index", "verify"]
+__all__ = [
+    "Damage",
+    "Verification",
+    "blocks",
+    "by_file",
+    "gaps",
+    "index_bytes",
+    "missing_files",
+    "read_index",
+    "verify",
+]
 
 METADATA = {"format": "pt"}  # of every file's header
+INDEX_BYTES = 4 * 2**30  # at most: some 10 million pieces
+HEADER_BYTES = 100_000_000  # at most: safetensors' own limit
 
 
 @dataclass(frozen=True)
@@ -82,7 +107,24 @@ def read_index(path: str | Path) -> tuple[Path, Index]:
         CheckpointError: there is none, it is not complete, or its index is damaged.
     """
     folder = resolve(path)
-    return folder, Index.from_bytes((folder / INDEX).read_bytes(), str(folder / INDEX))
+    return folder, Index.from_bytes(index_bytes(folder), str(folder / INDEX))
+
+
+def index_bytes(folder: Path) -> bytes:
+    """The text of a checkpoint's index.
+
+    Raises:
+        CheckpointError: it is no file, can not be read, or is larger than any index.
+    """
+    path = folder / INDEX
+    check_regular(path)
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size > INDEX_BYTES:
+                raise CheckpointError(f"{path} is no index of a checkpoint: it has more than {INDEX_BYTES} bytes.")
+            return file.read()
+    except OSError as error:
+        raise CheckpointError(f"{path} can not be read: {error.strerror}.") from None
 
 
 def verify(path: str | Path, tick: Callable[[int, int], None] = lambda done, total: None) -> Verification:
@@ -101,8 +143,9 @@ def verify(path: str | Path, tick: Callable[[int, int], None] = lambda done, tot
     """
     folder, index = read_index(path)
     found = Verification(folder, index.step, len(index.files), len(index.pieces))
-    found.damage += gaps(index) + missing_files(folder, index)
-    absent = {each.file for each in found.damage if each.file and not (folder / each.file).exists()}
+    sizes, missing = _sizes(folder, index)
+    found.damage += gaps(index) + missing
+    absent = set(index.files) - set(sizes)
     total = sum(piece.nbytes for piece in index.pieces if piece.file not in absent)
     for name, pieces in by_file(index).items():
         if name in absent:
@@ -136,7 +179,7 @@ def blocks(folder: Path, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, 
     buffer = memoryview(bytearray(SUM_BYTES))
     if not pieces:
         return
-    fd = os.open(folder / pieces[0].file, os.O_RDONLY)
+    fd = open_regular(folder, pieces[0].file)
     try:
         for piece in pieces:
             for number, low in enumerate(range(0, piece.nbytes, SUM_BYTES)):
@@ -158,17 +201,25 @@ def by_file(index: Index) -> dict[str, list[Piece]]:
 
 
 def missing_files(folder: Path, index: Index) -> list[Damage]:
-    """Files that are not there, or not of the size that they were written with."""
+    """Files that are not there, or not of the size that they were written with, or no files of the folder."""
+    return _sizes(folder, index)[1]
+
+
+def _sizes(folder: Path, index: Index) -> tuple[dict[str, int], list[Damage]]:
+    """Bytes of the files that are there, by name, and what is wrong with any."""
+    sizes: dict[str, int] = {}
     found: list[Damage] = []
     for name, size in index.files.items():
         try:
-            there = (folder / name).stat().st_size
+            sizes[name] = inside(folder, name).stat().st_size
+        except CheckpointError as error:
+            found.append(Damage(str(error).removeprefix(f"{folder / name} ").rstrip("."), name))
         except OSError as error:
             found.append(Damage(f"is missing ({error.strerror})", name))
-            continue
-        if there != size:
-            found.append(Damage(f"has {there} bytes instead of {size}", name))
-    return found
+        else:
+            if sizes[name] != size:
+                found.append(Damage(f"has {sizes[name]} bytes instead of {size}", name))
+    return sizes, found
 
 
 def gaps(index: Index) -> list[Damage]:
@@ -259,13 +310,13 @@ def _header(path: Path, pieces: Sequence[Piece]) -> tuple[int, list[Damage]]:
     try:
         with open(path, "rb") as file:
             begin = 8 + int.from_bytes(file.read(8), "little")
-            if begin > path.stat().st_size:
+            if begin > path.stat().st_size or begin > HEADER_BYTES:
                 raise ValueError(f"it is said to have {begin - 8} bytes")
-            said = json.loads(file.read(begin - 8))
+            said = json.loads(file.read(begin - 8), object_pairs_hook=once_each)
         if said.pop("__metadata__", None) != METADATA:
             raise ValueError("its metadata is not what was written")
         tensors = {name: (t["dtype"], tuple(t["shape"]), tuple(t["data_offsets"])) for name, t in said.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return _begin(pieces), [Damage(f"its header is damaged ({error})", path.name, range=(0, _begin(pieces)))]
     wanted = {p.key: (p.dtype, p.shape, (p.at - begin, p.at - begin + p.nbytes)) for p in pieces}
     damage = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import shutil
 import tempfile
@@ -16,11 +15,14 @@ from torch import Tensor
 
 from shardfold.bundle import named_state, whole_segments
 from shardfold.checkpoint.deepspeed import DeepSpeedFolder
+from shardfold.checkpoint.deepspeed_ranks import is_plain
 from shardfold.checkpoint.folders import LATEST, deepspeed_folder
 from shardfold.checkpoint.format import INDEX
 from shardfold.checkpoint.imports import import_from
+from shardfold.checkpoint.paths import read_name
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.trees import encode
+from shardfold.checkpoint.trust import dump_object, load_object
 from shardfold.compat.deepspeed.checkpoint.ds_to_universal import LATEST_UNIVERSAL
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.utils.logging import log_dist
@@ -43,6 +45,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
+COUNTS = ("global_steps", "skipped_steps", "global_samples")
 FACE = "deepspeed"  # of what the face keeps beside the user's own
 SCRIPT = '''#!/usr/bin/env python
 """Writes the fp32 weights of this checkpoint as files of PyTorch: python zero_to_fp32.py . OUTPUT_DIR"""
@@ -72,7 +75,8 @@ def save_checkpoint(
     Args:
         save_dir: a folder that all hosts share.
         tag: the name of the checkpoint's folder in it; None: ``global_step<N>``.
-        client_state: more to keep, rank 0's. What is no number, string, list, dict or tensor is pickled.
+        client_state: more to keep, rank 0's. What is no number, string, list, dict or tensor is pickled: objects of
+            classes that are not known to do no harm are read only inside of ``shardfold.checkpoint.trusted()``.
         save_latest: False leaves the file ``latest`` as it is.
         exclude_frozen_parameters: leaves out what the optimizer does not have.
 
@@ -136,11 +140,11 @@ def _own_state(engine: DeepSpeedEngine) -> dict[str, Any]:
         "global_steps": engine.global_steps, "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps, "dp_world_size": engine.dp_world_size,
         "mp_world_size": engine.mp_world_size, "zero_stage": engine.zero_optimization_stage(),
-        "lr_scheduler": _packed({"state": schedule}) if schedule is not None else None,
+        "lr_scheduler": _packed({"state": schedule}, "lr_scheduler") if schedule is not None else None,
     }  # fmt: skip
 
 
-def _packed(state: Mapping[str, Any]) -> dict[str, Any]:
+def _packed(state: Mapping[str, Any], what: str = "client_state") -> dict[str, Any]:
     """The entries that a checkpoint keeps as they are, and the pickles of the others."""
     plain: dict[str, Any] = {}
     pickled: dict[str, Tensor] = {}
@@ -148,18 +152,35 @@ def _packed(state: Mapping[str, Any]) -> dict[str, Any]:
         try:
             encode(value, name, {})
         except CheckpointError:
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            pickled[name] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+            data = dump_object(value)
+            pickled[name] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            _warn_of(data, f"{what}[{name!r}]")
         else:
             plain[name] = value
     return {"plain": plain, "pickled": pickled}
 
 
-def _unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
-    said = dict(state.get("plain", {}))
-    for name, data in state.get("pickled", {}).items():
-        said[name] = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)
+def _warn_of(data: bytes, what: str) -> None:
+    """Says now what the load will say."""
+    try:
+        load_object(data, what)
+    except CheckpointError as error:
+        log_dist(f"it is saved, but {error}", ranks=[0], level=logging.WARNING)
+
+
+def _unpacked(state: Mapping[str, Any], where: Path, what: str = "client_state") -> dict[str, Any]:
+    """
+    Raises:
+        CheckpointError: an entry is an object that only those read who trust the checkpoint.
+    """
+    plain, pickled = state.get("plain", {}), state.get("pickled", {})
+    if not isinstance(plain, Mapping) or not isinstance(pickled, Mapping):
+        raise CheckpointError(f"{where} is damaged: its {what} is no mapping.")
+    said = dict(plain)
+    for name, data in pickled.items():
+        if not isinstance(data, Tensor) or data.dtype != torch.uint8:
+            raise CheckpointError(f"{where} is damaged: {what}[{name!r}] is no bytes.")
+        said[name] = load_object(data.numpy().tobytes(), f"{what}[{name!r}] of {where}")
     return said
 
 
@@ -200,7 +221,9 @@ def load_checkpoint(
     names = (LATEST_UNIVERSAL, LATEST) if engine._setting("checkpoint.load_universal") else (LATEST,)
     named = next((folder / name for name in names if (folder / name).is_file()), None)
     if tag is None and named is not None:
-        tag = named.read_text().strip()
+        tag = read_name(named)
+        if tag is None:
+            raise CheckpointError(f"{named} is damaged: it does not name a folder beside it.")
     said = _everyone(engine, "" if tag is None else str(tag))
     if len(set(said)) > 1:
         raise CheckpointError(
@@ -217,6 +240,7 @@ def load_checkpoint(
     weights_only = module_only or not optimizer or engine.basic_optimizer is None
     foreign = not (path / INDEX).is_file() and deepspeed_folder(path) is not None
     with _imported(engine, path) if foreign else _as_it_is(path) as source:
+        client, own = _states(engine, path, source, scheduler=scheduler and not module_only)  # before any is changed
         random = rng_state()
         if custom is not None:
             with Checkpoint(source) as checkpoint:
@@ -226,9 +250,6 @@ def load_checkpoint(
         else:
             engine._core.load(source, weights_only=weights_only, strict=strict)
         set_rng_state(random)  # DeepSpeed's checkpoints have none
-        client, own = client_state_of(source)
-    if foreign:
-        own = _foreign_state(path)
     if not module_only:
         engine.global_steps, engine.skipped_steps = own["global_steps"], own["skipped_steps"]
         engine.global_samples = own.get("global_samples", engine.global_steps * engine.train_batch_size())
@@ -241,16 +262,61 @@ def load_checkpoint(
     return str(path), client
 
 
-def client_state_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The ``client_state`` of a checkpoint of ours, and what the face kept beside it."""
+def _states(
+    engine: DeepSpeedEngine, path: Path, source: Path, *, scheduler: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """See :func:`client_state_of`; of a checkpoint ``source`` that was made of DeepSpeed's ``path``, what that has.
+
+    Raises:
+        CheckpointError: on all ranks, if any of them can not read it.
+    """
+    client, own, problem = dict[str, Any](), dict[str, Any](), None
+    try:
+        client, own = client_state_of(source, scheduler=scheduler)
+        if source != path:
+            own = _foreign_state(path)
+    except (CheckpointError, OSError) as error:
+        problem = error
+    said = _everyone(engine, "" if problem is None else str(problem))
+    if any(said):
+        alike = len(set(said)) == 1
+        told = (f"rank {rank}: {text.rstrip('.')}" for rank, text in enumerate(said) if text)
+        raise CheckpointError(said[0] if alike else f"{path} is not loaded: {'; '.join(told)}.") from problem
+    return client, own
+
+
+def client_state_of(path: Path, *, scheduler: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ``client_state`` of a checkpoint of ours, and what the face kept beside it.
+
+    Args:
+        path: of the checkpoint.
+        scheduler: False leaves out the schedule's state.
+
+    Raises:
+        CheckpointError: it is not complete or damaged, or has objects that only those read who trust it.
+    """
     with Checkpoint(path) as checkpoint:
         state, step = checkpoint.run().get("state", {}), checkpoint.index.step
-    own: dict[str, Any] = dict(state.get(FACE) or {"global_steps": step, "skipped_steps": 0})
-    if own.get("lr_scheduler") is not None:
-        own["lr_scheduler"] = _unpacked(own["lr_scheduler"])["state"]
+    if not isinstance(state, Mapping) or not isinstance(state.get(FACE) or {}, Mapping):
+        raise CheckpointError(f"{path} is damaged: what it keeps of the run is no mapping.")
+    own: dict[str, Any] = {"global_steps": step, "skipped_steps": 0} | dict(state.get(FACE) or {})
+    kept = own.pop("lr_scheduler", None)
+    if kept is not None and scheduler:
+        own["lr_scheduler"] = _unpacked(kept, path, "lr_scheduler").get("state")
     if FACE in state:
-        return _unpacked(state), own
+        return _unpacked(state, path), _counted(own, path)
     return dict(state), own  # saved by shardfold.Engine
+
+
+def _counted(own: dict[str, Any], path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        CheckpointError: what counts is no number.
+    """
+    for name in COUNTS:
+        if name in own and type(own[name]) is not int:
+            raise CheckpointError(f"{path} is damaged: {name} of its run is no number.")
+    return own
 
 
 @contextmanager
@@ -287,7 +353,14 @@ def _foreign_state(path: Path) -> dict[str, Any]:
     """What the face keeps, of one of DeepSpeed's folders."""
     model = DeepSpeedFolder.open(path)._model
     names = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size", "lr_scheduler")
-    return {"global_steps": 0, "skipped_steps": 0} | {name: model[name] for name in names if name in model}
+    own = {"global_steps": 0, "skipped_steps": 0} | {name: model[name] for name in names if name in model}
+    if not is_plain(own.get("lr_scheduler")):
+        log_dist(
+            f"the schedule's state in {path} is left out: it has objects, of which nothing runs here.",
+            ranks=[0], level=logging.WARNING,
+        )  # fmt: skip
+        del own["lr_scheduler"]
+    return _counted(own, path)
 
 
 # -- the model's values

@@ -18,6 +18,7 @@ from shardfold.budget import parse_bytes
 from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 from shardfold.checkpoint.folders import LATEST
 from shardfold.checkpoint.format import INDEX
+from shardfold.checkpoint.paths import read_name
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.stored import Later, weights_of
 from shardfold.compat.deepspeed.refused import WrongArgument
@@ -205,7 +206,9 @@ def _folder(checkpoint_dir: Any, tag: Any) -> Path:
     if tag is None:
         if not (root / LATEST).is_file():
             raise ValueError(f"Unable to find 'latest' file at {root / LATEST}: give the tag of a checkpoint.")
-        tag = (root / LATEST).read_text().strip()
+        tag = read_name(root / LATEST)
+        if tag is None:
+            raise CheckpointError(f"{root / LATEST} is damaged: it does not name a folder beside it.")
     folder = root / str(tag)
     if not folder.is_dir():
         raise FileNotFoundError(f"Directory '{folder}' doesn't exist")

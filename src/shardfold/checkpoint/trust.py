@@ -1,0 +1,119 @@
+"""Objects in files: those whose reading runs no code are read, all others for those who say that they trust the file.
+
+A pickle names functions and calls them, so whoever wrote it decides what runs where it is read. Here every pickle is
+read by ``torch.load(weights_only=True)``, which calls nothing but what is known to do no harm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import pathlib
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardfold.errors import CheckpointError
+
+__all__ = ["dump_object", "is_trusted", "load_object", "trusted"]
+
+_TRUSTED: ContextVar[bool] = ContextVar("shardfold-trusted", default=False)
+UNKNOWN = re.compile(r"(?:GLOBAL (\S+) was not an allowed|unsupported GLOBAL (\S+) whose module)")
+
+
+@contextmanager
+def trusted() -> Iterator[None]:
+    """Inside of it, checkpoints may run code: objects in them are unpickled, whatever they are.
+
+    Only for files whose every writer you would let run a program here. In other places such an object is refused, and
+    nothing of its file runs::
+
+        with shardfold.checkpoint.trusted():
+            engine.load_checkpoint(folder)
+    """
+    token = _TRUSTED.set(True)
+    try:
+        yield
+    finally:
+        _TRUSTED.reset(token)
+
+
+def is_trusted() -> bool:
+    """Whether this is inside of :func:`trusted`."""
+    return _TRUSTED.get()
+
+
+def dump_object(value: Any) -> bytes:
+    """The bytes of ``torch.save``."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def load_object(data: Path | bytes, what: str, *, mmap: bool = False) -> Any:
+    """What ``torch.save`` was given; tensors are on the CPU.
+
+    Args:
+        data: a file, or its bytes.
+        what: the object is, for messages: ``"client_state['x'] of ck/a"``.
+        mmap: tensors stay in the file until they are read.
+
+    Raises:
+        CheckpointError: it holds an object whose class is not known to do no harm and this is not inside of
+            :func:`trusted`; or it is no such file.
+    """
+    file: Any = io.BytesIO(data) if isinstance(data, bytes) else data
+    safe = not is_trusted()
+    try:
+        known = set(torch.serialization.get_safe_globals())  # stay so behind this
+        with torch.serialization.safe_globals([each for each in _harmless() if each not in known]):
+            return torch.load(file, map_location="cpu", mmap=mmap or None, weights_only=safe)
+    except pickle.UnpicklingError as error:
+        found = UNKNOWN.search(str(error))
+        if found is None or not safe:
+            raise CheckpointError(f"{what} holds no object of torch.save, or more than plain ones.") from None
+        raise CheckpointError(
+            f"{what} holds a {found[1] or found[2]}, and reading that may run code: if you trust whoever wrote it, "
+            "read it inside of `with shardfold.checkpoint.trusted():`; a class of your own that does no harm is named "
+            "by torch.serialization.add_safe_globals."
+        ) from None
+
+
+# -- what does no harm beside what PyTorch takes
+
+
+class _Kind:
+    """In place of ``numpy.dtype``: of numbers, strings and bytes, and of nothing that points into memory."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self.found = np.dtype(name)
+        if self.found.hasobject or self.found.fields is not None or self.found.subdtype is not None:
+            raise pickle.UnpicklingError(f"a NumPy scalar of dtype {name} is not read")
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        order = state[1]
+        if order in ("<", ">", "="):
+            self.found = self.found.newbyteorder(order)
+
+
+def _number(kind: _Kind, data: bytes | str) -> Any:
+    """In place of what makes NumPy's scalars."""
+    raw = data.encode("latin1") if isinstance(data, str) else data
+    return np.frombuffer(raw, dtype=kind.found, count=1)[0]
+
+
+def _harmless() -> list[Any]:
+    """Classes of values without code of their own, with the names that files of any Python and NumPy have for them."""
+    paths = [(pathlib.Path, f"{home}.{kind}") for home in ("pathlib", "pathlib._local") for kind in
+             ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")]  # fmt: skip
+    times = [datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone]
+    numbers = [(_number, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+    return [argparse.Namespace, (frozenset, "builtins.frozenset"), *paths, *times, *numbers, (_Kind, "numpy.dtype")]
