@@ -473,6 +473,8 @@ class Engine:
     def close(self) -> None:
         """Waits for a save under way, takes the hooks off the model, leaves ``torch.distributed`` as it was found."""
         self.saver.close()
+        if self._update is not None and self._update.guard is not None:
+            self._update.guard.close()
         if self._tf32 is not None:
             self._tf32()
         self._changes.close()

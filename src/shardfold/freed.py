@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from shardfold.errors import FreedParameterError
 from shardfold.torch_internals import copies_shallowly, disable_modes, modes_are_on, no_functions, no_subclass_functions
 
-__all__ = ["FreedParameter", "apart", "outline", "seal", "unseal"]
+__all__ = [
+    "CONVERSIONS",
+    "MEMORY",
+    "METADATA",
+    "SET_DATA",
+    "FreedParameter",
+    "apart",
+    "keeps_dtype",
+    "outline",
+    "seal",
+    "unseal",
+]
 
 _FREED = "_shardfold_freed"
 """Where a freed parameter keeps ``(name, class to give back, gather)``: in its own ``__dict__``, because a weak table
@@ -25,7 +36,7 @@ beside it costs several times as much, and would keep the parameter alive, which
 
 _OUTLINE = "_shardfold_outline"
 
-_METADATA: frozenset[Any] = (
+METADATA: frozenset[Any] = (
     frozenset(
         getattr(Tensor, name).__get__
         for name in (
@@ -90,12 +101,12 @@ _METADATA: frozenset[Any] = (
 )  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_CONVERSIONS: frozenset[Any] = frozenset(
+CONVERSIONS: frozenset[Any] = frozenset(
     getattr(Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
 )
-_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
-_MEMORY: frozenset[Any] = frozenset(
+MEMORY: frozenset[Any] = frozenset(
     getattr(Tensor, name) for name in ("untyped_storage", "storage", "storage_offset", "data_ptr")
 )
 """What an outline answers too: clients look for tied weights by their memory, and it has some."""
@@ -122,7 +133,7 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA or (func in _MEMORY and _OUTLINE in args[0].__dict__):
+        if func in METADATA or (func in MEMORY and _OUTLINE in args[0].__dict__):
             with no_subclass_functions():
                 return func(*args, **(kwargs or {}))
         freed = list(_freed_in([*args, *(kwargs or {}).values()]))
@@ -131,14 +142,14 @@ class FreedParameter(nn.Parameter):
             gathered = all([gather() for gather in gathers])
         if gathered and not any(isinstance(parameter, FreedParameter) for parameter in freed):
             return func(*args, **(kwargs or {}))  # they were gathered: they are ordinary parameters now
-        if func is Tensor.detach or func in _CONVERSIONS:
+        if func is Tensor.detach or func in CONVERSIONS:
             shape_of = getattr(gathers[0], "outline", None)
             found = shape_of(freed[0]) if shape_of is not None else None
             if found is not None and func is Tensor.detach:
                 return found
-            if found is not None and _keeps_dtype(func, *args, **(kwargs or {})):
+            if found is not None and keeps_dtype(func, *args, **(kwargs or {})):
                 return args[0]  # the whole values are made on their own device, whenever they are made
-        if func == _SET_DATA and args[0] is args[1]:
+        if func == SET_DATA and args[0] is args[1]:
             return None  # `module.to(...)` puts what a conversion gave there
         _refuse(getattr(func, "__qualname__", None) or str(func), args, kwargs)
 
@@ -169,7 +180,8 @@ class FreedParameter(nn.Parameter):
         return f"Parameter {_name(self)!r} of shape {tuple(self.shape)} (only this rank's shard is in memory)"
 
 
-def _keeps_dtype(conversion: Callable[..., Tensor], parameter: Tensor, *args: Any, **kwargs: Any) -> bool:
+def keeps_dtype(conversion: Callable[..., Tensor], parameter: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether ``parameter.to(...)``, or such, would give its dtype again; only metadata is read."""
     probe = torch.empty((), dtype=parameter.dtype, device=parameter.device)
     kwargs.pop("memory_format", None)
     return conversion(probe, *args, **kwargs).dtype == parameter.dtype

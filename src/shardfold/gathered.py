@@ -388,8 +388,10 @@ def _used(engine: Engine, places: Sequence[Place]) -> list[bool]:
             "gathered(of='grads'): gradients are summed over ranks in the last backward before engine.step(), which "
             "has not come yet (accumulate=, no_sync(), or no backward since the last step): ask right before step()."
         )
+    engine._runner.hide_gradients()
     used, late, _ = engine.actions.agree_on_use()
     engine._runner.reduce_late(late)
+    engine._runner.show_gradients()
     numbers = {id(segment): i for unit in engine.units for i, segment in enumerate(unit.trainable)}
     return [used[place.unit.name][numbers[id(place.segment)]][place.slot] for place in places]
 

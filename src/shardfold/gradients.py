@@ -78,6 +78,21 @@ class GradientBuffer:
         if self._waiting_bytes >= BATCH:
             self.flush()
 
+    def put(self, segment: int, slot: int, values: Tensor) -> None:
+        """From now on ``values`` are the gradient of a slot; they are taken as they are."""
+        self.flush()
+        if adopted := self._adopted[segment]:
+            adopted.pop(slot, None)
+        self.views[segment][slot].copy_(values)
+        self.touched[segment][slot] = True
+
+    def drop(self, segment: int, slot: int) -> None:
+        """Forgets the gradient of a slot."""
+        self.flush()
+        if adopted := self._adopted[segment]:
+            adopted.pop(slot, None)
+        self.touched[segment][slot] = False
+
     def flush(self) -> None:
         """From now on all that was added, and not adopted, is in ``views``."""
         views, grads = self._waiting

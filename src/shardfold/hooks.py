@@ -191,6 +191,7 @@ class Hooks:
                         node = torch.autograd.graph.get_gradient_edge(parameter).node
                         parameter.requires_grad_(wanted)
                     self._accumulators.append(node)
+                    self._add(node.register_prehook(self._before_gradient))
                     self._add(node.register_hook(self._on_gradient(parameter, unit, i, j)))
 
     def _cast_between_parts(self, units: Sequence[Unit]) -> None:
@@ -430,6 +431,12 @@ class Hooks:
         if self._replaced is not None:
             self._replaced.end_backward()
 
+    def _before_gradient(self, arriving: Sequence[Tensor | None]) -> None:
+        """The first gradient of a backward may be all that tells of it: a loss of a method, of a submodule, of weights.
+        It has to begin before autograd adds to what ``parameter.grad`` shows."""
+        if not self._queued and arriving[0] is not None:
+            self._ensure_backward()
+
     def _on_gradient(
         self, parameter: nn.Parameter, unit: Unit, segment: int, slot: int
     ) -> Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], None]:
@@ -438,9 +445,7 @@ class Hooks:
         def hook(_: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
             if arrived[0] is None:  # a node above had no gradient to give
                 return
-            grad, parameter.grad = parameter.grad, None  # first, because a backward that begins clears what is shown
-            if not self._queued:
-                self._ensure_backward()
+            grad, parameter.grad = parameter.grad, None
             assert grad is not None
             with apart():
                 deliver(unit, place, grad)

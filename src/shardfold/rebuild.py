@@ -134,7 +134,7 @@ def _make(engine: Engine, plan: Plan, homes: Homes) -> list[Unit]:
     """The units of a plan, in order."""
     update = engine._update
     for unit in homes.gone:
-        unit.hide_gradients()
+        unit.shown.forget()
         if unit.split and unit.life is Life.GATHERED:
             unit.release()
     staying = {id(p) for c in plan.cuts for p in c.parameters.values()}

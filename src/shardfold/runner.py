@@ -34,6 +34,7 @@ from shardfold.buffers import Buffers
 from shardfold.errors import OrderError, UsageError
 from shardfold.layout import Layout
 from shardfold.mesh import DataMesh
+from shardfold.optim.guard import Guard
 from shardfold.order import Track, contradiction, describe, merge_orders, with_missing
 from shardfold.passes import Schedule
 from shardfold.program import COLLECTIVES, REDUCTIONS, Op, Program
@@ -60,6 +61,7 @@ class Runner:
         last: whether the next backward is the last before a step; None: each ``accumulate``-th is.
         synchronize: False inside ``no_sync()``.
         scaled: whether the backward under way is that of a loss that the engine scaled.
+        hints: whether what stands for a gradient that this rank does not have whole is shown in its place.
         orders: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
         roots: names of the units that are held through a pass.
     """
@@ -88,6 +90,8 @@ class Runner:
         self.last: bool | None = None
         self.synchronize = True
         self.scaled = False
+        self.hints = True
+        self._by_hand: list[str] = []  # what users did to gradients since the last step
         self.buffers = Buffers(model, mesh, agreement)
         self._evaluated = False  # since the last step
         self._delivered = False  # whether this backward gave gradients
@@ -105,6 +109,9 @@ class Runner:
         self._interrupted = False  # an exception left the model's forward
         self._outer: list[tuple[Run, str]] = []  # forwards that a backward inside of them interrupts
         self.renew(units)
+        update = actions.optimizer
+        if update is not None:
+            update.guard = Guard(update.torch_optimizer, self._optimizer_zero_grad)
 
     # -- programs
 
@@ -324,12 +331,69 @@ class Runner:
         """Forgets all gradients since the last step."""
         self.micro, self.boundary = 0, False
         self.attempt += 1
+        self._by_hand.clear()
         for unit in self.units:
             unit.end_reduce(self.agreement.wait)
             unit.forget_gradients()
             for segment in unit.trainable:
                 for parameter in segment.parameters:
                     parameter.grad = None
+
+    # -- gradients that users see
+
+    def show_gradients(self) -> None:
+        """Users find what has come since the last step in ``parameter.grad``, as far as this rank has it."""
+        where: str | None = ""
+        if self.layout.master.over:
+            where = f"which lies in pieces on {self.mesh.parts(self.layout.master.over)} ranks" if self.hints else None
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self.units:
+                unit.shown.show(where)
+
+    def hide_gradients(self) -> None:
+        """Takes back what is shown, and what users did to it, before gradients come or are used."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self.units:
+                self._by_hand += unit.shown.hide()
+
+    def drop_gradients(self, *, zero: bool = False) -> None:
+        """Forgets the gradients that have come since the last step, or makes them ``zero``; it stays the same step."""
+        if not self.micro:
+            return
+        self.hide_gradients()
+        for unit in self.units:
+            unit.drop_gradients(zero=zero)
+        self._by_hand.append(f"{'set all gradients to zero' if zero else 'dropped all gradients'} behind {self.micro}")
+        self.show_gradients()
+
+    def _optimizer_zero_grad(self, set_to_none: bool) -> None:
+        self.settle("optimizer.zero_grad()")
+        self.drop_gradients(zero=not set_to_none)
+
+    def before_step(self) -> bool:
+        """Takes what users did to gradients since the last step; whether they did anything."""
+        self.hide_gradients()
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self.units:
+                self._by_hand += unit.shown.take_given(whole=not self.layout.master.over)
+        return bool(self._by_hand)
+
+    def compare_changes(self) -> None:
+        """Some rank's user changed gradients.
+
+        Raises:
+            UsageError: on all ranks: others did not do the same, so that ranks would go on with different sums.
+        """
+        said = self.agreement.exchange(f"by hand/{self.agreement.sequence}", json.dumps(self._by_hand))
+        if len(set(said)) > 1:
+            ways = [json.loads(text) for text in said]
+            rank, way = next((rank, way) for rank, way in enumerate(ways) if way != ways[0])
+            first = next(i for i in range(max(len(way), len(ways[0]))) if way[i : i + 1] != ways[0][i : i + 1])
+            did = [f"rank {r} {w[first] if first < len(w) else 'did not'}" for r, w in ((0, ways[0]), (rank, way))]
+            raise UsageError(
+                f"engine.step(): ranks did different things to their gradients: {'; '.join(did)}. Do the same on every "
+                "rank, e.g. by what engine.agree() says. Nothing was updated; engine.zero_grad() drops what there is."
+            )
 
     # -- forward events
 
@@ -355,8 +419,6 @@ class Runner:
         # The same for a checkpoint around the whole model, which leaves only the training mode to tell.
         self.actions.backward_follows = grad or self.model.training
         self.store.after_compute()
-        for unit in self.units:
-            unit.hide_gradients()
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._run = IdleRun() if local else self._start(section)
         self._run.begin()
@@ -449,8 +511,8 @@ class Runner:
             self._outer.append((self._run, self._section))
         self.actions.meter.begin_backward(section)
         self.store.after_compute()
+        self.hide_gradients()
         for unit in self.units:
-            unit.hide_gradients()
             unit.seen.clear()
         self._run = self._start(section, nested=nested)
         self._run.begin()
@@ -517,9 +579,7 @@ class Runner:
             unit.end_reduce(self.agreement.wait)
             unit.flush()
         self.store.forget_spares()
-        if not self.layout.master.over:
-            for unit in self.units:
-                unit.show_gradients()
+        self.show_gradients()
 
     # -- the step
 
@@ -527,6 +587,7 @@ class Runner:
         """Before a step behind a backward that was not known to be the last: what only that would have reduced."""
         if self.boundary or not self.last:
             return
+        self.hide_gradients()
         self.meet("the end of the micro-batches")
         done = {(op.unit, op.verb) for op in self.program.backward}
         for op in self.program.last:
@@ -552,6 +613,7 @@ class Runner:
     def end_step(self, *, skipped: bool = False) -> None:
         """The gradients have been used, or overflowed."""
         self.micro, self.boundary = 0, False
+        self._by_hand.clear()
         self.attempt += 1
         self._evaluated = self._asked_backward = False
         self.actions.meter.control(self.agreement.control_bytes)

@@ -36,8 +36,14 @@ def take_step(engine: Engine) -> StepReport:
     """See :meth:`Engine.step`; at the boundary, with gradients."""
     assert engine.optimizer is not None
     lr = float(engine.optimizer.param_groups[0]["lr"]) if engine.optimizer.param_groups else None
-    if any(engine._runner.meet("the optimizer step", flags=[False, engine._replaced.waits])):  # the first: of buffers
+    by_hand = engine._runner.before_step()
+    said = engine._runner.meet(
+        "the optimizer step", flags=[False, engine._replaced.waits, by_hand]
+    )  # the first: of buffers
+    if said[1]:
         engine._replaced.agree(partial(engine.actions.control, op=dist.ReduceOp.MAX))
+    if said[2]:
+        engine._runner.compare_changes()
     scale = engine.actions.lifted
     updated = _update(engine)
     findings = engine.alarm.report.findings if engine.alarm.report is not None else ()
@@ -50,8 +56,8 @@ def take_step(engine: Engine) -> StepReport:
             raise engine.alarm.failure()
         return StepReport(engine.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings)
     engine.steps += 1
+    engine.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
     if engine.schedule is not None:
-        engine.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
         engine.schedule.step()
     for call in engine.after_step:
         call()

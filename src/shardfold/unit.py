@@ -30,6 +30,7 @@ from shardfold.freed import outline, seal, unseal
 from shardfold.gradients import GradientBuffer
 from shardfold.layout import ITEMSIZE, ROLES, Layout, Mesh
 from shardfold.shards import SegmentSpec, UnitSpec, shard_range
+from shardfold.shown import ShownGradients
 from shardfold.stores.device import DeviceStore
 from shardfold.torch_internals import set_versions, storage_key
 from shardfold.wires.plain import Pending, Waiter
@@ -281,7 +282,7 @@ class Unit:
         self.summed = False  # grads already hold a sum over all axes, in a layout that needs two reductions for it
         self.seen: set[tuple[int, int]] = set()  # parameters whose gradient came in this backward
         self.used = [[False] * len(s.parameters) for s in self.trainable]
-        self._shown: list[nn.Parameter] = []  # parameters whose .grad is a view of the resting buffer
+        self.shown = ShownGradients(self)
         self.num_trainable = sum(len(s.parameters) for s in self.trainable)
         self.replaced = False  # the model changed, and its parameters are other units' now
         self._store = store
@@ -404,29 +405,33 @@ class Unit:
         """The sums are in ``grads``; the buffers they came from are given back."""
         self._drain(self.reducing, waiter)
 
-    def show_gradients(self) -> None:
-        """Where a rank has all gradients, users find them where PyTorch puts them."""
-        buffer = self.resting
-        if buffer is None or any(
-            s.dtype != flat.dtype or s.unscale != 1.0 for s, flat in zip(self.trainable, buffer.flats, strict=True)
-        ):
-            return
-        for segment, views, touched in zip(self.trainable, buffer.views, buffer.touched, strict=True):
-            for slot, (parameter, view, was) in enumerate(zip(segment.parameters, views, touched, strict=True)):
-                if was:
-                    parameter.grad = segment.adopted.get(slot, view)
-                    self._shown.append(parameter)
+    def drop_gradient(self, segment: int, slot: int, *, zero: bool = False) -> None:
+        """Forgets the gradient of one parameter, or makes it ``zero``: with that an update still counts."""
+        held, place = self.trainable[segment], (segment, slot)
+        self.used[segment][slot] = zero and self.used[segment][slot]
+        self.waiting = [late for late in self.waiting if late[:2] != place]
+        if self.incoming is not None:
+            self.incoming.drop(segment, slot)
+        with torch.no_grad():
+            if self.resting is not None:
+                self.resting.drop(segment, slot)
+                if zero or self.reduced:
+                    self.resting.views[segment][slot].zero_()
+            elif self.reduced:
+                held.master_grads[held.own_piece(slot)[0]].zero_()
+            if self.extra is not None:
+                self.extra[segment][held.own_piece(slot)[0]].zero_()
 
-    def hide_gradients(self) -> None:
-        """Before gradients come: what is shown is the buffer itself, and autograd would add into it by itself."""
-        for parameter in self._shown:
-            parameter.grad = None
-        self._shown.clear()
+    def drop_gradients(self, *, zero: bool = False) -> None:
+        """Forgets the gradients of all parameters, or makes them ``zero``."""
+        for i, used in enumerate(self.used):
+            for slot, was in enumerate(used):
+                if was:
+                    self.drop_gradient(i, slot, zero=zero)
 
     def forget_gradients(self) -> None:
         """As before the first backward of a step."""
-        if any(segment.adopted for segment in self.trainable):  # what is shown is all that keeps them
-            self.hide_gradients()
+        self.shown.forget()
         self.incoming = self.extra = None
         self.waiting.clear()
         self.reduced = self.summed = False

@@ -166,7 +166,10 @@ def check(engine: Engine) -> NumericsReport:
     """Reads parameters, gradients (once all are summed, before ``step()``), the optimizer's states and buffers, and the
     sums of a :class:`Watch`, on every rank. Every rank calls it, between passes."""
     engine._meet("sf.numerics.check()")
-    return examine(engine)
+    engine._runner.hide_gradients()
+    report = examine(engine)
+    engine._runner.show_gradients()
+    return report
 
 
 def examine(engine: Engine, *, only_gradients: bool = False) -> NumericsReport:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -22,6 +23,7 @@ from torch.optim import SGD, Optimizer
 from shardfold.cost import Sent
 from shardfold.errors import ConfigError
 from shardfold.optim.fused import FusedShard, fused_moments
+from shardfold.optim.guard import Guard
 from shardfold.optim.parts import Link, PartOptimizer, Place
 from shardfold.shards import SegmentSpec
 from shardfold.unit import TORCH_DTYPES, Segment, Unit
@@ -116,6 +118,7 @@ class ShardedOptimizer:
         self, optimizer: Optimizer, units: Sequence[Unit], moments_dtype: str, block: int, stochastic: int | None = None
     ) -> None:
         self.torch_optimizer = optimizer
+        self.guard: Guard | None = None  # against calls of users'
         self._ours = optimizer if isinstance(optimizer, PartOptimizer) else None
         self._block, self._moments_dtype = block, moments_dtype
         self._pieces: dict[int, list[_Piece]] = {}  # by segment
@@ -178,7 +181,8 @@ class ShardedOptimizer:
                 piece.tensor.grad = grad if factor is None else grad * factor
         for _, stranger in self.strangers():  # trained from the next forward on; its gradient here is this rank's own
             stranger.grad = None
-        self.torch_optimizer.step()
+        with self.guard.stepping() if self.guard is not None else nullcontext():
+            self.torch_optimizer.step()
         for piece in self._every_piece():
             piece.tensor.grad = None
 
