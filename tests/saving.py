@@ -14,7 +14,7 @@ import torch
 
 import shardfold as sf
 from models import Small, batches
-from shardfold.checkpoint import folders
+from shardfold.checkpoint import draft
 from shardfold.checkpoint.verify import verify
 
 CALLS = ("open", "pwrite", "write", "fsync", "ftruncate", "mkdir", "rename", "replace", "unlink")
@@ -46,16 +46,16 @@ class Disk:
     @contextmanager
     def watched(self) -> Iterator[Disk]:
         real = {name: getattr(os, name) for name in CALLS}
-        exchange = folders._exchange
+        exchange = draft._exchange
         try:
             for name, call in real.items():
                 setattr(os, name, partial(self._call, name, call))
-            folders._exchange = partial(self._call, "exchange", exchange)
+            draft._exchange = partial(self._call, "exchange", exchange)
             yield self
         finally:
             for name, call in real.items():
                 setattr(os, name, call)
-            folders._exchange = exchange
+            draft._exchange = exchange
 
     def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._below(args[0]):

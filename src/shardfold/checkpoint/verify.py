@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shardfold.checkpoint.folders import resolve
 from shardfold.checkpoint.format import INDEX, ITEMSIZES, KINDS, SUM_BYTES, Index, Parameter, Piece, checksum, overlaps
+from shardfold.checkpoint.hosts import whose
 
 __all__ = ["Damage", "Verification", "blocks", "by_file", "gaps", "missing_files", "read_index", "verify"]
 
@@ -157,14 +158,15 @@ def by_file(index: Index) -> dict[str, list[Piece]]:
     return found
 
 
-def missing_files(folder: Path, index: Index) -> list[Damage]:
-    """Files that are not there, or not of the size that they were written with."""
+def missing_files(folder: Path, index: Index, names: Iterable[str] | None = None) -> list[Damage]:
+    """Files that are not there, or not of the size that they were written with; ``names``: of these only."""
     found: list[Damage] = []
-    for name, size in index.files.items():
+    for name in index.files if names is None else names:
+        size = index.files[name]
         try:
             there = (folder / name).stat().st_size
         except OSError as error:
-            found.append(Damage(f"is missing ({error.strerror})", name))
+            found.append(Damage(f"is missing ({whose(index, name) or error.strerror})", name))
             continue
         if there != size:
             found.append(Damage(f"has {there} bytes instead of {size}", name))
