@@ -71,6 +71,21 @@ class Disk:
         return str(path).startswith(self._root)
 
 
+@contextmanager
+def failing(root: Path, name: str, number: int, code: int) -> Iterator[None]:
+    """The ``number``-th call ``name`` of the file system below ``root`` fails."""
+    seen: list[str] = []
+
+    def at(_: int, call: str) -> None:
+        seen.append(call)
+        if call == name and seen.count(name) == number:
+            raise OSError(code, os.strerror(code))
+
+    with Disk(root, at).watched():
+        yield
+    assert seen.count(name) >= number, f"{name} was called {seen.count(name)} times"
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

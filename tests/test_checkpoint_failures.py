@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
-from saving import Disk, engine, expect, left_over, train, whole
+from saving import Disk, engine, expect, failing, left_over, train, whole
 from shardfold.checkpoint import draft as drafts
 from shardfold.checkpoint import folders
 from shardfold.checkpoint.folders import resolve
@@ -35,21 +35,6 @@ class Raises:
 
     def state_dict(self) -> dict[str, Any]:
         raise ValueError("the sampler has no epoch")
-
-
-@contextmanager
-def failing(root: Path, name: str, number: int, code: int) -> Iterator[None]:
-    """The ``number``-th call ``name`` of the file system below ``root`` fails."""
-    seen: list[str] = []
-
-    def at(_: int, call: str) -> None:
-        seen.append(call)
-        if call == name and seen.count(name) == number:
-            raise OSError(code, os.strerror(code))
-
-    with Disk(root, at).watched():
-        yield
-    assert seen.count(name) >= number, f"{name} was called {seen.count(name)} times"
 
 
 @contextmanager
