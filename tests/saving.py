@@ -14,7 +14,7 @@ import torch
 
 import shardfold as sf
 from models import Small, batches
-from shardfold.checkpoint import folders
+from shardfold.checkpoint import draft
 from shardfold.checkpoint.verify import verify
 
 CALLS = ("open", "pwrite", "write", "fsync", "ftruncate", "mkdir", "rename", "replace", "unlink")
@@ -46,16 +46,16 @@ class Disk:
     @contextmanager
     def watched(self) -> Iterator[Disk]:
         real = {name: getattr(os, name) for name in CALLS}
-        exchange = folders._exchange
+        exchange = draft._exchange
         try:
             for name, call in real.items():
                 setattr(os, name, partial(self._call, name, call))
-            folders._exchange = partial(self._call, "exchange", exchange)
+            draft._exchange = partial(self._call, "exchange", exchange)
             yield self
         finally:
             for name, call in real.items():
                 setattr(os, name, call)
-            folders._exchange = exchange
+            draft._exchange = exchange
 
     def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._below(args[0]):
@@ -69,6 +69,21 @@ class Disk:
         except OSError:
             return False
         return str(path).startswith(self._root)
+
+
+@contextmanager
+def failing(root: Path, name: str, number: int, code: int) -> Iterator[None]:
+    """The ``number``-th call ``name`` of the file system below ``root`` fails."""
+    seen: list[str] = []
+
+    def at(_: int, call: str) -> None:
+        seen.append(call)
+        if call == name and seen.count(name) == number:
+            raise OSError(code, os.strerror(code))
+
+    with Disk(root, at).watched():
+        yield
+    assert seen.count(name) >= number, f"{name} was called {seen.count(name)} times"
 
 
 def die() -> None:

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
-from saving import Disk, engine, expect, left_over, train, whole
+from saving import Disk, engine, expect, failing, left_over, train, whole
+from shardfold.checkpoint import draft as drafts
 from shardfold.checkpoint import folders
 from shardfold.checkpoint.folders import resolve
 from shardfold.errors import CheckpointError, ConfigError, UsageError
@@ -34,21 +35,6 @@ class Raises:
 
     def state_dict(self) -> dict[str, Any]:
         raise ValueError("the sampler has no epoch")
-
-
-@contextmanager
-def failing(root: Path, name: str, number: int, code: int) -> Iterator[None]:
-    """The ``number``-th call ``name`` of the file system below ``root`` fails."""
-    seen: list[str] = []
-
-    def at(_: int, call: str) -> None:
-        seen.append(call)
-        if call == name and seen.count(name) == number:
-            raise OSError(code, os.strerror(code))
-
-    with Disk(root, at).watched():
-        yield
-    assert seen.count(name) >= number, f"{name} was called {seen.count(name)} times"
 
 
 @contextmanager
@@ -106,17 +92,17 @@ def broken_saves(folder: str) -> dict[str, list[str]]:
     full = errno.ENOSPC
     attempt("disk full on rank 1", on=1, broken=failing(root, "pwrite", 1, full))
     attempt("in the background", on=1, broken=failing(root, "pwrite", 1, full), wait=False)
-    attempt("at the index of rank 1", on=1, broken=failing(root, "write", 1, full))
-    attempt("at the index", broken=failing(root, "write", 3, full))
+    attempt("at the index", broken=failing(root, "write", 2, full))
+    attempt("at the name of the latest", broken=failing(root, "write", 3, full))
     attempt("at the sync of rank 1", on=1, broken=failing(root, "fsync", 1, errno.EIO))
     attempt("too large a file", on=1, broken=limited(16384))
     attempt("rename", broken=failing(root, "rename", 1, errno.EACCES))
     attempt("latest", broken=failing(root, "replace", 1, errno.EACCES))
     attempt("latest of one of that name", root / "a", broken=failing(root, "replace", 1, errno.EACCES))
-    exchange, folders._exchange = folders._exchange, lambda one, other: False
+    exchange, drafts._exchange = drafts._exchange, lambda one, other: False
     attempt("latest, no exchange", root / "a", broken=failing(root, "replace", 1, errno.EACCES))
     attempt("second rename, no exchange", root / "a", broken=failing(root, "rename", 2, errno.EIO))
-    folders._exchange = exchange
+    drafts._exchange = exchange
     attempt("below a file", root / "file" / "b")
     attempt("no checkpoint", root / "taken")
     attempt("a file", root / "file")
@@ -145,8 +131,8 @@ def broken_saves(folder: str) -> dict[str, list[str]]:
 SAID = {
     "disk full on rank 1": ["rank 1: No space left on device", "rank-00001-of-00002.safetensors"],
     "in the background": ["rank 1: No space left on device", "rank-00001-of-00002.safetensors"],
-    "at the index of rank 1": ["rank 1: No space left on device", "rank-00001-of-00002.json"],
     "at the index": ["No space left on device", "index.json"],
+    "at the name of the latest": ["No space left on device", "latest"],
     "at the sync of rank 1": ["rank 1: Input/output error"],
     "too large a file": ["rank 1: File too large", "rank-00001-of-00002.safetensors"],
     "rename": ["Permission denied"],
@@ -418,8 +404,8 @@ def one_engine(root: Path, *names: str) -> sf.Engine:
 
 def owner(draft: Path, pid: int, **other: Any) -> None:
     draft.mkdir()
-    said = {"host": folders._host(), "pid": pid, "started": folders._started(pid)} | other
-    (draft / folders.OWNER).write_text(json.dumps(said))
+    said = {"host": drafts._host(), "pid": pid, "started": drafts._started(pid)} | other
+    (draft / drafts.OWNER).write_text(json.dumps(said))
 
 
 def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
@@ -451,7 +437,7 @@ def test_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
     assert whole(root) == 3
     for draft in (root / ".x.writing-00000000000d", root / ".x.writing-00000000000e"):
         os.utime(draft, (0, 0))
-        assert folders._dead(draft)
+        assert drafts._dead(draft)
 
 
 def test_a_checkpoint_that_is_not_there_is_explained(tmp_path: Path) -> None:

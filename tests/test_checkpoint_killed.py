@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from saving import Disk, die, engine, expect, left_over, train, whole
-from shardfold.checkpoint import folders, messages
+from shardfold.checkpoint import draft, messages
 from shardfold.errors import CheckpointError, ShardfoldError
 from shardfold.testing import Ranks, RanksFailed
 
@@ -35,7 +35,7 @@ def save_and_die(root: str, victim: int, share: float, wait: bool, same: bool, s
     if port:
         _join(rank, port, serves=rank == 0)
     if not swap:
-        folders._exchange = lambda one, other: False
+        draft._exchange = lambda one, other: False
     trained = engine()
     train(trained)
     expect(trained, folder)

@@ -69,7 +69,7 @@ class Agreement:
 
     def __init__(self, mesh: DataMesh, patience: float, limit: float) -> None:
         self._mesh = mesh
-        self._patience, self._limit = patience, limit
+        self._patience, self.limit = patience, limit
         self.sequence = 0  # collectives issued by this engine so far
         self.places = 0  # how many bits a round of asking has at most
         self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
@@ -200,11 +200,11 @@ class Agreement:
             return [value]
         keys = [f"{key}/{r}" for r in range(world)]
         store.set(keys[self._mesh.rank], value)
-        deadline = monotonic() + self._limit
+        deadline = monotonic() + self.limit
         while not store.check(keys):
             self._check()
             if monotonic() > deadline:
-                raise CollectiveError(f"rank {self._mesh.rank}: not every rank came to {key!r} in {self._limit:.0f} s.")
+                raise CollectiveError(f"rank {self._mesh.rank}: not every rank came to {key!r} in {self.limit:.0f} s.")
             self._pause(store, keys)
         return [store.get(k).decode() for k in keys]
 
@@ -292,10 +292,10 @@ class Agreement:
             LOG.warning(
                 "waiting for %.0f s: %s.%s", now - begun, self._describe(others), " Still waiting." * (not stuck)
             )
-        if now - begun > self._limit:
+        if now - begun > self.limit:
             message = (
                 f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, did not finish within "
-                f"{self._limit:.0f} s: {self._describe(others)}."
+                f"{self.limit:.0f} s: {self._describe(others)}."
             )
             self._mesh.store.set("abort", message)
             raise CollectiveError(message)

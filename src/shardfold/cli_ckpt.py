@@ -137,6 +137,7 @@ def inspect(
     from rich.markup import escape
 
     from shardfold.checkpoint import inspect as looking
+    from shardfold.checkpoint.hosts import hosts_said
     from shardfold.observe.contents import contents_table, reading, run_table, states_table
     from shardfold.observe.formats import format_bytes, format_count
     from shardfold.observe.tables import print_whole
@@ -154,7 +155,12 @@ def inspect(
             f"parameters, {format_bytes(contents.num_bytes)} in {len(index.files)} files",
             soft_wrap=True,
         )
-        facts = {"written": ", ".join(f"{k} {v}" for k, v in index.written.items() if k != "save"), **contents.run}
+        said = {name: value for name, value in index.written.items() if name not in ("save", "hosts")}
+        facts = {"written": ", ".join(f"{name} {value}" for name, value in said.items()), **contents.run}
+        if hosts := hosts_said(index):
+            facts["hosts"] = "\n".join(map(str, hosts))
+        if contents.missing:
+            facts["not here"] = "\n".join(map(str, contents.missing))
         if "table" in layout:
             mesh = " x ".join(f"{axis} {size}" for axis, size in layout["mesh"].items())
             facts["layout"] = f"{layout['precision']}, {layout['ranks']} ranks ({mesh})\n{layout['table']}"

@@ -30,8 +30,9 @@ from shardfold.activations import Activations, Replacements, in_table
 from shardfold.agreement import Agreement
 from shardfold.changes import Changes
 from shardfold.checkpoint.base import Base
+from shardfold.checkpoint.job import Saving
 from shardfold.checkpoint.load import LoadReport, load
-from shardfold.checkpoint.save import Saver, Saving
+from shardfold.checkpoint.save import Saver
 from shardfold.checkpoint.stored import readable
 from shardfold.early import announce
 from shardfold.errors import UsageError
@@ -362,6 +363,7 @@ class Engine:
         frozen: str = "keep",
         latest: bool = True,
         gradients: str = "refuse",
+        shared: bool | None = None,
     ) -> Saving | None:
         """Writes a checkpoint of the whole run that any layout, precision and number of ranks can load.
 
@@ -369,7 +371,7 @@ class Engine:
         checkpoint is there, and ``latest`` beside it names it, when all parts are on the disk, or never.
 
         Args:
-            path: the checkpoint's folder, on a file system that all hosts share. What was there is replaced.
+            path: the checkpoint's folder. What was there is replaced.
             state: more to keep, rank 0's, by name: numbers, strings, lists, dicts, tensors, or objects with
                 ``state_dict()``, such as a sampler.
             rank_state: the same of each rank.
@@ -382,6 +384,9 @@ class Engine:
                 and keeps a checksum of each, with which :meth:`load` compares the base that it finds.
             latest: False leaves the file ``latest`` as it is.
             gradients: between the micro-batches of a step: ``"refuse"`` to save, or ``"leave"`` out what has come.
+            shared: whether all hosts see the same folder. True: else the save fails. False: each keeps the part that
+                its ranks wrote, perhaps under another parent folder; with all parts :meth:`load` needs no shared disk
+                either. None: whichever is so, with a warning where they do not.
 
         Returns:
             The save, to ask or to wait for; None if it was skipped. A failure in the background is logged, and raised
@@ -396,7 +401,7 @@ class Engine:
         self._refuse_broken("engine.save()")
         return self.saver.save(
             path, state=state or {}, rank_state=rank_state or {}, wait=wait, busy=busy, keep=keep, nonfinite=nonfinite,
-            left_out=self._base.left_out(frozen), latest=latest, gradients=gradients,
+            left_out=self._base.left_out(frozen), latest=latest, gradients=gradients, shared=shared,
         )  # fmt: skip
 
     def load(

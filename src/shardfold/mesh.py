@@ -121,6 +121,15 @@ class DataMesh:
             self._made.append(group)
         return group
 
+    def open_group(self, timeout: timedelta) -> Any:
+        """A Gloo group of all ranks for messages between two of them, until :meth:`close_group`; all ranks call it."""
+        return self._new_group(None, timeout, "gloo")
+
+    def close_group(self, group: Any) -> None:
+        """Gives back what :meth:`open_group` made."""
+        self._made.remove(group)
+        dist.destroy_process_group(group)
+
     @property
     def backend(self) -> str:
         """``gloo`` or ``nccl``; composite names (``cpu:gloo,cuda:nccl``) are read by the part that moves tensors."""

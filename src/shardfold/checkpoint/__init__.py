@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from shardfold.checkpoint.export import export_to
     from shardfold.checkpoint.imports import ImportReport, import_from
     from shardfold.checkpoint.inspect import Contents
+    from shardfold.checkpoint.job import SaveReport, Saving
     from shardfold.checkpoint.load import LoadReport
     from shardfold.checkpoint.model import load_model
     from shardfold.checkpoint.reader import Checkpoint
-    from shardfold.checkpoint.save import SaveReport, Saving
     from shardfold.checkpoint.trust import trusted
     from shardfold.checkpoint.verify import Damage, Verification
     from shardfold.checkpoint.writer import Writer
@@ -55,8 +55,8 @@ _HOMES = {
     "Damage": "verify",
     "ImportReport": "imports",
     "LoadReport": "load",
-    "SaveReport": "save",
-    "Saving": "save",
+    "SaveReport": "job",
+    "Saving": "job",
     "Verification": "verify",
     "Writer": "writer",
     "export_to": "export",

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from torch import Tensor
 from shardfold.checkpoint.format import ITEMSIZES, SUM_BYTES, Piece, checksum
 from shardfold.checkpoint.paths import open_regular
 from shardfold.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardfold.checkpoint.elsewhere import Elsewhere
 
 __all__ = ["DTYPES", "NAMES", "Part", "Reader", "write_file"]
 
@@ -229,10 +232,11 @@ class Reader:
     Args:
         folder: of the checkpoint.
         verify: False trusts the disk.
+        elsewhere: reads the files that are not in the folder.
     """
 
-    def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        self._folder, self._verify = folder, verify
+    def __init__(self, folder: Path, *, verify: bool = True, elsewhere: Elsewhere | None = None) -> None:
+        self._folder, self._verify, self._elsewhere = folder, verify, elsewhere
         self._open: dict[str, int] = {}
         self.num_bytes = 0  # read so far
 
@@ -278,17 +282,20 @@ class Reader:
         """Bytes of a piece from its byte ``low`` on; a whole block is compared with its checksum."""
         view = memoryview(out.numpy())  # pyright: ignore
         done = 0
+        where: Path | str = self._folder / piece.file
+        if self._elsewhere is not None and piece.file in self._elsewhere:
+            where = f"{piece.file} on the host of rank {self._elsewhere.holder(piece.file)}"
+            self._elsewhere.read(piece.file, piece.at + low, out)
+            done = len(view)
         while done < len(view):
             got = os.preadv(self._fd(piece), [view[done:]], piece.at + low + done)
             if not got:
-                raise CheckpointError(
-                    f"{self._folder / piece.file} is cut short: it ends inside of {piece.key}; take another checkpoint."
-                )
+                raise CheckpointError(f"{where} is cut short: it ends inside of {piece.key}; take another checkpoint.")
             done += got
         self.num_bytes += done
         if self._verify and (number >= len(piece.sums) or checksum(view) != piece.sums[number]):
             raise CheckpointError(
-                f"{self._folder / piece.file} is damaged: bytes {piece.at + low} to {piece.at + low + done} of "
+                f"{where} is damaged: bytes {piece.at + low} to {piece.at + low + done} of "
                 f"{piece.key} differ from their checksum; take another checkpoint."
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardfold.checkpoint.format import Index, Parameter, Piece
-from shardfold.checkpoint.verify import blocks, by_file, missing_files, read_index
+from shardfold.checkpoint.verify import Damage, blocks, by_file, missing_files, read_index
 from shardfold.errors import CheckpointError
 
 __all__ = ["Contents", "NotFinite", "inspect", "not_finite"]
@@ -106,12 +106,14 @@ class Contents:
         index: what it says of itself.
         tensors: parameters and then buffers, in the order of the model.
         not_finite: None: was not looked for.
+        missing: files that are not there, such as those on other hosts, or not whole.
     """
 
     path: Path
     index: Index
     tensors: list[Tensor]
     not_finite: list[NotFinite] | None = None
+    missing: list[Damage] = field(default_factory=list[Damage])
 
     @property
     def num_bytes(self) -> int:
@@ -172,7 +174,7 @@ class Contents:
                 }
                 for t in self.tensors
             ],
-            "nonfinite_when_written": index.nonfinite,
+            "missing": [each.to_json() for each in self.missing], "nonfinite_when_written": index.nonfinite,
             "not_finite": [each.to_json() for each in self.not_finite] if self.not_finite is not None else None,
         }  # fmt: skip
 
@@ -201,9 +203,9 @@ def inspect(
         for buffer, those in ((False, index.parameters), (True, index.buffers))
         for p in those
     ]
-    contents = Contents(folder, index, tensors)
+    contents = Contents(folder, index, tensors, missing=missing_files(folder, index))
     if finite:
-        if damage := missing_files(folder, index):
+        if damage := contents.missing:
             raise CheckpointError(
                 f"{folder} is not complete: {'; '.join(map(str, damage[:8]))}; take another checkpoint."
             )

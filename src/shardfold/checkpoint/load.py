@@ -23,6 +23,7 @@ from shardfold.checkpoint.base import other_base
 from shardfold.checkpoint.collect import average_state, buffers_of, is_average, most_precise
 from shardfold.checkpoint.fit import Fit
 from shardfold.checkpoint.names import Rename
+from shardfold.checkpoint.opened import open_together
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.errors import CheckpointError, ShardfoldError
 from shardfold.layout import DATA_AXES, Axes
@@ -49,6 +50,7 @@ class LoadReport:
         path: the checkpoint.
         step: optimizer steps that it had done.
         num_bytes: read by this rank.
+        num_bytes_fetched: of them, from the disks of other hosts.
         seconds: it took.
         missing: names of the model that the checkpoint does not have; they keep their values.
         unexpected: names of the checkpoint that the model does not have.
@@ -61,6 +63,7 @@ class LoadReport:
     path: Path
     step: int
     num_bytes: int = 0
+    num_bytes_fetched: int = 0
     seconds: float = 0.0
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -70,8 +73,10 @@ class LoadReport:
     rank_states: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def __str__(self) -> str:
+        fetched = f", {self.num_bytes_fetched / 2**20:.1f} of them from other hosts" if self.num_bytes_fetched else ""
         lines = [
-            f"{self.path}: step {self.step}, {self.num_bytes / 2**20:.1f} MiB by this rank in {self.seconds:.2f} s"
+            f"{self.path}: step {self.step}, {self.num_bytes / 2**20:.1f} MiB by this rank{fetched} in "
+            f"{self.seconds:.2f} s"
         ]
         for title, names in (("missing", self.missing), ("unexpected", self.unexpected)):
             if names:
@@ -92,7 +97,7 @@ def load(
     """See :meth:`Engine.load`; ``number`` counts the loads of an engine."""
     begun = perf_counter()
     refuse_during(engine.loans, WHAT)
-    with _open(engine, path, number) as checkpoint:
+    with open_together(engine, path, f"load/{number}") as checkpoint:
         agreed = _Agreed(engine, f"load/{number}", "Nothing was changed.")
         fit = agreed(lambda: _fit(engine, checkpoint, rename, state or {}, strict, weights_only))
         report = LoadReport(
@@ -111,38 +116,9 @@ def load(
         if weights_only:
             report.notes.append("The optimizer, its schedule, the loss scale, averages and the step count stay.")
         engine.broken = mends
-        report.num_bytes, report.seconds = checkpoint.num_bytes_read, perf_counter() - begun
+        report.num_bytes, report.num_bytes_fetched = checkpoint.num_bytes_read, checkpoint.num_bytes_fetched
+        report.seconds = perf_counter() - begun
         return report
-
-
-def _open(engine: Engine, path: str | Path, number: int) -> Checkpoint:
-    """The same checkpoint on all ranks.
-
-    Raises:
-        CheckpointError: on all ranks, if any of them can not read it or they see different ones.
-    """
-    checkpoint: Checkpoint | None = None
-    try:
-        checkpoint = Checkpoint(path)
-        said = f"+{checkpoint.path.name} {checkpoint.digest}"
-    except Exception as error:
-        said = f"!{_words(error)}"
-    everyone = engine.agreement.exchange(f"load/{number}/open", said)
-    if checkpoint is None or any(text != said for text in everyone):
-        if checkpoint is not None:
-            checkpoint.close()
-        texts: dict[str, list[str]] = {}
-        for rank, text in enumerate(everyone):
-            texts.setdefault(text, []).append(str(rank))
-        if len(texts) == 1:
-            raise CheckpointError(said[1:])
-        told = "; ".join(
-            f"rank {', '.join(ranks)}: "
-            + (text[1:].rstrip(".") if text[0] == "!" else f"finds {text[1:].rpartition(' ')[0]}")
-            for text, ranks in texts.items()
-        )
-        raise CheckpointError(f"ranks do not find the same checkpoint at {path}, nothing was changed: {told}.")
-    return checkpoint
 
 
 class _Agreed:

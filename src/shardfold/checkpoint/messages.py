@@ -7,17 +7,20 @@ waits for a word of it can tell a rank that is slow from one that is gone.
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
 from shardfold.errors import CheckpointError
 
-__all__ = ["SILENCE_AT_EXIT", "Messages", "ask"]
+__all__ = ["SILENCE_AT_EXIT", "Messages", "ask", "drop", "put", "take"]
 
 BEAT = 1.0  # seconds between two signs of life of a rank
 SILENCE, SILENCE_AT_EXIT = 20.0, 8.0  # seconds without one after which it counts as dead
 PAUSE = 0.02  # seconds between two looks
+CHUNK = 1024 * 1024  # bytes of one entry of the store, whose server has a bound for them
 
 
 class Messages:
@@ -69,6 +72,37 @@ class Messages:
         if self._store is not None:
             self._ask("set", f"{self._name}/{what}/{self._rank}", text)
 
+    def send(self, what: str, data: bytes) -> None:
+        """Tells the others what is too long for one entry of the store: ``+`` and how many it has.
+
+        Raises:
+            CheckpointError: the store is gone.
+        """
+        if self._store is not None:
+            count = put(self._store, f"{self._name}/{what}/{self._rank}", data)
+            self.say(what, f"+{count}")
+
+    def receive(self, what: str, rank: int, said: str) -> bytes:
+        """What a rank has sent, of which ``said`` was heard.
+
+        Raises:
+            CheckpointError: the store is gone.
+        """
+        return take(self._store, f"{self._name}/{what}/{rank}", int(said[1:]))
+
+    def drop(self, what: str, rank: int, said: str) -> None:
+        """What a rank has sent needs no room in the store any more."""
+        drop(self._store, f"{self._name}/{what}/{rank}", int(said[1:]))
+
+    def told(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
+        """What each of ``ranks`` has said so far; waits for nobody.
+
+        Raises:
+            CheckpointError: the store is gone.
+        """
+        keys = {rank: f"{self._name}/{what}/{rank}" for rank in ranks} if self._store is not None else {}
+        return {rank: self._ask("get", key).decode() for rank, key in keys.items() if self._ask("check", [key])}
+
     def hear(self, what: str, ranks: Iterable[int]) -> dict[int, str]:
         """Waits for what each of ``ranks`` says, by rank; those that are not there are not heard of any more.
 
@@ -108,6 +142,35 @@ class Messages:
 
     def _ask(self, call: str, *arguments: Any) -> Any:
         return ask(self._store, call, *arguments)
+
+
+def put(store: Any, key: str, data: bytes) -> int:
+    """Sets entries of a store to what is too long for one; how many.
+
+    Raises:
+        CheckpointError: the store is gone.
+    """
+    packed = zlib.compress(data, 1)
+    chunks = [packed[at : at + CHUNK] for at in range(0, len(packed), CHUNK)]
+    for number, chunk in enumerate(chunks):
+        ask(store, "set", f"{key}/{number}", chunk)
+    return len(chunks)
+
+
+def take(store: Any, key: str, count: int) -> bytes:
+    """What :func:`put` has set.
+
+    Raises:
+        CheckpointError: the store is gone.
+    """
+    return zlib.decompress(b"".join(ask(store, "get", f"{key}/{number}") for number in range(count)))
+
+
+def drop(store: Any, key: str, count: int) -> None:
+    """Removes what :func:`put` has set, from a store that can."""
+    with suppress(RuntimeError, NotImplementedError):
+        for number in range(count):
+            store.delete_key(f"{key}/{number}")
 
 
 def ask(store: Any, call: str, *arguments: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from shardfold.checkpoint.format import INDEX, Index, Parameter, Piece, checksum
 from shardfold.checkpoint.trees import decode
 from shardfold.checkpoint.verify import index_bytes, missing_files
 from shardfold.errors import CheckpointError, did_you_mean
+
+if TYPE_CHECKING:
+    from shardfold.checkpoint.elsewhere import Elsewhere
 
 __all__ = ["Checkpoint"]
 
@@ -42,19 +45,36 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
-        self.path = resolve(path)
-        data = index_bytes(self.path)
-        self.index = Index.from_bytes(data, str(self.path / INDEX))
-        self.digest = checksum(data)
-        self.parameters: dict[str, Parameter] = {p.name: p for p in self.index.parameters}
-        self.buffers: dict[str, Parameter] = {b.name: b for b in self.index.buffers}
-        self._first = {other: p.name for p in self.index.parameters for other in p.also}
-        self._reader = Reader(self.path, verify=verify)
+        folder = resolve(path)
+        self._take(folder, index_bytes(folder), verify, None)
         if damage := missing_files(self.path, self.index):
             more = f" and {len(damage) - 8} more" * (len(damage) > 8)
             raise CheckpointError(
                 f"{self.path} is not complete: {'; '.join(map(str, damage[:8]))}{more}; take another checkpoint."
             )
+
+    @classmethod
+    def at(cls, folder: Path, data: bytes, elsewhere: Elsewhere | None = None) -> Checkpoint:
+        """A checkpoint of which it is known what is where.
+
+        Args:
+            folder: with all of its files, or with a host's part of them.
+            data: its index.
+            elsewhere: reads the files that are not there; is closed with the checkpoint.
+        """
+        checkpoint = cls.__new__(cls)
+        checkpoint._take(folder, data, True, elsewhere)
+        return checkpoint
+
+    def _take(self, folder: Path, data: bytes, verify: bool, elsewhere: Elsewhere | None) -> None:
+        self.path = folder
+        self._elsewhere = elsewhere
+        self.index = Index.from_bytes(data, str(self.path / INDEX))
+        self.digest = checksum(data)
+        self.parameters: dict[str, Parameter] = {p.name: p for p in self.index.parameters}
+        self.buffers: dict[str, Parameter] = {b.name: b for b in self.index.buffers}
+        self._first = {other: p.name for p in self.index.parameters for other in p.also}
+        self._reader = Reader(self.path, verify=verify, elsewhere=elsewhere)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -67,10 +87,17 @@ class Checkpoint:
     def close(self) -> None:
         """Closes the files."""
         self._reader.close()
+        if self._elsewhere is not None:
+            self._elsewhere.close()
 
     @property
     def num_bytes_read(self) -> int:
         return self._reader.num_bytes
+
+    @property
+    def num_bytes_fetched(self) -> int:
+        """Of them, those that other hosts' disks have."""
+        return self._elsewhere.num_bytes if self._elsewhere is not None else 0
 
     @cached_property
     def _by_state(self) -> dict[tuple[str, str], list[Piece]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from shardfold.checkpoint.format import (
     checksum,
     overlaps,
 )
+from shardfold.checkpoint.hosts import whose
 from shardfold.checkpoint.paths import check_regular, inside, open_regular
 from shardfold.errors import CheckpointError
 
@@ -200,22 +201,24 @@ def by_file(index: Index) -> dict[str, list[Piece]]:
     return found
 
 
-def missing_files(folder: Path, index: Index) -> list[Damage]:
-    """Files that are not there, or not of the size that they were written with, or no files of the folder."""
-    return _sizes(folder, index)[1]
+def missing_files(folder: Path, index: Index, names: Iterable[str] | None = None) -> list[Damage]:
+    """Files that are not there, or not of the size that they were written with, or no files of the folder; ``names``:
+    of these only."""
+    return _sizes(folder, index, names)[1]
 
 
-def _sizes(folder: Path, index: Index) -> tuple[dict[str, int], list[Damage]]:
+def _sizes(folder: Path, index: Index, names: Iterable[str] | None = None) -> tuple[dict[str, int], list[Damage]]:
     """Bytes of the files that are there, by name, and what is wrong with any."""
     sizes: dict[str, int] = {}
     found: list[Damage] = []
-    for name, size in index.files.items():
+    for name in index.files if names is None else names:
+        size = index.files[name]
         try:
             sizes[name] = inside(folder, name).stat().st_size
         except CheckpointError as error:
             found.append(Damage(str(error).removeprefix(f"{folder / name} ").rstrip("."), name))
         except OSError as error:
-            found.append(Damage(f"is missing ({error.strerror})", name))
+            found.append(Damage(f"is missing ({whose(index, name) or error.strerror})", name))
         else:
             if sizes[name] != size:
                 found.append(Damage(f"has {sizes[name]} bytes instead of {size}", name))

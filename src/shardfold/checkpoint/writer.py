@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfold.checkpoint.draft import Draft
 from shardfold.checkpoint.files import NAMES, Part, write_file
-from shardfold.checkpoint.folders import Draft
 from shardfold.checkpoint.format import Index, Parameter, Piece
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError

@@ -1,0 +1,214 @@
+"""One save, as one rank sees it: what it copies and writes, what it tells the others, and the report of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardfold.checkpoint.collect import collect, header
+from shardfold.checkpoint.draft import Draft
+from shardfold.checkpoint.files import Part, write_file
+from shardfold.checkpoint.format import ITEMSIZES, Index
+from shardfold.checkpoint.hosts import Host
+from shardfold.checkpoint.messages import Messages
+from shardfold.checkpoint.outcome import Outcome, failure, words
+from shardfold.errors import CheckpointError
+from shardfold.stores.exact import exact, huge
+
+if TYPE_CHECKING:
+    from shardfold.engine import Engine
+
+__all__ = ["Job", "SaveReport", "Saving"]
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What one save took.
+
+    Attributes:
+        path: the checkpoint.
+        num_bytes: written by this rank.
+        held_bytes: of host memory that the copy took until it was written; 0 for a save that waits.
+        stall_seconds: for which training stood still on this rank.
+        seconds: until the checkpoint was there.
+        nonfinite: names of weights and buffers that have inf or NaN.
+    """
+
+    path: Path
+    num_bytes: int
+    held_bytes: int
+    stall_seconds: float
+    seconds: float
+    nonfinite: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        held = f", {self.held_bytes / 2**20:.0f} MiB of host memory meanwhile" if self.held_bytes else ""
+        return (
+            f"{self.path}: {self.num_bytes / 2**20:.1f} MiB by this rank in {self.seconds:.2f} s, of which training "
+            f"stood still for {self.stall_seconds:.2f} s{held}"
+        )
+
+
+class Saving:
+    """A save that is under way.
+
+    Attributes:
+        path: where the checkpoint will be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.report: SaveReport | None = None
+        self.error: BaseException | None = None
+        self.told = False  # whether the training knows of the error
+        self._over = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> SaveReport:
+        """Waits until the checkpoint is there, on all ranks alike.
+
+        Raises:
+            CheckpointError: it was not written, and why; the checkpoints before it are as they were.
+            TimeoutError: not within ``timeout`` seconds.
+        """
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"the save to {self.path} is not over after {timeout} s.")
+        if self.error is not None:
+            self.told = True
+            raise self.error
+        assert self.report is not None
+        return self.report
+
+    def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
+        self.report, self.error = report, error
+        self._over.set()
+
+
+class Job:
+    """One save, as one rank sees it."""
+
+    def __init__(self, engine: Engine, draft: Draft, keep: int | None, nonfinite: str, begun: float) -> None:
+        self._rank, self._ranks = engine.rank, engine.world_size
+        self.draft, self._keep, self._nonfinite = draft, keep, nonfinite
+        self.messages = Messages(engine.mesh.store, f"save/{draft.token}", engine.rank)
+        self._begun, self.stall = begun, 0.0
+        self._held = 0
+        self._parts: list[Part] = []
+        self._index = Index()  # this rank's
+        self._header = Index()  # rank 0's
+        self._problem = ""
+        self._outcome: Outcome | None = None
+        self.error: BaseException | None = None
+
+    def prepare(
+        self, engine: Engine, state: Mapping[str, Any], rank_state: Mapping[str, Any], left_out: Mapping[str, str]
+    ) -> str:
+        """Finds what this rank writes; what went wrong, or nothing."""
+        try:
+            tensors: dict[str, Tensor] = {}
+            if self._rank == 0:
+                self.draft.begin()
+                self._header, tensors = header(engine, state, left_out)
+            self._parts, self._index = collect(engine, rank_state, tensors, left_out)
+        except BaseException as error:  # also an interruption: the others are about to ask
+            self.error = error
+            return words(error)
+        return ""
+
+    def begin(self, hosts: Sequence[Host]) -> None:
+        """All are ready: from now on this rank owes the others a word."""
+        self._outcome = Outcome(self.draft, self.messages, hosts, self._rank, self._keep, self._nonfinite)
+        self.messages.begin()
+
+    def copy(self, block: Tensor | None) -> Tensor | None:
+        """Takes what is to be written out of the memory that training goes on to change, into a block if it fits."""
+        try:
+            self._parts, block = _copied(self._parts, block)
+            self._held = block.nbytes
+        except Exception as error:  # told with the outcome: the others are past the question
+            self._problem = words(error)
+        return block
+
+    def run(self, saving: Saving) -> None:
+        """Writes, and waits until all ranks have; never raises."""
+        try:
+            assert self._outcome is not None
+            problem, written = self._write()
+            if self._rank == 0:
+                nonfinite = self._outcome.complete(self._header, self._index, problem)
+            else:
+                nonfinite = self._outcome.follow(self._index, problem)
+            seconds = perf_counter() - self._begun
+            stall = self.stall or seconds
+            report = SaveReport(self.draft.target, written, self._held, stall, seconds, tuple(nonfinite))
+        except BaseException as error:
+            self.give_up(error)
+            saving._end(None, error)
+        else:
+            self.messages.end()
+            saving._end(report, None)
+
+    def give_up(self, error: BaseException) -> None:
+        """Leaves the save; whoever waits for this rank hears so at once."""
+        self._parts = []
+        if self._outcome is not None:
+            with suppress(CheckpointError):  # the store is gone: they find out by themselves
+                self._outcome.abandon(words(error))
+        self.draft.discard()
+        self.messages.end()
+
+    def failure(self, problem: str) -> CheckpointError:
+        """The sentence of a save that failed."""
+        return failure(self.draft, problem)
+
+    def _write(self) -> tuple[str, int]:
+        """This rank's file: what went wrong, and the bytes written."""
+        name = f"rank-{self._rank:05d}-of-{self._ranks:05d}.safetensors"
+        problem, num_bytes = self._problem, 0
+        try:
+            if not problem:
+                done = write_file(self.draft.path / name, self._parts)
+                num_bytes = done.num_bytes
+                self._index.pieces, self._index.files = done.pieces, {name: num_bytes}
+                bad = {p.of for p in done.nonfinite if p.kind == "buffer" or p.state == "weight"}
+                self._index.nonfinite = sorted(bad)
+        except Exception as error:
+            problem = words(error)
+        self._parts = []
+        return problem, num_bytes
+
+
+def _copied(parts: list[Part], block: Tensor | None) -> tuple[list[Part], Tensor]:
+    """The parts with their values in one block of host memory (pinned, for a GPU): the one given, if it has room."""
+    ordered = sorted(parts, key=lambda part: -ITEMSIZES[part.piece.dtype])
+    total = max(1, sum(part.piece.nbytes for part in ordered))
+    cuda = any(isinstance(part.values, Tensor) and part.values.is_cuda for part in ordered)
+    if block is None or block.nbytes < total:
+        with exact():
+            block = torch.empty(total, dtype=torch.uint8, pin_memory=cuda)
+        if not cuda:
+            huge(block.data_ptr(), block.nbytes)
+    copies: list[Part] = []
+    at = 0
+    with torch.no_grad():
+        for part in ordered:
+            values = part.values if isinstance(part.values, Tensor) else part.values()
+            target = block[at : at + part.piece.nbytes].view(values.dtype)
+            target.copy_(values.detach().reshape(-1), non_blocking=values.is_cuda)
+            copies.append(Part(part.piece, target))
+            at += part.piece.nbytes
+    if cuda:
+        torch.cuda.synchronize()
+    return copies, block
