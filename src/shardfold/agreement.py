@@ -88,8 +88,9 @@ class Agreement:
     def close(self) -> None:
         """The other ranks learn that this one has left."""
         if self._watch is not None:
-            with suppress(RuntimeError):  # the process that served the store may have died
-                self._mesh.store.set(f"left/{self._mesh.rank}", "")
+            if self._mesh.store is not None:  # a mesh is closed by itself when the interpreter exits
+                with suppress(RuntimeError):  # the process that served the store may have died
+                    self._mesh.store.set(f"left/{self._mesh.rank}", "")
             self._watch.leave(self._mesh.name)
             self._watch = None
 

@@ -263,7 +263,7 @@ class _Parameters:
             unit.pins -= 1
             if not unit.pins and unit.pinned_here:
                 unit.pinned_here = False
-                if unit.life is Life.GATHERED:
+                if unit.life is Life.GATHERED and not unit.closed:  # an engine that is closed gathers nothing again
                     unit.release()
 
 
