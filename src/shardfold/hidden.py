@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardfold.errors import UsageError
 from shardfold.freed import CONVERSIONS, MEMORY, METADATA, SET_DATA, keeps_dtype
+from shardfold.torch_internals import no_subclass_functions
 
 __all__ = ["HiddenGradient"]
 
@@ -44,7 +45,7 @@ class HiddenGradient(Tensor):
             why: for the message: where the gradient is.
             zero: called when the gradient is set to zero.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             shown = _nothing(parameter.dtype, parameter.device).expand(parameter.shape).as_subclass(HiddenGradient)
         shown._name, shown._why, shown._zero = name, why, zero
         return shown
@@ -52,7 +53,7 @@ class HiddenGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METADATA or func in MEMORY:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclass_functions():
                 return func(*args, **(kwargs or {}))
         hidden = _first([*args, *(kwargs or {}).values()])
         if func is Tensor.zero_:

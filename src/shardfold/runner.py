@@ -40,7 +40,7 @@ from shardfold.passes import Schedule
 from shardfold.program import COLLECTIVES, REDUCTIONS, Op, Program
 from shardfold.runs import AskedRun, IdleRun, RecordedRun, Run
 from shardfold.stores.device import DeviceStore
-from shardfold.torch_internals import in_backward
+from shardfold.torch_internals import in_backward, no_subclass_functions
 from shardfold.unit import Life, Unit
 
 __all__ = ["Runner"]
@@ -346,13 +346,13 @@ class Runner:
         where: str | None = ""
         if self.layout.master.over:
             where = f"which lies in pieces on {self.mesh.parts(self.layout.master.over)} ranks" if self.hints else None
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             for unit in self.units:
                 unit.shown.show(where)
 
     def hide_gradients(self) -> None:
         """Takes back what is shown, and what users did to it, before gradients come or are used."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             for unit in self.units:
                 self._by_hand += unit.shown.hide()
 
@@ -373,7 +373,7 @@ class Runner:
     def before_step(self) -> bool:
         """Takes what users did to gradients since the last step; whether they did anything."""
         self.hide_gradients()
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             for unit in self.units:
                 self._by_hand += unit.shown.take_given(whole=not self.layout.master.over)
         return bool(self._by_hand)
