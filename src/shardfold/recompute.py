@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardfold.hooks import inside_checkpoint
 from shardfold.saved import Movers, Results
-from shardfold.torch_internals import NormBase, tree_flatten, tree_unflatten
+from shardfold.torch_internals import SELECTS, NormBase, tree_flatten, tree_unflatten
 from shardfold.unit import Unit
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def recomputing(
 ) -> Callable[..., Any]:
     """``whole``: torch.compile does not look into it."""
     kept = KEPT | set(place.given.kept) if place.given.mode == "select" else frozenset[Any]()
-    contexts: dict[str, Any] = {"context_fn": partial(_selective, kept)} if kept else {}
+    contexts: dict[str, Any] = {"context_fn": partial(_selective, kept), **SELECTS} if kept else {}
     statistics = any(isinstance(module, NormBase) for module in place.inner)
 
     @wraps(forward)

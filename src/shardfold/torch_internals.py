@@ -15,11 +15,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from shardfold.errors import ShardfoldError
 
@@ -28,6 +30,7 @@ Pack = Callable[[Tensor], Any]
 __all__ = [
     "ATTRIBUTES",
     "INTERNALS",
+    "SELECTS",
     "TRIED",
     "BatchNormBase",
     "DispatchMode",
@@ -373,7 +376,13 @@ def cuda_lazy_call(callback: Callable[[], Any]) -> None:
     torch.cuda._lazy_call(callback)  # pyright: ignore[reportPrivateUsage]
 
 
-# -- collectives
+# -- what has another name or another default in other versions
+
+SELECTS: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in signature(checkpoint).parameters else {}
+)
+"""Arguments of a selective ``torch.utils.checkpoint.checkpoint``: what it keeps goes past the hooks of saved tensors.
+From 2.15 on PyTorch warns of a caller that does not say so."""
 
 # torch 2.13 renamed these two; earlier versions have the old names only.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
