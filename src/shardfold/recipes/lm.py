@@ -348,8 +348,7 @@ def run_and_report(run: Run, out: Path, writer: MetricsWriter | None, resumed: s
         run.train(progress, out, writer)
     bits = {f"GPT {run.config.size}": run.evaluate(), **baselines(run.corpus.train, run.windows)}
     seconds = time.perf_counter() - run.began
-    if run.leads:
-        said = write_results(run, out, bits, seconds)
+    said = write_results(run, out, bits, seconds) if run.leads else []
     sample = run.sample()
     if run.leads:
         (out / "sample.txt").write_bytes(sample)
