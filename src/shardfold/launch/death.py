@@ -28,6 +28,7 @@ class Death:
             heard of any more 0.
         resident, limit: bytes that it held when last seen, and that there were; 0 if unknown.
         oom: which witness says that the kernel killed for want of memory at this time; "" if none does.
+        at: when, in seconds since 1970 by the clock of its host.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Death:
     resident: int = 0
     limit: int = 0
     oom: str = ""
+    at: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
