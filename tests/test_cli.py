@@ -177,9 +177,12 @@ def command(folder: Path, *arguments: str) -> list[str]:
 
 
 def test_a_runs_own_config_repeats_it_bit_for_bit(tmp_path: Path):
-    """The same command twice, the second time from the first one's config.json: every loss is the same number."""
-    first = command(tmp_path, "--steps", "4")
-    again = [*first[: first.index("train") + 1], "--config", str(tmp_path / "run" / "config.json"), "--procs", "2"]
+    """The same command twice, the second time from the first one's config.json: every loss is the same number.
+
+    The number of processes is one of the settings: with another one each step would read other text.
+    """
+    first = command(tmp_path, "--steps", "3", "--procs", "3")
+    again = [*first[: first.index("train") + 1], "--config", str(tmp_path / "run" / "config.json")]
     again += ["--out", str(tmp_path / "again")]
     for each in (first, again):
         result = subprocess.run(each, check=False, capture_output=True, text=True, timeout=120)
@@ -213,6 +216,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path, layout: str):
         assert row["held"] == round(row["table"] + row["padding"]), row
     for row in summary["traffic"]:
         assert row["sent"] == round(row["program"]), row
+    assert f"Written to {run}: config.json, loss.png, metrics.jsonl, sample.txt, summary.json\n" in result.stdout
     for heading in ("Bits per byte", "Bytes per rank by state", "Bytes sent per rank", "A sample", str(run)):
         assert heading in result.stdout
 
@@ -255,6 +259,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_other_ranks(tmp_path: Path):
     assert done.returncode != 0
     assert Checkpoint(tmp_path / "run").path == checkpoints / "step-000006"  # a run folder is its latest checkpoint
     assert "has done 6 of 6 steps already" in done.stderr
+    assert not (tmp_path / "more").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_with_a_sentence(tmp_path: Path):

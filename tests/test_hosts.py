@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from shardfold.errors import ConfigError
 from shardfold.launch import death, hosts, remote, scheduler
 from shardfold.launch.options import Options, option_fields, streams
 from shardfold.launch.plan import Hosts, Node, Rank, decide, exported
+from shardfold.launch.rendezvous import Attempts, join_store, open_store
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
 POOLS = st.dictionaries(NAMES, st.integers(1, 8), min_size=1, max_size=5)
@@ -374,6 +376,29 @@ def test_what_srun_and_mpirun_are_called_with():
         assert ("--master-addr=a" in words) == (launcher != "slurm")
     one = remote.scheduler_command(Hosts(OrderedDict([("b", [1, 2])]), "slurm", True), options, ["x.py"])
     assert "--include=localhost:1,2" in one and "--standalone" in one and "--hostfile=/h" not in one
+
+
+def test_agents_agree_on_the_earliest_death_in_whatever_order_they_tell():
+    """The echo of a failure is told first, its cause later, one node has nothing to tell: all name the cause."""
+    nodes = [Attempts(None, f"host-{rank}", None, None, 60.0) for rank in range(3)]  # pyright: ignore[reportArgumentType]
+    for rank, node in enumerate(nodes):
+        node.node_rank, node.num_nodes = rank, 3
+        node.store = (
+            open_store("127.0.0.1", 0) if rank == 0 else join_store("127.0.0.1", nodes[0].store.port, timeout=60.0)
+        )
+    echo, cause = death.Death(0, 6, "host-0", 1, at=12.5), death.Death(3, 6, "host-1", 7, at=12.25)
+    assert [node.heard() for node in nodes] == [None] * 3
+    nodes[0].tell(echo)
+    nodes[0].tell_no_more()
+    nodes[2].tell_no_more()
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(nodes[rank].first, 60.0) for rank in (0, 2)]
+        assert nodes[1].heard() == echo  # the first word is enough to end the ranks
+        nodes[1].tell(cause)
+        assert not any(each.done() for each in asked)
+        nodes[1].tell_no_more()
+        assert [each.result(60) for each in asked] == [cause, cause]
+    assert nodes[1].first(0.0) == cause
 
 
 def test_a_death_in_words():

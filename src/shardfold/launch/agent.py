@@ -40,7 +40,6 @@ __all__ = ["Agent", "run_node"]
 AFTER_DEATH = 5.0  # seconds that the other ranks have before they are killed
 AFTER_SIGNAL = 30.0
 LEAVE = 3.0
-ECHO = 0.3  # seconds by which a death elsewhere may be older than the failure that it brought about here
 
 
 class Agent(SimpleElasticAgent):
@@ -87,10 +86,9 @@ class Agent(SimpleElasticAgent):
         failed = [worker for worker in self.workers if worker.returncode]
         if failed:
             first = min(failed, key=lambda worker: worker.ended or 0.0)
-            self.death = self._told(worker_group, first)
+            self.death = self._own(worker_group, first)
         else:
             self.death = self._heard() or self.meeting.beat()
-            self.mine = self.death is not None and self.death.rank < 0 and self.death.host != self.host
         if self.death is not None:
             return self._failed(worker_group, failed)
         if all(worker.returncode == 0 for worker in self.workers):
@@ -169,14 +167,9 @@ class Agent(SimpleElasticAgent):
         except RendezvousError:
             return Death(-1, 0, "of node 0", 0)
 
-    def _told(self, group: WorkerGroup, worker: Worker) -> Death:
-        """Tell the other agents of this node's first failure, unless it is the echo of one elsewhere."""
+    def _own(self, group: WorkerGroup, worker: Worker) -> Death:
+        """This node's first failure, which the other agents are told of."""
         returncode = worker.returncode or 0
-        with suppress(RendezvousError):
-            if returncode > 0 and self.meeting.num_nodes > 1:
-                elsewhere = self.meeting.heard(wait=ECHO)
-                if elsewhere is not None:
-                    return elsewhere
         place = group.workers[worker.local_rank]
         killed = returncode == -signal.SIGKILL
         death = Death(
@@ -187,21 +180,23 @@ class Agent(SimpleElasticAgent):
             worker.resident if returncode < 0 else 0,
             memory_limit() if returncode < 0 else 0,
             self.oom.witness(worker.process.pid) if killed else "",
+            time.time() - (time.monotonic() - (worker.ended or 0.0)),
         )
-        with suppress(RendezvousError):
-            told = self.meeting.tell(death)
-            self.mine = told == death
-            return told
-        self.mine = True
+        self.meeting.tell(death)
         return death
 
     def _failed(self, group: WorkerGroup, failed: list[Worker]) -> RunResult:
         """End the other ranks, say what happened and let torch's agent start all again or give up."""
         assert self.death is not None
+        self.meeting.tell_no_more()
+        self._shutdown()
+        # A rank fails because another is gone: the earliest death is the cause, and only together do agents know it.
+        self.death = self.meeting.first(LEAVE) or self.death
+        ours = {place.global_rank for place in group.workers}
+        self.mine = self.death.host != self.host if self.death.rank < 0 else self.death.rank in ours
         if self.death.rank < 0 and self.node.backend == "static":
             self._remaining_restarts = 0  # a node with a rank of its own is not replaced: do not wait for it
         self.meeting.leave()
-        self._shutdown()
         self.meeting.let_leave(LEAVE)
         left = self._remaining_restarts
         others = self.death.world_size - 1
@@ -324,7 +319,8 @@ def run_node(node: Node, options: Options, command: list[str]) -> int:
         except SignalException as stopped:
             if node.nodes[1] > 1:
                 with suppress(RendezvousError):
-                    meeting.tell(Death(-1, 0, agent.host, -stopped.sigval))
+                    meeting.tell(Death(-1, 0, agent.host, -stopped.sigval, at=time.time()))
+                    meeting.tell_no_more()
                     meeting.leave()
                     meeting.let_leave(LEAVE)
             return exit_status(-stopped.sigval)

@@ -28,6 +28,7 @@ class Death:
             heard of any more 0.
         resident, limit: bytes that it held when last seen, and that there were; 0 if unknown.
         oom: which witness says that the kernel killed for want of memory at this time; "" if none does.
+        at: when, in seconds since 1970 by the clock of its host.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Death:
     resident: int = 0
     limit: int = 0
     oom: str = ""
+    at: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -65,11 +67,7 @@ def host_name() -> str:
 
 def resident(pid: int, proc: Path = Path("/proc")) -> int:
     """Return the bytes of memory that a process holds, 0 if it is gone or that is not told here."""
-    try:
-        match = re.search(r"^VmRSS:\s+(\d+) kB$", (proc / str(pid) / "status").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(match[1]) * 1024 if match else 0
+    return (number_in(proc / str(pid) / "status", "VmRSS:", " kB") or 0) * 1024
 
 
 def control_groups(proc: Path, mounted: Path) -> list[Path]:
@@ -89,19 +87,22 @@ def control_groups(proc: Path, mounted: Path) -> list[Path]:
     return folders
 
 
-def number_in(path: Path, key: str = "") -> int | None:
-    """Return a file's number, or that of its line ``key NUMBER``."""
+def number_in(path: Path, key: str = "", unit: str = "") -> int | None:
+    """Return a file's number, or that of its line ``key NUMBER``, with the unit if it has one."""
     try:
-        match = re.search(rf"^{re.escape(key)}\s*(\d+)$", path.read_text(), re.MULTILINE)
+        match = re.search(rf"^{re.escape(key)}\s*(\d+){unit}$", path.read_text(), re.MULTILINE)
     except OSError:
         return None
     return int(match[1]) if match else None
 
 
 def memory_limit(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that processes here may hold: the machine's memory, or less if a control group says so."""
-    match = re.search(r"^MemTotal:\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
-    limits = [int(match[1]) * 1024] if match else []
+    """Return the bytes that processes here may hold: the machine's memory, or less if a control group says so.
+
+    0 where the system tells neither.
+    """
+    total = number_in(proc / "meminfo", "MemTotal:", " kB")
+    limits = [total * 1024] if total is not None else []
     for folder in control_groups(proc, mounted):
         for name in ("memory.max", "memory.limit_in_bytes"):
             limit = number_in(folder / name)

@@ -99,35 +99,52 @@ class Attempts(RendezvousHandler):
     def shutdown(self) -> bool:
         return self.inner.shutdown()
 
-    def tell(self, death: Death) -> Death:
-        """Tell the other agents of a death in this attempt, and return the one that was told first."""
+    def tell(self, death: Death) -> None:
+        """Tell the other agents of a death in this attempt."""
         with suppress(*GONE):
-            if self.store is not None and self.store.add("shardfold/deaths", 1) == 1:
-                self.store.set("shardfold/death", death.to_json())
-                return death
-        return self.heard(wait=1.0) or death
+            if self.store is not None:
+                self.store.set(f"shardfold/death/{self.node_rank}", death.to_json())
+                if self.store.add("shardfold/deaths", 1) == 1:
+                    self.store.set("shardfold/death", death.to_json())
 
-    def heard(self, wait: float = 0.0) -> Death | None:
-        """Return the first death in this attempt that an agent told of.
+    def tell_no_more(self) -> None:
+        """Note that this node tells of no other death in this attempt."""
+        with suppress(*GONE):
+            if self.store is not None:
+                self.store.add("shardfold/told", 1)
+
+    def first(self, wait: float) -> Death | None:
+        """Return the earliest death of this attempt, once all agents tell of no more.
 
         Args:
-            wait: seconds that it may take to appear.
+            wait: seconds that agents have for it; one may be lost.
+        """
+        earliest: Death | None = None
+        with suppress(*GONE):
+            if self.store is None:
+                return None
+            deadline = time.monotonic() + wait
+            while self.store.add("shardfold/told", 0) < self.num_nodes and time.monotonic() < deadline:
+                time.sleep(POLL)
+            for rank in range(self.num_nodes):
+                if self.store.check([f"shardfold/death/{rank}"]):
+                    death = Death.from_json(self.store.get(f"shardfold/death/{rank}"))
+                    if earliest is None or death.at < earliest.at:
+                        earliest = death
+        return earliest
+
+    def heard(self) -> Death | None:
+        """Return the death in this attempt that an agent was the first to tell of.
 
         Raises:
             RendezvousError: the agent of node 0 does not answer.
         """
-        deadline = time.monotonic() + wait
-        while True:
-            try:
-                if self.store is None:
-                    return None
-                if self.store.check(["shardfold/death"]):
-                    return Death.from_json(self.store.get("shardfold/death"))
-            except GONE as error:
-                raise RendezvousError("the launcher on node 0 does not answer any more") from error
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(POLL)
+        try:
+            if self.store is not None and self.store.check(["shardfold/death"]):
+                return Death.from_json(self.store.get("shardfold/death"))
+        except GONE as error:
+            raise RendezvousError("the launcher on node 0 does not answer any more") from error
+        return None
 
     def beat(self) -> Death | None:
         """Give a sign of life; on node 0, also return the loss of a node that has long given none."""
@@ -144,7 +161,9 @@ class Attempts(RendezvousHandler):
                 if self._beats.get(key, (b"", now))[0] != value:
                     self._beats[key] = (value, now)
                 elif now - self._beats[key][1] > LOST:
-                    return self.tell(Death(-1, 0, value.decode().rpartition(":")[0], 0))
+                    lost = Death(-1, 0, value.decode().rpartition(":")[0], 0, at=time.time())
+                    self.tell(lost)
+                    return lost
         return None
 
     def finish(self) -> bool:

@@ -203,7 +203,7 @@ def _note_ends(descriptors: dict[int, Worker], told: Callable[[Worker], None]) -
                 told(worker)
 
 
-def end_all(workers: list[Worker], number: int, grace: float) -> None:
+def end_all(workers: Sequence[Worker], number: int, grace: float) -> None:
     """Send all workers a signal, SIGKILL to those that still run after ``grace`` seconds, and await their ends."""
     for worker in workers:
         worker.send(number)

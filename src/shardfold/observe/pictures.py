@@ -107,10 +107,9 @@ def place_labels(
     if training[1]:
         names.append((training[1][-1], f"training {training[1][-1]:.2f}", TRAIN, False))
     low, high = axes.get_ylim()
-    names = [each for each in names if math.isfinite(each[0])]
-    for (value, note, color, bold), height in zip(
-        sorted(names, key=lambda each: -each[0]), spread([value for value, *_ in names], LINE * (high - low)), strict=True
-    ):
+    names = sorted((each for each in names if math.isfinite(each[0])), key=lambda each: -each[0])
+    heights = spread([value for value, *_ in names], LINE * (high - low))
+    for (value, note, color, bold), height in zip(names, heights, strict=True):
         axes.annotate(
             note, (last, value), (last * 1.03, height), annotation_clip=False, va="center", fontsize=9.5, color=color,
             weight="bold" if bold else "normal",

@@ -48,7 +48,7 @@ def claimed(out: Path | None) -> Iterator[Path]:
         yield folder
     finally:
         if before is None:
-            del os.environ[CLAIM]
+            os.environ.pop(CLAIM, None)
         else:
             os.environ[CLAIM] = before
         if token_in(folder) == token:

@@ -49,6 +49,7 @@ __all__ = ["Result", "TrainConfig", "train"]
 LN2 = math.log(2)
 EVAL_BATCH = 16  # windows that go through the model at once
 HASTY_WINDOWS = 32  # windows read by the evaluation after an interruption
+HASTY_SAMPLE = 64  # bytes of text generated then, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received = False
+        self.then = "a second Ctrl-C ends at once"
 
     def __enter__(self) -> StopSignal:
         self._before = {number: signal.signal(number, self._note) for number in self.NUMBERS}
@@ -93,8 +95,10 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = True
-        if number == signal.SIGTERM and not is_rank():  # a launcher counts the time of its ranks itself
-            signal.alarm(round(GRACE_AFTER_SIGTERM))
+        if number == signal.SIGTERM:
+            self.then = f"what is not done {GRACE_AFTER_SIGTERM:g} seconds after SIGTERM is left out"
+            if not is_rank():  # a launcher counts the time of its ranks itself
+                signal.alarm(round(GRACE_AFTER_SIGTERM))
         for each in self.NUMBERS:
             signal.signal(each, signal.SIG_DFL)
 
@@ -274,7 +278,7 @@ class Run:
                 if self.engine.agree([float(stop.received)])[0] > 0:
                     self.interrupted = True
                     self.windows = self.windows[:: -(-len(self.windows) // HASTY_WINDOWS)]
-                    progress.note(f"Stopping after step {self.done}; a second Ctrl-C ends at once.")
+                    progress.note(f"Stopping after step {self.done}; {stop.then}.")
                     break
         if self.config.save_every:
             self.save(out, wait=True)
@@ -282,11 +286,12 @@ class Run:
     def sample(self) -> bytes:
         """Return generated text, on rank 0."""
         prompt = b"def " if self.config.data is None else b"\n"
+        length = min(self.config.sample, HASTY_SAMPLE) if self.interrupted else self.config.sample
         with self.engine.gathered():
-            if not (self.leads and self.config.sample):
+            if not (self.leads and length):
                 return b""
             return prompt + generate(
-                self.model, prompt, self.config.sample, temperature=self.config.temperature, seed=self.config.seed
+                self.model, prompt, length, temperature=self.config.temperature, seed=self.config.seed
             )
 
     def introduce(self) -> str:
@@ -348,8 +353,7 @@ def run_and_report(run: Run, out: Path, writer: MetricsWriter | None, resumed: s
         run.train(progress, out, writer)
     bits = {f"GPT {run.config.size}": run.evaluate(), **baselines(run.corpus.train, run.windows)}
     seconds = time.perf_counter() - run.began
-    if run.leads:
-        said = write_results(run, out, bits, seconds)
+    said = write_results(run, out, bits, seconds) if run.leads else []
     sample = run.sample()
     if run.leads:
         (out / "sample.txt").write_bytes(sample)

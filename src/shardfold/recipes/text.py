@@ -100,7 +100,7 @@ def read_documents(root: Path, paths: list[Path]) -> tuple[dict[str, bytes], lis
     for path in paths:
         name = path.relative_to(root).as_posix()
         try:
-            if not path.is_file():  # reading a pipe would wait for a writer
+            if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
                 skipped.append(f"{name}: not a regular file")
                 continue
             content = path.read_bytes()

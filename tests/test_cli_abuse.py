@@ -1,0 +1,286 @@
+"""What people do to the command line: shared folders, absurd sizes, odd names, closed and narrow terminals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from shardfold import cli, launch
+from shardfold.errors import ConfigError
+from shardfold.observe import pictures, tables
+from shardfold.observe.console import Lenient
+from shardfold.observe.progress import Progress
+from shardfold.recipes.config import GPTConfig, TrainConfig
+from shardfold.recipes.folder import CLAIM, claimed, claimed_by_launcher
+from shardfold.recipes.gpt import GPT, generate
+from shardfold.recipes.lm import Position
+from shardfold.recipes.memory import check_memory, saved_bytes, states_bytes
+
+TINY = [
+    "--size",
+    "tiny",
+    "--context",
+    "32",
+    "--micro-batch",
+    "2",
+    "--sample",
+    "20",
+    "--eval-windows",
+    "8",
+    "--steps",
+    "2",
+]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", CLAIM):
+        monkeypatch.delenv(name, raising=False)
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(arguments))
+    return int(end.value.code or 0)
+
+
+def some_text(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(5):
+        (folder / f"{number}.txt").write_text(f"{number} and {number} make {number + number}. " * 200)
+    return folder
+
+
+def train(*arguments: str | bytes, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "shardfold", "train", *TINY, *arguments]
+    return subprocess.run(
+        command, check=False, capture_output=True, timeout=120, env={**os.environ, **environment}
+    )  # fmt: skip
+
+
+def test_runs_that_start_at_one_moment_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """Sixteen claims at the same second: sixteen folders, each new, and the token in each is its own."""
+    monkeypatch.setattr("shardfold.recipes.folder.time.strftime", lambda form: "20260101-000000")
+
+    def one(_: int) -> tuple[Path, bool]:
+        with claimed(None) as folder:
+            marked = (folder / "config.json").is_file()
+            (folder / "config.json").write_text("{}")  # as a run that has begun: the folder stays
+            return folder, marked
+
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(one, range(16)))
+    assert len({folder for folder, _ in found}) == 16 and all(marked for _, marked in found)
+    assert Path("runs/20260101-000000") in {folder for folder, _ in found}
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+def test_a_given_folder_is_one_runs_alone(there_before: bool):
+    """The second run is refused while the first has written nothing yet, also where the folder was there and empty."""
+    if there_before:
+        Path("mine").mkdir()
+    with claimed(Path("mine")):
+        with pytest.raises(ConfigError, match="'mine' is not empty"), claimed(Path("mine")):
+            pass
+        assert claimed_by_launcher(Path("mine"))
+    assert Path("mine").exists() == there_before
+    assert not claimed_by_launcher(Path("mine"))
+
+
+def test_what_a_refused_run_made_is_removed_and_no_more():
+    """Parents that the claim made go with it; those that were there, and what a run has written, stay."""
+    Path("old").mkdir()
+    with claimed(Path("old/new/run")):
+        pass
+    assert Path("old").is_dir() and not Path("old/new").exists()
+    with claimed(Path("old/run")) as folder:
+        (folder / "config.json").write_text('{"steps": 3}')
+    assert [path.name for path in Path("old/run").iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "--micro-batch", "100000000000", "--size", "tiny"], "a smaller --micro-batch"),
+        (["train", "--d-model", "1000000", "--layers", "4000", "--heads", "4"], "a smaller --size"),
+        (["train", "--layers", "1000000000"], "layers is '1000000000'"),
+        (["train", "--seed", "99999999999999999999999"], "seed is '99999999999999999999999'"),
+        (["train", "--procs", "1.5"], "procs is '1.5', but should be a valid integer."),
+        (["train", "--procs", "1000000"], "procs is '1000000'"),
+        (["train", "--out", "/proc/foo"], "the run folder '/proc/foo' cannot be made"),
+        (["explain", "--params", "inf"], "--params"),
+        (["explain", "--params", "nan"], "--params"),
+        (["explain", "--config", "deep.json"], "'deep.json' is nested too deeply"),
+        (["train", "--config", "deep.json"], "'deep.json' is not valid JSON"),
+        (["explain", "--config", "binary.json"], "'binary.json' is not UTF-8 text"),
+    ],
+)
+def test_absurd_values_are_one_sentence(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    """Before memory is taken: one line, status 2, and nothing is left behind."""
+    Path("deep.json").write_text("[" * 100_000)
+    Path("binary.json").write_bytes(bytes(range(256)))
+    single = ["--procs", "1"] if arguments[0] == "train" and "--procs" not in arguments else []
+    assert call(*arguments, *single) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("Error: ") and error.count("\n") == 1
+    assert says in error
+    assert not Path("runs").exists()
+
+
+def test_the_least_memory_of_a_run_is_counted():
+    """States as the table has them, and inputs of each block's products; what fits exactly is let through."""
+    shape = GPTConfig(d_model=64, layers=2, heads=2, context=64)
+    config = TrainConfig(size="tiny", micro_batch=3, layout="ddp")
+    assert states_bytes(config, shape, 4) == 16 * shape.num_parameters  # weights, gradients, two moments in fp32
+    zero3 = TrainConfig(size="tiny", micro_batch=3, layout="zero3")
+    assert states_bytes(zero3, shape, 4) == 4 * shape.num_parameters
+    assert saved_bytes(config, shape) == 3 * 64 * (16 + 4 * 2 * (7 * 64 + 3 * shape.d_ff))
+    needed = round(2 * (states_bytes(config, shape, 2) + saved_bytes(config, shape)))
+    check_memory(config, ranks=2, sharing=2, available=needed, where="it")
+    with pytest.raises(ConfigError, match="a smaller --micro-batch"):
+        check_memory(config, ranks=2, sharing=2, available=needed - 1, where="it")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--seed", "7"], "has --seed 0, so it cannot go on with 7: leave out --seed"),
+        (["--d-model", "32"], "has --d-model 64, so it cannot go on with 32: leave out --d-model"),
+        (["--size", "demo"], "leave out --d-model and --size"),
+    ],
+)
+def test_a_setting_that_cannot_change_is_named_as_it_is_given(
+    given: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A run that is resumed keeps its seed and its shape; nothing is started and no folder is made."""
+    monkeypatch.setattr(launch, "launch_local", lambda *_: pytest.fail("something was started"))
+    Path("before").mkdir()
+    first = {"size": "tiny", "d_model": 64, "layers": 2, "heads": 2, "context": 64, "steps": 9, "warmup": 0, "procs": 3}
+    Path("before/config.json").write_text(json.dumps({**first, "derived": {"d_ff": 192}}))
+    assert call("train", "--resume", "before", "--out", "after", *given) == 2
+    assert says in capsys.readouterr().err
+    assert not Path("after").exists()
+
+
+def test_another_text_is_refused_in_the_words_of_the_command_line():
+    """A checkpoint of a text of other length names --data, one of another seed --seed."""
+    import shardfold as sf
+
+    now = Position(sf.Sampler(10, 2, seed=1, rank=0, num_ranks=1), TrainConfig())
+    with pytest.raises(ConfigError, match=r"a text of 12 windows, but this one has 10: give --data"):
+        now.load_state_dict(sf.Sampler(12, 2, seed=1, rank=0, num_ranks=1).state_dict())
+    with pytest.raises(ConfigError, match=r"with --seed 3, so it cannot go on with 1"):
+        now.load_state_dict(sf.Sampler(10, 2, seed=3, rank=0, num_ranks=1).state_dict())
+
+
+def test_a_finished_run_ends_well_whatever_it_has_to_print(tmp_path: Path):
+    """Markup in names, a terminal of ASCII, names that are no UTF-8, a temperature of almost 0: status 0, all files."""
+    text = os.fsencode(some_text(tmp_path / "[b]x"))
+    for name in (b"bad\xff.txt", b"binary\xfe"):
+        Path(os.fsdecode(text + b"/" + name)).write_bytes(b"x" * 900 + (b"\0" if name.startswith(b"bin") else b""))
+    (tmp_path / "[b]x" / "tests").mkdir()
+    done = train(
+        b"--data=" + text, "--out", "runs/[/b]", "--temperature", "1e-300", PYTHONIOENCODING="ascii", COLUMNS="40"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == b""
+    said = done.stdout.decode("ascii")
+    assert "of " + str(tmp_path / "[b]x") in said and "tests/: folders of this name are left out" in said
+    assert "Written to runs/[/b]: config.json, loss.png, metrics.jsonl, sample.txt, summary.json" in said
+    summary = json.loads(Path("runs/[/b]/summary.json").read_text())
+    assert len(summary["skipped_files"]) == 2 and summary["steps"] == 2
+
+
+@pytest.mark.parametrize("procs", ["1", "2"])
+def test_a_run_whose_reader_has_gone_goes_on(tmp_path: Path, procs: str):
+    """`shardfold train | head -1`: the rest is not shown, the run ends well, its folder is whole."""
+    arguments = [*TINY, "--data", str(some_text(tmp_path / "text")), "--out", "run", "--procs", procs]
+    command = [sys.executable, "-u", "-m", "shardfold", "train", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(b"GPT tiny")
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+    assert {"loss.png", "sample.txt", "summary.json"} <= {path.name for path in Path("run").iterdir()}
+
+
+def test_a_run_without_matplotlib_says_that_there_is_no_picture(tmp_path: Path):
+    arguments = ["train", *TINY, "--data", str(some_text(tmp_path / "text")), "--out", "run", "--procs", "1"]
+    code = f"import sys; sys.modules['matplotlib'] = None\nfrom shardfold import cli\ncli.main({arguments!r})"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "There is no picture: loss.png needs matplotlib" in done.stdout and "shardfold[report]" in done.stdout
+    assert not Path("run/loss.png").exists() and Path("run/sample.txt").exists()
+
+
+def test_what_cannot_be_written_is_dropped_and_no_error():
+    """A stream that is closed, or in which a letter does not exist, raises nothing."""
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    stream = Lenient(narrow)
+    stream.write("a█")
+    stream.flush()
+    assert narrow.buffer.getvalue() == b"a?"  # pyright: ignore[reportAttributeAccessIssue]
+    narrow.close()
+    stream.write("b")
+    stream.flush()
+
+
+def test_notes_are_shown_as_they_are():
+    """What looks like markup is text."""
+    console = Console(file=io.StringIO(), width=80)
+    Progress(1, console=console).note("from [/b] to [red]")
+    assert console.file.getvalue() == "from [/b] to [red]\n"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_no_figure_of_a_table_is_cut():
+    """At 40 columns every number stands whole in its line, as it does at 200."""
+    rows = [SimpleNamespace(state=state, tier="device", table=1.7e6, padding=12.0, held=1700012) for state in "abc"]
+    lines = []
+    for width in (40, 200):
+        console = Console(file=io.StringIO(), width=width)
+        tables.print_whole(console, tables.memory_table(rows))
+        lines.append([line.rstrip() for line in console.file.getvalue().splitlines()])  # pyright: ignore
+    assert lines[0] == lines[1] and len(lines[0][3]) > 40 and "…" not in "".join(lines[0])
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e300])
+def test_any_temperature_gives_text(temperature: float):
+    """Above 0 it never overflows; next to 0 it is the likeliest byte."""
+    model = GPT(GPTConfig(d_model=16, layers=1, heads=2, context=8))
+    drawn = generate(model, b"ab", 6, temperature=temperature, seed=2**63 - 1)
+    assert len(drawn) == 6
+    if temperature < 1:
+        assert drawn == generate(model, b"ab", 6, temperature=0)
+
+
+@given(values=st.lists(st.floats(-100, 100), max_size=8), gap=st.floats(0.01, 10))
+def test_labels_stand_apart_and_in_order(values: list[float], gap: float):
+    """Heights are at least `gap` apart, highest first, and a label that has room stands where its value is."""
+    heights = pictures.spread(values, gap)
+    assert len(heights) == len(values)
+    for above, below in pairwise(heights):
+        assert above - below >= gap * (1 - 1e-6) - 1e-9
+    ordered = sorted(values, reverse=True)
+    if all(above - below >= gap for above, below in pairwise(ordered)):
+        assert heights == pytest.approx(ordered)
+
+
+def test_a_picture_of_three_steps_has_whole_steps_only():
+    axes = Figure().subplots()
+    pictures.draw_loss(axes, [(1, 8.0), (2, 7.9), (3, 7.8)], [(3, 7.9)], {"uniform": 8.0})
+    assert all(tick == int(tick) for tick in axes.get_xticks())
