@@ -21,7 +21,16 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import IO
 
-from shardfold.launch.process import INTERRUPTED, SAID, die_with_parent, exit_status, free_port, how, num_cores
+from shardfold.launch.process import (
+    INTERRUPTED,
+    SAID,
+    die_with_parent,
+    exit_status,
+    free_port,
+    how,
+    num_cores,
+    python_module,
+)
 
 __all__ = ["launch", "launch_local", "rank_environment"]
 
@@ -139,8 +148,8 @@ class Interrupts:
 
 
 def launch_local(argv: list[str], num_procs: int) -> int:
-    """Run `python -m shardfold ARGV` as `num_procs` ranks on this machine and return the exit status to end with."""
-    return launch([sys.executable, "-m", "shardfold", *argv], num_procs)
+    """Run `shardfold ARGV` as `num_procs` ranks on this machine and return the exit status to end with."""
+    return launch([*python_module("shardfold"), *argv], num_procs)
 
 
 def launch(command: list[str], num_procs: int) -> int:
