@@ -321,7 +321,7 @@ MAPS: dict[str, tuple[Any, str]] = {
     "a list": (["a"], "is damaged"),
     "none": ("{}", "is damaged"),
     "deep": ("[" * 100_000, "is damaged"),
-    "missing": ({"w": "b.safetensors"}, "can not be read"),
+    "missing": ({"w": "b.safetensors"}, "not be read"),
 }
 
 
@@ -340,20 +340,20 @@ SOURCES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a pipe": ("x.pt", a_pipe, "it is a pipe"),
     "a pipe of safetensors": ("x.safetensors", a_pipe, "it is a pipe"),
     "no archive": ("x.pt", lambda path: path.write_bytes(b"\x80\x02garbage"), "x.pt"),
-    "half an archive": ("x.pt", lambda path: path.write_bytes(b"PK\x03\x04" + b"\0" * 100), "can not be read"),
+    "half an archive": ("x.pt", lambda path: path.write_bytes(b"PK\x03\x04" + b"\0" * 100), "not be read"),
     "a header without end": (
-        "x.safetensors", lambda path: path.write_bytes((2**62).to_bytes(8, "little") + b"{}"), "can not be read"
+        "x.safetensors", lambda path: path.write_bytes((2**62).to_bytes(8, "little") + b"{}"), "not be read"
     ),
     "a deep header": (
         "x.safetensors",
         lambda path: path.write_bytes((50_000).to_bytes(8, "little") + b"[" * 50_000),
-        "can not be read",
+        "not be read",
     ),
     "a hole in the file": (
         "x.safetensors",
         lambda path: path.write_bytes((80).to_bytes(8, "little") + json.dumps(
             {"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).ljust(80).encode()),
-        "can not be read",
+        "not be read",
     ),
     "weights of numbers": ("x.pt", lambda path: torch.save({"model": 7}, path), "has no weights"),
     "an optimizer of numbers": (

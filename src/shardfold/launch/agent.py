@@ -365,7 +365,7 @@ def pid_file(wanted: bool) -> Iterator[None]:
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
         except OSError as error:
-            raise ConfigError(f"--save-pid: {path} can not be made: {error.strerror}.") from None
+            raise ConfigError(f"--save-pid: {path} cannot be made: {error.strerror}.") from None
         with open(fd, "w") as file:
             file.write(str(os.getpid()))
     try:

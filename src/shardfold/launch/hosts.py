@@ -56,18 +56,19 @@ def read_lines(path: Path) -> list[str]:
     """Return the lines of a small text file.
 
     Raises:
-        ConfigError: it can not be read, is no text, or is far larger than such a file.
+        ConfigError: it cannot be read, is no text, or is far larger than such a file.
     """
     try:
         with open(path, "rb") as file:
             data = file.read(FILE_BYTES + 1)
-        if len(data) > FILE_BYTES:
-            raise ConfigError(f"{path} has more than {FILE_BYTES} bytes: it is no such file.")
-        if b"\0" in data:
-            raise ConfigError(f"{path} is no text: it has bytes that are 0.")
-        return data.decode("utf-8").replace("\r\n", "\n").split("\n")
     except OSError as error:
-        raise ConfigError(f"{path} can not be read: {error.strerror}.") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    if len(data) > FILE_BYTES:
+        raise ConfigError(f"{path} has more than {FILE_BYTES} bytes: it is no such file.")
+    if b"\0" in data:
+        raise ConfigError(f"{path} is no text: it has bytes that are 0.")
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text in UTF-8: byte {error.start} is {data[error.start]:#04x}.") from None
 
