@@ -120,7 +120,7 @@ def the_length_of_the_header(folder: Path) -> list[str]:
 def a_folder(folder: Path) -> list[str]:
     (folder / FILES[1]).unlink()
     (folder / FILES[1]).mkdir()
-    return [f"{FILES[1]}: can not be read: it is a folder, where a file is needed"]
+    return [f"{FILES[1]}: cannot be read: it is a folder, where a file is needed"]
 
 
 def other_files(folder: Path) -> list[str]:

@@ -61,7 +61,7 @@ engine.close()
 
 # Two hosts on this machine: `ssh` runs the command here, or in the host's network namespace if there is one.
 SSH = """#!/bin/sh
-while :; do case "$1" in -o|-p) shift 2;; *) break;; esac; done
+while :; do case "$1" in -o|-p) shift 2;; --) shift; break;; *) break;; esac; done
 host=$1; shift
 case $host in
     gone) echo "connect to host gone port 22: No route to host" >&2; exit 255;;

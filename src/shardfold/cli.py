@@ -17,6 +17,7 @@ import typer
 import shardfold
 from shardfold import cli_ckpt, cli_run, extras, launch, presets
 from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
+from shardfold.observe.printable import printable
 from shardfold.recipes.config import TrainConfig, read_settings, resumed_settings
 from shardfold.recipes.folder import claimed
 
@@ -235,14 +236,15 @@ def refuse(error: BaseException) -> int:
         message = parser_message().strip().replace("Input should be", "it should be")
         # With no arguments at all the parser has shown the help, and its message is empty.
         if message:
+            message = printable(message)
             print(f"Error: {message}{'' if message.endswith(('.', ')', '?')) else '.'}", file=sys.stderr)
         return launch.SAID
     if isinstance(error, ShardfoldError):
-        print(f"Error: {error}", file=sys.stderr)
+        print(f"Error: {printable(str(error))}", file=sys.stderr)
         return launch.SAID
     if isinstance(error, ModuleNotFoundError) and (said := extras.sentence("this command", error)):
         print(f"Error: {said}", file=sys.stderr)
         return launch.SAID
     first = (str(error).strip().splitlines() or ["no message"])[0]
-    print(f"Error: {type(error).__name__}: {first} (--debug shows the traceback)", file=sys.stderr)
+    print(f"Error: {type(error).__name__}: {printable(first)} (--debug shows the traceback)", file=sys.stderr)
     return FAILED

@@ -15,6 +15,7 @@ import typer
 
 from shardfold.budget import parse_bytes
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
+from shardfold.observe.printable import printable
 
 __all__ = ["app"]
 
@@ -66,7 +67,7 @@ def export(
         report = export_to(
             source, target, to, dtype=kind, shard_bytes=shard_bytes, config=config, state=state, rename=names, tick=tick
         )
-    print(report)
+    print(printable(str(report)))
 
 
 @app.command("import", epilog="For example: shardfold ckpt import gpt2/model.safetensors runs/gpt2/step-0 --from hf")
@@ -88,7 +89,7 @@ def import_(
 
     with _progress("import") as tick:
         report = import_from(source, target, form, key=key, rename=names, trust=trust, tick=tick)
-    print(report)
+    print(printable(str(report)))
 
 
 def _bytes(size: str) -> int:
@@ -149,9 +150,9 @@ def inspect(
         print(jsons.dumps(contents.to_json(), indent=2))
     else:
         index, console = contents.index, Console(highlight=False)
-        layout = index.layout
+        layout, shown = index.layout, printable(str(contents.path), lines=False)
         console.print(
-            f"[bold]{escape(str(contents.path))}[/bold]: step {index.step}, {format_count(contents.num_elements)} "
+            f"[bold]{escape(shown)}[/bold]: step {index.step}, {format_count(contents.num_elements)} "
             f"parameters, {format_bytes(contents.num_bytes)} in {len(index.files)} files",
             soft_wrap=True,
         )
@@ -161,7 +162,7 @@ def inspect(
             facts["hosts"] = "\n".join(map(str, hosts))
         if contents.missing:
             facts["not here"] = "\n".join(map(str, contents.missing))
-        if "table" in layout:
+        if {"table", "precision", "ranks"} <= layout.keys() and isinstance(layout.get("mesh"), dict):
             mesh = " x ".join(f"{axis} {size}" for axis, size in layout["mesh"].items())
             facts["layout"] = f"{layout['precision']}, {layout['ranks']} ranks ({mesh})\n{layout['table']}"
         elif layout:
@@ -200,7 +201,7 @@ def verify(path: Where, json: Json = False) -> None:
     else:
         size = f"{found.num_tensors} tensors, {format_bytes(found.num_bytes)} in {found.num_files} files"
         for each in found.damage:
-            print(each)
+            print(printable(str(each), lines=False))
         count = f"{len(found.damage)} problem{'s' * (len(found.damage) != 1)}"
-        print(f"{found.path}: step {found.step}, {size}: {'whole' if found.ok else count}")
+        print(f"{printable(str(found.path), lines=False)}: step {found.step}, {size}: {'whole' if found.ok else count}")
     raise typer.Exit(0 if found.ok else 1)

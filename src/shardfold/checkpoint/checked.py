@@ -178,8 +178,8 @@ def _range(said: Mapping[str, Any], where: str) -> tuple[int, int]:
 
 
 def _box(said: Any, stop: int, where: str) -> None:
-    sides = said if isinstance(said, list) and len(said) == 2 else [None, None]
-    if not all(isinstance(side, list) and len(side) <= DIMS for side in sides) or len(sides[0]) != len(sides[1]):
+    sides: list[Any] = said if isinstance(said, list) else []
+    if len(sides) != 2 or not all(isinstance(side, list) for side in sides) or len(sides[0]) != len(sides[1]):
         raise ValueError(f"{where}box is not [starts, sizes]")
     if any(type(each) is not int or not 0 <= each <= ELEMENTS for side in sides for each in side):
         raise ValueError(f"{where}box is {said!r}, which no tensor has")

@@ -248,7 +248,7 @@ class Index:
         """Reads what :meth:`to_bytes` wrote; ``where`` names it in messages.
 
         Raises:
-            CheckpointError: it is not such a text, is of a later version, was changed since, or says what can not be.
+            CheckpointError: it is not such a text, is of a later version, was changed since, or says what cannot be.
         """
         try:
             said = json.loads(data, object_pairs_hook=once_each, parse_constant=no_constant)

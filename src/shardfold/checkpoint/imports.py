@@ -112,7 +112,7 @@ def import_from(
     except OTHERS as error:  # others' files may hold anything in any place
         words = str(error).partition("\n")[0][:100]
         raise CheckpointError(
-            f"{path} does not hold what files of {found!r} do: it can not be read ({type(error).__name__}: {words})."
+            f"{path} does not hold what files of {found!r} do: it cannot be read ({type(error).__name__}: {words})."
         ) from error
     report.num_bytes = writer.num_bytes
     report.path = writer.commit(lambda done: tick(done, report.num_bytes))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shardfold.checkpoint.checked import DEPTH
 from shardfold.checkpoint.format import Index, Parameter, Piece
 from shardfold.checkpoint.verify import Damage, blocks, by_file, missing_files, read_index
 from shardfold.errors import CheckpointError
@@ -146,12 +147,13 @@ class Contents:
         for name in ("schedule", "loss_scale"):
             if index.run.get(name) is not None:
                 said[name.replace("_", " ")] = _keys(index.run[name])
-        if index.run.get("averages"):
+        if isinstance(index.run.get("averages"), list) and index.run["averages"]:
             said["averages"] = str(len(index.run["averages"]))
         if index.run.get("state"):
             said["state"] = _keys(index.run["state"])
         if index.ranks:
-            more = sorted({key for rank in index.ranks for key in rank.get("state", {})})
+            own = [rank.get("state") for rank in index.ranks]
+            more = sorted({key for state in own if isinstance(state, dict) for key in state})
             random = "random numbers" if any(rank.get("rng") for rank in index.ranks) else ""
             said["of each rank"] = ", ".join(filter(None, [random, *more])) or "nothing"
         return said
@@ -288,7 +290,7 @@ def _tree(tensors: Sequence[Tensor]) -> _Node:
     root = _Node()
     for tensor in tensors:
         node = root
-        for part in tensor.name.split("."):
+        for part in tensor.name.split(".", DEPTH):
             node = node.children.setdefault(part, _Node())
         node.tensor = tensor
     return root

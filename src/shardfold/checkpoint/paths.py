@@ -58,7 +58,7 @@ def check_regular(path: Path) -> None:
 def _check_mode(mode: int, path: Path) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for test, name in KINDS if test(mode)), "special file")
-        raise CheckpointError(f"{path} can not be read: it is a {kind}, where a file is needed.")
+        raise CheckpointError(f"{path} cannot be read: it is a {kind}, where a file is needed.")
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -85,7 +85,7 @@ def open_regular(folder: Path, name: str) -> int:
     """A file of a folder, opened for reading; see :func:`inside`.
 
     Raises:
-        CheckpointError: it is none, or can not be opened.
+        CheckpointError: it is none, or cannot be opened.
     """
     path = inside(folder, name)
     try:

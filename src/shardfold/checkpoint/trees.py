@@ -45,6 +45,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         CheckpointError: something of another kind is in it, or it is nested too deeply to be read again; ``where`` says
             in what.
     """
+    said: Any = None
     try:
         said = _encode(value, where, tensors)
         deep = is_deep(said, DEPTH - ABOVE)
@@ -114,7 +115,7 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
     except WRONG as error:
         words = str(error).partition("\n")[0][:100]
         raise CheckpointError(
-            f"the index of a checkpoint is damaged: one of its trees can not be read ({type(error).__name__}: {words})."
+            f"the index of a checkpoint is damaged: one of its trees cannot be read ({type(error).__name__}: {words})."
         ) from None
 
 

@@ -115,7 +115,7 @@ def index_bytes(folder: Path) -> bytes:
     """The text of a checkpoint's index.
 
     Raises:
-        CheckpointError: it is no file, can not be read, or is larger than any index.
+        CheckpointError: it is no file, cannot be read, or is larger than any index.
     """
     path = folder / INDEX
     check_regular(path)
@@ -125,7 +125,7 @@ def index_bytes(folder: Path) -> bytes:
                 raise CheckpointError(f"{path} is no index of a checkpoint: it has more than {INDEX_BYTES} bytes.")
             return file.read()
     except OSError as error:
-        raise CheckpointError(f"{path} can not be read: {error.strerror}.") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def verify(path: str | Path, tick: Callable[[int, int], None] = lambda done, total: None) -> Verification:

@@ -357,7 +357,16 @@ def signals(names: str) -> Iterator[None]:
 def pid_file(wanted: bool) -> Iterator[None]:
     path = Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
     if wanted:
-        path.write_text(str(os.getpid()))
+        # Everybody may write into that folder: what is there already may be somebody else's link to a file of ours.
+        with suppress(OSError):
+            if path.lstat().st_uid == os.getuid():
+                path.unlink()
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        except OSError as error:
+            raise ConfigError(f"--save-pid: {path} cannot be made: {error.strerror}.") from None
+        with open(fd, "w") as file:
+            file.write(str(os.getpid()))
     try:
         yield
     finally:

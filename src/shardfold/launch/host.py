@@ -28,6 +28,9 @@ def main() -> int:
     node["slots"] = None if node["slots"] is None else tuple(node["slots"])
     node["nodes"] = tuple(node["nodes"])
     threading.Thread(target=listen, args=(line,), daemon=True).start()
+    # The ranks find the modules of this folder, as from any launcher; this process finds only what is installed.
+    paths = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     try:
         if options["as_deepspeed"]:
             become_deepspeed()

@@ -30,6 +30,14 @@ __all__ = [
     "visible_devices",
 ]
 
+FILE_BYTES = 4 * 2**20
+"""Of a host file or a file of variables, at most: 100,000 hosts."""
+
+MOST_SLOTS = 4096
+
+#: A name of DNS, an address, or an alias of ssh's config, and perhaps a user's name: nothing that is an option to ssh,
+#: to srun or mpirun, or a list to them.
+HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_\[:][A-Za-z0-9_.:%\]-]*")
 HOST_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)(?P<more>(\s+[\w-]+=\S+)*)")
 
 
@@ -41,7 +49,28 @@ def fetch_hostfile(hostfile_path: str | Path | None) -> OrderedDict[str, int] | 
     """
     if hostfile_path is None or not Path(hostfile_path).is_file():
         return None
-    return parse_hostfile(Path(hostfile_path).read_text(encoding="utf-8").splitlines(), name=str(hostfile_path))
+    return parse_hostfile(read_lines(Path(hostfile_path)), name=str(hostfile_path))
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a small text file.
+
+    Raises:
+        ConfigError: it cannot be read, is no text, or is far larger than such a file.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    if len(data) > FILE_BYTES:
+        raise ConfigError(f"{path} has more than {FILE_BYTES} bytes: it is no such file.")
+    if b"\0" in data:
+        raise ConfigError(f"{path} is no text: it has bytes that are 0.")
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8: byte {error.start} is {data[error.start]:#04x}.") from None
 
 
 def parse_hostfile(lines: Iterable[str], *, name: str = "the host file") -> OrderedDict[str, int]:
@@ -53,8 +82,17 @@ def parse_hostfile(lines: Iterable[str], *, name: str = "the host file") -> Orde
             continue
         match = HOST_LINE.fullmatch(text)
         if match is None:
-            raise ConfigError(f"{name}, line {number}: {text!r} is not of the form `worker-0 slots=4`.")
+            raise ConfigError(f"{name}, line {number}: {text[:200]!r} is not of the form `worker-0 slots=4`.")
         host = match["host"]
+        if HOST.fullmatch(host) is None:
+            raise ConfigError(
+                f"{name}, line {number}: {host!r} is no name of a host: it is of letters, digits, '.', '-' and '_', "
+                "and begins with none of '-' and '.'; what else ssh needs to know belongs into its own config."
+            )
+        if len(match["slots"]) > 4 or int(match["slots"]) > MOST_SLOTS:
+            raise ConfigError(
+                f"{name}, line {number}: {host} has more than {MOST_SLOTS} slots: write its number of GPUs."
+            )
         if host in pool:
             raise ConfigError(
                 f"{name}, line {number}: there are multiple entries for {host}: write one, with all slots."
@@ -156,7 +194,7 @@ def parse_environment_file(lines: Iterable[str], *, name: str = ".deepspeed_env"
         key, equals, value = text.partition("=")
         key = key.strip().removeprefix("export ").strip()
         if not equals or not re.fullmatch(r"\w+", key):
-            raise ConfigError(f"{name}, line {number}: {text!r} is not of the form `NCCL_DEBUG=INFO`.")
+            raise ConfigError(f"{name}, line {number}: {text[:200]!r} is not of the form `NCCL_DEBUG=INFO`.")
         value = value.strip()
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         variables[key] = value[1:-1] if quoted else value

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, how, num_cores
+from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, how, num_cores, python_module
 from shardfold.launch.workers import Outlet, Worker, end_all, watch
 
 __all__ = ["GRACE_AFTER_SIGTERM", "launch", "launch_local", "rank_environment"]
@@ -104,8 +104,8 @@ class Interrupts:
 
 
 def launch_local(argv: list[str], num_procs: int) -> int:
-    """Run `python -m shardfold ARGV` as `num_procs` ranks on this machine and return the exit status to end with."""
-    return launch([sys.executable, "-m", "shardfold", *argv], num_procs)
+    """Run `shardfold ARGV` as `num_procs` ranks on this machine and return the exit status to end with."""
+    return launch([*python_module("shardfold"), *argv], num_procs)
 
 
 def launch(command: list[str], num_procs: int) -> int:

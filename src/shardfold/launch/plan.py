@@ -291,5 +291,5 @@ def exported(environment: Mapping[str, str], folders: list[Path]) -> dict[str, s
     for folder in folders:
         path = folder / environment.get("DS_ENV_FILE", ".deepspeed_env")
         if path.is_file():
-            chosen |= hosts.parse_environment_file(path.read_text(encoding="utf-8").splitlines(), name=str(path))
+            chosen |= hosts.parse_environment_file(hosts.read_lines(path), name=str(path))
     return chosen

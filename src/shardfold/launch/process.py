@@ -9,7 +9,17 @@ import socket
 import sys
 from contextlib import suppress
 
-__all__ = ["INTERRUPTED", "SAID", "die_with_parent", "exit_status", "free_port", "how", "is_rank", "num_cores"]
+__all__ = [
+    "INTERRUPTED",
+    "SAID",
+    "die_with_parent",
+    "exit_status",
+    "free_port",
+    "how",
+    "is_rank",
+    "num_cores",
+    "python_module",
+]
 
 INTERRUPTED = 130
 """Exit status of a run that was stopped by Ctrl-C and ended cleanly."""
@@ -19,6 +29,24 @@ SAID = 2
 PR_SET_PDEATHSIG = 1
 # Looked up before any process is forked: the child may then only call it.
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
+
+
+# What ``-m`` does, but that modules of the current folder are not found: for Pythons that have no option for it.
+BOOT = """
+import sys
+sys.path[:] = [each for each in sys.path if each]
+sys.argv[:] = sys.argv[1:]
+import runpy
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def python_module(module: str, *, has_option: bool = sys.version_info >= (3, 11)) -> list[str]:
+    """Return the command that runs a module of ours: a ``random.py`` in the current folder is not Python's own there.
+
+    A user's script is not run this way: it finds the modules beside it, as with ``python script.py``.
+    """
+    return [sys.executable, "-P", "-m", module] if has_option else [sys.executable, "-c", BOOT, module]
 
 
 def is_rank() -> bool:

@@ -29,7 +29,7 @@ import shardfold
 from shardfold.errors import ConfigError
 from shardfold.launch.options import Options
 from shardfold.launch.plan import Hosts, Node, exported
-from shardfold.launch.process import INTERRUPTED, die_with_parent, exit_status
+from shardfold.launch.process import INTERRUPTED, die_with_parent, exit_status, python_module
 
 __all__ = ["run_hosts", "scheduler_command"]
 
@@ -40,7 +40,9 @@ FIRST_PORT, LAST_PORT = 20000, 29999
 
 # What every host runs first: sets what is read from standard input, byte by byte, as the rest is for its successor.
 BOOT = """
-import json, os, sys
+import sys
+sys.path[:] = [each for each in sys.path if each]
+import json, os
 line = b""
 while not line.endswith(b"\\n"):
     byte = os.read(0, 1)
@@ -58,7 +60,9 @@ os.execv(sys.executable, [sys.executable] + command)
 
 # Prints what has to agree between hosts.
 CHECK = """
-import json, random, socket, subprocess, sys
+import sys
+sys.path[:] = [each for each in sys.path if each]
+import json, random, socket, subprocess
 from importlib import metadata, util
 facts = {"Python": "%d.%d" % sys.version_info[:2], "shardfold": None, "torch": None}
 if util.find_spec("shardfold"):
@@ -97,7 +101,8 @@ class Host:
         program = f"{prepare}exec {shlex.quote(sys.executable)} -c {shlex.quote(BOOT)}"
         port = ["-p", str(options.ssh_port)] if options.ssh_port is not None else []
         more = shlex.split(options.launcher_args)
-        command = [*shlex.split(options.ssh), "-o", "BatchMode=yes", *port, *more, name, program]
+        # The name is no option: host files are checked for that, and behind `--` ssh takes none.
+        command = [*shlex.split(options.ssh), "-o", "BatchMode=yes", *port, *more, "--", name, program]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -162,7 +167,7 @@ def run_hosts(plan: Hosts, options: Options, command: list[str]) -> int:
     folder = str(Path.cwd())
     # Found as it is here: from a source tree too.
     source = str(Path(shardfold.__file__).parents[1])
-    paths = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), source]
+    paths = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), source]
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     names = list(plan.slots)
     script = None if options.module or options.no_python else command[0]
@@ -179,7 +184,7 @@ def run_hosts(plan: Hosts, options: Options, command: list[str]) -> int:
             for rank, (name, slots) in enumerate(plan.slots.items()):
                 count = len(names)
                 node = Node(str(len(slots)), tuple(slots), (count, count), rank, "static", address, port, name)
-                header = json.dumps([folder, environment, ["-m", "shardfold.launch.host"]])
+                header = json.dumps([folder, environment, python_module("shardfold.launch.host")[1:]])
                 started.append(Host(name, options, (header, instructions(node, there, command))))
             for host in started:
                 host.carry(ended)
@@ -285,7 +290,11 @@ def check_hosts(
         elif host.process.returncode:
             wrong.append(f"host {name} can not start: {words}.")
         else:
-            facts[name] = found = json.loads(out.splitlines()[-1])
+            found = answer(out)
+            if found is None:
+                wrong.append(f"host {name} answers with something else: look at what its shell prints when it starts.")
+                continue
+            facts[name] = found
             differs = [
                 f"{what} {found[what] or 'missing'}, not {here[what]}" for what in here if found[what] != here[what]
             ]
@@ -300,6 +309,17 @@ def check_hosts(
         raise ConfigError("\n".join(wrong))
     assert first is not None
     return options.master_addr or str(first["address"]), int(first["port"] or 0)
+
+
+def answer(out: bytes) -> dict[str, str | int | bool | None] | None:
+    """What a host says of itself; None: it says something else."""
+    try:
+        found = json.loads((out.splitlines() or [b""])[-1])
+    except (ValueError, RecursionError):
+        return None
+    known = {"Python", "shardfold", "torch", "port", "script", "address"}
+    fits = isinstance(found, dict) and set(found) == known and isinstance(found["address"], str)
+    return found if fits and isinstance(found["port"], int | None) else None
 
 
 def scheduler_command(plan: Hosts, options: Options, command: list[str], variables: Sequence[str] = ()) -> list[str]:
@@ -322,7 +342,7 @@ def scheduler_command(plan: Hosts, options: Options, command: list[str], variabl
             more.append(f"--nproc-per-node={options.procs}")
     elif plan.launcher != "slurm" and options.master_addr is None:
         more = [f"--master-addr={names[0]}"]
-    there = [sys.executable, "-m", "shardfold", "run", *options.argv(*dropped), *more, *command]
+    there = [*python_module("shardfold"), "run", *options.argv(*dropped), *more, *command]
     extra = shlex.split(options.launcher_args)
     if plan.launcher == "slurm":
         nodes = [f"--nodelist={','.join(names)}"] if plan.given_slots else []

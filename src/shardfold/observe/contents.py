@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from shardfold.observe.formats import format_bytes, format_count
+from shardfold.observe.printable import printable
 from shardfold.observe.tables import headed, new_table
 
 __all__ = ["Tick", "contents_table", "reading", "run_table", "states_table"]
@@ -51,10 +52,12 @@ def contents_table(rows: Sequence[Row]) -> Group:
     table.add_column("weights", justify="right", no_wrap=True)
     table.add_column("states", justify="right", no_wrap=True)
     for row, lines in zip(rows, _lines(rows), strict=True):
-        name = Text.assemble((lines, "dim"), (row.name, "" if row.shape is not None else "bold"))
+        name = Text.assemble(
+            (lines, "dim"), (printable(row.name, lines=False), "" if row.shape is not None else "bold")
+        )
         notes = (f"{row.num} alike",) * (row.num > 1) + row.notes
         if notes:
-            name.append(f"  {', '.join(notes)}", style="dim")
+            name.append(printable(f"  {', '.join(notes)}", lines=False), style="dim")
         table.add_row(
             name,
             "x".join(map(str, row.shape)) or "scalar" if row.shape is not None else "",
@@ -85,7 +88,7 @@ def states_table(states: Mapping[str, tuple[int, Sequence[str]]], num_bytes: int
     table.add_column("dtype")
     table.add_column("bytes", justify="right")
     for state, (size, dtypes) in states.items():
-        table.add_row(Text(state), " ".join(dtypes), format_bytes(size))
+        table.add_row(Text(printable(state, lines=False)), " ".join(dtypes), format_bytes(size))
     table.add_row("files", "", format_bytes(num_bytes), style="bold")
     return headed("Bytes by state", table)
 
@@ -97,7 +100,7 @@ def run_table(facts: Mapping[str, str]) -> Group:
     table.add_column("", style="dim", no_wrap=True)
     table.add_column("", overflow="fold")
     for name, words in facts.items():
-        table.add_row(name, escape(words))
+        table.add_row(name, escape(printable(words)))
     # Words may be long: they are wrapped to the console, and not kept on a line as figures are.
     return Group("", Text("Of the run", style="bold"), table)
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardfold.observe.formats import format_bytes
+from shardfold.observe.printable import printable
 
 __all__ = ["MemoryRow", "TrafficRow", "memory_table", "print_whole", "printable", "quality_table", "traffic_table"]
 
@@ -138,9 +139,3 @@ def traffic_table(rows: Sequence[TrafficRow], control: float) -> Group:
     table.add_row("total", "", "", calls, format_bytes(program), exact(program, sent), format_bytes(sent), style="bold")
     table.add_row("control", "", "", "", "", "", format_bytes(control), style="dim")
     return headed("Bytes sent per rank and step", table)
-
-
-def printable(text: bytes) -> str:
-    """Return text that is safe to print: a model of bytes may well emit a terminal's escape codes."""
-    decoded = text.decode("utf-8", errors="replace").expandtabs(4)
-    return "".join(c if c.isprintable() or c == "\n" else "·" for c in decoded)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
+from shardfold.observe.printable import printable
 
 HELD_OUT_SHARE = 0.05
 SEPARATOR = b"\0"  # stands between documents; a file that contains it is no text
@@ -69,7 +70,8 @@ def load_corpus(data: str | Path | None = None) -> Corpus:
         )
         raise ConfigError(f"no text was found in {source}{why}: give --data a file or folder with text.")
     train, held_out = split(documents)
-    return Corpus(source=source, train=train, held_out=held_out, num_files=len(documents), skipped=tuple(skipped))
+    named = tuple(printable(each, lines=False) for each in skipped)
+    return Corpus(source=source, train=train, held_out=held_out, num_files=len(documents), skipped=named)
 
 
 def walk(root: Path, left_out: list[str] | None = None) -> Iterator[Path]:

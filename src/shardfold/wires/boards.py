@@ -145,7 +145,7 @@ def neighbours(
 
 
 def _readable(mine: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    if entry["place"] != mine["place"]:
+    if entry["place"] != mine["place"] or not _of_this_user(entry["process"]):
         return False
     word = ctypes.c_int64()
     try:
@@ -153,6 +153,14 @@ def _readable(mine: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
     except OSError:
         return False
     return word.value == entry["token"]
+
+
+def _of_this_user(process: int) -> bool:
+    """Whether a process runs under the same user: one with more rights could read others' too, and is not to."""
+    try:
+        return os.stat(f"/proc/{int(process)}").st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def _place() -> str | None:

@@ -268,7 +268,7 @@ def _states(
     """See :func:`client_state_of`; of a checkpoint ``source`` that was made of DeepSpeed's ``path``, what that has.
 
     Raises:
-        CheckpointError: on all ranks, if any of them can not read it.
+        CheckpointError: on all ranks, if any of them cannot read it.
     """
     client, own, problem = dict[str, Any](), dict[str, Any](), None
     try:
