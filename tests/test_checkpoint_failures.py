@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
-from saving import Disk, engine, expect, failing, left_over, train, whole
+from saving import Disk, die, engine, expect, failing, left_over, train, whole
 from shardfold.checkpoint import draft as drafts
-from shardfold.checkpoint import folders
+from shardfold.checkpoint import folders, opened
 from shardfold.checkpoint.folders import resolve
-from shardfold.errors import CheckpointError, ConfigError, UsageError
-from shardfold.testing import Ranks
+from shardfold.errors import CheckpointError, CollectiveError, ConfigError, UsageError
+from shardfold.testing import Ranks, RanksFailed
 
 NO_ROOM = "No space left on device"
 
@@ -289,7 +289,7 @@ def test_a_save_outlives_its_engine_and_the_process_group(ranks: Ranks, tmp_path
 SCRIPT = """
 import sys, threading
 from pathlib import Path
-from saving import Disk, engine, expect, train
+from saving import Disk, die, engine, expect, train
 root, ending = Path(sys.argv[1]), threading.Event()
 trained = engine()
 train(trained)
@@ -567,3 +567,24 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert whole(root) == 2
     finally:
         subprocess.run(["umount", str(tmp_path / "small")], check=True)
+
+
+def load_and_die(root: str) -> None:
+    """Rank 1 dies when it is about to say what it has found."""
+    trained = engine()
+    if trained.rank == 1:
+        opened.resolve = lambda path: die()
+    with pytest.raises(CollectiveError, match=r"what every rank says of 'load/1/open', failed .* has probably died"):
+        trained.load(root)
+    trained.close()
+    Path(root, "said").touch()
+
+
+def test_a_rank_that_dies_as_it_loads_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
+    """The other one does not wait for its word for the half hour that a collective may take."""
+    root = tmp_path / "run"
+    one_engine(root, "a").close()
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(load_and_die, str(root), world_size=2)
+    assert [(each.rank, "SIGKILL" in each.summary) for each in failed.value.failures] == [(1, True)], str(failed.value)
+    assert (root / "said").exists()
