@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import saving
 import shardfold as sf
 from changing import add_low_rank, half_frozen, unfreeze
 from keeping import SETTINGS, Odd, Setting, adamw, contents, covering, different, make, run_matrix, train
@@ -506,3 +508,30 @@ def _damaged(folder: str) -> None:
 
 def test_what_one_rank_can_not_read_all_ranks_refuse(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_damaged, str(tmp_path), world_size=2)
+
+
+def in_fp16(root: str) -> tuple[list[str], list[str]]:
+    """Saves in bf16 and in fp32, loads in fp16 and in bf16; what is logged, and what the reports note."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("shardfold").addHandler(handler)
+    for precision in ("bf16", "fp32"):
+        engine = saving.engine(precision=precision)
+        saving.train(engine)
+        engine.save(f"{root}/{precision}", wait=True)
+        engine.close()
+    notes: list[str] = []
+    for precision, saved in (("fp16", "bf16"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")):
+        engine = saving.engine(precision=precision)
+        notes.append(" ".join(engine.load(f"{root}/{saved}").notes))
+        engine.close()
+    logging.getLogger("shardfold").removeHandler(handler)
+    return logged, notes
+
+
+def test_a_run_in_bf16_that_goes_on_in_fp16_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
+    """Once, by rank 0, with what to do; no other change of precision is."""
+    for rank, (logged, notes) in enumerate(ranks.run(in_fp16, str(tmp_path), world_size=2)):
+        assert len(logged) == (rank == 0) and all("go on with precision='bf16'" in text for text in logged)
+        assert ["trained in bf16 and goes on in fp16" in note for note in notes] == [True, False, False, False]

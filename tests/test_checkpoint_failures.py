@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
-from saving import Disk, engine, expect, failing, left_over, train, whole
+from saving import Disk, die, engine, expect, failing, left_over, train, whole
 from shardfold.checkpoint import draft as drafts
-from shardfold.checkpoint import folders
+from shardfold.checkpoint import folders, messages, opened
 from shardfold.checkpoint.folders import resolve
-from shardfold.errors import CheckpointError, ConfigError, UsageError
-from shardfold.testing import Ranks
+from shardfold.errors import CheckpointError, CollectiveError, ConfigError, UsageError
+from shardfold.testing import Ranks, RanksFailed
 
 NO_ROOM = "No space left on device"
 
@@ -289,7 +289,7 @@ def test_a_save_outlives_its_engine_and_the_process_group(ranks: Ranks, tmp_path
 SCRIPT = """
 import sys, threading
 from pathlib import Path
-from saving import Disk, engine, expect, train
+from saving import Disk, die, engine, expect, train
 root, ending = Path(sys.argv[1]), threading.Event()
 trained = engine()
 train(trained)
@@ -567,3 +567,94 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert whole(root) == 2
     finally:
         subprocess.run(["umount", str(tmp_path / "small")], check=True)
+
+
+def load_and_die(root: str) -> None:
+    """Rank 1 dies when it is about to say what it has found."""
+    trained = engine()
+    if trained.rank == 1:
+        opened.resolve = lambda path: die()
+    with pytest.raises(CollectiveError, match=r"what every rank says of 'load/1/open', failed .* has probably died"):
+        trained.load(root)
+    trained.close()
+    Path(root, "said").touch()
+
+
+def test_a_rank_that_dies_as_it_loads_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
+    """The other one does not wait for its word for the half hour that a collective may take."""
+    root = tmp_path / "run"
+    one_engine(root, "a").close()
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(load_and_die, str(root), world_size=2)
+    assert [(each.rank, "SIGKILL" in each.summary) for each in failed.value.failures] == [(1, True)], str(failed.value)
+    assert (root / "said").exists()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_is_renamed_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool) -> None:
+    """After a loss of power `latest` names a checkpoint that is there, with all of its bytes: files and their folder
+    are synced before the folder is renamed, the name of the folder before `latest` is moved, and that at the end."""
+    root = tmp_path / "run"
+    trained = one_engine(root, *(["a"] if replaced else []))
+    train(trained)
+    calls: list[str] = []
+
+    def recorded(name: str, call: Any) -> Any:
+        def record(*args: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else str(args[0])
+            done = call(*args)
+            calls.append(f"{name} {os.path.relpath(path, root).replace(token(root, path), 'draft')}")
+            return done
+
+        return record
+
+    for name in ("fsync", "rename", "replace"):
+        monkeypatch.setattr(os, name, recorded(name, getattr(os, name)))
+    monkeypatch.setattr(drafts, "_exchange", recorded("exchange", drafts._exchange))
+    trained.save(root / "a", wait=True)
+    monkeypatch.undo()
+    trained.close()
+    takes_place = calls.index("exchange draft" if replaced else "rename draft")
+    before, after = calls[:takes_place], calls[takes_place + 1 :]
+    files = ["rank-00000-of-00001.safetensors", "index.json", "latest"]
+    assert [call for call in before if "owner" not in call] == [
+        *(f"fsync draft/{name}" for name in files),
+        "fsync draft",
+    ]
+    assert after == ["fsync .", "replace a/latest", "fsync ."]
+
+
+def token(root: Path, path: str) -> str:
+    """The name of the draft that a path lies in."""
+    return next((part for part in Path(path).relative_to(root).parts if ".writing-" in part), "no draft")
+
+
+def test_a_rank_is_missed_after_20_seconds(tmp_path: Path) -> None:
+    """What the documents promise is what saves use: the tests of dead ranks set shorter times."""
+    trained = one_engine(tmp_path / "run")
+    train(trained)
+    trained.save(tmp_path / "run" / "a")
+    assert trained.saver._job is not None and trained.saver._job.messages.silence == 20.0
+    assert messages.SILENCE_AT_EXIT == 8.0
+    trained.close()
+
+
+def die_in_a_save(root: str) -> str:
+    """Rank 1 dies at its first write, with all times as they are by default."""
+    trained = engine()
+    train(trained)
+    with Disk(Path(root), lambda number, name: die()).watched() if trained.rank else never(True):
+        try:
+            trained.save(Path(root, "a"), wait=True)
+        except CheckpointError as error:
+            Path(root, "said").write_text(str(error))
+    return ""
+
+
+@pytest.mark.soak
+def test_a_rank_is_missed_at_the_default(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same by a death."""
+    monkeypatch.setattr("shardfold.testing.ranks.SETTLE", 60.0)
+    with pytest.raises(RanksFailed):
+        ranks.run(die_in_a_save, str(tmp_path), world_size=2)
+    assert "rank 1: it was not heard of for 20 s" in (tmp_path / "said").read_text()

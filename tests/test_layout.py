@@ -239,23 +239,25 @@ def test_a_table_without_params_says_what_stands_in_for_them():
 
 
 @pytest.mark.parametrize(
-    ("mode", "tier"),
+    ("mode", "tier", "fate"),
     [
-        ("keep", "device"),
-        ("recompute", "recomputed"),
-        ("select", "recomputed, but products"),
-        ("host", "host"),
-        ("disk", "disk"),
+        ("keep", Tier.DEVICE, "device"),
+        ("recompute", None, "recomputed"),
+        ("select", Tier.DEVICE, "recomputed, but products"),
+        ("host", Tier.HOST, "host"),
+        ("disk", Tier.DISK, "disk"),
+        ("fit:1GiB", None, "fit:1GiB"),
     ],
 )
-def test_activations_are_a_cell_that_every_layout_may_have(mode: str, tier: str) -> None:
+def test_activations_are_a_cell_that_every_layout_may_have(mode: str, tier: Tier | None, fate: str) -> None:
+    assert Activations(mode=mode).tier is tier
     for table in PRESETS.values():
         changed = table.edit("activations", mode=mode)
         assert changed == table.replace(activations=mode) == table.replace(activations=Activations(mode=mode))
         assert (changed == table) == (mode == "keep")
         assert changed.bind(BF16, MESH).activations == Activations(mode=mode)
         assert changed.cells() == table.cells()
-        assert str(changed).splitlines()[-2] == f"activations  nothing         as made   {tier}"
+        assert str(changed).splitlines()[-2] == f"activations  nothing         as made   {fate}"
 
 
 def test_activations_that_can_not_be_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -144,3 +145,31 @@ def test_a_buffer_that_nothing_gives_values_is_named() -> None:
         model = Recurrent()
     with pytest.raises(ModelError, match="the buffer scale"):
         sf.Engine(model, optimizer=ADAMW, layout="ddp")
+
+
+def one_rank_lacks_them(folder: str, how: str) -> str:
+    """An engine whose weights are on one rank's disk only, or are damaged there; and what this rank is told."""
+    rank = int(os.environ["RANK"])
+    mine = Path(folder, f"host{rank}")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if rank == 0 or how == "damaged":
+        mine.mkdir()
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        if rank:
+            values["1.bias"] = torch.zeros(5)  # found when its unit is made, behind the broadcasts of others
+        save_file(values, mine / "model.safetensors")
+    try:
+        sf.Engine(model, weights=mine / "model.safetensors", units=["0", "1"])
+    except sf.ShardfoldError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_weights_that_one_rank_lacks_end_all_ranks(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    """A file that is missing, or other than elsewhere, on one host is told by every rank, and nobody waits for it."""
+    said = ranks.run(one_rank_lacks_them, str(tmp_path), how, world_size=2)
+    words = "holds no safetensors file" if how == "missing" else "weights give '1.bias' the shape (5,)"
+    assert said[1].startswith("ModelError: ") and words in said[1]
+    assert said[0].startswith("OrderError: making an engine failed on rank 1: ") and words in said[0]

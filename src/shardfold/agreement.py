@@ -16,8 +16,8 @@ see ``watch``. Waiting is done in slices; after each, a rank reads whether someb
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
 from logging import getLogger
@@ -173,9 +173,10 @@ class Agreement:
         return tensor.tolist()
 
     def _disagree(self, what: str) -> OrderError:
-        asked = self.exchange(f"meeting/{self.sequence}", what)
+        number = self.sequence
+        asked = self.exchange(f"meeting/{number}", what)
         return self._give_up(
-            f"after operation {self.sequence - 1} the ranks are about to do different things: {_by_text(asked)}. Every "
+            f"after operation {number - 1} the ranks are about to do different things: {_by_text(asked)}. Every "
             "rank must run the same passes, steps and gathered() in one order; to run a part on some ranks only "
             "(evaluation, generation, saving) do it inside `with engine.gathered():` that all ranks enter."
         )
@@ -195,19 +196,35 @@ class Agreement:
             )
 
     def exchange(self, key: str, value: str) -> list[str]:
-        """What every rank says under ``key``, by rank."""
-        store, world = self._mesh.store, self._mesh.world
+        """What every rank says under ``key``, by rank.
+
+        Raises:
+            OrderError: another rank gave up, or ranks wait for each other in vain.
+            CollectiveError: a rank is gone.
+        """
+        store = self._mesh.store
         if store is None:
             return [value]
-        keys = [f"{key}/{r}" for r in range(world)]
-        store.set(keys[self._mesh.rank], value)
-        deadline = monotonic() + self.limit
-        while not store.check(keys):
-            self._check()
-            if monotonic() > deadline:
-                raise CollectiveError(f"rank {self._mesh.rank}: not every rank came to {key!r} in {self.limit:.0f} s.")
-            self._pause(store, keys)
-        return [store.get(k).decode() for k in keys]
+        store.set(f"{key}/{self._mesh.rank}", value)
+        # Through the group and not the store: it notices at once that a rank is gone.
+        here = torch.zeros(1, dtype=torch.uint8)
+        self.issue("an exchange of words", f"what every rank says of {key!r}")
+        self.wait(dist.all_reduce(here, dist.ReduceOp.MAX, group=self._mesh.control, async_op=True), control=True)
+        self.control_bytes += here.nbytes
+        return [store.get(f"{key}/{rank}").decode() for rank in range(self._mesh.world)]
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """If ``what`` fails on this rank, the others, which wait for it, raise too and say why."""
+        try:
+            yield
+        except (OrderError, CollectiveError):  # which the others know of
+            raise
+        except Exception as error:
+            if self._mesh.store is not None and self.aborted() is None:
+                with suppress(RuntimeError):  # the process that served the store may have died
+                    self._mesh.store.set("abort", f"{what} failed on rank {self._mesh.rank}: {error}")
+            raise
 
     @staticmethod
     def _pause(store: Any, keys: list[str]) -> None:

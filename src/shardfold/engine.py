@@ -42,7 +42,7 @@ from shardfold.hooks import Hooks
 from shardfold.layout import Layout, Precision
 from shardfold.loans import Loan, refuse_during
 from shardfold.losses import lift, run_backward
-from shardfold.materialize import Weights, make_units, move_buffers
+from shardfold.materialize import Weights, buffer_dtypes, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip, one_clip
@@ -150,13 +150,15 @@ class Engine:
         self.schedule = make_schedule(schedule, self.optimizer)
         self._changes = Changes(self, units, seed, made_here=not isinstance(optimizer, torch.optim.Optimizer))
         cuts = self._changes.cut()
-        values = Weights(readable(weights), model) if weights is not None else None
         said = repr((self.layout.replace(activations="keep"), [c.spec for c in cuts]))  # in which ranks may differ
-        self.agreement.same("the model's parameters, the optimizer's groups and the layout", said)
-        if values is not None:
-            values.load_buffers(model)
-        move_buffers(dict(model.named_modules()), self.device, self.mesh, self.buffer_dtypes())
-        self.units = make_units(model, cuts, self.layout, self.mesh, self.store, values, seed)
+        with self.agreement.told("making an engine"):
+            values = Weights(readable(weights), model) if weights is not None else None
+            self.agreement.same("the model's parameters, the optimizer's groups and the layout", said)
+            if values is not None:
+                values.load_buffers(model)
+            dtypes = buffer_dtypes(self.rules, model)
+            move_buffers(dict(model.named_modules()), self.device, self.mesh, self.agreement, dtypes)
+            self.units = make_units(model, cuts, self.layout, self.mesh, self.agreement, self.store, values, seed)
         self._update: ShardedOptimizer | None = None
         if self.optimizer is not None:
             stochastic = seed if any(p.rounding == "stochastic" for p in self.rules.precisions) else None
@@ -401,9 +403,8 @@ class Engine:
                 and keeps a checksum of each, with which :meth:`load` compares the base that it finds.
             latest: False leaves the file ``latest`` as it is.
             gradients: between the micro-batches of a step: ``"refuse"`` to save, or ``"leave"`` out what has come.
-            shared: whether all hosts see the same folder. True: else the save fails. False: each keeps the part that
-                its ranks wrote, perhaps under another parent folder; with all parts :meth:`load` needs no shared disk
-                either. None: whichever is so, with a warning where they do not.
+            shared: whether all hosts see the same folder. True: else the save fails. False: each keeps its own part,
+                perhaps below another folder. None: whichever is so, with a warning where they do not.
 
         Returns:
             The save, to ask or to wait for; None if it was skipped. A failure in the background is logged, and raised
@@ -475,12 +476,6 @@ class Engine:
     def explain(self) -> str:
         """The table, the units and the program, as text."""
         return explained(self, self._update)
-
-    def buffer_dtypes(self) -> dict[int, torch.dtype]:
-        """The dtype of the floating buffers of each module whose policy says one, by ``id``."""
-        rule = [TORCH_DTYPES[p.compute] if p.buffers == "compute" else None for p in self.rules.precisions]
-        found = {key: rule[number] for key, number in self.rules.assign(self.module).items()}
-        return {key: dtype for key, dtype in found.items() if dtype is not None}
 
     def mean(self, value: float | Tensor) -> float:
         """The mean of a number over all ranks; a control message."""

@@ -247,11 +247,15 @@ class Activations:
         return replace(self, mode=mode, among=(), kept=kept, folder=folder)
 
     @property
-    def tier(self) -> str:
-        """Where it rests between forward and backward, as a table says it."""
-        return {"keep": "device", "recompute": "recomputed", "select": "recomputed, but products"}.get(
-            self.mode, self.mode
-        )
+    def tier(self) -> Tier | None:
+        """Where it rests between forward and backward; None: nowhere, or each unit has its own mode."""
+        return {"keep": Tier.DEVICE, "select": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}.get(self.mode)
+
+    @property
+    def fate(self) -> str:
+        """What becomes of it between forward and backward, as a table says it."""
+        words = {"recompute": "recomputed", "select": "recomputed, but products"}
+        return words.get(self.mode, str(self.tier or self.mode))
 
     @staticmethod
     def named(given: str | Activations) -> Activations:
@@ -442,7 +446,7 @@ class Layout:
             else:
                 lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}")
         saved = self.activations
-        lines.append(f"{'activations':<13}{_axes(saved.over):<16}{'as made':<10}{saved.tier}")
+        lines.append(f"{'activations':<13}{_axes(saved.over):<16}{'as made':<10}{saved.fate}")
         lines.append(f"communication: gather {self.gather}, reduce {self.reduce}")
         return "\n".join(lines)
 

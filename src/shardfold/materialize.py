@@ -26,16 +26,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardfold.agreement import Agreement
 from shardfold.cut import Cut
 from shardfold.early import hand_over
 from shardfold.errors import ModelError, UsageError, did_you_mean
 from shardfold.gradients import GradientBuffer
 from shardfold.layout import Layout
 from shardfold.mesh import DataMesh
+from shardfold.rules import Rules
 from shardfold.stores.device import DeviceStore
-from shardfold.unit import Segment, Unit
+from shardfold.unit import TORCH_DTYPES, Segment, Unit
 
-__all__ = ["Weights", "make_units", "meta_init", "move_buffers"]
+__all__ = ["Weights", "buffer_dtypes", "make_units", "meta_init", "move_buffers"]
 
 
 LOST = (
@@ -99,6 +101,7 @@ def make_units(
     cuts: Iterable[Cut],
     layout: Layout,
     mesh: DataMesh,
+    agreement: Agreement,
     store: DeviceStore,
     weights: Weights | None,
     seed: int,
@@ -118,7 +121,7 @@ def make_units(
             for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
         ]
         unit = Unit(c.spec, segments, store, c.modules)
-        _give_values(unit, model, layout, mesh, weights, seed)
+        _give_values(unit, model, layout, mesh, agreement, weights, seed)
         if unit.trainable and not layout.grads.over:
             flats = [segment.grads for segment in unit.trainable if segment.grads is not None]
             adopt = mesh.world == 1 and store.device.type == "cpu"
@@ -134,7 +137,13 @@ def make_units(
 
 
 def _give_values(
-    unit: Unit, model: nn.Module, layout: Layout, mesh: DataMesh, weights: Weights | None, seed: int
+    unit: Unit,
+    model: nn.Module,
+    layout: Layout,
+    mesh: DataMesh,
+    agreement: Agreement,
+    weights: Weights | None,
+    seed: int,
 ) -> None:
     """Makes the states of a unit. Values are made, and reach the master, in its dtype: in that of the parameters they
     would be rounded, and the first steps be those of another model than AMP, or FSDP2, trains."""
@@ -144,13 +153,16 @@ def _give_values(
     if empty or weights is not None:
         _initialize(unit, model, empty, weights, seed)
     for segment, flat in zip(unit.segments, exact, strict=True):
-        if mesh.world > 1:  # as DDP does: rank 0's values are everyone's
-            dist.broadcast(flat, group_src=0, group=mesh.everyone)
+        _broadcast(flat, mesh, agreement, unit.name)  # as DDP does: rank 0's values are everyone's
         segment.bind(layout, mesh.sizes, mesh.coords, flat)
 
 
 def move_buffers(
-    modules: Mapping[str, nn.Module], device: torch.device, mesh: DataMesh, dtypes: Mapping[int, torch.dtype]
+    modules: Mapping[str, nn.Module],
+    device: torch.device,
+    mesh: DataMesh,
+    agreement: Agreement,
+    dtypes: Mapping[int, torch.dtype],
 ) -> None:
     """Moves the own buffers of modules (by path) to the device and gives every rank rank 0's values, as DDP does.
 
@@ -181,9 +193,23 @@ def move_buffers(
             # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
             values = buffer.detach().clone(memory_format=torch.contiguous_format)
             if values.numel():
-                dist.broadcast(values.reshape(-1).view(torch.uint8), group_src=0, group=mesh.everyone)
+                _broadcast(values.reshape(-1).view(torch.uint8), mesh, agreement, "the buffers")
                 if mesh.rank and not torch.equal(values, buffer):
                     buffer.copy_(values)
+
+
+def buffer_dtypes(rules: Rules, model: nn.Module) -> dict[int, torch.dtype]:
+    """The dtype of the floating buffers of each module whose policy says one, by ``id``."""
+    rule = [TORCH_DTYPES[p.compute] if p.buffers == "compute" else None for p in rules.precisions]
+    found = {key: rule[number] for key, number in rules.assign(model).items()}
+    return {key: dtype for key, dtype in found.items() if dtype is not None}
+
+
+def _broadcast(values: Tensor, mesh: DataMesh, agreement: Agreement, of: str) -> None:
+    """Gives every rank rank 0's values."""
+    if mesh.world > 1:
+        agreement.issue(f"broadcast {of}", f"the broadcast of the first values of {of}")
+        agreement.wait(dist.broadcast(values, group_src=0, group=mesh.everyone, async_op=True))
 
 
 def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:

@@ -33,7 +33,7 @@ from shardfold.cut import Cut
 from shardfold.errors import UsageError
 from shardfold.freed import unseal
 from shardfold.layout import Axes
-from shardfold.materialize import make_units, move_buffers
+from shardfold.materialize import buffer_dtypes, make_units, move_buffers
 from shardfold.optim.sharded import PerElement, ShardedOptimizer
 from shardfold.stores.exact import trim
 from shardfold.unit import Life, Segment, Unit
@@ -72,7 +72,8 @@ def apply(engine: Engine) -> None:
     homes = Homes(engine, plan)
     buffers = [(tuple(b.shape), b.dtype) for module in plan.new_modules.values() for b in module.buffers(recurse=False)]
     engine.agreement.same(what, repr(([c.spec for c in plan.cuts], homes.described(plan), buffers)))
-    move_buffers(plan.new_modules, engine.device, engine.mesh, engine.buffer_dtypes())
+    dtypes = buffer_dtypes(engine.rules, engine.module)
+    move_buffers(plan.new_modules, engine.device, engine.mesh, engine.agreement, dtypes)
     with torch.no_grad():
         units = _make(engine, plan, homes)
     changes.followed += 1
@@ -153,7 +154,9 @@ def _make(engine: Engine, plan: Plan, homes: Homes) -> list[Unit]:
                 _dissolve(engine, old, homes, staying)
         for p in c.parameters.values():
             p.grad = None  # what autograd left there while nobody trained it is no gradient of this step
-        unit = make_units(engine.module, [c], engine.layout, engine.mesh, engine.store, None, engine._changes.seed)[0]
+        unit = make_units(
+            engine.module, [c], engine.layout, engine.mesh, engine.agreement, engine.store, None, engine._changes.seed
+        )[0]
         if unit.split and unit.life is Life.GATHERED:
             unit.release()
         if update is not None:

@@ -70,6 +70,7 @@ def write_file(path: Path, parts: Sequence[Part], tick: Callable[[int], None] = 
         tick: called with the bytes done so far, every few MiB.
 
     Raises:
+        CheckpointError: two parts have one name.
         OSError: of the file system; the half-written file is left to whoever owns the folder.
     """
     ordered = sorted(parts, key=lambda part: -ITEMSIZES[part.piece.dtype])  # so that each is aligned in the file
@@ -77,6 +78,8 @@ def write_file(path: Path, parts: Sequence[Part], tick: Callable[[int], None] = 
     offset = 0
     for part in ordered:
         piece = part.piece
+        if piece.key in header:
+            raise CheckpointError(f"{path}: two tensors would have the name {piece.key!r}.")
         header[piece.key] = {
             "dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [offset, offset + piece.nbytes]
         }  # fmt: skip

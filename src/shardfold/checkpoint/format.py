@@ -128,7 +128,9 @@ class Piece:
         path = "/".join(part for part in (self.state or self.kind, self.of) if part)
         if self.kind == "rank":
             path += f"/{self.rank}"
-        return path + (f"/{self.start}" if self.start or self.box is not None else "")
+        if self.box is not None:  # two boxes of a parameter may lie in one file
+            return f"{path}/{','.join(map(str, self.box.starts))}/{self.start}"
+        return path + (f"/{self.start}" if self.start else "")
 
     def to_json(self) -> dict[str, Any]:
         said: dict[str, Any] = {"of": self.of, "state": self.state, "kind": self.kind, "dtype": self.dtype}

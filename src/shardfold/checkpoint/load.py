@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from logging import getLogger
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadReport", "load"]
 
+LOG = getLogger("shardfold")
 WHAT = "engine.load()"
 WEIGHTS = "with weights_only=True "
 T = TypeVar("T")
@@ -116,6 +118,10 @@ def load(
         if weights_only:
             report.notes.append("The optimizer, its schedule, the loss scale, averages and the step count stay.")
         engine.broken = mends
+        if words := _narrower(engine, checkpoint):
+            report.notes.append(words)
+            if engine.rank == 0:
+                LOG.warning("%s", words)
         report.num_bytes, report.num_bytes_fetched = checkpoint.num_bytes_read, checkpoint.num_bytes_fetched
         report.seconds = perf_counter() - begun
         return report
@@ -201,6 +207,18 @@ def _check_base(engine: Engine, checkpoint: Checkpoint, fit: Fit, strict: bool) 
         fit.notes.append(f"Frozen parameters that were left out have other values here: {names}.")
     if unclear:
         fit.notes.append(f"Not compared, as they were saved in more digits than they have here: {', '.join(unclear)}.")
+
+
+def _narrower(engine: Engine, checkpoint: Checkpoint) -> str:
+    """What is to be known of a run in bf16 that goes on in fp16, whose range is smaller; else nothing."""
+    saved = str(checkpoint.index.layout.get("precision", ""))
+    here = {engine.precision.compute, engine.precision.autocast}
+    if "fp16" not in here or not any(f"{name}='bf16'" in saved for name in ("compute", "autocast")):
+        return ""
+    return (
+        f"{checkpoint.path} was trained in bf16 and goes on in fp16: values above 65504, which bf16 has, become inf "
+        "there. If the loss scale falls and falls, or outputs are not finite, go on with precision='bf16' or 'fp32'."
+    )
 
 
 def _mends(engine: Engine, weights_only: bool, fit: Fit) -> str:

@@ -300,7 +300,7 @@ CHECKPOINT = (
         choices=("ignore", "warn", "fail"),
     ),
     _noted("checkpoint.load_universal", "boolean", False, "every checkpoint loads on every layout and number of ranks"),
-    _noted("checkpoint.use_node_local_storage", "boolean", False, "every rank writes into the folder it was given"),
+    _honoured("checkpoint.use_node_local_storage", "boolean", False, "each node keeps the part that its ranks wrote"),
     _noted("checkpoint.parallel_write.pipeline_stage", "boolean", False, "ranks always write in parallel"),
     _noted("checkpoint.checkpoint_serialization", "boolean", True, "files have their own format", off=(None, True)),
     *(

@@ -73,7 +73,7 @@ def save_checkpoint(
     It is there, and ``latest`` names it, when all ranks have written their part, or never.
 
     Args:
-        save_dir: a folder that all hosts share.
+        save_dir: a folder that all hosts share; with ``checkpoint.use_node_local_storage`` one on each of them.
         tag: the name of the checkpoint's folder in it; None: ``global_step<N>``.
         client_state: more to keep, rank 0's. What is no number, string, list, dict or tensor is pickled: objects of
             classes that are not known to do no harm are read only inside of ``shardfold.checkpoint.trusted()``.
@@ -93,6 +93,7 @@ def save_checkpoint(
     folder = Path(save_dir)
     if Path(tag).name != tag:
         raise WrongArgument(f"engine.save_checkpoint(tag={tag!r}): it is the name of one folder, without slashes.")
+    local = bool(engine._setting("checkpoint.use_node_local_storage"))
     frozen = "skip" if exclude_frozen_parameters and engine.basic_optimizer is not None else "keep"
     if engine._core.micro_batch:
         log_dist(
@@ -102,9 +103,9 @@ def save_checkpoint(
         )  # fmt: skip
     engine._core.save(
         folder / tag, state=_packed(client_state) | {FACE: _own_state(engine)}, wait=True, frozen=frozen,
-        latest=save_latest, gradients="leave",
+        latest=save_latest, gradients="leave", shared=False if local else None,
     )  # fmt: skip
-    if engine.global_rank == 0:
+    if engine.global_rank == 0 or (local and int(os.environ.get("LOCAL_RANK", "0")) == 0):
         script = folder / "zero_to_fp32.py"
         script.write_text(SCRIPT)
         script.chmod(0o755)
