@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfold.errors import FreedParameterError
 
-__all__ = ["FreedParameter", "apart", "outline", "seal", "unseal"]
+__all__ = ["FreedParameter", "Hollow", "apart", "outline", "seal", "unseal"]
 
 _FREED = "_shardfold_freed"
 """Where a freed parameter keeps ``(name, class to give back, gather)``: in its own ``__dict__``, because a weak table
 beside it costs several times as much, and would keep the parameter alive, which ``gather`` refers to."""
 
 _OUTLINE = "_shardfold_outline"
+_HOLLOW = "_shardfold_hollow"
 
 _METADATA: frozenset[Any] = (
     frozenset(
@@ -94,6 +95,13 @@ _CONVERSIONS: frozenset[Any] = frozenset(
     getattr(Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
 )
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+_COMPATIBLE: Any = getattr(torch, "_has_compatible_shallow_copy_type", None)
+_READS: frozenset[Any] = _CONVERSIONS | {
+    Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.type,
+    Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+}  # fmt: skip
+_VIEWS: frozenset[Any] = frozenset({Tensor.detach, Tensor.data.__get__})  # pyright: ignore[reportAttributeAccessIssue]
+"""Of a hollow tensor these are hollow too: what is written into them is not lost in silence."""
 
 _MEMORY: frozenset[Any] = frozenset(
     getattr(Tensor, name) for name in ("untyped_storage", "storage", "storage_offset", "data_ptr")
@@ -125,12 +133,18 @@ class FreedParameter(nn.Parameter):
         if func in _METADATA or (func in _MEMORY and _OUTLINE in args[0].__dict__):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is _COMPATIBLE and any(isinstance(arg, Hollow) for arg in args):
+            return True  # `module.to(...)` is to put back what a conversion gave, which the next row takes for nothing
+        if func == _SET_DATA and isinstance(args[1], Hollow) and args[1].dtype == args[0].dtype:
+            return None  # the whole values are made on their own device, whenever they are made
         freed = list(_freed_in([*args, *(kwargs or {}).values()]))
         gathers = [parameter.__dict__[_FREED][2] for parameter in freed]  # the first may gather all of them
         with apart():
             gathered = all([gather() for gather in gathers])
         if gathered and not any(isinstance(parameter, FreedParameter) for parameter in freed):
             return func(*args, **(kwargs or {}))  # they were gathered: they are ordinary parameters now
+        if func in _READS and getattr(gathers[0], "hollow", False) and args[0] is freed[0]:
+            return Hollow.of(freed[0], func, args[1:], kwargs or {})
         if func is Tensor.detach or func in _CONVERSIONS:
             shape_of = getattr(gathers[0], "outline", None)
             found = shape_of(freed[0]) if shape_of is not None else None
@@ -169,6 +183,42 @@ class FreedParameter(nn.Parameter):
         return f"Parameter {_name(self)!r} of shape {tuple(self.shape)} (only this rank's shard is in memory)"
 
 
+class Hollow(Tensor):
+    """What reading a freed parameter gives where it may be read: no elements, of its dtype and on its device.
+
+    An ordinary tensor but that writing into it raises: the values would be lost.
+    """
+
+    @classmethod
+    def of(cls, freed: FreedParameter, read: Callable[..., Tensor], args: Any, kwargs: Any) -> Hollow:
+        """What ``read(freed, ...)`` gives: a conversion, a copy, or a view of the data."""
+        with torch._C.DisableTorchFunctionSubclass():
+            empty = torch.empty(0, dtype=freed.dtype, device=freed.device)
+            made = (read(empty, *args, **kwargs) if read not in _VIEWS else empty).as_subclass(cls)
+        name, _, gather = freed.__dict__[_FREED]
+        vars(made)[_HOLLOW] = (name, getattr(gather, "way", None))
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        into = (kwargs or {}).get("out", args[0] if args else None)
+        writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or "out" in (kwargs or {})
+        if writes and isinstance(into, Hollow) and func not in (Tensor.requires_grad_, Tensor.share_memory_):
+            where, way = into.__dict__[_HOLLOW]
+            raise FreedParameterError(_sentence(f"writing by {name}", where, way))
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+        if func in _VIEWS:
+            made = made.as_subclass(cls)
+            vars(made)[_HOLLOW] = args[0].__dict__[_HOLLOW]
+        return made
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(proto)
+
+
 def _keeps_dtype(conversion: Callable[..., Tensor], parameter: Tensor, *args: Any, **kwargs: Any) -> bool:
     probe = torch.empty((), dtype=parameter.dtype, device=parameter.device)
     kwargs.pop("memory_format", None)
@@ -191,7 +241,11 @@ def _refuse(what: str, args: Any, kwargs: Any) -> NoReturn:
     freed = next(_freed_in([*args, *(kwargs or {}).values()]), None)
     name = _name(freed) if freed is not None else "a parameter"
     way = getattr(freed.__dict__[_FREED][2], "way", None) if freed is not None else None
-    raise FreedParameterError(
+    raise FreedParameterError(_sentence(what, name, way))
+
+
+def _sentence(what: str, name: str, way: str | None) -> str:
+    return (
         f"{what} touched {name!r} while only this rank's shard of it is in memory: "
         f"{way or f'wrap the access in `with engine.gathered({name!r}):`, which all ranks enter'}."
     )
@@ -213,8 +267,9 @@ def seal(parameter: nn.Parameter, name: str, gather: Callable[[], bool]) -> None
         parameter: whose memory is given back.
         name: for messages.
         gather: called when it is touched; True if its memory is there again. It may have an attribute ``way``, which
-            ends the message; a method ``outline(parameter)``, whose result, if any, is the answer to ``detach()`` where
-            the memory is not there; and a method ``copied(parameter)``, whose result is the parameter's deep copy.
+            ends the message; ``hollow``, True where reading the data gives a tensor of no elements instead of an error;
+            a method ``outline(parameter)``, whose result, if any, is the answer to ``detach()`` where the memory is not
+            there; and a method ``copied(parameter)``, whose result is the parameter's deep copy.
     """
     state: Any = parameter.__dict__
     state[_FREED] = (name, type(parameter), gather)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import UsageError
-from shardfold.freed import outline, seal, unseal
+from shardfold.freed import seal, unseal
 from shardfold.gradients import GradientBuffer
 from shardfold.layout import ITEMSIZE, ROLES, Layout, Mesh
 from shardfold.shards import SegmentSpec, UnitSpec, shard_range
@@ -245,12 +245,10 @@ class _Touch:
         unit = self._unit()
         return unit is not None and unit.touch()
 
-    def outline(self, parameter: nn.Parameter) -> nn.Parameter | None:
+    @property
+    def hollow(self) -> bool:
         unit = self._unit()
-        if unit is None or not unit.outlines:
-            return None
-        names = {id(p): name for name, p in unit.parameters()}
-        return outline(parameter, names.get(id(parameter), unit.name), self)
+        return unit is not None and unit.hollow
 
 
 class Unit:
@@ -285,7 +283,7 @@ class Unit:
         self.replaced = False  # the model changed, and its parameters are other units' now
         self._store = store
         self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
-        self.outlines = False  # `detach()` of a parameter that is freed tells its shape instead of raising
+        self.hollow = False  # reading the data of a parameter that is freed gives no elements instead of raising
         self._touch = _Touch(self)
 
     def storages(self) -> set[int]:
