@@ -10,13 +10,14 @@ from torch import nn
 
 from shardfold.compat.deepspeed import comm
 from shardfold.compat.deepspeed.choosing import check_scheduler, chosen_optimizer, chosen_scheduler
-from shardfold.compat.deepspeed.config import DeepSpeedConfig, said
+from shardfold.compat.deepspeed.config import DeepSpeedConfig, Note, said
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.utils.logging import log_dist, set_log_level_from_string
 from shardfold.compat.deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
+from shardfold.report import human
 
 __all__ = ["initialize"]
 
@@ -93,8 +94,9 @@ def initialize(
         zero.note_parameters(engine)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
-    if settings.notes:
-        log_dist(said(settings.notes), ranks=[0], level=logging.WARNING)
+    notes = [*settings.notes, *_kept_on_device(engine)]
+    if notes:
+        log_dist(said(notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -112,6 +114,22 @@ def _config(args: Any, config: Any, config_params: Any) -> Any:
             "args.deepspeed_config."
         )
     return next(iter(found.values()))
+
+
+OFFLOADED = {"offload_optimizer": ("master", "moments"), "offload_param": ("params",)}
+
+
+def _kept_on_device(engine: DeepSpeedEngine) -> list[Note]:
+    """What a config that offloads costs here: bytes of each rank that stay on its device."""
+    sections = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
+    asked = [name for name, section in sections.items() if section is not None and section.device not in (None, "none")]
+    rows = engine._core.memory().rows if asked else ()
+    notes: list[Note] = []
+    for name in asked:
+        size = human(sum(row.table for row in rows if row.state in OFFLOADED[name]))
+        why = f"nothing is offloaded: {size} of each rank, which were to be elsewhere, stay on {engine.device}"
+        notes.append(Note(f"zero_optimization.{name}", sections[name].device, why))  # pyright: ignore[reportOptionalMemberAccess]
+    return notes
 
 
 def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
