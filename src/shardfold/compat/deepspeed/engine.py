@@ -209,7 +209,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         """
         if self.zero_optimization_partition_gradients():
             raise WrongCall(
-                "engine.no_sync() is a context manager incompatible with gradient partitioning, that is with ZeRO "
+                "engine.no_sync() is incompatible with gradient partitioning, and so with ZeRO "
                 f"stage {self.zero_optimization_stage()}: use stage 0 or 1, or engine.coalesce_grad_reduction()."
             )
         with self._unsent("no_sync()"):
