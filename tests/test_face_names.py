@@ -119,6 +119,28 @@ def test_the_engine_tells_sections_and_moves_no_states(capsys: pytest.CaptureFix
     engine.destroy()
 
 
+@pytest.mark.usefixtures("alone")
+def test_answers_are_those_of_deepspeed_s_engine() -> None:
+    """Values and types that DeepSpeed 0.19.8 answers under the same configs, of what is not here too."""
+    engine = made(zero_optimization={"stage": 3}, fp16={"enabled": True, "loss_scale": 128})
+    answers: dict[str, Any] = {
+        "loss_scale": 128.0, "initial_dynamic_scale": 65536, "cpuadam_cores_perc": 0.9, "zero_partial_offload": 1.0,
+        "zero_model_persistence_threshold": sys.maxsize, "is_deepcompile_enabled": False, "autotp_size": 0,
+        "autotuning_metric_path": str(Path.cwd() / "autotuning_metric.json"),
+        "autotuning_model_info_path": str(Path.cwd() / "autotuning_model_info.json"),
+        "curriculum_learning_config": {"enabled": False}, "zenflow_config": None, "get_wall_clock_timers": {},
+        "random_ltd_config": {"enabled": False, "layer_token_lr_schedule": {"enabled": False}},
+        "torch_autocast_lower_precision_safe_modules": [
+            "torch.nn.modules.linear.Linear", *(f"torch.nn.modules.conv.Conv{n}d" for n in (1, 2, 3)),
+        ],
+    }  # fmt: skip
+    for name, wanted in answers.items():
+        found = getattr(engine, name)()
+        assert found == wanted and type(found) is type(wanted), name
+    assert "thread_count" not in engine.aio_config()
+    engine.destroy()
+
+
 # -- the launcher
 
 
