@@ -83,7 +83,7 @@ def forward_only(stage: int) -> None:
     assert (engine.get_lr(), engine.get_mom()) == ([], [])
     loss = loss_of(engine, batch(0, 0, 0))
     for call in (lambda: engine.backward(loss), engine.step, lambda: engine.scale(loss)):
-        with pytest.raises(AssertionError, match="must provide one, by optimizer= or in the config"):
+        with pytest.raises(AssertionError, match="must provide optimizer during init"):
             call()
     engine.destroy()
 
@@ -226,7 +226,7 @@ def refusals() -> None:
     assert issubclass(DeepSpeedConfigError, ShardfoldError)
 
     engine = initialize(model=model, optimizer=inner, config=config(2))[0]
-    with pytest.raises(AssertionError, match=r"no_sync\(\) is incompatible with the gradient partitioning of ZeRO"):
+    with pytest.raises(AssertionError, match=r"no_sync\(\) is incompatible with gradient partitioning"):
         engine.no_sync().__enter__()
     with pytest.raises(UsageError, match="it takes a scalar loss"):
         engine.backward(torch.zeros(3))
@@ -237,7 +237,7 @@ def refusals() -> None:
     with engine.no_sync():
         with pytest.raises(AssertionError, match="reentry is unsupported"):
             engine.no_sync().__enter__()
-        with pytest.raises(AssertionError, match="which is illegal"):
+        with pytest.raises(AssertionError, match="is illegal to call engine"):
             engine.step()
     engine.destroy()
     engine = initialize(model=build(), config=config(0, optimizer=adamw()))[0]

@@ -29,6 +29,7 @@ from shardfold.compat.deepspeed.runtime.zero.offload_config import (
 )
 from shardfold.compat.deepspeed.utils.comms_logging import comms_logger
 from shardfold.errors import ConfigError, UsageError
+from shardfold.report import human
 
 ROOT = Path(__file__).parents[1]
 ADAM = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
@@ -97,19 +98,46 @@ def test_sections_are_checked(keys: dict[str, Any]):
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_engine_tells_sections_and_moves_no_states():
+def test_the_engine_tells_sections_and_moves_no_states(capsys: pytest.CaptureFixture[str]):
     engine = made(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
     assert engine.zero_offload_optimizer().device == "cpu" and not engine.zero_cpu_offload()
     assert not engine.zero_use_cpu_optimizer() and not engine.super_offload()
     assert engine.zero_offload_param() is None and engine.zero_overlap_comm() is True
     assert engine.checkpoint_tag_validation_enabled() and not engine.checkpoint_tag_validation_fail()
     assert engine.torch_autocast_dtype() is None and engine.dynamic_loss_scale_args()["scale_window"] == 1000
+    assert engine.zero_partial_offload() == 1.0 and not engine.zero_nvme_offload_optimizer()
+    said = capsys.readouterr().out
+    numel = sum(p.ds_numel for p in engine.module.parameters())
+    size = human(2 * 4 * numel)  # of Adam's two moments: in fp32 the parameters are the masters
+    assert f"nothing is offloaded: {size} of each rank, which were to be elsewhere, stay on cpu" in said
     engine.offload_states()
     engine.reload_states()
     engine.destroy()
     engine = made(zero_optimization={"stage": 2})
     with pytest.raises(UsageError, match="stage 3, and this is stage 2"):
         engine.offload_states()
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("alone")
+def test_answers_are_those_of_deepspeed_s_engine() -> None:
+    """Values and types that DeepSpeed 0.19.8 answers under the same configs, of what is not here too."""
+    engine = made(zero_optimization={"stage": 3}, fp16={"enabled": True, "loss_scale": 128})
+    answers: dict[str, Any] = {
+        "loss_scale": 128.0, "initial_dynamic_scale": 65536, "cpuadam_cores_perc": 0.9, "zero_partial_offload": 1.0,
+        "zero_model_persistence_threshold": sys.maxsize, "is_deepcompile_enabled": False, "autotp_size": 0,
+        "autotuning_metric_path": str(Path.cwd() / "autotuning_metric.json"),
+        "autotuning_model_info_path": str(Path.cwd() / "autotuning_model_info.json"),
+        "curriculum_learning_config": {"enabled": False}, "zenflow_config": None, "get_wall_clock_timers": {},
+        "random_ltd_config": {"enabled": False, "layer_token_lr_schedule": {"enabled": False}},
+        "torch_autocast_lower_precision_safe_modules": [
+            "torch.nn.modules.linear.Linear", *(f"torch.nn.modules.conv.Conv{n}d" for n in (1, 2, 3)),
+        ],
+    }  # fmt: skip
+    for name, wanted in answers.items():
+        found = getattr(engine, name)()
+        assert found == wanted and type(found) is type(wanted), name
+    assert "thread_count" not in engine.aio_config()
     engine.destroy()
 
 

@@ -39,6 +39,7 @@ def sharded_init(
     apply: bool = True,
     patience: float = 10.0,
     limit: float = 1800.0,
+    hollow: bool = False,
 ) -> Iterator[None]:
     """Inside, parameters of new modules are split over all ranks as soon as their module's constructor has run.
 
@@ -51,6 +52,7 @@ def sharded_init(
         apply: ``module.apply(fn)`` gives back after each call of ``fn`` what that touched; else at the end of the
             constructor that called it.
         patience, limit: seconds until ranks that wait for each other in vain, or for too long, raise.
+        hollow: reading the data of a split parameter gives no elements instead of raising.
 
     Raises:
         OrderError: ranks build different modules, or initialize them in different ways.
@@ -59,7 +61,7 @@ def sharded_init(
         yield
         return
     place = pick_device(device)
-    ranks = ShardRanks(place, torch.device(rest) if rest is not None else None, patience, limit)
+    ranks = ShardRanks(place, torch.device(rest) if rest is not None else None, patience, limit, hollow=hollow)
     construction = _Construction(ranks, dtype)
     with _watching_constructors(construction, apply):
         yield
@@ -72,9 +74,10 @@ def shard_module(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     rest: str | torch.device | None = None,
+    hollow: bool = False,
 ) -> None:
     """Splits the parameters of a module that exists, as if it had been built under :func:`sharded_init`."""
-    ranks = ShardRanks(pick_device(device), torch.device(rest) if rest is not None else None)
+    ranks = ShardRanks(pick_device(device), torch.device(rest) if rest is not None else None, hollow=hollow)
     construction = _Construction(ranks, dtype)
     for part in module.modules():
         construction.split(part)

@@ -45,12 +45,19 @@ class ShardRanks:
         device: where whole values are.
         rest: where slices are; None: there too.
         patience, limit: seconds, as of an ``Engine``.
+        hollow: reading the data of a split parameter gives no elements instead of raising.
     """
 
     def __init__(
-        self, device: torch.device, rest: torch.device | None = None, patience: float = 10.0, limit: float = 1800.0
+        self,
+        device: torch.device,
+        rest: torch.device | None = None,
+        patience: float = 10.0,
+        limit: float = 1800.0,
+        *,
+        hollow: bool = False,
     ) -> None:
-        self.device, self.rest = device, rest or device
+        self.device, self.rest, self.hollow = device, rest or device, hollow
         self.mesh = DataMesh(None, device, timedelta(seconds=limit))
         self.agreement = Agreement(self.mesh, patience, limit)
         self.store = DeviceStore(device)
@@ -140,6 +147,10 @@ class EarlyShard:
         """The parameter was touched: under a constructor it is made whole."""
         parameter = self._parameter()
         return parameter is not None and bool(TOUCHED) and TOUCHED[-1](parameter)
+
+    @property
+    def hollow(self) -> bool:
+        return self.ranks.hollow and not TOUCHED
 
     def outline(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What ``detach()`` answers: ``state_dict()`` shows names and shapes of a model whose values are split."""

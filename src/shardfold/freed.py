@@ -23,6 +23,7 @@ __all__ = [
     "METADATA",
     "SET_DATA",
     "FreedParameter",
+    "Hollow",
     "apart",
     "keeps_dtype",
     "outline",
@@ -35,6 +36,7 @@ _FREED = "_shardfold_freed"
 beside it costs several times as much, and would keep the parameter alive, which ``gather`` refers to."""
 
 _OUTLINE = "_shardfold_outline"
+_HOLLOW = "_shardfold_hollow"
 
 METADATA: frozenset[Any] = (
     frozenset(
@@ -105,6 +107,13 @@ CONVERSIONS: frozenset[Any] = frozenset(
     getattr(Tensor, name) for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
 )
 SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+_COMPATIBLE: Any = copies_shallowly if copies_shallowly is not torch.numel else None
+_READS: frozenset[Any] = CONVERSIONS | {
+    Tensor.detach, Tensor.clone, Tensor.contiguous, Tensor.type,
+    Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+}  # fmt: skip
+_VIEWS: frozenset[Any] = frozenset({Tensor.detach, Tensor.data.__get__})  # pyright: ignore[reportAttributeAccessIssue]
+"""Of a hollow tensor these are hollow too: what is written into them is not lost in silence."""
 
 MEMORY: frozenset[Any] = frozenset(
     getattr(Tensor, name) for name in ("untyped_storage", "storage", "storage_offset", "data_ptr")
@@ -136,12 +145,18 @@ class FreedParameter(nn.Parameter):
         if func in METADATA or (func in MEMORY and _OUTLINE in args[0].__dict__):
             with no_subclass_functions():
                 return func(*args, **(kwargs or {}))
+        if func is _COMPATIBLE and any(isinstance(arg, Hollow) for arg in args):
+            return True  # `module.to(...)` is to put back what a conversion gave, which the next row takes for nothing
+        if func == SET_DATA and isinstance(args[1], Hollow) and args[1].dtype == args[0].dtype:
+            return None  # the whole values are made on their own device, whenever they are made
         freed = list(_freed_in([*args, *(kwargs or {}).values()]))
         gathers = [parameter.__dict__[_FREED][2] for parameter in freed]  # the first may gather all of them
         with apart():
             gathered = all([gather() for gather in gathers])
         if gathered and not any(isinstance(parameter, FreedParameter) for parameter in freed):
             return func(*args, **(kwargs or {}))  # they were gathered: they are ordinary parameters now
+        if func in _READS and getattr(gathers[0], "hollow", False) and args[0] is freed[0]:
+            return Hollow.of(freed[0], func, args[1:], kwargs or {})
         if func is Tensor.detach or func in CONVERSIONS:
             shape_of = getattr(gathers[0], "outline", None)
             found = shape_of(freed[0]) if shape_of is not None else None
@@ -180,6 +195,42 @@ class FreedParameter(nn.Parameter):
         return f"Parameter {_name(self)!r} of shape {tuple(self.shape)} (only this rank's shard is in memory)"
 
 
+class Hollow(Tensor):
+    """What reading a freed parameter gives where it may be read: no elements, of its dtype and on its device.
+
+    An ordinary tensor but that writing into it raises: the values would be lost.
+    """
+
+    @classmethod
+    def of(cls, freed: FreedParameter, read: Callable[..., Tensor], args: Any, kwargs: Any) -> Hollow:
+        """What ``read(freed, ...)`` gives: a conversion, a copy, or a view of the data."""
+        with no_subclass_functions():
+            empty = torch.empty(0, dtype=freed.dtype, device=freed.device)
+            made = (read(empty, *args, **kwargs) if read not in _VIEWS else empty).as_subclass(cls)
+        name, _, gather = freed.__dict__[_FREED]
+        vars(made)[_HOLLOW] = (name, getattr(gather, "way", None))
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        into = (kwargs or {}).get("out", args[0] if args else None)
+        writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or "out" in (kwargs or {})
+        if writes and isinstance(into, Hollow) and func not in (Tensor.requires_grad_, Tensor.share_memory_):
+            where, way = into.__dict__[_HOLLOW]
+            raise FreedParameterError(_sentence(f"writing by {name}", where, way))
+        with no_subclass_functions():
+            made = func(*args, **(kwargs or {}))
+        if func in _VIEWS:
+            made = made.as_subclass(cls)
+            vars(made)[_HOLLOW] = args[0].__dict__[_HOLLOW]
+        return made
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        with no_subclass_functions():
+            return self.as_subclass(Tensor).__reduce_ex__(proto)
+
+
 def keeps_dtype(conversion: Callable[..., Tensor], parameter: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether ``parameter.to(...)``, or such, would give its dtype again; only metadata is read."""
     probe = torch.empty((), dtype=parameter.dtype, device=parameter.device)
@@ -203,7 +254,11 @@ def _refuse(what: str, args: Any, kwargs: Any) -> NoReturn:
     freed = next(_freed_in([*args, *(kwargs or {}).values()]), None)
     name = _name(freed) if freed is not None else "a parameter"
     way = getattr(freed.__dict__[_FREED][2], "way", None) if freed is not None else None
-    raise FreedParameterError(
+    raise FreedParameterError(_sentence(what, name, way))
+
+
+def _sentence(what: str, name: str, way: str | None) -> str:
+    return (
         f"{what} touched {name!r} while only this rank's shard of it is in memory: "
         f"{way or f'wrap the access in `with engine.gathered({name!r}):`, which all ranks enter'}."
     )
@@ -225,8 +280,9 @@ def seal(parameter: nn.Parameter, name: str, gather: Callable[[], bool]) -> None
         parameter: whose memory is given back.
         name: for messages.
         gather: called when it is touched; True if its memory is there again. It may have an attribute ``way``, which
-            ends the message; a method ``outline(parameter)``, whose result, if any, is the answer to ``detach()`` where
-            the memory is not there; and a method ``copied(parameter)``, whose result is the parameter's deep copy.
+            ends the message; ``hollow``, True where reading the data gives a tensor of no elements instead of an error;
+            a method ``outline(parameter)``, whose result, if any, is the answer to ``detach()`` where the memory is not
+            there; and a method ``copied(parameter)``, whose result is the parameter's deep copy.
     """
     state: Any = parameter.__dict__
     state[_FREED] = (name, type(parameter), gather)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import UsageError
-from shardfold.freed import outline, seal, unseal
+from shardfold.freed import seal, unseal
 from shardfold.gradients import GradientBuffer
 from shardfold.layout import ITEMSIZE, ROLES, Layout, Mesh
 from shardfold.shards import SegmentSpec, UnitSpec, shard_range
@@ -238,8 +238,8 @@ class Segment:
 
 
 CLOSED_WAY = (
-    "its engine is closed, so the rest of it is gone: engine.release() in place of engine.close() would have left a plain "
-    "model; build the model anew and load a state dict or a checkpoint"
+    "its engine is closed, so the rest of it is gone: engine.release() in place of engine.close() would have left a "
+    "plain model; build the model anew and load a state dict or a checkpoint"
 )
 """Ends the message of a parameter that was split when its engine was closed."""
 
@@ -260,12 +260,10 @@ class _Touch:
         unit = self._unit()
         return CLOSED_WAY if unit is None or unit.closed else None
 
-    def outline(self, parameter: nn.Parameter) -> nn.Parameter | None:
+    @property
+    def hollow(self) -> bool:
         unit = self._unit()
-        if unit is None or not unit.outlines:
-            return None
-        names = {id(p): name for name, p in unit.parameters()}
-        return outline(parameter, names.get(id(parameter), unit.name), self)
+        return unit is not None and unit.hollow
 
 
 class Unit:
@@ -301,7 +299,7 @@ class Unit:
         self.closed = False  # its engine is: what is split stays so
         self._store = store
         self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
-        self.outlines = False  # `detach()` of a parameter that is freed tells its shape instead of raising
+        self.hollow = False  # reading the data of a parameter that is freed gives no elements instead of raising
         self._touch = _Touch(self)
 
     def storages(self) -> set[int]:

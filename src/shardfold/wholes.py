@@ -70,7 +70,7 @@ def close_split(engine: Engine) -> None:
     split = [unit for unit in engine.units if unit.split]
     if split:
         engine._meet("the end of an engine whose model stays split", follow=True)
-        ranks = ShardRanks(engine.device)
+        ranks = ShardRanks(engine.device, hollow=any(unit.hollow for unit in split))
         for unit in split:
             members = [(name_in(engine, p), p) for s in unit.segments if s.split for p in s.parameters]
             with engine.gathered(*(name for name, _ in members)), torch.no_grad():

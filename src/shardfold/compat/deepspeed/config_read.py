@@ -133,7 +133,8 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
         return given.get(path, KEYS[path].default)
 
     stage = _stage(get("zero_optimization.stage"))
-    _check_stage(get, given, stage)
+    if not early:
+        _check_stage(get, given, stage)
     train, micro, accumulate = (given.get(name) for name in TRIAD)
     batch = None if early else solve(train, micro, accumulate, ranks, ranks_from)
     optimizer = hyper("optimizer", get("optimizer.type"), get("optimizer.params"))

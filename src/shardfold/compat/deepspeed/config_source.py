@@ -43,7 +43,7 @@ def load(config: Any) -> tuple[dict[str, Any], str]:
         text = base64.b64decode(str(config), altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, ValueError):
         text = ""
-    if text.lstrip().startswith("{"):
+    if ":" in text:  # as any config has, and the name of a file that decodes has not
         return _parsed(text, "the config given in base64"), "the config given in base64"
     raise DeepSpeedConfigError(f"there is no config file {str(config)!r}: give the path of a JSON file.")
 

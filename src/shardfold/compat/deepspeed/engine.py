@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed.batches import Batches
 from shardfold.compat.deepspeed.config import DeepSpeedConfig
+from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.observers import Observers
 from shardfold.compat.deepspeed.optimizer import OPTIMIZERS, EngineOptimizer
 from shardfold.compat.deepspeed.parts import Parts
@@ -50,6 +51,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         training_data: a dataset, or None.
         collate_fn: of its loader.
         mpu: whose data-parallel ranks are all ranks.
+        monitor: the config's monitors, made already; None: they are made.
 
     Attributes:
         module: the model.
@@ -73,6 +75,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         training_data: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         mpu: Any = None,
+        monitor: MonitorMaster | None = None,
     ) -> None:
         super().__init__()
         self.module = model
@@ -113,7 +116,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         if optimizer is not None:
             self.optimizer = OPTIMIZERS[settings.stage](self._core)
         self.lr_scheduler: Any = None
-        self.observers = Observers(settings, self._core, self)
+        self.observers = Observers(settings, self._core, self, monitor)
         self.monitor, self.flops_profiler = self.observers.monitor, self.observers.flops_profiler
         self.param_names = {parameter: name for name, parameter in model.named_parameters()}
         self._tell_boundary()
@@ -207,7 +210,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         """
         if self.zero_optimization_partition_gradients():
             raise WrongCall(
-                "engine.no_sync() is a context manager incompatible with gradient partitioning, that is with ZeRO "
+                "engine.no_sync() is incompatible with gradient partitioning, and so with ZeRO "
                 f"stage {self.zero_optimization_stage()}: use stage 0 or 1, or engine.coalesce_grad_reduction()."
             )
         with self._unsent("no_sync()"):

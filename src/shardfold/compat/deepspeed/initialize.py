@@ -10,11 +10,14 @@ from torch import nn
 
 from shardfold.compat.deepspeed import comm
 from shardfold.compat.deepspeed.choosing import check_scheduler, chosen_optimizer, chosen_scheduler
-from shardfold.compat.deepspeed.config import DeepSpeedConfig, said
+from shardfold.compat.deepspeed.config import DeepSpeedConfig, Note, said
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
+from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.refused import WrongArgument
+from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.utils.logging import log_dist, set_log_level_from_string
 from shardfold.compat.deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
+from shardfold.report import human
 
 __all__ = ["initialize"]
 
@@ -56,27 +59,32 @@ def initialize(
         The engine, its optimizer, the loader and the schedule; None for what there is not.
 
     Raises:
-        ConfigError: an argument or the config can not be honoured; a sentence says why.
+        ConfigError: an argument or the config cannot be honoured, on any rank; a sentence says why.
     """
-    if not isinstance(model, nn.Module):
-        given = "no model" if model is None else f"a {type(model).__name__}"
-        raise WrongArgument(f"initialize(model=...) was given {given}: it requires a torch.nn.Module.")
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    view = DeepSpeedConfig(_config(args, config, config_params))
-    settings = view.settings
-    comm.configure(view)
-    _check_parallelism(mpu, mesh_param)
-    basic = chosen_optimizer(optimizer, settings, model, model_parameters)
-    if basic is not None:
-        check_scheduler(lr_scheduler, basic)
+    with together("deepspeed.initialize()"):
+        if not isinstance(model, nn.Module):
+            given = "no model" if model is None else f"a {type(model).__name__}"
+            raise WrongArgument(f"initialize(model=...) was given {given}: it requires a torch.nn.Module.")
+        view = DeepSpeedConfig(_config(args, config, config_params))
+        settings = view.settings
+        comm.configure(view)
+        _check_parallelism(mpu, mesh_param)
+        monitor = MonitorMaster(settings)  # whose packages only rank 0 imports
+        basic = chosen_optimizer(optimizer, settings, model, model_parameters)
+        if basic is not None:
+            check_scheduler(lr_scheduler, basic)
     if settings["log_level"] is not None:
         set_log_level_from_string(settings["log_level"])
     apply_zero_leaf_module_config(model, view.zero_config.leaf_module)
-    engine = DeepSpeedEngine(model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu)
+    engine = DeepSpeedEngine(
+        model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu, monitor=monitor
+    )
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     try:
-        if basic is not None:
-            engine.lr_scheduler = chosen_scheduler(lr_scheduler, settings, engine.optimizer)
+        with together("the schedule of deepspeed.initialize()"):
+            if basic is not None:
+                engine.lr_scheduler = chosen_scheduler(lr_scheduler, settings, engine.optimizer)
     except BaseException:
         engine.destroy()
         raise
@@ -86,8 +94,9 @@ def initialize(
         zero.note_parameters(engine)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
-    if settings.notes:
-        log_dist(said(settings.notes), ranks=[0], level=logging.WARNING)
+    notes = [*settings.notes, *_kept_on_device(engine)]
+    if notes:
+        log_dist(said(notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -105,6 +114,22 @@ def _config(args: Any, config: Any, config_params: Any) -> Any:
             "args.deepspeed_config."
         )
     return next(iter(found.values()))
+
+
+OFFLOADED = {"offload_optimizer": ("master", "moments"), "offload_param": ("params",)}
+
+
+def _kept_on_device(engine: DeepSpeedEngine) -> list[Note]:
+    """What a config that offloads costs here: bytes of each rank that stay on its device."""
+    sections = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
+    asked = [name for name, section in sections.items() if section is not None and section.device not in (None, "none")]
+    rows = engine._core.memory().rows if asked else ()
+    notes: list[Note] = []
+    for name in asked:
+        size = human(sum(row.table for row in rows if row.state in OFFLOADED[name]))
+        why = f"nothing is offloaded: {size} of each rank, which were to be elsewhere, stay on {engine.device}"
+        notes.append(Note(f"zero_optimization.{name}", sections[name].device, why))  # pyright: ignore[reportOptionalMemberAccess]
+    return notes
 
 
 def _check_parallelism(mpu: Any, mesh_param: Any) -> None:

@@ -45,6 +45,7 @@ class Observers:
         settings: which keys are on.
         engine: what is observed.
         face: the DeepSpeedEngine around it, for the printed profile.
+        monitor: the monitors, made already; None: they are made.
 
     Attributes:
         step: optimizer steps so far, skipped ones included, as of the last :meth:`after_step`.
@@ -57,10 +58,12 @@ class Observers:
         DeepSpeedConfigError: a monitor is enabled whose package is not installed.
     """
 
-    def __init__(self, settings: Settings, engine: Engine, face: Any = None) -> None:
+    def __init__(
+        self, settings: Settings, engine: Engine, face: Any = None, monitor: MonitorMaster | None = None
+    ) -> None:
         self._settings, self._engine = settings, engine
         self.step = 0
-        self.monitor = MonitorMaster(settings)
+        self.monitor = MonitorMaster(settings) if monitor is None else monitor
         self.traffic_log = TrafficLog(settings)
         self.flops_profiler: FlopsProfiler | None = None
         if settings["flops_profiler.enabled"]:

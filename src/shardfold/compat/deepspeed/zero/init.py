@@ -114,11 +114,11 @@ class Init:
         self._rest = "cpu" if device in ("cpu", "nvme") else None
         install()
         if module is not None:
-            shard_module(module, dtype=self.dtype, rest=self._rest)
+            shard_module(module, dtype=self.dtype, rest=self._rest, hollow=True)
 
     def __enter__(self) -> Init:
         if self.enabled:
-            self._block = sharded_init(dtype=self.dtype, rest=self._rest, apply=self._apply)
+            self._block = sharded_init(dtype=self.dtype, rest=self._rest, apply=self._apply, hollow=True)
             self._block.__enter__()
         return self
 

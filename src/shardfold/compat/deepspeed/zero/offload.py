@@ -77,7 +77,7 @@ def note_parameters(engine: Any) -> None:
         note(parameter)
         core = engine_of(parameter)
         for unit in core.units if core is not None else ():
-            unit.outlines = True  # clients read names and shapes off ``state_dict()``
+            unit.hollow = True  # clients read the data, as of DeepSpeed's parameters: it has no elements
     optimizer = getattr(engine, "optimizer", None)
     if optimizer is not None and not isinstance(optimizer, DeepSpeedZeRoOffload):
         optimizer.parameter_offload = DeepSpeedZeRoOffload(engine.module)
