@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
-
-import torch
 
 from shardfold.compat.deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
 from shardfold.compat.deepspeed.lazy import attach
@@ -23,6 +20,7 @@ from shardfold.compat.deepspeed.runtime.constants import (
     MUON_OPTIMIZER,
     MUSGD_OPTIMIZER,
 )
+from shardfold.compat.deepspeed.runtime.dtypes import DtypeEnum
 
 TENSOR_CORE_ALIGN_SIZE = 8
 ADAM_W_MODE, ADAM_W_MODE_DEFAULT, TORCH_ADAM_PARAM = "adam_w_mode", True, "torch_adam"
@@ -31,26 +29,6 @@ DEEPSPEED_OPTIMIZERS = [
     ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER,
     MUSGD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER,
 ]  # fmt: skip
-
-
-class DtypeEnum(Enum):
-    """A dtype, by itself or any of its names: ``DtypeEnum("half") is DtypeEnum(torch.float16) is DtypeEnum.fp16``.
-
-    Raises:
-        ValueError: it is no name of fp32, fp16, bf16 or int8.
-    """
-
-    fp16 = torch.float16
-    fp32 = torch.float32
-    int8 = torch.int8
-    bf16 = torch.bfloat16
-
-    @classmethod
-    def _missing_(cls, value: object) -> DtypeEnum | None:
-        names = {"half": cls.fp16, "float": cls.fp32}
-        for each in cls:
-            names |= dict.fromkeys((each.name, str(each.value), str(each.value).removeprefix("torch.")), each)
-        return names.get(value) if isinstance(value, str) else None
 
 
 class DeepSpeedConfigWriter:

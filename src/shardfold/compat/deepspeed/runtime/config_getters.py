@@ -12,6 +12,7 @@ import torch
 
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.runtime import constants as c
+from shardfold.compat.deepspeed.runtime.dtypes import DtypeEnum
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PIPELINE = {
@@ -153,8 +154,6 @@ def get_torch_autocast_dtype(param_dict: Config) -> torch.dtype | None:
     Raises:
         ValueError: it names no dtype.
     """
-    from shardfold.compat.deepspeed.runtime.config import DtypeEnum
-
     said = param_dict.get(c.TORCH_AUTOCAST, {}).get(c.TORCH_AUTOCAST_DTYPE)
     return DtypeEnum(said).value if said is not None else None
 

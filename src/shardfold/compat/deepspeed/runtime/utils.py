@@ -205,10 +205,12 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
     """The one value that all items are.
 
     Raises:
-        ValueError: they are not one.
+        RuntimeError: they are not one.
     """
-    (item,) = set(items)
-    return item
+    found = list(dict.fromkeys(items))
+    if len(found) != 1:
+        raise RuntimeError(f"expected there to be only one unique element in {found}.")
+    return found[0]
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:

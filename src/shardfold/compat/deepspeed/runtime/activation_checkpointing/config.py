@@ -1,5 +1,7 @@
 """``deepspeed.runtime.activation_checkpointing.config``."""
 
+from shardfold.compat.deepspeed.config_models import DeepSpeedActivationCheckpointingConfig  # noqa: F401
+
 # Names of the keys and what holds where they are absent
 ACT_CHKPT = "activation_checkpointing"
 ACT_CHKPT_CONTIGUOUS_MEMORY_OPTIMIZATION = "contiguous_memory_optimization"
