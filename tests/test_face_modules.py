@@ -516,8 +516,10 @@ def test_the_accelerator():
     assert isinstance(here, DeepSpeedAccelerator)
     with pytest.raises(ConfigError, match="no accelerator"):
         accelerator.set_accelerator(object())
-    with pytest.raises(UsageError, match="no compiled operators"):
-        here.create_op_builder("CPUAdamBuilder")
+    builder = here.create_op_builder("CPUAdamBuilder")
+    assert builder.NAME == "cpu_adam" and builder.is_compatible() is False and here.get_op_builder("Nothing") is None
+    with pytest.raises(UsageError, match="nothing is compiled here"):
+        builder.load()
 
 
 def test_logging_by_rank(capsys: pytest.CaptureFixture[str]):

@@ -9,8 +9,8 @@ from shardfold.compat.deepspeed.lazy import attach, enter_absent
 
 __version__ = version = finder.VERSION
 __version_major__, __version_minor__, __version_patch__ = map(int, finder.VERSION.split("."))
-__git_hash__ = git_hash = None
-__git_branch__ = git_branch = None
+__git_hash__ = git_hash = "unknown"
+__git_branch__ = git_branch = "unknown"
 HAS_TRITON = False
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 
@@ -42,7 +42,9 @@ __getattr__, __dir__ = attach(
         "constants",
         "launcher",
         "monitor",
+        "git_version_info",
         "ops",
+        "pipe",
         "profiling",
         "runtime",
         "utils",

@@ -24,7 +24,6 @@ _COMPRESSION = "compression is not here; use torch.ao.quantization or torch.nn.u
 _TUNING = "the autotuner is not here; shardfold explain shows what a configuration holds and sends"
 _ONEBIT = "1-bit optimizers are not here; use torch.optim.Adam or deepspeed.ops.lamb.FusedLamb"
 _HYBRID = "the hybrid engine is not here; gather with deepspeed.zero.GatheredParameters and call generate()"
-_BUILDER = "nothing is compiled here; use the optimizers of deepspeed.ops as they are"
 _CHECKPOINT = "parts of a checkpoint are not shown here; read it whole with deepspeed.utils.zero_to_fp32"
 _DATA = "data efficiency is not here; sort the data in a sampler"
 _LINEAR = "quantized and LoRA layers are not here; use the peft library on the model before initialize()"
@@ -45,9 +44,6 @@ ABSENT: dict[str, str] = {
     "PipelineModule": _PIPELINE,
     "PipelineEngine": _PIPELINE,
     "pipe.PipelineModule": _PIPELINE,
-    "pipe.LayerSpec": _PIPELINE,
-    "pipe.TiedLayerSpec": _PIPELINE,
-    "pipe.ProcessTopology": _PIPELINE,
     "moe.layer.MoE": _EXPERTS,
     "moe.utils.split_params_into_different_moe_groups_for_optimizer": _EXPERTS,
     "DeepSpeedHybridEngine": _HYBRID,
@@ -65,47 +61,24 @@ ABSENT: dict[str, str] = {
     "runtime.fp16.onebit.adam.OnebitAdam": _ONEBIT,
     "runtime.fp16.onebit.lamb.OnebitLamb": _ONEBIT,
     "runtime.fp16.onebit.zoadam.ZeroOneAdam": _ONEBIT,
+    "runtime.pipe.PipelineModule": _PIPELINE,
+    "runtime.pipe.module.PipelineModule": _PIPELINE,
     "runtime.pipe.engine.PipelineEngine": _PIPELINE,
+    "runtime.pipe.schedule.DualPipeVSchedule": _PIPELINE,
     "runtime.hybrid_engine.DeepSpeedHybridEngine": _HYBRID,
+    "runtime.config.HybridEngineConfig": _HYBRID,
+    "runtime.config.get_hybrid_engine_config": _HYBRID,
+    "runtime.config.get_expert_parallel_config": _EXPERTS,
     "ops.sparse_attention.FixedSparsityConfig": _KERNEL,
     "ops.sparse_attention.BigBirdSparsityConfig": _KERNEL,
     "ops.sparse_attention.BSLongformerSparsityConfig": _KERNEL,
     "ops.sparse_attention.VariableSparsityConfig": _KERNEL,
-    "pipe.PipeModelDataParallelTopology": _PIPELINE,
-    "pipe.PipeDataParallelTopology": _PIPELINE,
     "compression.compress.init_compression": _COMPRESSION,
     "compression.compress.redundancy_clean": _COMPRESSION,
     "autotuning.Autotuner": _TUNING,
     "sequence.layer.DistributedAttention": _SEQUENCE,
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCE,
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCE,
-    **{
-        f"ops.op_builder.{name}Builder": _BUILDER
-        for name in (
-            "AsyncIO",
-            "CPUAdagrad",
-            "CPUAdam",
-            "CPULion",
-            "EvoformerAttn",
-            "FPQuantizer",
-            "FusedAdam",
-            "FusedLamb",
-            "FusedLion",
-            "GDS",
-            "Inference",
-            "InferenceCore",
-            "InferenceCutlass",
-            "Op",
-            "Quantizer",
-            "RaggedOps",
-            "RandomLTD",
-            "SpatialInference",
-            "StochasticTransformer",
-            "Transformer",
-            "Utils",
-        )
-    },
-    "ops.aio.AsyncIOBuilder": _BUILDER,
     "checkpoint.DeepSpeedCheckpoint": _CHECKPOINT,
     "runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer": _DATA,
     "runtime.data_pipeline.data_routing.basic_layer.RandomLayerTokenDrop": _DATA,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 
 from shardfold.compat.deepspeed.absent import ABSENT
@@ -22,7 +23,10 @@ TESTED: dict[str, str] = {
     "env_report": "test_face_install.py",
     "git_version_info": "test_face_names.py",
     "launcher.constants": "test_face_names.py",
+    "launcher.launch": "test_face_behaviours.py",
+    "launcher.multinode_runner": "test_face_behaviours.py",
     "launcher.runner": "test_face_names.py",
+    "moe.utils": "test_face_behaviours.py",
     "monitor.comet": "test_face_observers.py",
     "monitor.config": "test_face_names.py",
     "monitor.csv_monitor": "test_face_observers.py",
@@ -33,25 +37,40 @@ TESTED: dict[str, str] = {
     "ops.adam": "test_face_modules.py",
     "ops.lamb": "test_face_modules.py",
     "ops.lion": "test_face_modules.py",
+    "ops.op_builder": "test_face_behaviours.py",
     "profiling.config": "test_face_names.py",
     "profiling.flops_profiler": "test_face_observers.py",
     "runtime.activation_checkpointing.config": "test_face_names.py",
+    "runtime.bf16_optimizer": "test_face_documented.py",
     "runtime.config": "test_face_config.py",
+    "runtime.config_utils": "test_face_behaviours.py",
     "runtime.dataloader": "test_face_initialize.py",
     "runtime.engine": "test_face_engine.py",
+    "runtime.fp16.fused_optimizer": "test_face_documented.py",
+    "runtime.fp16.unfused_optimizer": "test_face_documented.py",
     "runtime.lr_schedules": "test_face_modules.py",
+    "runtime.pipe": "test_face_behaviours.py",
+    "runtime.pipe.schedule": "test_face_behaviours.py",
+    "runtime.pipe.topology": "test_face_behaviours.py",
     "runtime.precision_config": "test_face_names.py",
     "runtime.utils": "test_face_modules.py",
     "runtime.zero.config": "test_face_names.py",
+    "runtime.zero.leaf_module_config": "test_face_behaviours.py",
     "runtime.zero.offload_config": "test_face_names.py",
     "runtime.zero.partition_parameters": "test_face_zero.py",
     "runtime.zero.stage3": "test_face_zero.py",
     "runtime.zero.stage_1_and_2": "test_face_zero.py",
+    "runtime.zero.utils": "test_face_behaviours.py",
     "utils": "test_face_modules.py",
+    "utils.bwc": "test_face_behaviours.py",
     "utils.comms_logging": "test_face_modules.py",
+    "utils.exceptions": "test_face_behaviours.py",
     "utils.groups": "test_face_modules.py",
     "utils.logging": "test_face_modules.py",
+    "utils.module_utils": "test_face_behaviours.py",
+    "utils.numa": "test_face_behaviours.py",
     "utils.timer": "test_face_modules.py",
+    "utils.torch": "test_face_behaviours.py",
     "utils.zero_to_fp32": "test_face_saving.py",
     "zero": "test_face_zero.py",
 }
@@ -69,29 +88,55 @@ def names(module: ModuleType, path: str) -> list[str]:
     )
 
 
-def markdown() -> str:
-    """Modules with their names and tests, methods of the engine, then what is absent by its reason."""
-    return "\n".join([*_here(), "", *_engine(), "", *_refused()])
+def markdown(tests: Mapping[str, str]) -> str:
+    """Modules with their names and tests, methods of the engine, then what is absent by its reason.
+
+    Args:
+        tests: ``{file of tests: its text}``; a name counts as tested where it is a word of the text.
+    """
+    words = {file: set(re.findall(r"\w+", text)) for file, text in tests.items()}
+    return "\n".join([*_here(words), "", *_engine(words), "", *_refused()])
 
 
-def _here() -> Iterator[str]:
-    yield "| module | names | tested in |"
+def _here(words: Mapping[str, set[str]]) -> Iterator[str]:
+    yield "| module | what its names do is tested | of these the tests compare the name, its kind and its parameters |"
     yield "|---|---|---|"
     for path, test in TESTED.items():
         place = "runtime.activation_checkpointing.checkpointing" if path == "checkpointing" else path
         module = importlib.import_module(f"{__package__}.{place}".rstrip("."))
-        said = ", ".join(f"`{name}`" for name in names(module, path))
-        yield f"| `{f'deepspeed.{path}'.rstrip('.')}` | {said} | {test} |"
+        row = " | ".join(_by_test(names(module, path), test, words))
+        yield f"| `{f'deepspeed.{path}'.rstrip('.')}` | {row} |"
 
 
-def _engine() -> Iterator[str]:
+def _by_test(found: list[str], test: str, words: Mapping[str, set[str]]) -> Iterator[str]:
+    """Names by the file that has them, the one named first; then those that no file has."""
+    left = dict.fromkeys(found)
+    said: list[str] = []
+    for file in dict.fromkeys([test, *sorted(words)]):
+        here = [name for name in left if name in words.get(file, ())]
+        if here:
+            said.append(f"{file}: " + ", ".join(f"`{name}`" for name in here))
+        for name in here:
+            del left[name]
+    yield "; ".join(said)
+    yield ", ".join(f"`{name}`" for name in left)
+
+
+def _engine(words: Mapping[str, set[str]]) -> Iterator[str]:
     from torch import nn
 
     from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 
     methods = sorted(name for name in dir(DeepSpeedEngine) if not name.startswith("_") and not hasattr(nn.Module, name))
-    yield "Of `DeepSpeedEngine`, besides an `nn.Module`'s (tested in test_face_engine.py and test_face_saving.py):"
-    yield ", ".join(f"`{name}`" for name in methods) + "."
+    tested, compared = _by_test(methods, "test_face_engine.py", words)
+    yield "Of `DeepSpeedEngine`, besides an `nn.Module`'s:"
+    yield ""
+    yield "| tested in | members |"
+    yield "|---|---|"
+    for part in tested.split("; "):
+        file, _, said = part.partition(": ")
+        yield f"| {file} | {said} |"
+    yield f"| by name and parameters alone | {compared} |"
 
 
 def _refused() -> Iterator[str]:

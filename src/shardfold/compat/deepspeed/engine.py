@@ -22,7 +22,7 @@ from shardfold.compat.deepspeed.batches import Batches
 from shardfold.compat.deepspeed.config import DeepSpeedConfig
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.observers import Observers
-from shardfold.compat.deepspeed.optimizer import OPTIMIZERS, EngineOptimizer
+from shardfold.compat.deepspeed.optimizer import EngineOptimizer, optimizer_class
 from shardfold.compat.deepspeed.parts import Parts
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
@@ -114,7 +114,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         self._divide_by(settings.accumulate)
         self.optimizer: Any = DeepSpeedZeRoOffload(model) if settings.stage == 3 else None
         if optimizer is not None:
-            self.optimizer = OPTIMIZERS[settings.stage](self._core)
+            self.optimizer = optimizer_class(settings, optimizer)(self._core)
         self.lr_scheduler: Any = None
         self.observers = Observers(settings, self._core, self, monitor)
         self.monitor, self.flops_profiler = self.observers.monitor, self.observers.flops_profiler

@@ -13,10 +13,19 @@ from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 
 if TYPE_CHECKING:
+    from shardfold.compat.deepspeed.config import Settings
     from shardfold.engine import Engine
     from shardfold.report import StepReport
 
-__all__ = ["OPTIMIZERS", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "EngineOptimizer"]
+__all__ = [
+    "BF16_Optimizer",
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+    "EngineOptimizer",
+    "FP16_Optimizer",
+    "FP16_UnfusedOptimizer",
+    "optimizer_class",
+]
 
 
 class EngineOptimizer(DeepSpeedOptimizer, Optimizer):
@@ -166,6 +175,14 @@ class EngineOptimizer(DeepSpeedOptimizer, Optimizer):
         return self._core.scale(loss)
 
 
+class FP16_Optimizer(EngineOptimizer):  # DeepSpeed's name
+    """Of stage 0 in fp16 or bf16, over an Adam that the config names."""
+
+
+class FP16_UnfusedOptimizer(EngineOptimizer):  # DeepSpeed's name
+    """Of stage 0 in fp16 or bf16, over any other optimizer."""
+
+
 class DeepSpeedZeroOptimizer(EngineOptimizer, ZeROOptimizer):
     """Of stages 1 and 2."""
 
@@ -178,10 +195,24 @@ class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer, ZeROOptimizer):  # DeepSpee
     """
 
 
-#: By stage.
-OPTIMIZERS: tuple[type[EngineOptimizer], ...] = (
-    EngineOptimizer,
-    DeepSpeedZeroOptimizer,
-    DeepSpeedZeroOptimizer,
-    DeepSpeedZeroOptimizer_Stage3,
-)
+class BF16_Optimizer(EngineOptimizer, ZeROOptimizer):  # DeepSpeed's name
+    """Of stage 1 in bf16 where gradients are accumulated in fp32 by ``data_types.grad_accum_dtype``."""
+
+
+def optimizer_class(settings: Settings, inner: Optimizer) -> type[EngineOptimizer]:
+    """Which class the returned optimizer is of, by the stage, the precision and the inner optimizer."""
+    sixteen = settings["fp16.enabled"] or settings["bf16.enabled"]
+    if settings.stage == 3:
+        return DeepSpeedZeroOptimizer_Stage3
+    if settings.stage == 1 and settings["bf16.enabled"] and settings["data_types.grad_accum_dtype"] == "fp32":
+        return BF16_Optimizer
+    if settings.stage:
+        return DeepSpeedZeroOptimizer
+    if not sixteen:
+        return EngineOptimizer
+    if settings.optimizer is None:
+        fused = type(inner).__name__ == "FusedAdam"
+    else:
+        name, params = settings.optimizer
+        fused = name in ("Adam", "AdamW") and not params.get("torch_adam")
+    return FP16_Optimizer if fused else FP16_UnfusedOptimizer

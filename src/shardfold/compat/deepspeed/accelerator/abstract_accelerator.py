@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.errors import ConfigError, UsageError
+from shardfold.errors import ConfigError
 
 __all__ = ["DeepSpeedAccelerator"]
 
@@ -270,17 +270,20 @@ class DeepSpeedAccelerator(ABC):
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
-    def _no_builders(self) -> UsageError:
-        return UsageError("there are no compiled operators here, and none are needed: use deepspeed.ops as it is.")
-
     def op_builder_dir(self) -> str:
-        raise self._no_builders()
+        """The package of the builders of compiled operators."""
+        return "deepspeed.ops.op_builder"
 
     def create_op_builder(self, class_name: str) -> Any:
-        raise self._no_builders()
+        """A builder, such as ``"CPUAdamBuilder"``, which answers and builds nothing; None for an unknown name."""
+        kind = self.get_op_builder(class_name)
+        return kind() if kind is not None else None
 
     def get_op_builder(self, class_name: str) -> Any:
-        raise self._no_builders()
+        """Its class; None for an unknown name."""
+        from shardfold.compat.deepspeed.ops.op_builder.builder import CLASSES
+
+        return CLASSES.get(class_name)
 
     def build_extension(self) -> Any:
         from torch.utils.cpp_extension import BuildExtension

@@ -1,5 +1,21 @@
-"""Names of backends."""
+"""Names of backends, and of the keys of ``comms_logger``."""
 
-__all__ = ["CCL_BACKEND", "GLOO_BACKEND", "HCCL_BACKEND", "MPI_BACKEND", "NCCL_BACKEND"]
-
-CCL_BACKEND, GLOO_BACKEND, HCCL_BACKEND, MPI_BACKEND, NCCL_BACKEND = "ccl", "gloo", "hccl", "mpi", "nccl"
+CCL_BACKEND = "ccl"
+COMMS_LOGGER = "comms_logger"
+COMMS_LOGGER_DEBUG = "debug"
+COMMS_LOGGER_DEBUG_DEFAULT = False
+COMMS_LOGGER_ENABLED = "enabled"
+COMMS_LOGGER_ENABLED_DEFAULT = False
+COMMS_LOGGER_PROF_ALL = "prof_all"
+COMMS_LOGGER_PROF_ALL_DEFAULT = True
+COMMS_LOGGER_PROF_OPS = "prof_ops"
+COMMS_LOGGER_PROF_OPS_DEFAULT = []
+COMMS_LOGGER_VERBOSE = "verbose"
+COMMS_LOGGER_VERBOSE_DEFAULT = False
+DEFAULT_AML_MASTER_PORT = "54965"
+DEFAULT_AML_NCCL_SOCKET_IFNAME = "^docker0,lo"
+GLOO_BACKEND = "gloo"
+HCCL_BACKEND = "hccl"
+MPI_BACKEND = "mpi"
+NCCL_BACKEND = "nccl"
+SCCL_BACKEND = "sccl"

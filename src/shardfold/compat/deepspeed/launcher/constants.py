@@ -4,6 +4,7 @@ __all__ = [
     "IMPI_LAUNCHER",
     "MPICH_LAUNCHER",
     "MVAPICH_LAUNCHER",
+    "MVAPICH_TMP_HOSTFILE",
     "OPENMPI_LAUNCHER",
     "PDSH_LAUNCHER",
     "PDSH_MAX_FAN_OUT",
@@ -13,3 +14,4 @@ __all__ = [
 PDSH_LAUNCHER, OPENMPI_LAUNCHER, MPICH_LAUNCHER, IMPI_LAUNCHER = "pdsh", "openmpi", "mpich", "impi"
 SLURM_LAUNCHER, MVAPICH_LAUNCHER = "slurm", "mvapich"
 PDSH_MAX_FAN_OUT = 1024
+MVAPICH_TMP_HOSTFILE = "/tmp/deepspeed_mvapich_hostfile"  # DeepSpeed's; here each call makes a file of its own

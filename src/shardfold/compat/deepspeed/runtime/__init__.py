@@ -8,6 +8,7 @@ __getattr__, __dir__ = attach(
     (
         "activation_checkpointing",
         "base_optimizer",
+        "bf16_optimizer",
         "config",
         "config_utils",
         "constants",
@@ -15,6 +16,7 @@ __getattr__, __dir__ = attach(
         "engine",
         "fp16",
         "lr_schedules",
+        "pipe",
         "precision_config",
         "utils",
         "zero",

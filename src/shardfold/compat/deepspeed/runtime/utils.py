@@ -17,24 +17,64 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from shardfold.compat.deepspeed.accelerator.real_accelerator import get_accelerator
 from shardfold.compat.deepspeed.comm import world
 from shardfold.compat.deepspeed.refused import WrongArgument
+from shardfold.compat.deepspeed.runtime.measures import (
+    CheckOverflow,
+    DummyOptim,
+    align_dense_tensors,
+    compare_tensors_in_structures,
+    filter_empty_parameters,
+    get_grad_zeros,
+    get_inactive_params,
+    get_ma_status,
+    get_tensor_bytes,
+    get_weight_norm,
+    has_inf_or_nan,
+    is_invalid_grad_norm,
+    is_model_parallel_parameter,
+    is_optimized_parameter,
+    mask_nan_or_inf_with_val_inplace,
+    maybe_loss_for_backward,
+    prefix_sum_inc,
+    torch_max_memory_reserved,
+    torch_memory_reserved,
+)
 
 __all__ = [
+    "CheckOverflow",
+    "DummyOptim",
+    "align_dense_tensors",
     "call_to_str",
     "clip_grad_norm_",
     "clip_tensors_by_global_norm",
+    "compare_tensors_in_structures",
     "copy_to_device",
     "empty_cache",
     "ensure_directory_exists",
+    "filter_empty_parameters",
     "get_global_norm",
     "get_global_norm_of_tensors",
+    "get_grad_zeros",
+    "get_inactive_params",
+    "get_ma_status",
     "get_only_unique_item",
+    "get_tensor_bytes",
+    "get_weight_norm",
+    "has_inf_or_nan",
+    "is_invalid_grad_norm",
+    "is_model_parallel_parameter",
+    "is_optimized_parameter",
+    "mask_nan_or_inf_with_val_inplace",
+    "maybe_loss_for_backward",
     "move_to_device",
     "noop_context",
     "noop_decorator",
     "partition_balanced",
     "partition_uniform",
+    "prefix_sum_inc",
     "see_memory_usage",
     "set_random_seed",
+    "torch_max_memory_reserved",
+    "torch_memory_reserved",
 ]
 
 GIB = 1024**3
@@ -186,10 +226,12 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
     """The one value that all items are.
 
     Raises:
-        ValueError: they are not one.
+        RuntimeError: they are not one.
     """
-    (item,) = set(items)
-    return item
+    found = list(dict.fromkeys(items))
+    if len(found) != 1:
+        raise RuntimeError(f"expected there to be only one unique element in {found}.")
+    return found[0]
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:

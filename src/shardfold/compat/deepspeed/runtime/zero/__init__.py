@@ -23,6 +23,7 @@ __getattr__, __dir__ = attach(
     ),
     (
         "config",
+        "leaf_module_config",
         "linear",
         "offload_config",
         "parameter_offload",

@@ -1,0 +1,7 @@
+"""``deepspeed.utils.exceptions``."""
+
+__all__ = ["DeprecatedException"]
+
+
+class DeprecatedException(Exception):
+    """For what is no more."""
