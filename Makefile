@@ -2,6 +2,8 @@
 #   make demo    train a small language model on this machine, on two local processes
 #   make test    the tests          make lint    style, types, import directions
 #   make soak    the long tests     make clean   remove everything that make and the tools made
+#   make numerics   the numerical tests with each set of kernels that this CPU has
+#   make mutants    listed faults, each in a copy of the package: tests have to notice all
 # Options: PYTHON=python3.12 (which interpreter), PIP_ARGS="..." (passed to pip install),
 # JOBS=1 (how many tests at a time).
 
@@ -13,9 +15,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOG := $(VENV)/setup.log
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10
 
-.PHONY: demo test lint soak clean
+.PHONY: demo test lint soak numerics mutants clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -26,6 +28,12 @@ test: $(READY)
 
 soak: $(READY)
 	@$(PYTEST) -m soak
+
+numerics: $(READY)
+	@JOBS=$(JOBS) $(BIN)/python tests/numerics.py
+
+mutants: $(READY)
+	@JOBS=$(JOBS) $(BIN)/python tests/mutants.py
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -506,3 +506,22 @@ def _damaged(folder: str) -> None:
 
 def test_what_one_rank_can_not_read_all_ranks_refuse(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_damaged, str(tmp_path), world_size=2)
+
+
+def test_weights_only_leaves_the_optimizer_as_it_is(tmp_path: Path) -> None:
+    """Parameters are the checkpoint's; moments and counts stay those of the engine, also where it has the same kind of
+    optimizer, so that all of its state would fit."""
+    writer, reader = Case(Plain).engine(ZERO3, seed=0), Case(Plain).engine(ZERO3, seed=1)
+    train(writer, 2)
+    writer.save(tmp_path / "a", wait=True)
+    train(reader, 1)
+    with reader.gathered(of="exp_avg") as moments:
+        before = {name: value.clone() for name, value in moments.items()}
+    reader.load(tmp_path / "a", weights_only=True)
+    with reader.gathered(of="exp_avg") as moments:
+        assert all(torch.equal(value, before[name]) for name, value in moments.items())
+    wanted = writer.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in reader.state_dict().items())
+    assert reader.steps == 1
+    writer.close()
+    reader.close()

@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
 def test_an_element_wise_optimizer_updates_shards_as_whole_parameters(ranks: Ranks, name: str, layout: str) -> None:
     same_training(
         models.small, models.batches(6), layout=layout, world_size=2, optimizer=OPTIMIZERS[name], steps=6,
-        clip_norm=1.0, parameter_tol=1e-4, ranks=ranks, reference="parts",
+        clip_norm=0.1, parameter_tol=1e-4, ranks=ranks, reference="parts",
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_an_optimizer_of_ours_updates_parts_as_whole_parameters(
     build = models.backwards if (layout, world) == ("zero3", 3) else models.small
     same_training(
         exactly(name, build), models.batches(20), layout=layout, world_size=world,
-        mesh={"inter": 2, "intra": 2} if world == 4 else None, optimizer=make, steps=20, clip_norm=1.0,
+        mesh={"inter": 2, "intra": 2} if world == 4 else None, optimizer=make, steps=20, clip_norm=0.1,
         parameter_tol=tolerance, ranks=ranks,
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ def test_ours_update_parameters_of_several_dtypes(ranks: Ranks, name: str) -> No
     """As alone on the whole model; bf16 gradients are summed in another order, so that last bits may differ."""
     same_training(
         Mixed, models.batches(6), layout="zero3", world_size=2, optimizer=OURS[name][0], steps=6, tol=1e-3,
-        way_tol=0.15, ranks=ranks,
+        way_tol=0.3, ranks=ranks,
     )  # fmt: skip
 
 

@@ -138,8 +138,8 @@ def test_hooks_of_the_users_own_do_what_they_do_in_plain_pytorch(
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("index", range(len(HOOKS)), ids=[hooks.__name__ for hooks in HOOKS])
 def test_hooks_of_the_users_own_work_under_bf16(ranks: Ranks, index: int, when: str) -> None:
-    """Each parameter goes the way that it goes in fp32, but for what 8 bits round: hooks that were not heeded would change
-    it by a quarter or more."""
+    """Each parameter goes the way that it goes in fp32, but for what 8 bits round: hooks that were ignored would
+    change it by a quarter or more."""
     for layout in ("ddp", "fsdp2"):
         for worst, way in ranks.run(_difference, layout, index, when, "bf16", world_size=2):
             assert worst < 2e-2 and way < 0.06, (worst, way)

@@ -52,7 +52,9 @@ class _Job:
     steps: int
     seed: int
     want_parameters: bool
-    parts: tuple[int, int] | None  # ranks and micro-batches in which the reference takes a batch; None: as a whole
+    parts: tuple[int, int] | None = (
+        None  # ranks and micro-batches in which the reference takes a batch; None: as a whole
+    )
 
     def loss_on(self, model: Callable[..., Any], batch: tuple[Any, ...] | dict[str, Any]) -> Tensor:
         """Runs ``model``. With a separate loss the last element of a longer tuple is its target and not the model's."""
