@@ -141,10 +141,11 @@ class Mixed(models.Small):
 
 @pytest.mark.parametrize("name", OURS)
 def test_ours_update_parameters_of_several_dtypes(ranks: Ranks, name: str) -> None:
-    """As alone on the whole model; bf16 gradients are summed in another order, so that last bits may differ."""
+    """As alone on the whole model; bf16 gradients are summed in another order, so that last bits may differ, of which
+    Adafactor's steps on weights near 1 have few."""
     same_training(
         Mixed, models.batches(6), layout="zero3", world_size=2, optimizer=OURS[name][0], steps=6, tol=1e-3,
-        way_tol=0.3, ranks=ranks,
+        way_tol=0.6 if name == "Adafactor" else 0.15, ranks=ranks,
     )  # fmt: skip
 
 
