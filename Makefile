@@ -2,6 +2,8 @@
 #   make demo    train a small language model on this machine, on two local processes
 #   make test    the tests          make lint    style, types, import directions
 #   make soak    the long tests     make clean   remove everything that make and the tools made
+#   make numerics   the numerical tests with each set of kernels that this CPU has
+#   make mutants    listed faults, each in a copy of the package: tests have to notice all
 #   make matrix  a part of the tests under other versions of PyTorch and Python (MATRIX="--torch 2.11.0")
 # The demo needs the command line only; what the tests need besides is installed into the same .venv by the first of them.
 # Options: PYTHON=python3.12 (which interpreter), PIP_ARGS="..." (passed to pip install),
@@ -16,9 +18,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.ready-dev
 LOG := $(VENV)/setup.log
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10
 
-.PHONY: demo test lint soak matrix clean
+.PHONY: demo test lint soak numerics mutants matrix clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -29,6 +31,12 @@ test: $(TOOLS)
 
 soak: $(TOOLS)
 	@$(PYTEST) -m soak
+
+numerics: $(TOOLS)
+	@JOBS=$(JOBS) $(BIN)/python tests/numerics.py
+
+mutants: $(TOOLS)
+	@JOBS=$(JOBS) $(BIN)/python tests/mutants.py
 
 matrix: $(TOOLS)
 	@$(BIN)/python tests/matrix.py $(MATRIX)

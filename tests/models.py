@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,6 +51,11 @@ class Small(nn.Module):
 
 def small() -> nn.Module:
     return Small()
+
+
+def double(build: Callable[[], nn.Module]) -> nn.Module:
+    """In fp64, where rounding turns no sign: what takes one can be compared with a whole batch only so."""
+    return build().double()
 
 
 def tied() -> nn.Module:
@@ -109,6 +116,19 @@ class Twice(nn.Module):
 
 def twice() -> nn.Module:
     return Twice()
+
+
+def attends_in_fp16() -> bool:
+    """Whether this PyTorch attends in fp16 here: by the kernels of a lower ``ATEN_CPU_CAPABILITY`` it can not on a CPU
+    that multiplies matrices of 16 bits (2.13)."""
+    x = torch.ones(8, 2, 16, 16, dtype=torch.float16)
+    try:
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    except RuntimeError as error:
+        if "pack_vnni2" not in str(error):
+            raise
+        return False
+    return True
 
 
 def batches(steps: int, rows: int = 48, seed: int = 0) -> list[tuple[Tensor, Tensor]]:

@@ -38,11 +38,23 @@ def settings() -> list[dict[str, str]]:
 
 def run(setting: dict[str, str], files: list[str], jobs: str) -> tuple[bool, str]:
     """Runs the files under a setting; the end of pytest's output where something failed, and its last line."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", jobs, "--dist", "worksteal", "--no-header", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        jobs,
+        "--dist",
+        "worksteal",
+        "--no-header",
+        "--tb=line",
+        *files,
+    ]
     done = subprocess.run(command, env={**os.environ, **setting}, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()]
     for line in lines if done.returncode else ():
-        if line.startswith(("FAILED", "ERROR", "E  ")):
+        if line.startswith(("FAILED", "ERROR")):
             print(f"    {line}", flush=True)
     return done.returncode == 0, lines[-1].strip("= ")
 

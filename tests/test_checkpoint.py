@@ -535,3 +535,22 @@ def test_a_run_in_bf16_that_goes_on_in_fp16_is_warned_of(ranks: Ranks, tmp_path:
     for rank, (logged, notes) in enumerate(ranks.run(in_fp16, str(tmp_path), world_size=2)):
         assert len(logged) == (rank == 0) and all("go on with precision='bf16'" in text for text in logged)
         assert ["trained in bf16 and goes on in fp16" in note for note in notes] == [True, False, False, False]
+
+
+def test_weights_only_leaves_the_optimizer_as_it_is(tmp_path: Path) -> None:
+    """Parameters are the checkpoint's; moments and counts stay those of the engine, also where it has the same kind of
+    optimizer, so that all of its state would fit."""
+    writer, reader = Case(Plain).engine(ZERO3, seed=0), Case(Plain).engine(ZERO3, seed=1)
+    train(writer, 2)
+    writer.save(tmp_path / "a", wait=True)
+    train(reader, 1)
+    with reader.gathered(of="exp_avg") as moments:
+        before = {name: value.clone() for name, value in moments.items()}
+    reader.load(tmp_path / "a", weights_only=True)
+    with reader.gathered(of="exp_avg") as moments:
+        assert all(torch.equal(value, before[name]) for name, value in moments.items())
+    wanted = writer.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in reader.state_dict().items())
+    assert reader.steps == 1
+    writer.close()
+    reader.close()

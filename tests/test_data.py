@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardfold as sf
 from shardfold.data import shuffled
@@ -281,6 +282,22 @@ def test_a_loader_draws_nothing_from_the_global_generator():
 def test_a_loader_of_another_dataset_is_refused():
     with pytest.raises(ConfigError, match="9 samples, its sampler 8"):
         sf.Loader(range(9), sf.Sampler(8, 2))  # type: ignore[arg-type]
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        yield from range(9)
+
+
+def test_an_iterable_dataset_is_refused_in_a_sentence():
+    """It has no samples by index, so that a position in it means nothing to other ranks."""
+    for make in (
+        lambda: sf.Sampler(Stream(), 2),  # type: ignore[arg-type]
+        lambda: sf.Sampler(iter([1, 2]), 2),  # type: ignore[arg-type]
+        lambda: sf.Loader(Stream(), sf.Sampler(9, 2)),
+    ):
+        with pytest.raises(ConfigError, match=r"has no samples by index.*give a map-style dataset"):
+            make()
 
 
 # -- generators

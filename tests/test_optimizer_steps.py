@@ -33,7 +33,7 @@ class FromPaper(torch.optim.Optimizer):
         self.steps += 1
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
-                p -= self.rule(p.double(), p.grad.double(), self.state[p], self.steps).float()
+                p -= self.rule(p.double(), p.grad.double(), self.state[p], self.steps).to(p.dtype)
 
 
 def lamb(x: Tensor, g: Tensor, state: dict[str, Tensor], t: int) -> Tensor:
@@ -125,7 +125,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], f
     ),
     "Lion": (
         of_parameters(partial(sf.optim.Lion, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)),
-        of_parameters(partial(FromPaper, rule=lion)), 2e-4,
+        of_parameters(partial(FromPaper, rule=lion)), 1e-9,
     ),
     "Adafactor": (
         of_parameters(partial(sf.optim.Adafactor, weight_decay=0.1)),
@@ -179,9 +179,11 @@ def apart(a: nn.Module, b: nn.Module, start: nn.Module) -> float:
 @pytest.mark.parametrize("build", [models.small, Odd])
 @pytest.mark.parametrize("name", CASES)
 def test_twenty_steps_equal_the_reference(name: str, build: Callable[[], nn.Module]) -> None:
-    """What is rounded to 8 bits may fall to the other side here and there; Muon equals torch's bit for bit."""
+    """What is rounded to 8 bits may fall to the other side here and there; Muon equals torch's bit for bit; Lion's sign
+    of a sum near zero is only that of the reference, which sums in fp64, if the model is in fp64."""
     if name == "Muon" and build is Odd:
         build = models.tied
+    build = partial(models.double, build) if name == "Lion" else build
     ours, reference, tolerance = CASES[name]
     assert apart(*(trained(make, steps, build) for make, steps in ((ours, 20), (reference, 20), (ours, 0)))) < tolerance
 

@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
 def test_an_element_wise_optimizer_updates_shards_as_whole_parameters(ranks: Ranks, name: str, layout: str) -> None:
     same_training(
         models.small, models.batches(6), layout=layout, world_size=2, optimizer=OPTIMIZERS[name], steps=6,
-        clip_norm=1.0, parameter_tol=1e-4, ranks=ranks,
+        clip_norm=0.1, parameter_tol=1e-4, ranks=ranks, reference="parts",
     )  # fmt: skip
 
 
@@ -78,6 +78,13 @@ OURS: dict[str, tuple[Callable[[Iterable[Any]], torch.optim.Optimizer], float]] 
     "Muon": (muon, 1e-4),
     "AdamW8bit": (partial(sf.optim.AdamW8bit, lr=1e-3, block=256, min_8bit_size=256), 5e-3),
 }
+
+
+def exactly(name: str, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Lion takes a sign, and a sum near zero has another one in another order: its models are in fp64."""
+    return partial(models.double, build) if name == "Lion" else build
+
+
 PLACES = [("ddp", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3), ("fsdp2", 3), ("hpz", 4), ("hsdp", 4)]
 
 
@@ -88,10 +95,11 @@ def test_an_optimizer_of_ours_updates_parts_as_whole_parameters(
 ) -> None:
     """20 steps; of a model whose parameters are not all used, too: what no rank used stays as it is."""
     make, tolerance = OURS[name]
+    build = models.backwards if (layout, world) == ("zero3", 3) else models.small
     same_training(
-        models.backwards if (layout, world) == ("zero3", 3) else models.small, models.batches(20), layout=layout,
-        world_size=world, mesh={"inter": 2, "intra": 2} if world == 4 else None, optimizer=make, steps=20,
-        clip_norm=1.0, parameter_tol=tolerance, ranks=ranks,
+        exactly(name, build), models.batches(20), layout=layout, world_size=world,
+        mesh={"inter": 2, "intra": 2} if world == 4 else None, optimizer=make, steps=20, clip_norm=0.1,
+        parameter_tol=tolerance, ranks=ranks,
     )  # fmt: skip
 
 
@@ -101,8 +109,8 @@ def test_an_optimizer_of_ours_updates_parts_as_whole_parameters(
 def test_a_hundred_steps_of_ours(ranks: Ranks, name: str, world: int) -> None:
     make, tolerance = OURS[name]
     same_training(
-        models.small, models.batches(20), layout="zero3", world_size=world, optimizer=make, steps=100, tol=5e-6,
-        parameter_tol=10 * tolerance, ranks=ranks,
+        exactly(name, models.small), models.batches(20), layout="zero3", world_size=world, optimizer=make, steps=100,
+        tol=5e-6, parameter_tol=10 * tolerance, ranks=ranks,
     )  # fmt: skip
 
 
@@ -112,7 +120,7 @@ def test_ours_under_bf16_compute_updates_an_fp32_master(ranks: Ranks, name: str)
     optimizer = partial(muon, ns_dtype=torch.bfloat16) if name == "Muon" else OURS[name][0]
     same_training(
         models.small, models.batches(20), layout="zero2", precision="bf16", world_size=2, optimizer=optimizer, steps=20,
-        tol=1e-2, parameter_tol=0.3 if name == "Lion" else 0.05, ranks=ranks,
+        tol=1e-2, way_tol=0.25 if name == "Lion" else 0.08, ranks=ranks,
     )  # fmt: skip
 
 
@@ -133,10 +141,11 @@ class Mixed(models.Small):
 
 @pytest.mark.parametrize("name", OURS)
 def test_ours_update_parameters_of_several_dtypes(ranks: Ranks, name: str) -> None:
-    """As alone on the whole model; bf16 gradients are summed in another order, so that last bits may differ."""
+    """As alone on the whole model; bf16 gradients are summed in another order, so that last bits may differ, of which
+    Adafactor's steps on weights near 1 have few."""
     same_training(
         Mixed, models.batches(6), layout="zero3", world_size=2, optimizer=OURS[name][0], steps=6, tol=1e-3,
-        parameter_tol=0.1, ranks=ranks,
+        way_tol=0.6 if name == "Adafactor" else 0.15, ranks=ranks,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import shardfold as sf
 from shardfold import cost
 from shardfold.checkpoint.format import SUM_BYTES
 from shardfold.testing import Ranks
+from shardfold.wires.boards import possible
 
 WIDTH, LAYERS = 256, 6
 
@@ -90,7 +91,7 @@ def _peak(layout: str, precision: str, prefetch: int) -> tuple[int, float]:
     with LiveBytes(flats) as live:
         step()  # everything that rests is an argument of some operation of a step, so now it is known
         peaks = []
-        for _ in range(5):
+        for _ in range(3):
             live.peak = 0
             step()
             peaks.append(live.peak)
@@ -103,8 +104,9 @@ def _peak(layout: str, precision: str, prefetch: int) -> tuple[int, float]:
         temporary=engine.actions.wire.temporary,
     )
     engine.close()
-    # Gloo's threads let go of a finished collective's buffers some microseconds later: the best of five steps.
-    return min(peaks), bound
+    # Where ranks read from each other every step is alike; Gloo's threads let go of a finished collective's buffers
+    # some microseconds later, so there the best step counts.
+    return max(peaks) if possible() else min(peaks), bound
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -115,7 +117,7 @@ def test_a_step_peaks_below_the_sum_of_its_named_parts(
 ) -> None:
     for peak, bound in ranks.run(_peak, layout, precision, prefetch, world_size=2):
         activations = 64 * 1024  # LAYERS x a few tensors of 4 x 256 elements
-        assert 0.5 * bound < peak <= bound + activations
+        assert 0.8 * bound < peak <= bound + activations
 
 
 def test_the_tracker_sees_what_lives_and_what_is_freed() -> None:

@@ -200,6 +200,13 @@ def test_chosen_gpus_and_cores(monkeypatch: pytest.MonkeyPatch):
     assert environment["CORES"] == f"[{core}]" and environment["OMP_NUM_THREADS"] == "1"
 
 
+def test_each_rank_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """Ranks share the cores in equal parts of neighbours; what is left over belongs to none."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
+    assert [agent.share_of_cores(None, rank, 3) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [agent.share_of_cores("1-2,5", rank, 3) for rank in range(3)] == [[1], [2], [5]]
+
+
 def test_a_port_that_is_asked_for(capfd: pytest.CaptureFixture[str]):
     import socket
 

@@ -383,3 +383,24 @@ def test_a_departure_is_shown_with_its_step():
     lost = _Trained(losses=plain.losses, parameters={"v": torch.ones(2)})
     with pytest.raises(AssertionError, match=r"lacks \['w'\] and has \['v'\]"):
         _compare("zero3", plain, lost, 1e-6, 1e-3)
+
+
+def test_the_way_of_a_parameter_is_compared_with_what_training_changed():
+    """Small beside its values and large beside its way: only the second tells that a parameter was not updated."""
+    went = _Trained(losses=[1.0], parameters={"w": torch.tensor([1.0, 1.001])}, start={"w": torch.ones(2)})
+    stayed = _Trained(losses=[1.0], parameters={"w": torch.ones(2)})
+    assert _compare("zero3", went, stayed, 1e-6, 1e-2).max_way_difference == pytest.approx(1.0, rel=1e-3)
+    with pytest.raises(AssertionError, match="1 of 1 parameters have gone another way"):
+        _compare("zero3", went, stayed, 1e-6, None, 0.5)
+
+
+def test_a_reference_in_parts_is_the_whole_batch_but_for_rounding(ranks: Ranks):
+    """Plain PyTorch on the ranks' slices: the same training, also with micro-batches."""
+    batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    options = {"layout": "zero2", "world_size": 2, "accumulate": 2, "steps": 3, "ranks": ranks}
+    whole, parts = (
+        same_training(tiny, batches, reference=how, parameter_tol=1e-6, **options) for how in ("whole", "parts")
+    )
+    assert parts.reference_losses == pytest.approx(whole.reference_losses, rel=1e-6)
+    with pytest.raises(UsageError, match="it is 'whole' or 'parts'"):
+        same_training(tiny, batches, reference="part", **options)

@@ -94,6 +94,7 @@ def _difference(layout: str, index: int, when: str, precision: str) -> tuple[flo
     torch.manual_seed(0)
     plain = models.small()
     add(plain, expected_seen)
+    start = {name: p.detach().clone() for name, p in plain.named_parameters()}
     optimizer = SGD(plain.parameters())
     torch.manual_seed(0)
     model = models.small()
@@ -115,11 +116,13 @@ def _difference(layout: str, index: int, when: str, precision: str) -> tuple[flo
         worst = max(worst, abs(engine.mean(loss.item()) / expected.item() - 1))
     state = engine.state_dict()
     apart = max(((state[k] - v).abs().max() / v.abs().max()).item() for k, v in plain.named_parameters())
+    with engine.gathered(of="master") as master:
+        way = max(((master[k] - v).norm() / (v - start[k]).norm()).item() for k, v in plain.named_parameters())
     assert seen.sums.keys() == expected_seen.sums.keys()
     for name, values in expected_seen.sums.items():
         assert seen.sums[name] == pytest.approx(values, rel=1e-2 if precision == "bf16" else 1e-4, abs=1e-4), name
     engine.close()
-    return worst, apart
+    return worst, way if precision == "bf16" else apart
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -135,9 +138,11 @@ def test_hooks_of_the_users_own_do_what_they_do_in_plain_pytorch(
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("index", range(len(HOOKS)), ids=[hooks.__name__ for hooks in HOOKS])
 def test_hooks_of_the_users_own_work_under_bf16(ranks: Ranks, index: int, when: str) -> None:
+    """Each parameter goes the way that it goes in fp32, but for what 8 bits round: hooks that were ignored would
+    change it by a quarter or more."""
     for layout in ("ddp", "fsdp2"):
-        for worst, _ in ranks.run(_difference, layout, index, when, "bf16", world_size=2):
-            assert worst < 2e-2
+        for worst, way in ranks.run(_difference, layout, index, when, "bf16", world_size=2):
+            assert worst < 2e-2 and way < 0.06, (worst, way)
 
 
 def _removed(layout: str) -> list[int]:

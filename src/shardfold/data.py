@@ -99,7 +99,7 @@ class Sampler(data.Sampler[list[int]]):
         fill_last: fills that batch from the next epoch, which starts behind: no batch is short.
 
     Raises:
-        ConfigError: an argument is not usable, or ``drop_last`` drops every sample.
+        ConfigError: an argument is not usable, the dataset has no length, or ``drop_last`` drops every sample.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Sampler(data.Sampler[list[int]]):
         if (rank is None) != (num_ranks is None):
             raise ConfigError(f"rank={rank!r} beside num_ranks={num_ranks!r}: give both or neither.")
         place = _place() if rank is None or num_ranks is None else (rank, num_ranks)
-        self.length = dataset if isinstance(dataset, int) else len(dataset)
+        self.length = dataset if isinstance(dataset, int) else _length(dataset)
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
@@ -250,11 +250,11 @@ class Loader(data.DataLoader[Any]):
         options: ``DataLoader``'s, but for those of order and chance: ``num_workers``, ``collate_fn``, ...
 
     Raises:
-        ConfigError: the sampler is of another length.
+        ConfigError: the sampler is of another length, or the dataset is iterable.
     """
 
     def __init__(self, dataset: data.Dataset[Any], sampler: Sampler, **options: Any) -> None:
-        if (length := len(dataset)) != sampler.length:  # pyright: ignore[reportArgumentType]  # map-style ones have it
+        if (length := _length(dataset)) != sampler.length:
             raise ConfigError(
                 f"the dataset has {length} samples, its sampler {sampler.length}: make it of this dataset."
             )
@@ -294,6 +294,20 @@ class _Ahead(data.Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.sampler.batches()
+
+
+def _length(dataset: Any) -> int:
+    """
+    Raises:
+        ConfigError: it has none, or no samples by index: a position in it is not known.
+    """
+    if isinstance(dataset, data.IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"{type(dataset).__name__} is read from front to back and has no samples by index, of which a sampler "
+            "could give each rank its own: give a map-style dataset (__len__ and __getitem__), or read yours with a "
+            "plain DataLoader whose dataset yields every num_ranks-th sample, and save its position yourself."
+        )
+    return len(dataset)
 
 
 def _place() -> tuple[int, int]:

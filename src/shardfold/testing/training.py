@@ -34,6 +34,7 @@ class TrainingMatch:
     reference_losses: list[float]
     max_loss_difference: float
     max_parameter_difference: float | None  # None: parameters were not compared
+    max_way_difference: float | None = None  # likewise; relative to the way that a parameter went, both as norms
     reports: list[Any] = field(default_factory=list, repr=False)  # rank 0's StepReport at each boundary
 
 
@@ -51,6 +52,9 @@ class _Job:
     steps: int
     seed: int
     want_parameters: bool
+    parts: tuple[int, int] | None = (
+        None  # ranks and micro-batches in which the reference takes a batch; None: as a whole
+    )
 
     def loss_on(self, model: Callable[..., Any], batch: tuple[Any, ...] | dict[str, Any]) -> Tensor:
         """Runs ``model``. With a separate loss the last element of a longer tuple is its target and not the model's."""
@@ -66,6 +70,7 @@ class _Trained:
     losses: list[float]
     parameters: dict[str, Tensor]
     norms: list[float] = field(default_factory=list)  # of the gradients before clipping, where it clips
+    start: dict[str, Tensor] = field(default_factory=dict)  # the parameters before
     reports: list[Any] = field(default_factory=list)
 
 
@@ -83,7 +88,9 @@ def same_training(
     mesh: Mapping[str, int] | None = None,
     tol: float = 1e-6,
     parameter_tol: float | None = None,
+    way_tol: float | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
+    reference: str = "whole",
     ranks: Ranks | None = None,
     seed: int = 0,
     timeout: float = 120.0,
@@ -97,12 +104,17 @@ def same_training(
     Dim 0 of each tensor divides by ``world_size * accumulate``, other values go to every rank as they are.
     ``optimizer`` takes the parameters (default: SGD with momentum). The reference stays in fp32 whatever ``precision``
     is: give a ``tol`` that fits. ``tol`` bounds the relative difference of each step's loss; ``parameter_tol``, if
-    given, that of each final parameter, relative to its largest element. ``ranks`` is a pool to run in; further options
-    go to the engine.
+    given, that of each final parameter, relative to its largest element; ``way_tol`` the norm of that difference,
+    relative to the norm of what training has changed in the parameter: 1 for one that was never updated. With
+    ``reference="parts"`` the plain training takes the loss of each slice by itself and adds the gradients up, as the
+    ranks do: for optimizers that turn rounding into steps of full size (a sign, a division by the root of a second
+    moment near its eps). ``ranks`` is a pool to run in; further options go to the engine.
 
     Raises `AssertionError` where the trainings differ, `RanksFailed` if one of them fails, and `UsageError` for
-    batches that can not be cut evenly.
+    batches that can not be cut evenly and an unknown ``reference``.
     """
+    if reference not in ("whole", "parts"):
+        raise UsageError(f"same_training(reference={reference!r}): it is 'whole' or 'parts'.")
     job = _Job(
         build=build,
         batches=[_as_arguments(batch) for batch in batches],
@@ -111,7 +123,8 @@ def same_training(
         clip_norm=clip_norm,
         steps=steps,
         seed=seed,
-        want_parameters=parameter_tol is not None,
+        want_parameters=parameter_tol is not None or way_tol is not None,
+        parts=(world_size, accumulate) if reference == "parts" else None,
     )
     _check_batches(job.batches, world_size * accumulate)
     options = dict(layout=layout, precision=precision, accumulate=accumulate, clip_norm=clip_norm, mesh=mesh, seed=seed)
@@ -122,7 +135,7 @@ def same_training(
     else:
         plain, sharded = _train_both(ranks, job, options, world_size, timeout)
     title = f"{_name(layout)} on {world_size} ranks, accumulate={accumulate}, precision={_name(precision)}"
-    return _compare(title, plain, sharded, tol, parameter_tol)
+    return _compare(title, plain, sharded, tol, parameter_tol, way_tol)
 
 
 def _train_both(
@@ -137,20 +150,44 @@ def _train_both(
 def _train_plain(job: _Job) -> _Trained:
     torch.manual_seed(job.seed)
     model = job.build()
+    start = {name: value.detach().clone() for name, value in model.state_dict().items() if job.want_parameters}
     optimizer = job.optimizer(model.parameters())
     losses: list[float] = []
     norms: list[float] = []
     for step in range(job.steps):
         batch = job.batches[step % len(job.batches)]
-        loss = job.loss_on(model, batch)
-        loss.backward()
+        loss = _backward(job, model, batch)
         if job.clip_norm is not None:
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm).item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(loss)
     parameters = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return _Trained(losses=losses, parameters=parameters if job.want_parameters else {}, norms=norms)
+    return _Trained(losses=losses, parameters=parameters if job.want_parameters else {}, norms=norms, start=start)
+
+
+def _backward(job: _Job, model: nn.Module, batch: tuple[Any, ...] | dict[str, Any]) -> float:
+    """Leaves the gradients of a global batch in the plain model; its loss."""
+    if job.parts is None:
+        loss = job.loss_on(model, batch)
+        loss.backward()
+        return loss.item()
+    world, accumulate = job.parts
+    sums: dict[nn.Parameter, Tensor] = {}
+    losses: list[float] = []
+    for micro in range(accumulate):
+        for rank in range(world):
+            loss = job.loss_on(model, _slice(batch, micro * world + rank, world * accumulate))
+            loss.backward()
+            losses.append(loss.item())
+            for p in model.parameters():
+                if p.grad is not None:  # scaled as they arrive, as the engine does
+                    grad = p.grad * (1.0 / (world * accumulate))
+                    sums[p] = sums[p].add_(grad) if p in sums else grad
+                    p.grad = None
+    for p, grad in sums.items():
+        p.grad = grad
+    return sum(losses) / len(losses)
 
 
 def _train_sharded(job: _Job, options: dict[str, Any]) -> _Trained:
@@ -218,16 +255,26 @@ def _check_batches(batches: Sequence[tuple[Any, ...] | dict[str, Any]], count: i
                 )
 
 
-def _compare(title: str, plain: _Trained, sharded: _Trained, tol: float, parameter_tol: float | None) -> TrainingMatch:
+def _compare(
+    title: str,
+    plain: _Trained,
+    sharded: _Trained,
+    tol: float,
+    parameter_tol: float | None,
+    way_tol: float | None = None,
+) -> TrainingMatch:
     loss_difference = _compare_series(title, "losses", sharded.losses, plain.losses, tol)
     # A norm sums over all gradients of one step, where a loss averages: it is allowed ten times as much.
     _compare_series(title, "gradient norms", sharded.norms, plain.norms, 10 * tol)
-    worst = _compare_parameters(title, plain, sharded, parameter_tol) if parameter_tol is not None else None
+    wanted = parameter_tol is not None or way_tol is not None
+    worst = _compare_parameters(title, plain, sharded, _given(parameter_tol)) if wanted else None
+    way = _compare_ways(title, plain, sharded, _given(way_tol)) if wanted and plain.start else None
     return TrainingMatch(
         losses=sharded.losses,
         reference_losses=plain.losses,
         max_loss_difference=loss_difference,
         max_parameter_difference=worst,
+        max_way_difference=way,
         reports=sharded.reports,
     )
 
@@ -270,6 +317,28 @@ def _compare_parameters(title: str, plain: _Trained, sharded: _Trained, tol: flo
         raise AssertionError(
             f"{title}: {len(wrong)} of {len(differences)} final parameters differ from plain PyTorch by more than "
             f"{tol:g} of their largest element, the worst:\n{lines}"
+        )
+    return max(differences.values(), default=0.0)
+
+
+def _given(tol: float | None) -> float:
+    return math.inf if tol is None else tol
+
+
+def _compare_ways(title: str, plain: _Trained, sharded: _Trained, tol: float) -> float:
+    """Differences relative to what training has changed: a parameter that did not move has to stay as it is."""
+    differences: dict[str, float] = {}
+    for name, expected in plain.parameters.items():
+        apart = (sharded.parameters[name].double() - expected.double()).norm().item()
+        way = (expected.double() - plain.start[name].double()).norm().item()
+        differences[name] = apart / way if way else (math.inf if apart else 0.0)
+    wrong = {name: value for name, value in differences.items() if not value <= tol}
+    if wrong:
+        worst = sorted(wrong, key=lambda name: -wrong[name])[:5]
+        lines = "\n".join(f"  {name}: {wrong[name]:.3g}" for name in worst)
+        raise AssertionError(
+            f"{title}: {len(wrong)} of {len(differences)} parameters have gone another way than in plain PyTorch, by "
+            f"more than {tol:g} of its length, the worst:\n{lines}"
         )
     return max(differences.values(), default=0.0)
 
