@@ -165,8 +165,7 @@ class Engine:
         self.more_memory: list[Callable[[], MemoryRow]] = []  # rows of memory() that the table does not have
         self.averages: list[Average] = []
         self.watch: Watch | None = None  # of the outputs of modules
-        self.alarm = Alarm(self)
-        self.shares = Shares()  # of the micro-batches since the last step
+        self.alarm, self.shares = Alarm(self), Shares()  # of the micro-batches since the last step
         self.loans: list[Loan] = []  # whole values that are lent: no update meanwhile
         self._clock = Clock(self.agreement.waited)
         self._runner = Runner(
@@ -183,9 +182,8 @@ class Engine:
         )  # fmt: skip
         self._runner.forget, self._runner.inside = self._hooks.forget, self._hooks.inside
         self._runner.follow = self._follow_model
-        self.steps = self._loads = 0
         self.saver, self._base = Saver(self), Base(self)
-        self.broken = ""  # why the values are of no run
+        self.steps, self._loads, self.broken = 0, 0, ""  # broken: why the values are of no run
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
                 unit.release()
@@ -473,8 +471,8 @@ class Engine:
     def close(self) -> None:
         """Waits for a save under way, takes the hooks off the model, leaves ``torch.distributed`` as it was found."""
         self.saver.close()
-        if self._update is not None and self._update.guard is not None:
-            self._update.guard.close()
+        if self._update is not None:
+            self._update.close()
         if self._tf32 is not None:
             self._tf32()
         self._changes.close()
