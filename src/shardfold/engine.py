@@ -173,8 +173,7 @@ class Engine:
         self.more_memory: list[Callable[[], MemoryRow]] = []  # rows of memory() that the table does not have
         self.averages: list[Average] = []
         self.watch: Watch | None = None  # of the outputs of modules
-        self.alarm = Alarm(self)
-        self.shares = Shares()  # of the micro-batches since the last step
+        self.alarm, self.shares = Alarm(self), Shares()  # of the micro-batches since the last step
         self.loans: list[Loan] = []  # whole values that are lent: no update meanwhile
         self._clock = Clock(self.agreement.waited)
         self._runner = Runner(
@@ -191,9 +190,8 @@ class Engine:
         )  # fmt: skip
         self._runner.forget, self._runner.inside = self._hooks.forget, self._hooks.inside
         self._runner.follow = self._follow_model
-        self.steps = self._loads = 0
         self.saver, self._base = Saver(self), Base(self)
-        self.broken = ""  # why the values are of no run
+        self.steps, self._loads, self.broken = 0, 0, ""  # broken: why the values are of no run
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
                 unit.release()

@@ -38,9 +38,7 @@ class Meter:
         self._in_forward = False
 
     def begin_forward(self) -> None:
-        self._asked += sum(sent for _, sent in self._forward.values())
-        self._asked_calls += sum(calls for calls, _ in self._forward.values())
-        self._forward.clear()
+        self._count_forward_as_asked()
         self._in_forward = True
 
     def begin_backward(self, section: str) -> None:
@@ -55,9 +53,13 @@ class Meter:
 
     def begin_step(self) -> None:
         """A forward that no backward followed was asked for; what comes now is the step's."""
-        self._asked += sum(sent for _, sent in self._forward.values())
-        self._forward.clear()
+        self._count_forward_as_asked()
         self._in_forward = False
+
+    def _count_forward_as_asked(self) -> None:
+        self._asked += sum(sent for _, sent in self._forward.values())
+        self._asked_calls += sum(calls for calls, _ in self._forward.values())
+        self._forward.clear()
 
     def end_step(self, *, skipped: bool = False) -> None:
         self._sections["step"] += not skipped

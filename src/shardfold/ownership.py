@@ -87,8 +87,8 @@ def close(engine: Engine, reason: str = "") -> None:
     if engine.closed:
         return
     engine.saver.close()
-    if engine._update is not None and engine._update.guard is not None:
-        engine._update.guard.close()
+    if engine._update is not None:
+        engine._update.close()
     if engine._tf32 is not None:
         engine._tf32()
     engine._changes.close()

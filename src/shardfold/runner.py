@@ -46,6 +46,8 @@ from shardfold.unit import Life, Unit
 __all__ = ["Runner"]
 
 SECTIONS = ("train", "eval", "backward", "last", "quiet")
+EVERY = "all gradients"
+NOT_SUMMED = "which is summed over ranks in the last backward of a step only"
 RECORDINGS = 8  # a model that changes its order more often than this is asked at every unit
 LOG = getLogger("shardfold")
 
@@ -91,7 +93,7 @@ class Runner:
         self.synchronize = True
         self.scaled = False
         self.hints = True
-        self._by_hand: list[str] = []  # what users did to gradients since the last step
+        self._by_hand: list[tuple[int, str, str]] = []  # behind which backward users did what to gradients
         self.buffers = Buffers(model, mesh, agreement)
         self._evaluated = False  # since the last step
         self._delivered = False  # whether this backward gave gradients
@@ -343,18 +345,19 @@ class Runner:
 
     def show_gradients(self) -> None:
         """Users find what has come since the last step in ``parameter.grad``, as far as this rank has it."""
-        where: str | None = ""
-        if self.layout.master.over:
-            where = f"which lies in pieces on {self.mesh.parts(self.layout.master.over)} ranks" if self.hints else None
+        over = self.layout.master.over
+        pieces = f"which lies in pieces on {self.mesh.parts(over)} ranks" if over else ""
         with no_subclass_functions():
             for unit in self.units:
-                unit.shown.show(where)
+                here = self.mesh.world == 1 or (unit.reduced and not unit.has_unsent)
+                where = pieces or ("" if here else NOT_SUMMED)
+                unit.shown.show(where if self.hints or not where else None)
 
     def hide_gradients(self) -> None:
         """Takes back what is shown, and what users did to it, before gradients come or are used."""
         with no_subclass_functions():
             for unit in self.units:
-                self._by_hand += unit.shown.hide()
+                self._by_hand += [(self.micro, *change) for change in unit.shown.hide()]
 
     def drop_gradients(self, *, zero: bool = False) -> None:
         """Forgets the gradients that have come since the last step, or makes them ``zero``; it stays the same step."""
@@ -363,7 +366,7 @@ class Runner:
         self.hide_gradients()
         for unit in self.units:
             unit.drop_gradients(zero=zero)
-        self._by_hand.append(f"{'set all gradients to zero' if zero else 'dropped all gradients'} behind {self.micro}")
+        self._by_hand.append((self.micro, "zeroed" if zero else "dropped", EVERY))
         self.show_gradients()
 
     def _optimizer_zero_grad(self, set_to_none: bool) -> None:
@@ -373,27 +376,36 @@ class Runner:
     def before_step(self) -> bool:
         """Takes what users did to gradients since the last step; whether they did anything."""
         self.hide_gradients()
+        whole = not self.layout.master.over
         with no_subclass_functions():
             for unit in self.units:
-                self._by_hand += unit.shown.take_given(whole=not self.layout.master.over)
+                self._by_hand += [(self.micro, *change) for change in unit.shown.take_given(whole=whole)]
         return bool(self._by_hand)
 
     def compare_changes(self) -> None:
-        """Some rank's user changed gradients.
+        """Some rank's user changed gradients; a rank that did not use a parameter had nothing to drop, and follows.
 
         Raises:
-            UsageError: on all ranks: others did not do the same, so that ranks would go on with different sums.
+            UsageError: on all ranks: they did not do the same, so that they would go on with different sums.
         """
-        said = self.agreement.exchange(f"by hand/{self.agreement.sequence}", json.dumps(self._by_hand))
-        if len(set(said)) > 1:
-            ways = [json.loads(text) for text in said]
-            rank, way = next((rank, way) for rank, way in enumerate(ways) if way != ways[0])
-            first = next(i for i in range(max(len(way), len(ways[0]))) if way[i : i + 1] != ways[0][i : i + 1])
-            did = [f"rank {r} {w[first] if first < len(w) else 'did not'}" for r, w in ((0, ways[0]), (rank, way))]
-            raise UsageError(
-                f"engine.step(): ranks did different things to their gradients: {'; '.join(did)}. Do the same on every "
-                "rank, e.g. by what engine.agree() says. Nothing was updated; engine.zero_grad() drops what there is."
-            )
+        used = [name for unit in self.units for name in unit.shown.used()]
+        text = json.dumps([self._by_hand, used, self.micro])
+        said = [json.loads(text) for text in self.agreement.exchange(f"by hand/{self.agreement.sequence}", text)]
+        every = list(dict.fromkeys(tuple(change) for changes, _, _ in said for change in changes))
+        for change in every:
+            behind, verb, name = change
+            for rank, (changes, has, micro) in enumerate(said):
+                nothing_here = verb != "set" and behind == micro and name != EVERY and name not in has
+                if list(change) not in changes and not nothing_here:
+                    who = next(other for other, (done, _, _) in enumerate(said) if list(change) in done)
+                    raise UsageError(
+                        f"engine.step(): rank {who} {verb} {name if name == EVERY else f'the gradient of {name!r}'} "
+                        f"behind backward {behind} of this step, and rank {rank} did not: do the same on every rank, "
+                        "e.g. by what engine.agree() says. Nothing was updated; engine.zero_grad() drops all there is."
+                    )
+        missing = [(verb, name) for behind, verb, name in every if (behind, verb, name) not in self._by_hand]
+        for unit in self.units:
+            unit.shown.drop_also(missing)
 
     # -- forward events
 

@@ -8,6 +8,7 @@ dtype, something stands for them that says so when it is read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,10 +21,12 @@ from shardfold.hidden import HiddenGradient
 if TYPE_CHECKING:
     from shardfold.unit import Segment, Unit
 
-__all__ = ["ShownGradients"]
+__all__ = ["Change", "ShownGradients"]
 
 Place = tuple[int, int]
 """The number of the trainable segment, and of the slot."""
+Change = tuple[str, str]
+"""What users did, ``"dropped"``, ``"zeroed"`` or ``"set"``, to the gradient of which parameter."""
 
 
 class ShownGradients:
@@ -48,7 +51,8 @@ class ShownGradients:
             if views is None and where is None:
                 continue
             for slot, (parameter, was) in enumerate(zip(segment.parameters, used, strict=True)):
-                if not was:
+                # What only other ranks used counts for a norm too: zeros, where none did, do not.
+                if not was and not (views is not None and self._unit.reduced and bool(views[slot].any())):
                     continue
                 if views is not None:
                     grad = segment.adopted.get(slot, views[slot])
@@ -66,13 +70,13 @@ class ShownGradients:
         self._standing[place] = made
         return made
 
-    def hide(self) -> list[str]:
+    def hide(self) -> list[Change]:
         """Takes back what is shown, and what users did to it meanwhile counts; says what that was.
 
         Raises:
             UsageError: a gradient that this rank does not have whole was replaced.
         """
-        changes: list[str] = []
+        changes: list[Change] = []
         for parameter, grad, i, slot in self._shown:
             found = parameter.grad
             if found is not grad and (change := self._follow((i, slot), grad, found)):
@@ -81,7 +85,7 @@ class ShownGradients:
         self._shown.clear()
         for place in sorted(self._zeroed):
             self._unit.drop_gradient(*place, zero=True)
-            changes.append(f"set the gradient of {self._name(place)!r} to zero")
+            changes.append(("zeroed", self._name(place)))
         self._zeroed.clear()
         return changes
 
@@ -92,13 +96,13 @@ class ShownGradients:
         self._shown.clear()
         self._zeroed.clear()
 
-    def take_given(self, *, whole: bool) -> list[str]:
+    def take_given(self, *, whole: bool) -> list[Change]:
         """Before a step: gradients that users put into ``.grad`` of what has none; says of which.
 
         Raises:
             UsageError: this rank does not have gradients ``whole``.
         """
-        changes: list[str] = []
+        changes: list[Change] = []
         for i, segment in enumerate(self._unit.trainable):
             for slot, parameter in enumerate(segment.parameters):
                 given = parameter.grad
@@ -110,24 +114,37 @@ class ShownGradients:
                 with torch.no_grad():
                     buffer.put(i, slot, given)
                 parameter.grad, self._unit.used[i][slot] = None, True
-                changes.append(f"set the gradient of {self._name((i, slot))!r}")
+                changes.append(("set", self._name((i, slot))))
         return changes
 
-    def _follow(self, place: Place, shown: Tensor, found: Tensor | None) -> str:
+    def _follow(self, place: Place, shown: Tensor, found: Tensor | None) -> Change | None:
         """A parameter has another gradient than was shown; says what that makes of it."""
         i, slot = place
         if found is None:
             self._zeroed.discard(place)
             self._unit.drop_gradient(i, slot)
-            return f"dropped the gradient of {self._name(place)!r}"
+            return "dropped", self._name(place)
         buffer = self._unit.resting
         if buffer is None or isinstance(shown, HiddenGradient):
             self._refuse(place)
         if found.data_ptr() == buffer.views[i][slot].data_ptr():  # what autograd made was copied there meanwhile
-            return ""
+            return None
         with torch.no_grad():
             buffer.put(i, slot, found)
-        return f"replaced the gradient of {self._name(place)!r}"
+        return "set", self._name(place)
+
+    def used(self) -> list[str]:
+        """Parameters that this rank has used since the last step, by name."""
+        flags = enumerate(self._unit.used)
+        return [self._name((i, slot)) for i, used in flags for slot, was in enumerate(used) if was]
+
+    def drop_also(self, changes: Sequence[Change]) -> None:
+        """What users on other ranks dropped is dropped here too, where there is nothing of it but what they sent."""
+        verbs = {name: verb for verb, name in changes}
+        for i, segment in enumerate(self._unit.trainable):
+            for slot in range(len(segment.parameters)):
+                if verb := verbs.get(self._name((i, slot))):
+                    self._unit.drop_gradient(i, slot, zero=verb == "zeroed")
 
     def _refuse(self, place: Place) -> NoReturn:
         name = self._name(place)

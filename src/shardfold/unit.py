@@ -426,9 +426,9 @@ class Unit:
             self.incoming.drop(segment, slot)
         with torch.no_grad():
             if self.resting is not None:
-                self.resting.drop(segment, slot)
-                if zero or self.reduced:
+                if self.resting.touched[segment][slot] or self.reduced:
                     self.resting.views[segment][slot].zero_()
+                self.resting.drop(segment, slot)
             elif self.reduced:
                 held.master_grads[held.own_piece(slot)[0]].zero_()
             if self.extra is not None:
@@ -437,9 +437,8 @@ class Unit:
     def drop_gradients(self, *, zero: bool = False) -> None:
         """Forgets the gradients of all parameters, or makes them ``zero``."""
         for i, used in enumerate(self.used):
-            for slot, was in enumerate(used):
-                if was:
-                    self.drop_gradient(i, slot, zero=zero)
+            for slot in range(len(used)):  # also what only other ranks used: their sums are here
+                self.drop_gradient(i, slot, zero=zero)
 
     def forget_gradients(self) -> None:
         """As before the first backward of a step."""

@@ -136,6 +136,11 @@ class ShardedOptimizer:
             self.add(unit)
         self.point_groups(units)
 
+    def close(self) -> None:
+        """The optimizer is its user's again."""
+        if self.guard is not None:
+            self.guard.close()
+
     @property
     def fused(self) -> bool:
         """Whether the cache-blocked update is used."""

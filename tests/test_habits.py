@@ -1,0 +1,344 @@
+"""Habits of loops written for plain PyTorch or DDP do what they do there, or raise one sentence that says what does."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardfold as sf
+from shardfold.errors import UsageError
+from shardfold.testing import Ranks
+
+ADAMW = partial(torch.optim.AdamW, lr=0.1)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+LAYOUTS = list(sf.PRESETS)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+
+
+def make_engine(layout: str = "zero3", optimizer: Any = ADAMW, **options: Any) -> Any:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = {"inter": 1, "intra": ranks} if layout in ("hsdp", "hpz") else None
+    return sf.Engine(make_model(), optimizer=optimizer, layout=layout, mesh=mesh, **options)
+
+
+def rows(seed: int, engine: Any = None) -> Tensor:
+    """The global batch, or this rank's part of it."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x if engine is None else x.chunk(engine.world_size)[engine.rank]
+
+
+def assert_weights(engine: Any, model: nn.Module) -> None:
+    state = engine.state_dict()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(state[name], p.detach(), rtol=1e-9, atol=1e-11)
+
+
+# -- gradients of earlier backwards -----------------------------------------------------------------------------------
+
+
+def _constant_gradients(layout: str, accumulate: int) -> list[float]:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.0), layout=layout, accumulate=accumulate)
+    seen = []
+    for _ in range(4):
+        for _ in range(accumulate):
+            model[0](torch.ones(1, 1)).sum().backward()
+        with engine.gathered("0.weight", of="grads") as grad:
+            seen.append(grad.item())
+        engine.step()
+        assert model[0].weight.grad is None
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    for _ in range(2 * accumulate - 1):
+        engine.backward(model[0].weight.sum())
+    with engine.gathered("0.weight", of="grads") as grad:
+        seen.append(grad.item())
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2"])
+def test_gradients_of_earlier_backwards_are_not_added_again(ranks: Ranks, layout: str, accumulate: int) -> None:
+    """Backwards that come through no forward of the model give a gradient of 1 in each step, and two of them 2."""
+    for size in (1, 2):
+        for seen in ranks.run(_constant_gradients, layout, accumulate, world_size=size):
+            assert seen == [1.0] * 4 + [2.0]
+
+
+# -- dropping gradients -----------------------------------------------------------------------------------------------
+
+DROPS: dict[str, Any] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "a part": lambda model, optimizer: model[0].zero_grad(),
+    "one parameter": lambda model, optimizer: setattr(model[1].weight, "grad", None),
+}
+
+
+def _dropped(layout: str, how: str) -> None:
+    engine, plain = make_engine(layout, SGD), make_model()
+    optimizer = SGD(plain.parameters())
+    for step, bad in enumerate([False, True, False, True]):
+        if bad:
+            engine.backward(engine(rows(90 + step, engine)).mean() * float("nan"))
+            (plain(rows(90 + step)).mean() * float("nan")).backward()
+            DROPS["optimizer"](engine.module, engine.optimizer)
+            DROPS["optimizer"](plain, optimizer)
+        engine.backward(engine(rows(step, engine)).square().mean())
+        plain(rows(step)).square().mean().backward()
+        DROPS[how](engine.module, engine.optimizer)
+        DROPS[how](plain, optimizer)
+        if step % 2:  # else the step is that of what was left
+            engine.backward(engine(rows(10 + step, engine)).mean())
+            plain(rows(10 + step)).mean().backward()
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_weights(engine, plain)
+    engine.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_dropped_as_in_plain_pytorch(ranks: Ranks, layout: str) -> None:
+    """``zero_grad`` of optimizer, model and part, and ``p.grad = None``, behind a backward: the weights are plain
+    PyTorch's, which skips what has no gradient and decays what has a zero."""
+    for how in DROPS:
+        ranks.run(_dropped, layout, how, world_size=2)
+
+
+def _dropped_on_one_rank(layout: str, how: str) -> str:
+    engine = make_engine(layout)
+    engine.backward(engine(rows(0, engine)).mean())
+    before = copy.deepcopy(engine.state_dict())
+    if engine.rank == 0:
+        DROPS[how](engine.module, engine.optimizer)
+    with pytest.raises(UsageError) as caught:
+        engine.step()
+    engine.zero_grad()
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, before[name])
+    engine.backward(engine(rows(0, engine)).mean())
+    assert engine.step().updated
+    engine.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["optimizer", "model", "one parameter"])
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero3"])
+def test_gradients_dropped_on_one_rank_only_raise_on_every_rank(ranks: Ranks, layout: str, how: str) -> None:
+    """Under DDP the ranks would go on with different weights. Nothing is updated, and training can go on."""
+    first, second = ranks.run(_dropped_on_one_rank, layout, how, world_size=2)
+    assert first == second and "rank 0 dropped" in first and "rank 1 did not" in first
+
+
+def _dropped_where_used(layout: str) -> None:
+    """Each rank uses another layer, and all drop what they have."""
+    engine, plain = make_engine(layout, SGD), make_model()
+    optimizer = SGD(plain.parameters())
+    x = rows(0)
+    for _ in range(2):
+        with engine.gathered():
+            engine.module[engine.rank](x).sum().backward()
+        engine.module.zero_grad()
+        assert engine.step().updated  # of nothing: no decay, no momentum
+    engine.backward(engine(x.chunk(2)[engine.rank]).mean())
+    plain(x).mean().backward()
+    engine.step()
+    optimizer.step()
+    assert_weights(engine, plain)
+    engine.close()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2"])
+def test_what_only_other_ranks_used_is_dropped_with_it(ranks: Ranks, layout: str) -> None:
+    """Where ranks use different parameters, ``model.zero_grad()`` on every rank leaves nothing anywhere."""
+    ranks.run(_dropped_where_used, layout, world_size=2)
+
+
+# -- clipping ---------------------------------------------------------------------------------------------------------
+
+
+def _clipped(layout: str, precision: str) -> tuple[str, float]:
+    model = make_model().float()
+    engine = sf.Engine(model, optimizer=SGD, layout=layout, precision=precision)
+    engine.backward(engine(rows(0, engine).float()).float().square().mean())
+    assert model[0].weight.grad is not None and model[0].weight.grad.shape == (4, 4)
+    try:
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e-6))
+        said = ""
+    except UsageError as error:
+        norm, said = -1.0, str(error)
+    engine.step()
+    engine.close()
+    return said, norm
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"), [("zero1", "fp32"), ("zero2", "fp32"), ("zero3", "fp32"), ("ddp", "bf16")]
+)
+def test_clipping_gradients_that_are_not_there_raises_and_names_clip_norm(
+    ranks: Ranks, layout: str, precision: str
+) -> None:
+    """``clip_grad_norm_`` would find a norm of 0 and clip nothing."""
+    for said, _ in ranks.run(_clipped, layout, precision, world_size=2):
+        assert "clip_norm=" in said and "engine.gathered('0.weight', of='grads')" in said
+
+
+def test_clipping_by_hand_works_where_a_rank_has_all_gradients(ranks: Ranks) -> None:
+    """Under ``ddp``, and on one rank, the norm is that of plain PyTorch."""
+    plain = make_model()
+    plain(rows(0)).square().mean().backward()
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e-6))
+    for layout, size in (("ddp", 2), ("zero3", 1)):
+        for said, norm in ranks.run(_clipped, layout, "fp32", world_size=size):
+            assert not said and norm == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_stand_in_for_a_gradient_answers_what_needs_no_values(ranks: Ranks) -> None:
+    """Shape, dtype and device answer, ``module.to`` passes it by; values, pickles and copies raise."""
+    ranks.run(_stand_in, world_size=2)
+
+
+def _stand_in() -> None:
+    engine = make_engine("zero2")
+    weight = engine.module[0].weight
+    engine.backward(engine(rows(0, engine)).mean())
+    grad = weight.grad
+    assert (grad.shape, grad.dtype, grad.numel(), grad.requires_grad) == ((4, 4), torch.float64, 16, False)
+    assert "0.weight" in repr(grad) and grad.detach() is grad and grad.data is grad
+    engine.module.to("cpu")
+    for use in (torch.sum, Tensor.item, copy.deepcopy, Tensor.clone, lambda g: torch.stack([g, g]), lambda g: g * 2):
+        with pytest.raises(UsageError, match="lies in pieces on 2 ranks"):
+            use(grad)
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(UsageError, match="was set by hand"):
+        engine.step()
+    weight.grad = None
+    engine.zero_grad()
+    engine.close()
+
+
+# -- gradients set by hand --------------------------------------------------------------------------------------------
+
+
+def _set_by_hand(layout: str) -> None:
+    engine, plain = make_engine(layout, SGD), make_model()
+    optimizer = SGD(plain.parameters())
+    for step in range(2):
+        engine.backward(engine.module[1](rows(step, engine)).mean())
+        plain[1](rows(step)).mean().backward()
+        for model in (engine.module, plain):
+            model[1].weight.grad = model[1].weight.grad * 2 + 1
+            model[0].bias.grad = torch.full_like(model[0].bias, 0.5)  # what has none so far
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_weights(engine, plain)
+    engine.close()
+
+
+@pytest.mark.parametrize(("layout", "size"), [("ddp", 2), ("zero3", 1), ("ddp", 1)])
+def test_gradients_set_by_hand_are_those_of_the_step(ranks: Ranks, layout: str, size: int) -> None:
+    """A gradient that is replaced, and one that is given to a parameter that has none."""
+    ranks.run(_set_by_hand, layout, world_size=size)
+
+
+# -- the optimizer's own methods --------------------------------------------------------------------------------------
+
+
+def _own_calls(layout: str, given: bool, kind: Any) -> list[str]:
+    model = make_model()
+    optimizer = kind(model.parameters(), lr=0.1) if given else partial(kind, lr=0.1)
+    engine = sf.Engine(model, optimizer=optimizer, layout=layout)
+    engine.backward(engine(rows(0, engine)).mean())
+    said = []
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for call in (
+        lambda: engine.optimizer.step(),
+        lambda: engine.optimizer.state_dict(),
+        lambda: engine.optimizer.load_state_dict({}),
+        lambda: scaler.step(engine.optimizer),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        said.append(str(caught.value))
+    assert engine.step().updated
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, sf.optim.Lion])
+def test_methods_of_an_engines_optimizer_raise_and_name_the_engines(ranks: Ranks, kind: Any, given: bool) -> None:
+    """``step``, ``state_dict``, ``load_state_dict`` and a ``GradScaler`` would do nothing, or a part, in silence."""
+    for said in ranks.run(_own_calls, "zero1", given, kind, world_size=2):
+        for sentence, names in zip(
+            said, ("engine.step()", "engine.save(path)", "engine.load(path)", 'precision="fp16"'), strict=True
+        ):
+            assert names in sentence
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_schedule_of_the_users_own_steps_behind_the_engine_without_a_warning(kind: Any, when: str) -> None:
+    """Made before the engine or after it; torch warns of a schedule that steps ahead of its optimizer."""
+    model = make_model()
+    optimizer = kind(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if when == "before" else None
+    engine = sf.Engine(model, optimizer=optimizer)
+    schedule = schedule or torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        engine.backward(engine(rows(0)).mean())
+        engine.step()
+        schedule.step()
+    assert engine.optimizer.param_groups[0]["lr"] == 0.25
+    engine.close()
+
+
+def test_a_closed_engines_optimizer_has_its_own_methods_again() -> None:
+    """Closing an engine takes off what it put before its optimizer's methods."""
+    engine = make_engine()
+    optimizer = engine.optimizer
+    assert "step" in vars(optimizer)
+    engine.close()
+    assert not {"step", "zero_grad", "state_dict", "load_state_dict"} & vars(optimizer).keys()
+
+
+# -- traffic ----------------------------------------------------------------------------------------------------------
+
+
+def _unpaired() -> tuple[Any, Any]:
+    engine = make_engine("zero3", timing=sf.Schedule())
+    reports = []
+    for before in (True, False):
+        for _ in range(3):  # until orders are known
+            if before:
+                engine(rows(0, engine))
+            engine.backward(engine(rows(0, engine)).mean())
+            if not before:
+                engine(rows(0, engine))
+            engine.step()
+        report = engine.traffic()
+        reports.append((report.asked, report.asked_calls))
+    engine.close()
+    return reports[0], reports[1]
+
+
+def test_a_forward_without_backward_counts_its_calls_wherever_it_comes(ranks: Ranks) -> None:
+    """Ahead of a backward or right before the step: the same bytes by as many collectives."""
+    for first, second in ranks.run(_unpaired, world_size=2):
+        assert first == second and first[0] > 0 and first[1] > 0
