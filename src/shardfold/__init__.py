@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shardfold.construction import sharded_init
     from shardfold.data import Loader, Sampler
     from shardfold.engine import Engine
+    from shardfold.entries import register_forward
     from shardfold.holders import engine_of
     from shardfold.materialize import meta_init
     from shardfold.numerics.clipping import Clip
@@ -78,6 +79,7 @@ __all__ = [
     "nn",
     "numerics",
     "optim",
+    "register_forward",
     "rng_state",
     "set_rng_state",
     "sharded_init",
@@ -95,6 +97,7 @@ _LAZY = {
     "meta_init": "shardfold.materialize",
     "sharded_init": "shardfold.construction",
     "engine_of": "shardfold.holders",
+    "register_forward": "shardfold.entries",
     "whole": "shardfold.wholes",
     "StepReport": "shardfold.report",
     "MemoryReport": "shardfold.report",

@@ -291,6 +291,18 @@ class Hooks:
         with apart():
             self._listener.end_forward()
 
+    def enter(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs another method of the model than its forward as the model's forward is run."""
+        given = self._before_model(self._model, args, kwargs)
+        args, kwargs = (args, kwargs) if given is None else given
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._after_model(self._model, args, None)
+            raise
+        self._after_model(self._model, args, output)
+        return output
+
     def inside(self) -> bool:
         """Whether this thread is inside of the model's forward, or of a backward."""
         return in_backward() or self._calls(1)
@@ -302,7 +314,8 @@ class Hooks:
             return False
         frame: FrameType | None = sys._getframe()
         while frame is not None and count:
-            if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is self._model:
+            owner = {"_call_impl": self._model, "enter": self}.get(frame.f_code.co_name)
+            if owner is not None and frame.f_locals.get("self") is owner:
                 count -= 1
             frame = frame.f_back
         return count == 0
