@@ -88,8 +88,9 @@ class Agreement:
     def close(self) -> None:
         """The other ranks learn that this one has left."""
         if self._watch is not None:
-            with suppress(RuntimeError):  # the process that served the store may have died
-                self._mesh.store.set(f"left/{self._mesh.rank}", "")
+            if self._mesh.store is not None:  # a mesh is closed by itself when the interpreter exits
+                with suppress(RuntimeError):  # the process that served the store may have died
+                    self._mesh.store.set(f"left/{self._mesh.rank}", "")
             self._watch.leave(self._mesh.name)
             self._watch = None
 
@@ -298,6 +299,7 @@ class Agreement:
                 f"{self._limit:.0f} s: {self._describe(others)}."
             )
             self._mesh.store.set("abort", message)
+            self._dead = message
             raise CollectiveError(message)
 
     def _find_contradiction(self, others: dict[int, Whereabouts]) -> None:
@@ -341,6 +343,11 @@ class Agreement:
         """The sentence with which some rank gave this engine up."""
         store = self._mesh.store
         return store.get("abort").decode() if store is not None and store.check(["abort"]) else None
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this rank raised that sentence."""
+        return self._dead is not None
 
     def _check(self) -> None:
         """Raises what another rank gave up with, if one did."""

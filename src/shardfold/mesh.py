@@ -74,7 +74,7 @@ class DataMesh:
     """
 
     def __init__(self, sizes: Mapping[str, int] | None, device: torch.device, timeout: timedelta) -> None:
-        self.owns_default_group = _start(device, timeout)
+        started = _start(device, timeout)
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world = dist.get_world_size() if self.distributed else 1
@@ -88,7 +88,7 @@ class DataMesh:
         self._made: list[Any] = []  # groups that are this mesh's own
         self._process = os.getpid()
         self.control: Any = None
-        atexit.register(self.close)
+        _PROCESS.add(self, started=started)
         if self.world > 1:
             # The default store is the only key-value store that every rank is known to share.
             default = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
@@ -146,35 +146,29 @@ class DataMesh:
         return prod(self.sizes[axis] for axis in axes)
 
     def close(self) -> None:
-        """Leaves ``torch.distributed`` as it was found.
+        """Gives back the groups of this mesh; the last one of the process leaves ``torch.distributed`` as the first
+        found it.
 
         A group that outlives the interpreter ends the process with SIGABRT now and then: a thread of Gloo's lets go of
         a tensor when Python is no longer there to take it back. So no reference to a group may stay, and a mesh that
         nobody closes is closed when the interpreter exits.
         """
-        atexit.unregister(self.close)
+        self.leave()
+        if os.getpid() == self._process:
+            _PROCESS.end_if_unused()
+
+    def leave(self) -> None:
+        """As :meth:`close`, at a moment that ranks do not share: a default group that a mesh started stays, as its
+        store may be what others still talk over, until a mesh is closed or the interpreter exits."""
         if os.getpid() != self._process:  # forked: the threads that serve the groups are in the other process
             return
         self._groups.clear()
         self.control = self.store = self.default_store = None
-        initialized = dist.is_available() and dist.is_initialized()
-        if self.owns_default_group and initialized:
-            dist.destroy_process_group()
-            self.owns_default_group = False
-        elif initialized:
-            for group in self._made:
+        while self._made:
+            group = self._made.pop()
+            if dist.is_initialized():
                 dist.destroy_process_group(group)
-        self._made.clear()
-
-    def leave(self) -> None:
-        """Gives back the groups of this mesh; a default group that it made stays until the interpreter exits."""
-        if self.owns_default_group and os.getpid() == self._process and dist.is_initialized():
-            self._groups.clear()
-            self.control = None
-            while self._made:
-                dist.destroy_process_group(self._made.pop())
-        else:
-            self.close()
+        _PROCESS.open.discard(self)
 
     def abandon(self) -> None:
         """Leaves all groups but this mesh's own, so that ranks stuck in collectives of the user's own wake up.
@@ -183,6 +177,45 @@ class DataMesh:
         """
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class _Process:
+    """What the meshes of this process share.
+
+    Attributes:
+        open: those that are not closed.
+        started: whether it was a mesh that initialized ``torch.distributed``.
+    """
+
+    def __init__(self) -> None:
+        self.open: set[DataMesh] = set()
+        self.started = False
+        self._pid = os.getpid()
+
+    def add(self, mesh: DataMesh, *, started: bool) -> None:
+        if self._pid != os.getpid():  # forked: what is open is the other process's
+            self._pid, self.started = os.getpid(), False
+            self.open.clear()
+        self.open.add(mesh)
+        self.started |= started
+        atexit.unregister(self.close)
+        atexit.register(self.close)  # once more, because what is registered last runs first
+
+    def end_if_unused(self) -> None:
+        if self.started and not self.open:
+            self.started = False
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def close(self) -> None:
+        """The interpreter exits."""
+        for mesh in list(self.open):
+            mesh.leave()
+        if self._pid == os.getpid():
+            self.end_if_unused()
+
+
+_PROCESS = _Process()
 
 
 def _start(device: torch.device, timeout: timedelta) -> bool:
