@@ -12,20 +12,23 @@ generator seeded by ``(seed, path of the module)``, so they do not depend on the
 from __future__ import annotations
 
 import json
+import sys
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardfold.cut import Cut
 from shardfold.early import hand_over
-from shardfold.errors import ModelError, did_you_mean
+from shardfold.errors import ModelError, UsageError, did_you_mean
 from shardfold.gradients import GradientBuffer
 from shardfold.layout import Layout
 from shardfold.mesh import DataMesh
@@ -35,21 +38,60 @@ from shardfold.unit import Segment, Unit
 __all__ = ["Weights", "make_units", "meta_init", "move_buffers"]
 
 
+LOST = (
+    "which has no memory inside of meta_init(), so they would be lost: pass them as weights= (a state dict or a path) "
+    "when making the engine, or build and load the model inside of sf.sharded_init()."
+)
+
+
 @contextmanager
 def meta_init() -> Iterator[None]:
-    """Inside, parameters of new modules take no memory; an engine makes them real shard by shard."""
-    register = nn.Module.register_parameter
+    """Inside, parameters of new modules take no memory; an engine makes them real shard by shard.
+
+    A parameter that is put in the place of one behind its module's constructor keeps its values.
+
+    Raises:
+        UsageError: values are copied into a parameter that has no memory, and would be lost (``load_state_dict``).
+    """
+    register, load = nn.Module.register_parameter, nn.Module.load_state_dict
+
+    def refuse(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        hollow = next((name for name, p in self.named_parameters() if p.is_meta), None)
+        if hollow is not None and not assign and not _constructing():
+            raise UsageError(f"load_state_dict() would copy values into {hollow!r}, {LOST}")
+        return load(self, state_dict, strict=strict, assign=assign)
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
+        if param is not None and not param.is_meta and (name not in self._parameters or _constructing()):
             param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    nn.Module.register_parameter = on_meta
+    nn.Module.register_parameter, nn.Module.load_state_dict = on_meta, refuse
     try:
-        yield
+        with _RefuseCopies():
+            yield
     finally:
-        nn.Module.register_parameter = register
+        nn.Module.register_parameter, nn.Module.load_state_dict = register, load
+
+
+class _RefuseCopies(TorchFunctionMode):
+    """Copying into a meta tensor does nothing, and says nothing. Constructors may: what they do to values is done again
+    when there is memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and args[0].is_meta and len(args) > 1 and not args[1].is_meta and not _constructing():
+            raise UsageError(f"copy_() would copy values into a tensor of shape {tuple(args[0].shape)}, {LOST}")
+        return func(*args, **(kwargs or {}))
+
+
+def _constructing() -> bool:
+    """Whether the constructor of a module is under way."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def make_units(
