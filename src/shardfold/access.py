@@ -12,9 +12,10 @@ from shardfold.bundle import named_state, whole_segments
 from shardfold.cost import section_traffic, state_bytes
 from shardfold.errors import ConfigError, ModelError
 from shardfold.explain import explain
-from shardfold.layout import Axes
+from shardfold.layout import PRECISIONS, Axes
 from shardfold.loans import refuse_during
 from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.presets import PRESETS
 from shardfold.report import MemoryReport, MemoryRow, TrafficReport
 from shardfold.stats import Clock, Stats
 from shardfold.unit import Segment
@@ -22,7 +23,7 @@ from shardfold.unit import Segment
 if TYPE_CHECKING:
     from shardfold.engine import Engine
 
-__all__ = ["explained", "load_state", "memory_report", "state_dict", "stats", "traffic_report"]
+__all__ = ["described", "explained", "load_state", "memory_report", "state_dict", "stats", "traffic_report"]
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------
@@ -147,6 +148,22 @@ def explained(engine: Engine, update: ShardedOptimizer | None) -> str:
         update.traffic() if update is not None else None,
         parts=engine.rules.described(), activations=engine._replaced.explained(),
     )  # fmt: skip
+
+
+def described(engine: Engine) -> str:
+    """What ``print(engine)`` shows, in one line: layout, ranks, precision, units and parameters."""
+    state = f", closed at step {engine.steps}" if engine.closed else f", step {engine.steps}"
+    segments = [segment for unit in engine.units for segment in unit.segments]
+    numel = sum(segment.spec.numel for segment in segments)
+    trained = sum(segment.spec.numel for segment in segments if segment.spec.trainable)
+    layout = next((n for n, preset in PRESETS.items() if preset.cells() == engine.table.cells()), "a Layout of its own")
+    precision = next((n for n, named in PRECISIONS.items() if named == engine.precision), "a Precision of its own")
+    ranks, units = engine.world_size, len(engine.units)
+    return (
+        f"Engine({type(engine.module).__name__}, {layout}, {ranks} rank{'s' * (ranks > 1)} on "
+        f"{engine.device.type}, {precision}, {units} unit{'s' * (units != 1)}, {numel:,} parameters"
+        f"{'' if trained == numel else f' ({trained:,} trained)'}{state})"
+    )
 
 
 def stats(engine: Engine, clock: Clock, peak_flops: float | None) -> Stats:

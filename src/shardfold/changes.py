@@ -229,7 +229,7 @@ def needed(engine: Engine) -> bool:
         ConfigError, ModelError: the model as it is now can not be trained; it says why.
     """
     changes = engine._changes
-    if changes.unchanged():
+    if engine.closed or changes.unchanged():
         return False
     secure(engine)
     if any(unit.pins for unit in engine.units):  # inside gathered() the model runs with no communication at all
@@ -249,7 +249,7 @@ def secure(engine: Engine) -> None:
         UsageError: ``x`` has another dtype or device; the parameters have their old values again.
     """
     changes = engine._changes
-    if changes.unmoved() and not any(unit.pins for unit in engine.units):
+    if engine.closed or (changes.unmoved() and not any(unit.pins for unit in engine.units)):
         return
     full = [segment for unit in engine.units if unit.life is Life.GATHERED for segment in unit.segments]
     moved, refused = _take_values(full, engine.loans)

@@ -20,7 +20,7 @@ from torch import nn
 
 from shardfold.freed import FreedParameter
 
-__all__ = ["copy_alone", "copy_without_hooks", "forget_hooks", "replace_forward", "restore_forward"]
+__all__ = ["copy_alone", "copy_without_hooks", "forget_alone", "forget_hooks", "replace_forward", "restore_forward"]
 
 _HOOK_DICTS = (
     "_forward_hooks",
@@ -133,6 +133,11 @@ def copy_alone(parameter: nn.Parameter) -> None:
 
     state: Any = parameter.__dict__
     state["__reduce_ex__"] = reduce
+
+
+def forget_alone(parameter: nn.Parameter) -> None:
+    """Takes back :func:`copy_alone`: the parameter has memory of its own."""
+    vars(parameter).pop("__reduce_ex__", None)
 
 
 def _alive(reference: Callable[[], Any]) -> Any:

@@ -1,3 +1,4 @@
+# Long because what users call is explained here, where they look for it; what the calls do is in other files.
 """HOW: the interpreter. Events come in, operations go out, a handler per verb acts.
 
     layout + units --lower--> program --apply(schedule)--> runs --events move them--> handlers
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfold import presets, rebuild
-from shardfold.access import explained, load_state, memory_report, state_dict, stats, traffic_report
+from shardfold.access import described, explained, load_state, memory_report, state_dict, stats, traffic_report
 from shardfold.actions import Actions, check_supported
 from shardfold.activations import Activations, Replacements, in_table
 from shardfold.agreement import Agreement
@@ -49,13 +50,14 @@ from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.shares import Shares
 from shardfold.optim.average import Average
 from shardfold.optim.sharded import ShardedOptimizer, build
+from shardfold.ownership import claim, close, look_after, release
 from shardfold.passes import Schedule
 from shardfold.program import Program
 from shardfold.report import MemoryReport, MemoryRow, SavedReport, StepReport, TrafficReport
 from shardfold.rules import Rules
 from shardfold.runner import Runner
 from shardfold.stats import Clock, Stats
-from shardfold.stepping import check_accumulate, take_step
+from shardfold.stepping import check_accumulate, check_schedule, make_schedule, take_step
 from shardfold.stores.device import DeviceStore
 from shardfold.tf32 import hold_tf32
 from shardfold.unit import TORCH_DTYPES, Life, Unit
@@ -83,7 +85,7 @@ class Engine:
         clip: by another norm, or by value; see :class:`Clip`.
         loss_scale: a number, or a :class:`LossScale`, which moves; None: ``LossScale()`` where compute or autocast is
             fp16, else none.
-        schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer; stepped after each update.
+        schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer, or is one of it; stepped after each update.
         mesh: sizes of ``inter`` and ``intra``, e.g. ``{"intra": 8}``; None: ``intra`` is the ranks of one node.
         units: which modules are units, by path pattern or class; None finds them.
         weights: a state dict, safetensors (a file or a folder) or a checkpoint, read into the shards tensor by tensor.
@@ -110,7 +112,7 @@ class Engine:
         clip_norm: float | None = None,
         clip: Clip | None = None,
         loss_scale: float | LossScale | None = None,
-        schedule: Callable[[Any], Any] | None = None,
+        schedule: Any = None,
         mesh: Mapping[str, int] | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         weights: Any = None,
@@ -122,7 +124,8 @@ class Engine:
         debug: bool = False,
     ) -> None:
         check_accumulate(accumulate)
-        self.module = model
+        check_schedule(schedule, optimizer)
+        self.module, self.closed = model, ""  # why the engine is closed
         self.table, activations = in_table(presets.named(layout), activations)
         self.device = pick_device(device)
         announce(model.parameters(), "an engine of their model")
@@ -139,8 +142,11 @@ class Engine:
         self._tf32 = hold_tf32(self, self.precision.tf32) if self.precision.tf32 is not None else None
         self.loss_scale = make_scaler(loss_scale, self.rules.precisions)
         self.agreement = Agreement(self.mesh, patience, limit)
+        self._finalizer = look_after(self, self.mesh, self.agreement)
+        claim(model, self.agreement)
         self.store = DeviceStore(self.device, debug=debug)
         self.optimizer = build(optimizer, model) if optimizer is not None else None
+        self.schedule = make_schedule(schedule, self.optimizer)
         self._changes = Changes(self, units, seed, made_here=not isinstance(optimizer, torch.optim.Optimizer))
         cuts = self._changes.cut()
         values = Weights(readable(weights), model) if weights is not None else None
@@ -160,7 +166,6 @@ class Engine:
             self.layout, self.mesh, self.units, self.store, self.agreement, self._update, self.clip,
             scale=1.0 / (self.world_size * accumulate), timing=self.timing, loss_scale=self.loss_scale,
         )  # fmt: skip
-        self.schedule = schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         self.after_step: list[Callable[[], None]] = []  # called after each update
         self.more_memory: list[Callable[[], MemoryRow]] = []  # rows of memory() that the table does not have
         self.averages: list[Average] = []
@@ -207,10 +212,14 @@ class Engine:
             "inside `with engine.gathered():`, or save engine.state_dict()."
         )
 
+    def __repr__(self) -> str:
+        return described(self)
+
     # -- the user's side
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's forward."""
+        self._refuse_closed("engine(...)")
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, weight: float | None = None, retain_graph: bool = False) -> None:
@@ -219,10 +228,12 @@ class Engine:
         The loss is not divided: gradients are, as they arrive. With a ``weight``, such as the number of tokens that a
         mean was taken over, the step's gradient is the weighted mean over all micro-batches of all ranks.
         """
+        self._refuse_closed("engine.backward()")
         run_backward(self, loss, weight, retain_graph)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a ``backward()`` of your own; the same loss where there is no scale."""
+        self._refuse_closed("engine.scale()")
         return lift(self, loss)
 
     def step(self, *, tokens: float | None = None, samples: float | None = None) -> StepReport:
@@ -236,6 +247,7 @@ class Engine:
         """
         if self.optimizer is None or self._update is None:
             raise UsageError("engine.step() needs an optimizer: pass optimizer= to the Engine.")
+        self._refuse_closed("engine.step()")
         runner = self._runner
         runner.settle("engine.step()")
         self._refuse_broken("engine.step()")
@@ -289,6 +301,7 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside send nothing; gradients wait, whole, for the next backward outside."""
+        self._refuse_closed("engine.no_sync()")
         before, self._runner.synchronize = self._runner.synchronize, False
         try:
             yield
@@ -297,6 +310,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
+        self._refuse_closed("engine.zero_grad()")
         self._runner.settle("engine.zero_grad()")
         self._runner.zero_grad()
 
@@ -305,6 +319,7 @@ class Engine:
 
         Every rank must call it, or do what calls it by itself: the next forward, step or :meth:`gathered`.
         """
+        self._refuse_closed("engine.reset()")
         self._runner.reset()
 
     @contextmanager
@@ -321,6 +336,7 @@ class Engine:
             UsageError: frozen, or gradients not summed yet; at the end: changed without ``write=True`` or on another
                 rank than 0 only, or another rank left by an exception: then nothing is written.
         """
+        self._refuse_closed("engine.gathered()")
         if not self._runner.under_way:
             self._follow_model()
         with gathered(self, names, write=write, of=of) as values:
@@ -345,6 +361,7 @@ class Engine:
         Raises:
             ModelError: a shape differs, or (strict) names are missing or unexpected; all are listed.
         """
+        self._refuse_closed("engine.load_state_dict()")
         self._runner.settle("engine.load_state_dict()")
         self._follow_model()
         load_state(self, state, strict=strict)
@@ -471,17 +488,23 @@ class Engine:
         return self.actions.control(list(values), dist.ReduceOp.MAX)
 
     def close(self) -> None:
-        """Waits for a save under way, takes the hooks off the model, leaves ``torch.distributed`` as it was found."""
-        self.saver.close()
-        if self._tf32 is not None:
-            self._tf32()
-        self._changes.close()
-        self.alarm.close()
-        self._hooks.remove()
-        self._replaced.close()
-        self.agreement.close()  # first, so that whoever finds the wire closed knows why
-        self.actions.wire.close()
-        self.mesh.close()
+        """Waits for a save under way, takes the hooks off the model, gives back what the engine changed in the process.
+
+        Where this rank has all values (on one rank, under layouts that do not split parameters, inside ``gathered()``)
+        they stay in the model, in the compute dtype; elsewhere they are gone: see :meth:`release`. Nothing is sent.
+        """
+        close(self)
+
+    def release(self, *, of: str = "params") -> nn.Module:
+        """Closes the engine and leaves the model a plain module with whole parameters on every rank, which all call it.
+
+        Plain PyTorch trains it, or another engine. ``of="master"``: trained parameters become the master's values in
+        its dtype. Gradients since the last step and the optimizer's state are dropped.
+
+        Raises:
+            UsageError: while values are lent.
+        """
+        return release(self, of)
 
     def hold_in_pass(self, units: Sequence[Unit]) -> bool:
         """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
@@ -492,8 +515,13 @@ class Engine:
         if rebuild.needed(self):
             rebuild.apply(self)
 
+    def _refuse_closed(self, call: str) -> None:
+        if self.closed:
+            raise UsageError(f"{call}: {self.closed}.")
+
     def _meet(self, what: str, *, follow: bool = False) -> None:
         """All ranks are about to do ``what``, or all raise; ``follow`` the model first if it changed."""
+        self._refuse_closed(what)
         self._runner.settle(what)
         if follow:
             self._follow_model()

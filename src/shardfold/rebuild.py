@@ -41,7 +41,7 @@ from shardfold.unit import Life, Segment, Unit
 if TYPE_CHECKING:
     from shardfold.engine import Engine
 
-__all__ = ["apply", "needed", "secure"]
+__all__ = ["apply", "forget", "needed", "secure"]
 
 
 def apply(engine: Engine) -> None:
@@ -165,11 +165,11 @@ def _make(engine: Engine, plan: Plan, homes: Homes) -> list[Unit]:
         for old in sources[c.name]:
             waiting[id(old)] -= 1
             if not waiting[id(old)]:
-                _forget(engine, old)
+                forget(engine, old)
     for old in homes.gone:
         if id(old) not in dissolved:  # all of it leaves the model
             _dissolve(engine, old, homes, staying)
-            _forget(engine, old)
+            forget(engine, old)
     return units
 
 
@@ -192,7 +192,7 @@ def _dissolve(engine: Engine, unit: Unit, homes: Homes, staying: set[int]) -> No
                 p.data = view if id(p) in staying else view.clone()
 
 
-def _forget(engine: Engine, unit: Unit) -> None:
+def forget(engine: Engine, unit: Unit) -> None:
     """Gives back everything an old unit holds; references to it may live on in graphs of earlier forwards."""
     if engine._update is not None:
         engine._update.drop(unit)

@@ -33,7 +33,7 @@ from shardfold.shards import SegmentSpec, UnitSpec, shard_range
 from shardfold.stores.device import DeviceStore
 from shardfold.wires.plain import Pending, Waiter
 
-__all__ = ["TORCH_DTYPES", "Life", "Segment", "Unit", "dtype_name"]
+__all__ = ["CLOSED_WAY", "TORCH_DTYPES", "Life", "Segment", "Unit", "dtype_name"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -235,6 +235,13 @@ class Segment:
         )
 
 
+CLOSED_WAY = (
+    "its engine is closed, so the rest of it is gone: engine.release() in place of engine.close() would have left a "
+    "plain model; build the model anew and load a state dict or a checkpoint"
+)
+"""Ends the message of a parameter that was split when its engine was closed."""
+
+
 class _Touch:
     """What a freed parameter asks when it is touched. A parameter that autograd holds must not hold the engine."""
 
@@ -244,6 +251,12 @@ class _Touch:
     def __call__(self) -> bool:
         unit = self._unit()
         return unit is not None and unit.touch()
+
+    @property
+    def way(self) -> str | None:
+        """What helps where the engine does not: it was closed, and is nothing's any more."""
+        unit = self._unit()
+        return CLOSED_WAY if unit is None or unit.closed else None
 
     def outline(self, parameter: nn.Parameter) -> nn.Parameter | None:
         unit = self._unit()
@@ -283,6 +296,7 @@ class Unit:
         self._shown: list[nn.Parameter] = []  # parameters whose .grad is a view of the resting buffer
         self.num_trainable = sum(len(s.parameters) for s in self.trainable)
         self.replaced = False  # the model changed, and its parameters are other units' now
+        self.closed = False  # its engine is: what is split stays so
         self._store = store
         self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
         self.outlines = False  # `detach()` of a parameter that is freed tells its shape instead of raising

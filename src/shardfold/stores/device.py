@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from shardfold.stores.exact import exact, huge, keep, vacate
+from shardfold.stores.exact import exact, huge, keep, let_go, vacate
 
 __all__ = ["DeviceStore"]
 
@@ -57,6 +57,11 @@ class DeviceStore:
         if self._side is None and len(spares) < 2:
             spares.append(flat)
 
+    def close(self) -> None:
+        """No flat of this store will be needed any more."""
+        self._spare.clear()
+        let_go(self)
+
     def forget_spares(self) -> None:
         """At the end of a pass: what waits for a taker is given back."""
         self._spare.clear()
@@ -78,7 +83,7 @@ class DeviceStore:
         """``flat`` is all zeros: on the host its pages need not be there until something is written to them."""
         if self.device.type == "cpu":
             vacate(flat.data_ptr(), flat.nbytes)
-            keep()
+            keep(self)
 
     def take_back(self, flat: Tensor) -> None:
         """Frees the memory of ``flat`` once the computation so far has read it."""

@@ -17,11 +17,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["exact", "huge", "keep", "trim", "vacate"]
+__all__ = ["exact", "huge", "keep", "let_go", "trim", "vacate"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALL, LARGE, TRIM = 512 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
@@ -57,13 +58,30 @@ def huge(address: int, num_bytes: int) -> None:
         _madvise(start, length, MADV_HUGEPAGE)
 
 
-def keep() -> None:
-    """From now on what is allocated outside of :func:`exact` and freed stays with the process, to be used again: for
-    one rank, where nothing is split and each step needs what the last one did."""
-    _outside[M_TRIM_THRESHOLD] = KEPT
+def keep(owner: object) -> None:
+    """Until :func:`let_go`, or until ``owner`` is collected, what is allocated outside of :func:`exact` and freed stays
+    with the process, to be used again: for one rank, where nothing is split and each step needs what the last one
+    did."""
+    if owner not in _keepers:
+        weakref.finalize(owner, _settle).atexit = False
+        _keepers.add(owner)  # behind it, because of two weak references the younger tells first
+        _settle()
+
+
+def let_go(owner: object) -> None:
+    """Takes back :func:`keep`; with the last owner the threshold is as before, and what is free goes to the system."""
+    if owner in _keepers:
+        _keepers.discard(owner)
+        _settle()
+
+
+def _settle() -> None:
+    _outside[M_TRIM_THRESHOLD] = KEPT if _keepers else TRIM
     if _mallopt is not None:
         with _EXACT:
             pass
+    if not _keepers:
+        trim()
 
 
 def vacate(address: int, num_bytes: int) -> None:
@@ -80,6 +98,7 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+_keepers: weakref.WeakSet[Any] = weakref.WeakSet()
 _outside = {M_MMAP_THRESHOLD: LARGE, M_TRIM_THRESHOLD: TRIM}
 
 

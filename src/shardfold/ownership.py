@@ -1,0 +1,139 @@
+"""Who owns a model: one engine at a time, from when it is made until it is closed.
+
+    nobody's    --Engine(model)-->    an engine's    --close()-->      whole where this rank has all values, else split
+                                                     --release()-->    whole on every rank: nobody's again
+
+An engine that nobody refers to any more, nor its model, is collected and gives back what it took from the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.agreement import Agreement
+from shardfold.copies import forget_alone
+from shardfold.early import early_shard
+from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.freed import FreedParameter, unseal
+from shardfold.gathered import gathered
+from shardfold.holders import engine_of, name_in
+from shardfold.loans import refuse_during
+from shardfold.mesh import DataMesh
+from shardfold.rebuild import forget
+from shardfold.unit import CLOSED_WAY, Unit
+
+if TYPE_CHECKING:
+    from shardfold.engine import Engine
+
+__all__ = ["claim", "close", "look_after", "release"]
+
+WHOLE = "this engine is closed, and its model a plain module again: train it as it is, or make a new engine of it"
+SPLIT = f"this{CLOSED_WAY.removeprefix('its')}"
+KEPT = 3  # names in a message
+
+
+def claim(model: nn.Module, agreement: Agreement) -> None:
+    """Every rank is about to give ``model`` to a new engine.
+
+    Raises:
+        UsageError: on every rank, if on any: an engine that is not closed holds some of its parameters, or one that was
+            closed left them split.
+    """
+    for problem in filter(None, agreement.exchange("claim", _objection(model))):
+        raise UsageError(problem)
+
+
+def _objection(model: nn.Module) -> str:
+    if _held(model):
+        gc.collect()  # an engine that waits to be collected does not count, and on other ranks it may not wait
+    if held := _held(model):
+        return (
+            f"{_listed(held)} belong{'s' * (len(held) == 1)} to another engine, which sf.engine_of(parameter) finds: "
+            "close() it first, or release() it to have whole parameters; what shares parameters is put into one model "
+            "with one engine."
+        )
+    left = [n for n, p in model.named_parameters() if isinstance(p, FreedParameter) and early_shard(p) is None]
+    return f"{_listed(left)} cannot be given to a new engine: {CLOSED_WAY}." if left else ""
+
+
+def _held(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if engine_of(p) is not None]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - KEPT} more" if len(names) > KEPT else ""
+    return ", ".join(map(repr, names[:KEPT])) + more
+
+
+def look_after(owner: object, mesh: DataMesh, agreement: Agreement) -> weakref.finalize[Any, Any]:
+    """Gives back process groups and the watch when ``owner`` is collected; at exit the mesh does so by itself."""
+    finalizer = weakref.finalize(owner, _leave, mesh, agreement)
+    finalizer.atexit = False
+    return finalizer
+
+
+def _leave(mesh: DataMesh, agreement: Agreement) -> None:
+    agreement.close()
+    mesh.leave()
+
+
+def close(engine: Engine, reason: str = "") -> None:
+    """See :meth:`Engine.close`; ``reason`` is what calls of the closed engine raise with."""
+    if engine.closed:
+        return
+    engine.saver.close()
+    if engine._tf32 is not None:
+        engine._tf32()
+    engine._changes.close()
+    engine.alarm.close()
+    engine._hooks.remove()
+    engine._replaced.close()
+    engine.agreement.close()  # first, so that whoever finds the wire closed knows why
+    engine.actions.wire.close()
+    engine._finalizer.detach()
+    engine.mesh.close()
+    engine.store.close()
+    for unit in engine.units:
+        unit.closed = True
+        for _, p in unit.parameters():
+            p.grad = None  # a view of the engine's memory, and of a step that will not come
+    split = any(isinstance(p, FreedParameter) for unit in engine.units for _, p in unit.parameters())
+    engine.closed = reason or (SPLIT if split else WHOLE)
+
+
+def release(engine: Engine, of: str) -> nn.Module:
+    """See :meth:`Engine.release`."""
+    if of not in ("params", "master"):
+        near = did_you_mean(of, ("params", "master"))
+        raise ConfigError(f"engine.release(of={of!r}): parameters become 'params' or 'master'.{near}")
+    refuse_during(engine.loans, "engine.release()")
+    engine._meet(f"engine.release(of={of!r})", follow=True)
+    members = [p for unit in engine.units for _, p in unit.parameters()]
+    values = {key: value for unit in engine.units for key, value in _whole(engine, unit, of).items()}
+    close(engine, WHOLE)
+    for p in members:
+        unseal(p)
+        forget_alone(p)
+        p.data = values.pop(id(p))
+    for unit in engine.units:
+        forget(engine, unit)
+    engine.units = []
+    return engine.module
+
+
+def _whole(engine: Engine, unit: Unit, of: str) -> dict[int, Tensor]:
+    """All values of a unit's parameters, by ``id``, in memory of their own."""
+    members = {name_in(engine, p): p for _, p in unit.parameters()}
+    with gathered(engine, tuple(members), write=False, of="params"), torch.no_grad():
+        values = {id(p): p.detach().clone() for p in members.values()}
+    trained = {name_in(engine, p): p for s in unit.trainable for p in s.parameters}
+    if of == "master" and trained:
+        with gathered(engine, tuple(trained), write=False, of="master") as masters:
+            named: Any = masters if len(trained) > 1 else dict.fromkeys(trained, masters)
+            values |= {id(p): named[name] for name, p in trained.items()}
+    return values
