@@ -137,8 +137,7 @@ def test_a_compiled_model_that_is_called_itself_trains_as_in_plain_pytorch(
     ranks: Ranks, layout: str, when: str, backend: str
 ) -> None:
     """``torch.compile(model)`` made around the engine's model, and called in place of the engine."""
-    for _ in range(2):  # the second time in a process that has compiled before
-        _check(ranks.run(_difference, layout, "called", when, backend, world_size=2))
+    _check(ranks.run(_difference, layout, "called", when, backend, world_size=2))
 
 
 @pytest.mark.parametrize("checkpointing", ["new", "reentrant"])

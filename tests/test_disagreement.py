@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -348,11 +346,9 @@ def test_ranks_may_evaluate_different_numbers_of_batches(ranks: Ranks, layout: s
 def _finally(seconds: float) -> tuple[str, bool]:
     """Rank 0 gives up and waits in a barrier of the user's; rank 1 comes that much later."""
     engine = _engine(limit=2.0)
-    store = dist.distributed_c10d._get_default_store()
     said, met = "", False
     if engine.rank == 1:
-        with contextlib.suppress(RuntimeError):
-            store.wait(["nobody sets this"], timedelta(seconds=seconds))
+        time.sleep(seconds)  # it is late: nothing waits for this to end
     try:
         engine.mean(1.0)
     except ShardfoldError as error:
