@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import models
 import shardfold as sf
-from shardfold.errors import ConfigError, ModelError, UsageError
+from shardfold.errors import ConfigError, ModelError, ShardfoldError, UsageError
 from shardfold.testing import Ranks
 
 pytestmark = pytest.mark.product
@@ -286,3 +286,19 @@ def test_misuse_of_an_average_gets_one_sentence_and_changes_nothing(ranks: Ranks
 def test_an_engine_without_an_optimizer_has_nothing_to_average() -> None:
     with pytest.raises(ConfigError, match="with an optimizer"):
         sf.Average(sf.Engine(models.small()))
+
+
+def _averaged() -> str:
+    engine = sf.Engine(models.small(), optimizer=partial(torch.optim.SGD, lr=0.1), layout="zero3")
+    try:
+        AveragedModel(engine.module)
+    except ShardfoldError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing was raised"
+
+
+def test_pytorchs_average_of_split_parameters_names_ours(ranks: Ranks) -> None:
+    """AveragedModel copies the model, which cannot be where its parameters are split: the error names sf.Average."""
+    assert all("sf.Average" in said for said in ranks.run(_averaged, world_size=2))

@@ -62,11 +62,15 @@ def _difference(layout: str, way: str, when: str, backend: str, checkpointing: s
     optimizer = SGD(plain.parameters())
     graphs = Graphs()
     how: Any = graphs if backend == "graphs" else backend
-    if when == "before":
+    if when == "before" and way != "called":
         model = compiled(model, way, how)
+    call: Any = torch.compile(model, backend=how) if (way, when) == ("called", "before") else None
     engine = sf.Engine(model, optimizer=SGD, layout=layout, mesh=mesh)
-    if when == "after":
+    if (way, when) == ("called", "after"):
+        call = torch.compile(model, backend=how)
+    elif when == "after":
         compiled(engine.module, way, how)
+    call = call or engine
     worst = 0.0
     for tokens, targets in models.batches(3):
         mine = [t.chunk(engine.world_size)[engine.rank] for t in (tokens, targets)]
@@ -74,7 +78,7 @@ def _difference(layout: str, way: str, when: str, backend: str, checkpointing: s
         expected.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss = engine(*mine)
+        loss = call(*mine)
         engine.backward(loss)
         engine.step()
         worst = max(worst, abs(engine.mean(loss.item()) / expected.item() - 1))
@@ -124,6 +128,16 @@ def test_a_compiled_model_trains_as_in_plain_pytorch(
     ranks: Ranks, layout: str, way: str, when: str, backend: str
 ) -> None:
     _check(ranks.run(_difference, layout, way, when, backend, world_size=2))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_compiled_model_that_is_called_itself_trains_as_in_plain_pytorch(
+    ranks: Ranks, layout: str, when: str, backend: str
+) -> None:
+    """``torch.compile(model)`` made around the engine's model, and called in place of the engine."""
+    _check(ranks.run(_difference, layout, "called", when, backend, world_size=2))
 
 
 @pytest.mark.parametrize("checkpointing", ["new", "reentrant"])

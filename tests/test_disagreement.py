@@ -362,3 +362,26 @@ def test_ranks_may_evaluate_different_numbers_of_batches(ranks: Ranks, layout: s
         for mine, plain in zip(seen, expected, strict=True):
             assert mine == pytest.approx(plain[: _count(rank)], rel=1e-5)
         assert value == pytest.approx(after, rel=1e-5)
+
+
+def _finally(seconds: float) -> tuple[str, bool]:
+    """Rank 0 gives up and waits in a barrier of the user's; rank 1 comes that much later."""
+    engine = _engine(limit=2.0)
+    said, met = "", False
+    if engine.rank == 1:
+        time.sleep(seconds)  # it is late: nothing waits for this to end
+    try:
+        engine.mean(1.0)
+    except ShardfoldError as error:
+        said = str(error)
+    finally:
+        dist.barrier()
+        met = dist.is_initialized()
+    engine.close()
+    return said, met
+
+
+def test_a_barrier_in_a_finally_is_met_and_hides_no_error(ranks: Ranks) -> None:
+    """A rank that gave up and waits there for the others is not taken for one that is stuck: they raise, and come."""
+    for said, met in ranks.run(_finally, 8.0, world_size=2):
+        assert "did not finish within 2 s" in said and met

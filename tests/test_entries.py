@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import models
 import shardfold as sf
@@ -57,7 +58,7 @@ def loss_of(model: Any, program: str, x: Tensor) -> Tensor:
     if program == "forward, encode":
         return (model(x) - x).square().mean() + model.encode(x).sin().mean()
     assert program == "checkpoint"
-    inner = torch.utils.checkpoint.checkpoint(model.encode, x, use_reentrant=False)
+    inner = checkpoint(model.encode, x, use_reentrant=False)
     return (model.decode(inner) - x).square().mean()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import models
 import shardfold as sf
-from shardfold.errors import ModelError
+from shardfold.errors import ModelError, UsageError
 from shardfold.testing import Ranks
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -173,3 +173,33 @@ def test_weights_that_one_rank_lacks_end_all_ranks(ranks: Ranks, tmp_path: Path,
     words = "holds no safetensors file" if how == "missing" else "weights give '1.bias' the shape (5,)"
     assert said[1].startswith("ModelError: ") and words in said[1]
     assert said[0].startswith("OrderError: making an engine failed on rank 1: ") and words in said[0]
+
+
+class Table(nn.Module):
+    """Its constructor replaces a parameter, and writes into another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.linear = nn.Embedding(4, 2), nn.Linear(2, 2)
+        self.rows.weight = nn.Parameter(torch.ones(4, 2))
+        self.linear.weight.data.copy_(torch.zeros(2, 2))
+
+
+def test_values_that_are_loaded_under_meta_init_are_kept_or_refused() -> None:
+    """Assigned parameters keep their values; what would be copied into no memory raises one sentence with the remedy.
+    What constructors do takes no memory, as before."""
+    given = Table().state_dict()
+    with sf.meta_init():
+        model = Table()
+        assert all(p.is_meta for p in model.parameters())
+        with pytest.raises(UsageError, match=r"load_state_dict.*'rows.weight'.*weights=.*sharded_init"):
+            model.load_state_dict(given)
+        with pytest.raises(UsageError, match=r"copy_.*\(4, 2\).*weights=.*sharded_init"):
+            model.rows.weight.data.copy_(given["rows.weight"])
+        model.linear.weight = nn.Parameter(torch.full((2, 2), 3.0))
+        assert model.rows.weight.is_meta and not model.linear.weight.is_meta
+        model.load_state_dict(given | {"rows.weight": torch.full((4, 2), 5.0)}, assign=True)
+    assert nn.Module.load_state_dict(Table(), given).missing_keys == []
+    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1))
+    assert torch.equal(engine.state_dict()["rows.weight"], torch.full((4, 2), 5.0))
+    engine.close()

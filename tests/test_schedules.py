@@ -287,3 +287,41 @@ def test_an_engine_steps_them_for_every_group(ranks: Ranks) -> None:
 
 def test_a_script_can_name_them() -> None:
     assert {*FORMULAS, "warmup_cosine"} <= set(importlib.import_module("shardfold.optim").__all__)
+
+
+def test_a_schedule_may_be_an_object_over_the_engines_optimizer() -> None:
+    """It is stepped after each update, as one that the engine makes."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = sf.Engine(model, optimizer=optimizer, schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    rates = []
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        rates.append(engine.step().lr)
+    engine.close()
+    assert rates == [1.0, 0.5, 0.25]
+
+
+SGD = partial(torch.optim.SGD, lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "optimizer", "words"),
+    [
+        (lambda other, _: torch.optim.lr_scheduler.StepLR(other, 1), "made here", "over another optimizer"),
+        (lambda other, _: torch.optim.lr_scheduler.StepLR(other, 1), "object", "over another optimizer"),
+        (lambda _, own: torch.optim.lr_scheduler.ReduceLROnPlateau(own), "object", "metric"),
+        (lambda *_: partial(torch.optim.lr_scheduler.ReduceLROnPlateau), "made here", "metric"),
+        (lambda *_: 5, "made here", "was given a int"),
+        (lambda *_: partial(torch.optim.lr_scheduler.StepLR, step_size=1), "none", "needs an optimizer"),
+    ],
+)
+def test_schedules_that_the_engine_cannot_step_are_refused(schedule: Any, optimizer: str, words: str) -> None:
+    """When the engine is made, before anything is done to the model, which plain PyTorch can go on with."""
+    model = nn.Linear(2, 2)
+    own, other = SGD(model.parameters()), SGD(model.parameters())
+    given = {"made here": SGD, "object": own, "none": None}[optimizer]
+    before = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(ConfigError, match=words):
+        sf.Engine(model, optimizer=given, schedule=schedule(other, own))
+    assert [p.data_ptr() for p in model.parameters()] == before and sf.engine_of(model.weight) is None

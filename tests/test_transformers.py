@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -129,3 +131,24 @@ def test_a_transformers_model_is_cut_at_its_layers_and_built_from_meta(ranks: Ra
         assert [name for name in names if "layers" in name] == [f"model.layers.{i}" for i in range(3)]
         assert loss == pytest.approx(answers[0][1], rel=1e-6)
         assert 4.3 < loss < 4.9  # about ln(97): the weights are as from_config would draw them
+
+
+def _from_pretrained(path: str) -> tuple[float, int]:
+    import transformers
+
+    if dist.get_rank() == 0:
+        llama().save_pretrained(path)
+    dist.barrier()
+    stored = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+    with sf.meta_init():
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    hollow = sum(p.is_meta for p in model.parameters())
+    engine = sf.Engine(model, optimizer=ADAMW, layout="zero3")
+    worst = max(float((value - stored[name]).abs().max()) for name, value in engine.state_dict().items())
+    engine.close()
+    return worst, hollow
+
+
+def test_from_pretrained_under_meta_init_keeps_the_stored_values(ranks: Ranks, tmp_path: Path) -> None:
+    """No parameter is left without the values that were loaded, and none gets random ones in their place."""
+    assert ranks.run(_from_pretrained, str(tmp_path), world_size=2) == [(0.0, 0)] * 2

@@ -316,6 +316,7 @@ class Agreement:
                 f"{self.limit:.0f} s: {self._describe(others)}."
             )
             self._mesh.store.set("abort", message)
+            self._dead = message
             raise CollectiveError(message)
 
     def _find_contradiction(self, others: dict[int, Whereabouts]) -> None:
@@ -359,6 +360,11 @@ class Agreement:
         """The sentence with which some rank gave this engine up."""
         store = self._mesh.store
         return store.get("abort").decode() if store is not None and store.check(["abort"]) else None
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this rank raised that sentence."""
+        return self._dead is not None
 
     def _check(self) -> None:
         """Raises what another rank gave up with, if one did."""

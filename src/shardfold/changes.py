@@ -250,7 +250,7 @@ def secure(engine: Engine) -> None:
         UsageError: ``x`` has another dtype or device; the parameters have their old values again.
     """
     changes = engine._changes
-    if engine.closed or changes.unmoved() and not any(unit.pins for unit in engine.units):
+    if engine.closed or (changes.unmoved() and not any(unit.pins for unit in engine.units)):
         return
     full = [segment for unit in engine.units if unit.life is Life.GATHERED for segment in unit.segments]
     moved, refused = _take_values(full, engine.loans)

@@ -178,7 +178,9 @@ class FreedParameter(nn.Parameter):
                 memo[id(self)] = copied(self)
             return memo[id(self)]
         if not self.__dict__[_FREED][2]():
-            _refuse("copy.deepcopy", (self,), None)
+            _refuse(
+                "copy.deepcopy (of PyTorch's AveragedModel too, in place of which there is sf.Average)", (self,), None
+            )
         return self.__deepcopy__(memo)  # it is of its own class again
 
     def __format__(self, spec: str) -> str:

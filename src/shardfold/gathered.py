@@ -18,7 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfold.bundle import Slice, complete, gather_slices, spread
-from shardfold.errors import CollectiveError, ConfigError, ModelError, OrderError, UsageError, did_you_mean
+from shardfold.errors import (
+    CollectiveError,
+    ConfigError,
+    ModelError,
+    OrderError,
+    ShardfoldError,
+    UsageError,
+    did_you_mean,
+)
 from shardfold.loans import Loan
 from shardfold.unit import TORCH_DTYPES, Life, Segment, Unit, dtype_name
 
@@ -141,10 +149,13 @@ def _write(engine: Engine, lent: Lent, loan: Loan, places: Sequence[Place], sour
 
 def _leave_by_exception(engine: Engine, lent: Lent, places: Sequence[Place], error: BaseException) -> None:
     """Nothing is written, and the other ranks, which wait at the end of the block, are told; raises nothing."""
-    with suppress(Exception):
+    try:
         lent.restore()
+    except RuntimeError as failure:  # of a device that is broken, which is likely what the user's error tells of too
+        LOG.error("%s: values could not be put back: %s", engine.loans[-1].what, failure)
     if isinstance(error, Exception) and not isinstance(error, (OrderError, CollectiveError)):
-        with suppress(Exception):  # what the user's code raised is what the user shall see
+        # The others may be gone, or be elsewhere: then they raise that, and what the user's code raised is seen here.
+        with suppress(ShardfoldError, RuntimeError):
             _agree(engine, places, [], 0, failed=True)
 
 

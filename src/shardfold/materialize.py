@@ -46,6 +46,12 @@ LOST = (
 )
 
 
+LOST = (
+    "which has no memory inside of meta_init(), so they would be lost: pass them as weights= (a state dict or a path) "
+    "when making the engine, or build and load the model inside of sf.sharded_init()."
+)
+
+
 @contextmanager
 def meta_init() -> Iterator[None]:
     """Inside, parameters of new modules take no memory; an engine makes them real shard by shard.

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from shardfold.errors import LayoutError, UsageError, did_you_mean
 from shardfold.layout import DATA_AXES, Axes
@@ -195,11 +196,13 @@ class _Process:
     Attributes:
         open: those that are not closed.
         started: whether it was a mesh that initialized ``torch.distributed``.
+        starts: how often, so far.
     """
 
     def __init__(self) -> None:
         self.open: set[DataMesh] = set()
         self.started = False
+        self.starts = 0
         self._pid = os.getpid()
 
     def add(self, mesh: DataMesh, *, started: bool) -> None:
@@ -243,7 +246,14 @@ def _start(device: torch.device, timeout: timedelta) -> bool:
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    start_group(default_backend(device), timeout)
+    where: dict[str, Any] = {}
+    if _PROCESS.starts:
+        # torchrun's store outlives a group, and what the last one said of its addresses is still in it.
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store = dist.distributed_c10d.PrefixStore(f"shardfold/start/{_PROCESS.starts}", store)
+        where = {"store": store, "rank": rank, "world_size": size}
+    start_group(default_backend(device), timeout, **where)
+    _PROCESS.starts += 1
     return True
 
 

@@ -1,7 +1,7 @@
 """Who owns a model: one engine at a time, from when it is made until it is closed.
 
-    nobody's    --Engine(model)-->    an engine's    --close()-->      whole where this rank has all values; else split for good
-                                                     --release()-->    whole on every rank: a plain module, nobody's
+    nobody's    --Engine(model)-->    an engine's    --close()-->      whole where this rank has all values, else split
+                                                     --release()-->    whole on every rank: nobody's again
 
 An engine that nobody refers to any more, nor its model, is collected and gives back what it took from the process.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["claim", "close", "look_after", "release"]
 
 WHOLE = "this engine is closed, and its model a plain module again: train it as it is, or make a new engine of it"
-SPLIT = f"this engine is closed: {CLOSED_WAY.partition(', ')[2]}"
+SPLIT = f"this{CLOSED_WAY.removeprefix('its')}"
 KEPT = 3  # names in a message
 
 
@@ -136,6 +136,6 @@ def _whole(engine: Engine, unit: Unit, of: str) -> dict[int, Tensor]:
     trained = {name_in(engine, p): p for s in unit.trainable for p in s.parameters}
     if of == "master" and trained:
         with gathered(engine, tuple(trained), write=False, of="master") as masters:
-            named: dict[str, Tensor] = masters if len(trained) > 1 else dict.fromkeys(trained, masters)
-            values |= {id(trained[name]): value for name, value in named.items()}
+            named: Any = masters if len(trained) > 1 else dict.fromkeys(trained, masters)
+            values |= {id(p): named[name] for name, p in trained.items()}
     return values

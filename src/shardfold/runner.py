@@ -451,8 +451,8 @@ class Runner:
         if self._run is None:
             if unit.life is Life.RESTING:
                 raise UsageError(
-                    f"{unit.name!r} ran outside of its model's forward: call the model itself, make the method that runs "
-                    "it a forward too, as in sf.register_forward(model, 'encode'), or wrap the call in "
+                    f"{unit.name!r} ran outside of its model's forward: call the model itself, make the method that "
+                    "runs it a forward too, as in sf.register_forward(model, 'encode'), or wrap the call in "
                     "`with engine.gathered():`."
                 )
             unit.running += 1

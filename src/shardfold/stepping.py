@@ -45,11 +45,13 @@ def check_schedule(schedule: Any, optimizer: Any) -> None:
         return
     kind = type(schedule).__name__
     if not callable(getattr(schedule, "step", None)):
-        raise ConfigError(f"schedule= was given a {kind}: it is a torch.optim.lr_scheduler, or makes one of the optimizer.")
+        raise ConfigError(
+            f"schedule= was given a {kind}: it is a torch.optim.lr_scheduler, or makes one of the optimizer."
+        )
     if getattr(schedule, "optimizer", None) is not optimizer or optimizer is None:
         raise ConfigError(
-            f"schedule= was given a {kind} over another optimizer than optimizer=: give both as objects, the schedule made "
-            f"of that optimizer, or give what makes one, such as schedule=partial({kind}, ...)."
+            f"schedule= was given a {kind} over another optimizer than optimizer=: give both as objects, the schedule "
+            f"made of that optimizer, or give what makes one, such as schedule=partial({kind}, ...)."
         )
     _refuse_metric(schedule)
 
@@ -74,7 +76,7 @@ def _refuse_metric(schedule: Any) -> None:
         return
     except TypeError as error:
         raise ConfigError(
-            f"schedule= cannot be a {type(schedule).__name__}, whose step() wants more than the engine knows ({error}): "
+            f"schedule= cannot be a {type(schedule).__name__}, whose step() wants what no engine knows ({error}): "
             "make it yourself of engine.optimizer and call its step(metric) behind engine.step()."
         ) from None
 

@@ -70,6 +70,11 @@ class Watched(Protocol):
 
     sequence: int  # collectives issued so far
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether this rank raised that sentence."""
+        ...
+
     def aborted(self) -> str | None:
         """The sentence with which some rank gave it up."""
         ...
@@ -168,7 +173,7 @@ class Watch:
             before = moved
             try:
                 self._look(still)
-            except RuntimeError:  # the store is gone: so is the run
+            except RuntimeError:  # of the store (some kinds raise no DistError): its rank is gone, and with it the run
                 return
 
     def _is_over(self) -> bool:
@@ -179,6 +184,10 @@ class Watch:
         if still == 0:
             if self._said in ("user", "busy"):
                 self.clear()
+            return
+        if any(watched.gave_up for _, watched in self._present()):
+            # It raised already. Where the user's code now waits for the others, as in a ``finally:``, it shall: they
+            # raise too and come there, so it is not to be woken, nor another exception to hide the first.
             return
         frame = sys._current_frames().get(self._main)
         called = _user_collective(frame)

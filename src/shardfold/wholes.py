@@ -67,6 +67,8 @@ def close_split(engine: Engine) -> None:
     Raises:
         OrderError: the other ranks do something else; the engine is open still.
     """
+    if engine.closed:
+        return
     split = [unit for unit in engine.units if unit.split]
     if split:
         engine._meet("the end of an engine whose model stays split", follow=True)

@@ -100,12 +100,16 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes back what :func:`install` did; modules of the face that were imported stay usable."""
+    """Takes back what :func:`install` did, and what the face gave to PyTorch's classes for its split parameters;
+    modules of the face that were imported stay usable."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     sys.path[:] = [entry for entry in sys.path if entry != str(PATH)]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == NAME and _is_ours(module):
             del sys.modules[name]
+    attributes = sys.modules.get(f"{FACE}.zero.attributes")  # nothing was given before it was imported
+    if attributes is not None:
+        attributes.uninstall()
     others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", str(PATH))]
     os.environ.pop("PYTHONPATH", None)
     if others:

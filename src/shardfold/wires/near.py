@@ -239,9 +239,11 @@ class _Carrier:
 
     @staticmethod
     def _is_over(reading: _Reading) -> bool:
+        # Of any kind: here an exception would end what carries all other readings. None is lost, as a phase that failed
+        # is not over: whoever waits for this reading does it again, and raises what that raises.
         try:
             return reading.group.closed or reading.advance()
-        except Exception:  # a process has ended, or there is no memory: whoever waits is told
+        except Exception:
             return True
 
 

@@ -25,6 +25,7 @@ from shardfold.compat.deepspeed.observers import Observers
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer, optimizer_class
 from shardfold.compat.deepspeed.parts import Parts
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
+from shardfold.compat.deepspeed.takeover import made_here, take_over
 from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
 from shardfold.engine import Engine
 from shardfold.numerics.clipping import Clip
@@ -101,6 +102,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         self._add_parts()
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         limit = settings.clip_norm or (math.inf if self.zero_compute_grad_norm() else None)  # pyright: ignore
+        take_over(model)
         self._core = Engine(
             model, optimizer=optimizer, layout=settings.layout, precision=settings.precision,
             activations=settings.activations, accumulate=settings.accumulate,
@@ -109,6 +111,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
             mesh=settings.mesh, timing=settings.timing, device=_device(args),
         )  # fmt: skip
         self._core._runner.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
+        made_here(self._core)
         self.device = self._core.device
         self.basic_optimizer = optimizer
         self._divide_by(settings.accumulate)

@@ -28,7 +28,7 @@ from shardfold.torch_internals import storage_key
 from shardfold.unit import Segment
 from shardfold.wholes import whole
 
-__all__ = ["install", "is_zero_param", "note", "part_size", "place_of", "ranks_of"]
+__all__ = ["install", "is_zero_param", "note", "part_size", "place_of", "ranks_of", "uninstall"]
 
 _RECORD = "_deepspeed"
 _IDS = itertools.count()
@@ -75,6 +75,15 @@ def install() -> None:
     for name, method in _METHODS.items():
         setattr(nn.Parameter, name, _property(name, lambda p, method=method: method.__get__(p), None))
     external.install()
+
+
+def uninstall() -> None:
+    """Takes back :func:`install`; an engine that notes another parameter gives the attributes again."""
+    if "ds_id" in vars(nn.Parameter):
+        for name in (*_ATTRIBUTES, *_METHODS):
+            delattr(nn.Parameter, name)
+        del Tensor.ds_status  # pyright: ignore[reportAttributeAccessIssue]
+    external.uninstall()
 
 
 def _property(name: str, read: Callable[[nn.Parameter], Any], write: Callable[..., None] | None) -> property:

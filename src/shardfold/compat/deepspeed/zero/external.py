@@ -61,6 +61,13 @@ def install() -> None:
     nn.Module.all_parameters = all_parameters  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def uninstall() -> None:
+    """Takes back :func:`install`."""
+    for name in ("ds_external_parameters", "all_parameters"):
+        if name in vars(nn.Module):
+            delattr(nn.Module, name)
+
+
 def _check(parameter: Any) -> None:
     if not isinstance(parameter, nn.Parameter):
         raise UsageError(f"a {type(parameter).__name__} is not a torch.nn.Parameter: register parameters only.")
