@@ -23,7 +23,7 @@ from shardfold.wires.boards import possible
 WIDTH = 12
 SGD = partial(torch.optim.SGD, lr=0.1)
 SPLIT = ["zero3", "fsdp2", "hsdp", "hpz"]
-PATIENCE = 3.0  # beyond the 2 seconds that published whereabouts are behind
+PATIENCE = 6.0
 DEADLINE = 15.0  # seconds: the default patience is 10, and every rank must have raised by then
 
 
