@@ -70,7 +70,7 @@ def _difference(layout: str, way: str, when: str, backend: str, checkpointing: s
         call = torch.compile(model, backend=how)
     elif when == "after":
         compiled(engine.module, way, how)
-    call = call or engine
+    call = engine if call is None else call  # a compiled module has no truth value
     worst = 0.0
     for tokens, targets in models.batches(3):
         mine = [t.chunk(engine.world_size)[engine.rank] for t in (tokens, targets)]
