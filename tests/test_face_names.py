@@ -50,7 +50,7 @@ def made(**more: Any) -> Any:
 # -- the table
 
 
-def tests() -> dict[str, str]:
+def texts() -> dict[str, str]:
     """The files that test the face, and the expressions whose values are DeepSpeed's."""
     found = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_face*.py")}
     found["test_face_behaviours.py"] += (ROOT / "benchmarks" / "deepspeed_behaviours.py").read_text(encoding="utf-8")
@@ -59,8 +59,8 @@ def tests() -> dict[str, str]:
 
 def test_the_table_of_names_in_the_docs_is_what_there_is():
     """Each name stands behind a file of tests that has it, or among those of which only the signature is compared."""
-    assert markdown(tests()) in (ROOT / "docs" / "from-deepspeed.md").read_text(encoding="utf-8"), (
-        "docs/from-deepspeed.md is behind: paste what shardfold.compat.deepspeed.api_text.markdown(tests()) returns"
+    assert markdown(texts()) in (ROOT / "docs" / "from-deepspeed.md").read_text(encoding="utf-8"), (
+        "docs/from-deepspeed.md is behind: paste what shardfold.compat.deepspeed.api_text.markdown(texts()) returns"
     )
 
 
