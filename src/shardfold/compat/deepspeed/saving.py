@@ -20,6 +20,7 @@ from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 from shardfold.checkpoint.folders import LATEST, deepspeed_folder
 from shardfold.checkpoint.format import INDEX
 from shardfold.checkpoint.imports import import_from
+from shardfold.checkpoint.opened import open_together
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.trees import encode
 from shardfold.compat.deepspeed.checkpoint.ds_to_universal import LATEST_UNIVERSAL
@@ -220,14 +221,15 @@ def load_checkpoint(
     with _imported(engine, path) if foreign else _as_it_is(path) as source:
         random = rng_state()
         if custom is not None:
-            with Checkpoint(source) as checkpoint:
+            with _opened(engine, source) as checkpoint:
                 state = {n: checkpoint.parameter(n) for p in checkpoint.index.parameters for n in (p.name, *p.also)}
                 state |= {name: checkpoint.buffer(name) for name in checkpoint.buffers}
             load_module_state_dict(engine, state, strict, custom)
         else:
             engine._core.load(source, weights_only=weights_only, strict=strict)
         set_rng_state(random)  # DeepSpeed's checkpoints have none
-        client, own = client_state_of(source)
+        with _opened(engine, source) as checkpoint:
+            client, own = _client_state(checkpoint)
     if foreign:
         own = _foreign_state(path)
     if not module_only:
@@ -242,10 +244,21 @@ def load_checkpoint(
     return str(path), client
 
 
+def _opened(engine: DeepSpeedEngine, path: Path) -> Checkpoint:
+    """A checkpoint of ours, of which each host may have a part; every rank calls it."""
+    engine._core._meet("engine.load_checkpoint()")
+    engine._messages += 1
+    return open_together(engine._core, path, f"{FACE}/{engine._messages}")
+
+
 def client_state_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The ``client_state`` of a checkpoint of ours, and what the face kept beside it."""
     with Checkpoint(path) as checkpoint:
-        state, step = checkpoint.run().get("state", {}), checkpoint.index.step
+        return _client_state(checkpoint)
+
+
+def _client_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+    state, step = checkpoint.run().get("state", {}), checkpoint.index.step
     own: dict[str, Any] = dict(state.get(FACE) or {"global_steps": step, "skipped_steps": 0})
     if own.get("lr_scheduler") is not None:
         own["lr_scheduler"] = _unpacked(own["lr_scheduler"])["state"]
