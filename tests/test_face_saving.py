@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import stat
 from argparse import Namespace
@@ -355,3 +356,32 @@ def from_ours(folder: str) -> None:
 
 def test_a_checkpoint_that_our_engine_saved(ranks: Ranks, tmp_path: Path):
     ranks.run(from_ours, str(tmp_path), world_size=1)
+
+
+def node_local(folder: str, stage: int, other: int) -> tuple[list[float], list[float], list[str], dict[str, Any]]:
+    """Each rank is a node with a disk of its own; the run goes on at another stage."""
+    mine = Path(folder, f"node{os.environ['RANK']}")
+    torch.manual_seed(0)
+    engine = start(stage, checkpoint={"use_node_local_storage": True})
+    train(engine, 0, FIRST)
+    engine.save_checkpoint(mine, "t", client_state={"epoch": 4})
+    losses = train(engine, FIRST, MORE)
+    engine.destroy()
+    again = start(other, checkpoint={"use_node_local_storage": True})
+    _, client = again.load_checkpoint(mine)
+    resumed = train(again, FIRST, MORE)
+    again.destroy()
+    assert client is not None
+    return losses, resumed, sorted(path.name for path in (mine / "t").iterdir()), client
+
+
+@pytest.mark.parametrize(("stage", "other"), [(3, 3), (2, 1)])
+def test_nodes_keep_their_own_parts(ranks: Ranks, tmp_path: Path, stage: int, other: int) -> None:
+    """With `use_node_local_storage` a node has the index and what its ranks wrote, and the run goes on from all."""
+    for rank, (losses, resumed, files, client) in enumerate(
+        ranks.run(node_local, str(tmp_path), stage, other, world_size=2)
+    ):
+        assert files == ["index.json", f"rank-0000{rank}-of-00002.safetensors"]
+        assert client == {"epoch": 4}
+        near(resumed, losses)
+        assert (tmp_path / f"node{rank}" / "latest").read_text() == "t"

@@ -20,6 +20,7 @@ from shardfold.checkpoint.deepspeed_ranks import is_plain
 from shardfold.checkpoint.folders import LATEST, deepspeed_folder
 from shardfold.checkpoint.format import INDEX
 from shardfold.checkpoint.imports import import_from
+from shardfold.checkpoint.opened import open_together
 from shardfold.checkpoint.paths import read_name
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.trees import encode
@@ -245,7 +246,7 @@ def load_checkpoint(
         client, own = _states(engine, path, source, scheduler=scheduler and not module_only)  # before any is changed
         random = rng_state()
         if custom is not None:
-            with Checkpoint(source) as checkpoint:
+            with _opened(engine, source) as checkpoint:
                 state = {n: checkpoint.parameter(n) for p in checkpoint.index.parameters for n in (p.name, *p.also)}
                 state |= {name: checkpoint.buffer(name) for name in checkpoint.buffers}
             load_module_state_dict(engine, state, strict, custom)
@@ -274,7 +275,8 @@ def _states(
     """
     client, own, problem = dict[str, Any](), dict[str, Any](), None
     try:
-        client, own = client_state_of(source, scheduler=scheduler)
+        with _opened(engine, source) as checkpoint:
+            client, own = _client_state(checkpoint, scheduler=scheduler)
         if source != path:
             own = _foreign_state(path)
     except (CheckpointError, OSError) as error:
@@ -298,7 +300,19 @@ def client_state_of(path: Path, *, scheduler: bool = True) -> tuple[dict[str, An
         CheckpointError: it is not complete or damaged, or has objects that only those read who trust it.
     """
     with Checkpoint(path) as checkpoint:
-        state, step = checkpoint.run().get("state", {}), checkpoint.index.step
+        return _client_state(checkpoint, scheduler=scheduler)
+
+
+def _opened(engine: DeepSpeedEngine, path: Path) -> Checkpoint:
+    """A checkpoint of ours, of which each host may have a part; every rank calls it."""
+    engine._core._meet("engine.load_checkpoint()")
+    engine._messages += 1
+    return open_together(engine._core, path, f"{FACE}/{engine._messages}")
+
+
+def _client_state(checkpoint: Checkpoint, *, scheduler: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    path = checkpoint.path
+    state, step = checkpoint.run().get("state", {}), checkpoint.index.step
     if not isinstance(state, Mapping) or not isinstance(state.get(FACE) or {}, Mapping):
         raise CheckpointError(f"{path} is damaged: what it keeps of the run is no mapping.")
     own: dict[str, Any] = {"global_steps": step, "skipped_steps": 0} | dict(state.get(FACE) or {})
