@@ -249,6 +249,12 @@ def test_the_file_of_the_process_id_follows_no_link(tmp_path: Path, monkeypatch:
         assert not path.is_symlink() and path.read_text() == str(os.getpid())
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert (tmp_path / "precious").read_text() == "precious" and not path.exists()
+    path.write_text("another's")
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+        with pytest.raises(ConfigError, match="cannot be made: File exists"), pid_file(True):
+            pass
+        assert path.read_text() == "another's"
 
 
 @pytest.mark.skipif(

@@ -254,12 +254,14 @@ class Index:
         """
         try:
             said = json.loads(data, object_pairs_hook=once_each, parse_constant=no_constant)
+            if not isinstance(said, dict):
+                raise ValueError("it is no object")
             form, version, digest = said.pop("format"), said.pop("version"), said.pop("checksum")
             if is_deep(said):
                 raise ValueError(f"it is nested more than {DEPTH} levels deep")
         except RecursionError:
             raise CheckpointError(f"{where} is no index of a checkpoint: it is nested too deeply.") from None
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError) as error:
             raise CheckpointError(f"{where} is no index of a checkpoint, or is damaged ({error}).") from None
         if form != FORMAT or version not in range(1, VERSION + 1) or isinstance(version, bool):
             raise CheckpointError(
