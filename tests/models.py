@@ -119,7 +119,7 @@ def twice() -> nn.Module:
 
 
 def attends_in_fp16() -> bool:
-    """Whether this PyTorch attends in fp16 here: by the kernels of a lower ``ATEN_CPU_CAPABILITY`` it can not on a CPU
+    """Whether this PyTorch attends in fp16 here: by the kernels of a lower ``ATEN_CPU_CAPABILITY`` it cannot on a CPU
     that multiplies matrices of 16 bits (2.13)."""
     x = torch.ones(8, 2, 16, 16, dtype=torch.float16)
     try:

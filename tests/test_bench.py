@@ -91,7 +91,7 @@ def test_a_contender_that_dies_is_reported_and_the_others_go_on(capsys: pytest.C
         (["--only", "zero33"], "Did you mean 'zero3'?"),
         (["--without", "torch-dpp"], "Did you mean 'torch-ddp'?"),
         (["gtp"], "Did you mean 'gpt'?"),
-        (["--only", "hpz"], "hpz was asked for and can not take part: needs a multiple of 2 ranks, at least 4."),
+        (["--only", "hpz"], "hpz was asked for and cannot take part: needs a multiple of 2 ranks, at least 4."),
         (["--only", "zero2", "--reference", "torch-ddp"], "the reference 'torch-ddp' does not take part"),
         (["--params", "7e9"], "give a number in that range"),
         (["--precision", "fp8"], "Did you mean 'fp32'?"),
@@ -113,7 +113,7 @@ def test_a_peer_that_is_not_installed_is_left_out_unless_it_was_asked_for(monkey
     chosen, left_out = contenders.choose(TINY)
     assert "deepspeed-3" not in [each.name for each in chosen] and "not installed" in left_out["deepspeed-3"]
     assert "zero3" in [each.name for each in contenders.choose(TINY, ["zero*", "torch-*"])[0]]
-    with pytest.raises(ConfigError, match="deepspeed-3 was asked for and can not take part"):
+    with pytest.raises(ConfigError, match="deepspeed-3 was asked for and cannot take part"):
         contenders.choose(TINY, ["zero3", "deepspeed-3"])
 
 

@@ -31,7 +31,7 @@ NO_ROOM = "No space left on device"
 
 
 class Raises:
-    """A state that can not be given."""
+    """A state that cannot be given."""
 
     def state_dict(self) -> dict[str, Any]:
         raise ValueError("the sampler has no epoch")
@@ -526,7 +526,7 @@ def test_ranks_that_can_not_load_say_so_together(ranks: Ranks, tmp_path: Path) -
 
 
 def test_keep_fails_and_the_save_does_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What can not be removed is logged: the new checkpoint is there all the same."""
+    """What cannot be removed is logged: the new checkpoint is there all the same."""
     root = tmp_path / "run"
     trained = one_engine(root, "a", "b")
     train(trained)

@@ -226,7 +226,7 @@ def test_modules_that_copy_themselves_in_their_own_way_do_so_without_the_engine(
 def test_an_engine_is_not_copied_or_pickled() -> None:
     engine = sf.Engine(models.small(), optimizer=SGD)
     for way in (copy.copy, copy.deepcopy, pickle.dumps, through_torch):
-        with pytest.raises(UsageError, match="an engine can not be copied or pickled"):
+        with pytest.raises(UsageError, match="an engine cannot be copied or pickled"):
             way(engine)  # type: ignore[arg-type]
     engine.close()
 

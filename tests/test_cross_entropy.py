@@ -59,7 +59,7 @@ def with_gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 def error(got: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest element; infinite unless NaN is where it is expected.
 
-    Gradients are differences of probabilities, which may cancel: they can not be nearer than these are rounded.
+    Gradients are differences of probabilities, which may cancel: they cannot be nearer than these are rounded.
     """
     if got.shape != expected.shape or not got.isnan().equal(expected.isnan()):
         return math.inf

@@ -1,4 +1,4 @@
-"""What ranks can not do together raises on every rank, in time, with the names; what only looks like it is right."""
+"""What ranks cannot do together raises on every rank, in time, with the names; what only looks like it is right."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_a_dtype_that_can_not_be_split_is_named() -> None:
             super().__init__()
             self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
-    with pytest.raises(ModelError, match=r"'phase' has dtype torch\.complex64, which can not be split"):
+    with pytest.raises(ModelError, match=r"'phase' has dtype torch\.complex64, which cannot be split"):
         sf.Engine(Complex())
 
 

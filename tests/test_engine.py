@@ -321,7 +321,7 @@ def test_a_wrong_call_gets_one_sentence() -> None:
         make(mesh={"inter": 2, "intra": 3})
     with pytest.raises(ModelError, match="matches no module"):
         make(units=["block.*"])
-    with pytest.raises(ModelError, match="can not nest"):
+    with pytest.raises(ModelError, match="cannot nest"):
         make(units=["blocks.0", "blocks.0.up"])
 
 

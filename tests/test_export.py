@@ -268,7 +268,7 @@ def _goes_on(path: str, wanted: dict[str, Tensor]) -> None:
 
 
 def test_an_unnamed_optimizer_is_left_out_with_the_reason(tmp_path: Path):
-    """States that can not be told apart are not guessed: the weights come, and a note says why the rest did not."""
+    """States that cannot be told apart are not guessed: the weights come, and a note says why the rest did not."""
     model, _ = in_torch(small, named=False, steps=1)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW([{"params": parameters[1:]}, {"params": parameters[:1]}])
@@ -455,7 +455,7 @@ def test_writer_refuses_what_can_not_be(tmp_path: Path):
 
 
 def test_a_failed_read_leaves_the_checkpoint_that_was_there(tmp_path: Path):
-    """What can not be read while it is written removes the draft, and the old checkpoint stays."""
+    """What cannot be read while it is written removes the draft, and the old checkpoint stays."""
     trained(Mixed, tmp_path / "step")
     before = (tmp_path / "step" / "index.json").read_bytes()
 
@@ -492,7 +492,7 @@ def test_a_damaged_file_of_others_is_not_imported(form: str, tmp_path: Path):
     export_to(tmp_path / "step", tmp_path / "out", form)
     file = max((tmp_path / "out").iterdir(), key=lambda p: p.stat().st_size) if form != "torch" else tmp_path / "out"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match="can not be read"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         import_from(tmp_path / "out", tmp_path / "back", form)
     assert not (tmp_path / "back").exists()
 

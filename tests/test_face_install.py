@@ -176,7 +176,7 @@ def test_a_program_is_run_with_the_face():
     command = [sys.executable, "-m", "shardfold.compat"]
     _, said, error = run([*command, sys.executable, "-m", "deepspeed.env_report"])
     assert f"{VERSION}, the face of shardfold" in said, error
-    assert run([*command, "no-such-program"]) == (1, "", "'no-such-program' can not be run: No such file or directory.")
+    assert run([*command, "no-such-program"]) == (1, "", "'no-such-program' cannot be run: No such file or directory.")
 
 
 def test_pickles_name_deepspeed_s_classes():

@@ -349,7 +349,7 @@ def from_ours(folder: str) -> None:
     other = start(1)
     assert other.load_checkpoint(folder) == (f"{folder}/mine", {"epoch": 7}) and other.global_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(weights(other), saved.values(), strict=True))
-    with pytest.raises(Exception, match="can not be copied or pickled"):
+    with pytest.raises(Exception, match="cannot be copied or pickled"):
         pickle.dumps(other)
     other.destroy()
 

@@ -166,7 +166,7 @@ def test_training_is_the_same_to_the_bit_over_either_wire(ranks: Ranks, layout: 
     read = ranks.run(_losses, (), layout, precision, world_size=world)
     sent = ranks.run(_losses, (1,), layout, precision, world_size=world)
     assert [used for _, used in read] == [True] * world
-    assert [used for _, used in sent] == [False] * world, "one rank that can not be read sends its group to Gloo"
+    assert [used for _, used in sent] == [False] * world, "one rank that cannot be read sends its group to Gloo"
     assert [losses for losses, _ in read] == [losses for losses, _ in sent]
     assert len({tuple(losses) for losses, _ in read}) == world  # or wrong sums would look like right ones
 

@@ -1,4 +1,4 @@
-"""Values given by hand, embeddings that are resized, and changes that can not be followed."""
+"""Values given by hand, embeddings that are resized, and changes that cannot be followed."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def test_the_grace_is_the_documented_one():
 def test_a_script_that_can_not_run_is_refused(capfd: pytest.CaptureFixture[str]):
     for words, says in (
         (["absent.py"], "there is no script 'absent.py'"),
-        (["--quiet", "--no-python", "./absent"], "'./absent' can not be run: No such file"),
+        (["--quiet", "--no-python", "./absent"], "'./absent' cannot be run: No such file"),
         (["--autotuning", "tune", "x.py"], "--autotuning is not supported"),
         (["--elastic_training", "x.py"], "--elastic-training is not supported"),
         (["--hostfile", "absent", __file__], "there is no host file 'absent'"),
@@ -461,7 +461,7 @@ def test_hosts_that_are_not_fit_are_named(hosts: list[str], capfd: pytest.Captur
     script = write("note.py", NOTE)
     assert run(*hosts, script) == 2
     gone, bare = capfd.readouterr().err.splitlines()
-    assert "host gone can not be reached by" in gone and "No route to host" in gone
+    assert "host gone cannot be reached by" in gone and "No route to host" in gone
     assert "host bare has no" in bare and "install the same environment" in bare
     assert not Path("0").exists()
 
@@ -528,7 +528,7 @@ def test_ten_restarts_of_ten(script: str):
 
 @pytest.fixture
 def namespaces() -> Iterator[None]:
-    """Network namespaces sf-a and sf-b, joined by a bridge, for the `ssh` above; skipped where they can not be made."""
+    """Network namespaces sf-a and sf-b, joined by a bridge, for the `ssh` above; skipped where they cannot be made."""
     words = [
         "link add sf-bridge type bridge", "link set sf-bridge up",
         *(word for number, name in enumerate(("sf-a", "sf-b"), 1) for word in (

@@ -159,7 +159,7 @@ def _adapters(folder: str, layout: str) -> None:
     _tune(engine, 1)
     engine.close()
 
-    engine = new(adapted(), layout="zero3", precision="bf16")  # what is rounded can not be compared
+    engine = new(adapted(), layout="zero3", precision="bf16")  # what is rounded cannot be compared
     report = engine.load(f"{folder}/few")
     assert any("Not compared" in note for note in report.notes)
     engine.save(f"{folder}/rounded", wait=True, frozen="skip")
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_nothing_is_refused(ranks: Ranks, tmp_path: Path) -> Non
     ranks.run(_nothing_trained, str(tmp_path / "a"), world_size=1)
 
 
-# -- what 16 bits can not hold, and what no number is ------------------------------------------------------------------
+# -- what 16 bits cannot hold, and what no number is ------------------------------------------------------------------
 
 
 class Normed(nn.Module):

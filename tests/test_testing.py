@@ -288,14 +288,14 @@ def test_ranks_have_the_callers_warning_filters(ranks: Ranks):
 
 
 def test_bad_arguments_end_in_one_sentence(ranks: Ranks):
-    """What can not be run is refused before any rank starts on it."""
+    """What cannot be run is refused before any rank starts on it."""
     with pytest.raises(UsageError, match="top level of a module"):
         ranks.run(lambda: None)
     with pytest.raises(UsageError, match="world_size must be a positive integer, not 0"):
         ranks.run(rank_sum, world_size=0)
     with pytest.raises(UsageError, match="world_size=9 is more than the 4 ranks"):
         ranks.run(rank_sum, world_size=9)
-    with pytest.raises(RanksFailed, match=r"result, a lock, can not be pickled"):
+    with pytest.raises(RanksFailed, match=r"result, a lock, cannot be pickled"):
         ranks.run(give_back_a_lock, world_size=1)
     with pytest.raises(UsageError, match="equal slices"):
         same_training(tiny, [torch.ones(6, 4)], layout="ddp", world_size=2, accumulate=2)

@@ -9,7 +9,7 @@ number, and ranks can only disagree at two places, each of which asks before it 
                helped by the others; else all raise, each naming what every rank asked for.
     ask        while the order of units is not known: a small reduction tells who needs which unit next.
 
-What can not be asked (a collective of the user's own in the middle, a rank that left) shows as ranks that do not move:
+What cannot be asked (a collective of the user's own in the middle, a rank that left) shows as ranks that do not move:
 see ``watch``. Waiting is done in slices; after each, a rank reads whether somebody gave up and what the others do.
 """
 
@@ -105,7 +105,7 @@ class Agreement:
         if getpid() != self._process:
             raise UsageError(
                 f"{what}: this process was forked from one that has an engine, whose connections to the other ranks "
-                "it can not use; make an engine in each process that trains."
+                "it cannot use; make an engine in each process that trains."
             )
         self.sequence += 1
         self._log.append((self.sequence, what))

@@ -167,8 +167,8 @@ class Changes:
         """What the units have to become; None if they stay.
 
         Raises:
-            ConfigError: a parameter can not be given to one group of the optimizer.
-            ModelError: the model can not be cut.
+            ConfigError: a parameter cannot be given to one group of the optimizer.
+            ModelError: the model cannot be cut.
         """
         engine = self.engine
         if engine._update is not None:
@@ -227,7 +227,7 @@ def needed(engine: Engine) -> bool:
     Values given by ``parameter.data = x`` are read in on the way, which needs no other rank.
 
     Raises:
-        ConfigError, ModelError: the model as it is now can not be trained; it says why.
+        ConfigError, ModelError: the model as it is now cannot be trained; it says why.
     """
     changes = engine._changes
     if engine.closed or changes.unchanged():

@@ -4,7 +4,7 @@
 Two things would go wrong with the usual answer: hooks of the engine, and a forward that it put in place of the
 module's, would be copied with the module, or shared with the copy; and a parameter is a view of its unit's flat, whose
 whole storage would be written for each parameter. So hooked modules and parameters answer for themselves. Dictionaries
-of hooks can not be replaced or filtered where they are: the handles of the user's own hooks refer to them.
+of hooks cannot be replaced or filtered where they are: the handles of the user's own hooks refer to them.
 """
 
 from __future__ import annotations

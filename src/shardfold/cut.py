@@ -71,7 +71,7 @@ def cut(
         align: a power of 2; no rank boundary cuts so many elements of a trainable parameter, counted from its start.
 
     Raises:
-        ModelError: a pattern matches nothing, units nest, a parameter has a dtype that can not be split or no shape
+        ModelError: a pattern matches nothing, units nest, a parameter has a dtype that cannot be split or no shape
             yet, elements share memory, or a tied parameter follows several rules.
     """
     _check_memory(model)
@@ -101,7 +101,7 @@ def _check_memory(model: nn.Module) -> None:
             continue
         if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
             raise ModelError(
-                f"{name!r} is an expanded tensor, so its elements share memory and can not be updated one by one: give "
+                f"{name!r} is an expanded tensor, so its elements share memory and cannot be updated one by one: give "
                 "it memory of its own with nn.Parameter(tensor.clone())."
             )
         extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
@@ -134,7 +134,7 @@ def _named(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> list[tup
     for outer, _ in ordered:
         for inner, _ in ordered:
             if inner.startswith(outer + "."):
-                raise ModelError(f"units= names {inner!r} inside {outer!r}: units can not nest; name only one of them.")
+                raise ModelError(f"units= names {inner!r} inside {outer!r}: units cannot nest; name only one of them.")
     return ordered
 
 
@@ -266,7 +266,7 @@ def _lay_out(
         own = dtype_name(parameter.dtype)
         if own is None or parameter.is_complex():
             raise ModelError(
-                f"parameter {name!r} has dtype {parameter.dtype}, which can not be split; known: {', '.join(ITEMSIZE)}."
+                f"parameter {name!r} has dtype {parameter.dtype}, which cannot be split; known: {', '.join(ITEMSIZE)}."
             )
         rule = number[id(parameter)]
         precision = rules.precisions[rule]

@@ -209,7 +209,7 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "an engine can not be copied or pickled, as it holds process groups and shards: copy or save engine.module "
+            "an engine cannot be copied or pickled, as it holds process groups and shards: copy or save engine.module "
             "inside `with engine.gathered():`, or save engine.state_dict()."
         )
 
@@ -409,7 +409,7 @@ class Engine:
             by ``wait()``.
 
         Raises:
-            CheckpointError: it can not be written; what was there before is as it was.
+            CheckpointError: it cannot be written; what was there before is as it was.
             UsageError: between the micro-batches of a step, or while values are lent.
         """
         self._meet(f"engine.save(frozen={frozen!r})", follow=True)

@@ -3,12 +3,12 @@
 ShardfoldError                     the base: its message is one sentence (what, where, how to mend it)
 |-- ConfigError (ValueError)       an option or key that is unknown, of the wrong type, or contradicts another
 |   `-- LayoutError                a table that contradicts itself or the mesh it is bound to
-|-- ModelError                     a model that can not be cut into units or materialized
+|-- ModelError                     a model that cannot be cut into units or materialized
 |-- UsageError (RuntimeError)      a call that is not legal now: wrong order, wrong rank, wrong state
 |   `-- FreedParameterError        a parameter was touched while only its shard is on this rank
 |-- NonFiniteError (ArithmeticError) a loss, gradients or weights are inf or NaN, or overflow at any loss scale
 |-- CheckpointError (RuntimeError) a checkpoint is missing, incomplete or damaged, does not fit, or was not written
-|-- OrderError (RuntimeError)      ranks asked for operations in orders that can not be reconciled
+|-- OrderError (RuntimeError)      ranks asked for operations in orders that cannot be reconciled
 `-- CollectiveError (RuntimeError) a collective failed or did not finish: rank, unit and operation are named
 """
 
@@ -45,7 +45,7 @@ class LayoutError(ConfigError):
 
 
 class ModelError(ShardfoldError, ValueError):
-    """A model that can not be cut into units or materialized as asked."""
+    """A model that cannot be cut into units or materialized as asked."""
 
 
 class UsageError(ShardfoldError, RuntimeError):
@@ -61,11 +61,11 @@ class NonFiniteError(ShardfoldError, ArithmeticError):
 
 
 class CheckpointError(ShardfoldError, RuntimeError):
-    """A checkpoint can not be read, or could not be written."""
+    """A checkpoint cannot be read, or could not be written."""
 
 
 class OrderError(ShardfoldError, RuntimeError):
-    """Ranks asked for operations in orders that can not be reconciled."""
+    """Ranks asked for operations in orders that cannot be reconciled."""
 
 
 class CollectiveError(ShardfoldError, RuntimeError):

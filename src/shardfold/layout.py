@@ -138,7 +138,7 @@ class Precision:
         if ITEMSIZE[self.master] < ITEMSIZE[self.compute]:
             raise LayoutError(
                 f"Precision.master is {self.master} but compute is {self.compute}: "
-                "the optimizer can not update a copy that is coarser than what forward reads; widen master."
+                "the optimizer cannot update a copy that is coarser than what forward reads; widen master."
             )
 
     @staticmethod
@@ -214,7 +214,7 @@ class Activations:
             raise ConfigError(f"activations={self.mode!r} is unknown.{did_you_mean(str(self.mode), MODES)}")
         if self.over:
             raise ConfigError(
-                f"Activations.over is {self.over!r}: activations can not be split over mesh axes yet, so leave it out; "
+                f"Activations.over is {self.over!r}: activations cannot be split over mesh axes yet, so leave it out; "
                 "'recompute' and 'host' free the same memory."
             )
         if self.kept and self.mode != "select" and not fits:
@@ -364,7 +364,7 @@ class Layout:
         if not set(self.kept.over) <= set(rest):
             raise LayoutError(
                 f"held is split over {_axes(self.kept.over)} but params only over {_axes(rest)}: "
-                "backward can not hold less than rests; drop the extra axes from held, or split params over them."
+                "backward cannot hold less than rests; drop the extra axes from held, or split params over them."
             )
 
     def bind(self, precision: Precision, mesh: Mesh) -> Layout:
@@ -408,7 +408,7 @@ class Layout:
         if ITEMSIZE[bound.master.dtype] < ITEMSIZE[precision.compute]:
             raise LayoutError(
                 f"master is {bound.master.dtype} but Precision.compute is {precision.compute}: "
-                "the optimizer can not update a copy that is coarser than what forward reads; widen master."
+                "the optimizer cannot update a copy that is coarser than what forward reads; widen master."
             )
         if not bound.grads.over and bound.grads.dtype != bound.reduce.dtype and prod(mesh.values()) > 1:
             raise LayoutError(

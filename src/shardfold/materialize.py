@@ -118,7 +118,7 @@ def make_units(
     """
     units: list[Unit] = []
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    for module in recurrent:  # they keep weak references to their weights, and such tensors can not be made real
+    for module in recurrent:  # they keep weak references to their weights, and such tensors cannot be made real
         module._flat_weight_refs = []
     for c in cuts:
         assert c.spec is not None
@@ -234,7 +234,7 @@ def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:
                     torch.utils.swap_tensors(parameter, fresh.requires_grad_(parameter.requires_grad))
                 except RuntimeError as error:
                     raise ModelError(
-                        f"parameter {slot.name!r}, built under meta_init(), can not be made real while something keeps "
+                        f"parameter {slot.name!r}, built under meta_init(), cannot be made real while something keeps "
                         "a weak reference to it: build this model without meta_init()."
                     ) from error
             else:

@@ -70,7 +70,7 @@ class Meter:
         self._last_asked_calls, self._asked_calls = self._asked_calls, 0
 
     def forget_last(self) -> None:
-        """The program is another one now: what the last step sent can not be compared with it."""
+        """The program is another one now: what the last step sent cannot be compared with it."""
         self._last, self.last_sections = _counts(), Counter()
 
     def count(self, op: Op, flat: Tensor, *, asked: bool = False) -> None:

@@ -109,7 +109,7 @@ def _bounds(order: Sequence[str]) -> dict[str, tuple[int, int]]:
 def merge_orders(orders: Sequence[Sequence[str]], known: Sequence[str]) -> list[str] | None:
     """One order of which each of ``orders`` is a part; what they leave open is as in ``known``.
 
-    A unit that runs several times is several entries. None if the orders can not all be kept.
+    A unit that runs several times is several entries. None if the orders cannot all be kept.
     """
     place = {name: i for i, name in enumerate(known)}
     after: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)

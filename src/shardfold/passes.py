@@ -46,7 +46,7 @@ class Schedule:
             raise ConfigError(f"Schedule.reduces_in_flight is {self.reduces_in_flight}: it is 0, 1 or None.")
         for name in ("prefetch", "block"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"Schedule.{name} is {getattr(self, name)}: it can not be negative.")
+                raise ConfigError(f"Schedule.{name} is {getattr(self, name)}: it cannot be negative.")
 
 
 def prefetch(ops: tuple[Op, ...], depth: int) -> tuple[Op, ...]:

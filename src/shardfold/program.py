@@ -118,7 +118,7 @@ def redistribute(unit: str, have: Axes | None, need: Axes, *, data: Axes, gather
         reduce: dtype on the wire of a reduction.
 
     Raises:
-        LayoutError: the two can not be joined by a gather or a reduction.
+        LayoutError: the two cannot be joined by a gather or a reduction.
     """
     if have is None:  # PARTIAL
         if need:
@@ -180,7 +180,7 @@ def lower(
         # Gradients can leave as soon as all are there; the values stay until another unit begins, because a node of
         # this unit's backward may still read them (a weight that was detached has no gradient to announce it).
         yield from reduce
-        # What backward finds full (because forward kept it) it can not fill again: it stays until it ran the last time.
+        # What backward finds full (because forward kept it) it cannot fill again: it stays until it ran the last time.
         if after.over and not (again and not forward and layout.held is not None and not layout.held.over):
             yield Op("FREE", unit.name)
 

@@ -6,7 +6,7 @@ read off its main thread's stack by this thread: a collective of the user's own 
 outside of Shardfold), or simply the line it is at. From what all ranks published a waiting rank can tell whether
 another is late or will never come.
 
-A rank that is stuck in a collective of the user's own can not read the sentence with which the others gave up; this
+A rank that is stuck in a collective of the user's own cannot read the sentence with which the others gave up; this
 thread reads it and has it raised there (as an asynchronous exception, when the broken collective returns).
 """
 

@@ -1,7 +1,7 @@
 """The benchmark: one job under each layout and under each peer that is installed, in rounds in which they take turns.
 
 settings    what is run, and how often                                          (values; no torch)
-contenders  who runs it, by name, and who can not, with the reason              (values; no torch)
+contenders  who runs it, by name, and who cannot, with the reason              (values; no torch)
 models      the jobs: models and batches                                        in the ranks' processes
 sides       the contenders: forward and backward, and the optimizer step        in the ranks' processes
 measure     storages, resident sets, page faults                                in the ranks' processes

@@ -32,7 +32,7 @@ def bench(
     """Runs the comparison and prints it; False if no contender ran or their losses disagree.
 
     Raises:
-        ConfigError: a name is unknown, or was asked for and can not take part.
+        ConfigError: a name is unknown, or was asked for and cannot take part.
     """
     chosen, left_out = contenders.choose(settings, only, without)
     names = [each.name for each in chosen]

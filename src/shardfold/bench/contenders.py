@@ -131,7 +131,7 @@ def choose(
         without: names or patterns.
 
     Raises:
-        ConfigError: a pattern names nobody, or all that it names can not take part.
+        ConfigError: a pattern names nobody, or all that it names cannot take part.
     """
     reasons = {}
     for contender in CONTENDERS:
@@ -142,7 +142,7 @@ def choose(
     for pattern in only:
         names = _named(pattern)
         if all(name in reasons for name in names):
-            raise ConfigError(f"{names[0]} was asked for and can not take part: {reasons[names[0]]}.")
+            raise ConfigError(f"{names[0]} was asked for and cannot take part: {reasons[names[0]]}.")
     asked = {name for pattern in only for name in _named(pattern)} if only else {each.name for each in CONTENDERS}
     asked -= {name for pattern in without for name in _named(pattern)}
     chosen = [each for each in CONTENDERS if each.name in asked and each.name not in reasons]

@@ -74,7 +74,7 @@ def other_base(engine: Engine, left_out: Mapping[str, Parameter]) -> tuple[list[
         left_out: what the checkpoint says of them, by the engine's names.
 
     Returns:
-        Names of those that differ, and of those that can not be compared as they are kept in fewer digits here.
+        Names of those that differ, and of those that cannot be compared as they are kept in fewer digits here.
     """
     if not left_out:
         return [], []

@@ -62,7 +62,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
     """What was given to ``dcp.save``, nested as it was; tensors are :class:`Later`, everything else is read.
 
     Raises:
-        CheckpointError: it can not be read.
+        CheckpointError: it cannot be read.
     """
     reader = _Reader(folder)
     check_regular(folder / ".metadata")
@@ -74,7 +74,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:  # whatever a pickle raises
-        raise CheckpointError(f"{folder / '.metadata'} can not be read: {error}.") from None
+        raise CheckpointError(f"{folder / '.metadata'} cannot be read: {error}.") from None
     for name in files:
         inside(folder, name)
     nested: dict[Any, Any] = {}
@@ -116,7 +116,7 @@ def _read(reader: _Reader, key: str, target: Tensor | None) -> Any:
     except CheckpointException as error:
         if isinstance(cause := _cause(error), CheckpointError):
             raise cause from error
-        raise CheckpointError(f"{reader.path}: {key} can not be read: {_cause(error)}.") from error
+        raise CheckpointError(f"{reader.path}: {key} cannot be read: {_cause(error)}.") from error
     return wanted[key]
 
 

@@ -7,7 +7,7 @@
         [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt      rank R's part of the fp32 weights and of the moments
 
 Which elements those are, ``deepspeed_ranks`` says. Under stages 1 and 2 the weights are compared with the rounded ones
-of the model's file as they are written, so that a layout that is not known here can not pass.
+of the model's file as they are written, so that a layout that is not known here cannot pass.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class _Output:
                 try:
                     done += os.pwrite(self._fd, view[done:length], position + done)
                 except OSError as error:
-                    if not self._direct or error.errno != errno.EINVAL:  # this file system can not after all
+                    if not self._direct or error.errno != errno.EINVAL:  # this file system cannot after all
                         error.filename = error.filename or str(self._path)
                         raise
                     self._go_buffered()

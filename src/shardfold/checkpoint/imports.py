@@ -196,7 +196,7 @@ def _unpickled(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # whatever a pickle that is none raises
         why = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} can not be read as a file of torch.save: {why.rstrip('.')}.") from None
+        raise CheckpointError(f"{path} cannot be read as a file of torch.save: {why.rstrip('.')}.") from None
     if not isinstance(said, Mapping):
         raise CheckpointError(f"{path} holds a {type(said).__name__}, not a state dict.")
     return dict(said)
@@ -275,7 +275,7 @@ class _Moments:
     """The state of a torch optimizer, whose parameters are named or can be.
 
     Attributes:
-        names: of the parameters that it has; none if it can not be told which they are.
+        names: of the parameters that it has; none if it cannot be told which they are.
         step: updates done, by the parameter that has most.
     """
 
@@ -351,7 +351,7 @@ class _Moments:
 
 
 class _Unclear(Exception):
-    """It can not be told which state is whose."""
+    """It cannot be told which state is whose."""
 
 
 def _nested(saved: Any) -> tuple[dict[str, dict[str, Any]], list[tuple[dict[str, Any], list[str]]]]:

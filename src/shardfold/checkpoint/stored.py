@@ -198,7 +198,7 @@ def of_safetensors(path: Path) -> Stored:
     except KeyError as error:
         raise CheckpointError(f"{path} has tensors of dtype {error}, which PyTorch does not have.") from None
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path} can not be read: {str(error).rstrip('.')}.") from None
+        raise CheckpointError(f"{path} cannot be read: {str(error).rstrip('.')}.") from None
     if absent := sorted(set(homes) - set(stored.tensors)):
         raise CheckpointError(f"{path}: its index names tensors that no file has: {', '.join(absent)}.")
     return stored

@@ -154,7 +154,7 @@ def verify(path: str | Path, tick: Callable[[int, int], None] = lambda done, tot
         try:
             _check_file(found, folder, pieces, name, index.files[name], lambda done: tick(done, total))
         except OSError as error:
-            found.damage.append(Damage(f"can not be read ({error.strerror})", name))
+            found.damage.append(Damage(f"cannot be read ({error.strerror})", name))
     return found
 
 
@@ -337,7 +337,7 @@ def _opened(path: Path, names: set[str]) -> list[Damage]:
         with safe_open(path, framework="np") as file:
             differ = sorted(set(file.keys()) ^ names)
     except (SafetensorError, OSError) as error:
-        return [Damage(f"safetensors can not open it ({error})", path.name)]
+        return [Damage(f"safetensors cannot open it ({error})", path.name)]
     return [Damage("safetensors does not find it", path.name, name) for name in differ]
 
 

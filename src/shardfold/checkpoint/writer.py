@@ -46,7 +46,7 @@ class Writer:
         file_bytes: of a file, about; a tensor is never split over two.
 
     Raises:
-        CheckpointError: from every method: a name is given twice, or shape or dtype can not be kept.
+        CheckpointError: from every method: a name is given twice, or shape or dtype cannot be kept.
     """
 
     def __init__(self, target: str | Path, *, step: int = 0, source: str = "", file_bytes: int = 4 * 2**30) -> None:

@@ -10,4 +10,4 @@ if len(sys.argv) < 2:
 try:
     os.execvpe(sys.argv[1], sys.argv[1:], environment())
 except OSError as error:
-    sys.exit(f"{sys.argv[1]!r} can not be run: {error.strerror}.")
+    sys.exit(f"{sys.argv[1]!r} cannot be run: {error.strerror}.")

@@ -115,7 +115,7 @@ class Agent(SimpleElasticAgent):
         try:
             return Worker(local_rank, command, environment, outlets, cores, reads)
         except OSError as error:
-            raise ConfigError(f"{command[0]!r} can not be run: {error.strerror}.") from None
+            raise ConfigError(f"{command[0]!r} cannot be run: {error.strerror}.") from None
 
     def _variables(self, group: WorkerGroup, place: Any) -> dict[str, str]:
         spec, nodes = group.spec, group.group_world_size
@@ -250,7 +250,7 @@ def log_folder(options: Options) -> Path:
         try:
             base.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--log-dir {base} can not be made: {error.strerror}.") from None
+            raise ConfigError(f"--log-dir {base} cannot be made: {error.strerror}.") from None
     return Path(tempfile.mkdtemp(prefix=f"{options.rdzv_id}_", dir=base))
 
 
@@ -263,7 +263,7 @@ def share_of_cores(listed: str | None, local_rank: int, count: int) -> list[int]
     share = len(cores) // count
     if not share:
         raise ConfigError(
-            f"{count} ranks can not have a core each of {len(cores)}: start fewer, or leave out the binding."
+            f"{count} ranks cannot have a core each of {len(cores)}: start fewer, or leave out the binding."
         )
     return cores[share * local_rank : share * (local_rank + 1)]
 

@@ -282,13 +282,13 @@ def check_hosts(
             continue
         words = (said.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
         if host.process.returncode == UNREACHABLE:
-            wrong.append(f"host {name} can not be reached by {options.ssh}: {words}")
+            wrong.append(f"host {name} cannot be reached by {options.ssh}: {words}")
         elif host.process.returncode == 127:
             wrong.append(
                 f"host {name} has no {sys.executable}: install the same environment there, or give --venv-script."
             )
         elif host.process.returncode:
-            wrong.append(f"host {name} can not start: {words}.")
+            wrong.append(f"host {name} cannot start: {words}.")
         else:
             found = answer(out)
             if found is None:

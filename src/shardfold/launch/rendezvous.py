@@ -242,7 +242,7 @@ def open_store(host: str, port: int) -> Any:
     try:
         return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=CONNECT)
     except (DistError, RuntimeError, ValueError) as error:
-        reason = "is in use" if "EADDRINUSE" in str(error) else f"can not be opened ({str(error).splitlines()[0]})"
+        reason = "is in use" if "EADDRINUSE" in str(error) else f"cannot be opened ({str(error).splitlines()[0]})"
         raise ConfigError(
             f"port {port} of {host} {reason}: give another --master-port; one machine needs none, and takes a free one."
         ) from None
@@ -252,7 +252,7 @@ def join_store(host: str, port: int, timeout: float) -> Any:
     """Connect to a store, however late it is opened."""
     deadline = time.monotonic() + timeout
     while True:
-        # Tried in Python first, as a signal can not interrupt the store's own attempts.
+        # Tried in Python first, as a signal cannot interrupt the store's own attempts.
         try:
             socket.create_connection((host, port), timeout=2.0).close()
             break
@@ -264,7 +264,7 @@ def join_store(host: str, port: int, timeout: float) -> Any:
 
 
 def wait_for(store: Any, keys: list[str], deadline: float) -> None:
-    """Wait until all keys are there; short looks, as a signal can not interrupt the store's own waiting."""
+    """Wait until all keys are there; short looks, as a signal cannot interrupt the store's own waiting."""
     missing = keys
     while missing:
         try:

@@ -80,7 +80,7 @@ def bracket(piece: str, text: str) -> list[str]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
         if match is None or not piece.endswith("]") or int(match[2] or match[1]) < int(match[1]):
             raise ConfigError(
-                f"the job's node list {text!r} can not be read: {piece!r} is not a range such as [01-03,7]."
+                f"the job's node list {text!r} cannot be read: {piece!r} is not a range such as [01-03,7]."
             )
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
@@ -97,7 +97,7 @@ def expand_tasks(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ConfigError(f"the job's tasks per node, {text!r}, can not be read: {part!r} is not like 4 or 4(x2).")
+            raise ConfigError(f"the job's tasks per node, {text!r}, cannot be read: {part!r} is not like 4 or 4(x2).")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

@@ -86,7 +86,7 @@ class Alarm:
         self._rung = raised and not overflowed
 
     def settle(self) -> None:
-        """After a step under a loss scale: watches the modules while the scale can not be lowered any more."""
+        """After a step under a loss scale: watches the modules while the scale cannot be lowered any more."""
         scaler = self._engine.loss_scale
         if scaler is None or not scaler.stuck:
             self.close()

@@ -104,7 +104,7 @@ class Scaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether so many steps were skipped at the floor that lowering the scale can not be the remedy."""
+        """Whether so many steps were skipped at the floor that lowering the scale cannot be the remedy."""
         return self.rule.patience is not None and self.stuck >= self.rule.patience
 
     @property

@@ -31,7 +31,7 @@ CUDA_BLOCK = 64 * 1024 * 1024
 
 
 def fused_moments(optimizer: Optimizer) -> tuple[str, ...] | None:
-    """Names of the moments that the fused update keeps for this optimizer, or None if it can not stand in for it.
+    """Names of the moments that the fused update keeps for this optimizer, or None if it cannot stand in for it.
 
     A class of another name, whose update is that of torch's, says so in an attribute ``same_as``.
     """

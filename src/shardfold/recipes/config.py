@@ -178,7 +178,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         detail = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"the config file {str(path)!r} can not be read: {detail}.") from None
+        raise ConfigError(f"the config file {str(path)!r} cannot be read: {detail}.") from None
     try:
         settings = json.loads(text) if path.suffix == ".json" else parse_toml(text)
     except (ValueError, RecursionError) as error:

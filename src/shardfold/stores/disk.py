@@ -31,7 +31,7 @@ class DiskStore:
         folder: where the file is; None: the system's folder for temporary files.
 
     Raises:
-        OSError: the folder can not be written to.
+        OSError: the folder cannot be written to.
     """
 
     def __init__(self, device: torch.device, folder: str | None) -> None:

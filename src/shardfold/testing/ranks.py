@@ -198,7 +198,7 @@ class Ranks:
         seconds and bounds the call; ``group_timeout`` (default: beyond ``timeout``) bounds one collective.
         ``warnings_as_errors``: True or False; by default the ranks have the caller's warning filters.
 
-        Raises `RanksFailed` if any rank raised, died or hung, and `UsageError` for arguments that can not be used.
+        Raises `RanksFailed` if any rank raised, died or hung, and `UsageError` for arguments that cannot be used.
         """
         if self._closed:
             raise UsageError("These Ranks are closed: make new ones with Ranks(num_ranks).")
@@ -356,7 +356,7 @@ def _pickled_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
         raise UsageError(
-            f"{name} or its arguments can not be pickled for the ranks ({error}): "
+            f"{name} or its arguments cannot be pickled for the ranks ({error}): "
             "define functions at the top level of a module."
         ) from error
 

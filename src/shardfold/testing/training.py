@@ -111,7 +111,7 @@ def same_training(
     moment near its eps). ``ranks`` is a pool to run in; further options go to the engine.
 
     Raises `AssertionError` where the trainings differ, `RanksFailed` if one of them fails, and `UsageError` for
-    batches that can not be cut evenly and an unknown ``reference``.
+    batches that cannot be cut evenly and an unknown ``reference``.
     """
     if reference not in ("whole", "parts"):
         raise UsageError(f"same_training(reference={reference!r}): it is 'whole' or 'parts'.")
@@ -251,7 +251,7 @@ def _check_batches(batches: Sequence[tuple[Any, ...] | dict[str, Any]], count: i
             if isinstance(value, Tensor) and (value.dim() == 0 or value.shape[0] % count):
                 raise UsageError(
                     f"batch {number} has a tensor of shape {tuple(value.shape)}: "
-                    f"its dim 0 can not be cut into world_size * accumulate = {count} equal slices."
+                    f"its dim 0 cannot be cut into world_size * accumulate = {count} equal slices."
                 )
 
 

@@ -129,7 +129,7 @@ def _pickled_result(result: Any) -> bytes:
         # Plain pickle, not `Connection.send`: that would share tensors through file descriptors which die with us.
         return pickle.dumps(result)
     except Exception as error:
-        raise TypeError(f"the function's result, a {type(result).__name__}, can not be pickled: {error}") from error
+        raise TypeError(f"the function's result, a {type(result).__name__}, cannot be pickled: {error}") from error
 
 
 def _set_filters(filters: Sequence[Any]) -> None:

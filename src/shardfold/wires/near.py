@@ -16,7 +16,7 @@ entry on its *board*, a few pages that the others read the same way:
 A rank reads from another when that one is ready, and changes or frees its own buffer when all others are done. Nobody
 sends: waiting is looking at the boards of the others, first at once and then less and less often. It is done in slices,
 like waiting for a Gloo collective, so that ranks that never meet are found in the same way. A process that is gone
-shows as one that can not be read, and is done with all that it read; an engine that was closed says so on its board. So
+shows as one that cannot be read, and is done with all that it read; an engine that was closed says so on its board. So
 a rank may leave as soon as a pass is over for it, while others still look. What its own thread does not wait for yet, a
 second thread of the process carries on with, so that no rank depends on what another does meanwhile.
 

@@ -34,7 +34,7 @@ class Checked:
         given: by path, as a value of its type.
         notes: keys that have no effect here.
         autos: paths whose value is ``"auto"``.
-        refused: a sentence's part for each key that can not be honoured.
+        refused: a sentence's part for each key that cannot be honoured.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def check(config: Mapping[str, Any], where: str) -> Checked:
 
     Raises:
         DeepSpeedConfigError: a key is unknown, twice there under two names, of the wrong type, out of its range, or
-            would change the training and can not be honoured.
+            would change the training and cannot be honoured.
     """
     found = Checked()
     _walk(config, "", found, where)

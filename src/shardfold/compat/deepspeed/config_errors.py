@@ -8,7 +8,7 @@ __all__ = ["DeepSpeedConfigError"]
 
 
 class DeepSpeedConfigError(ConfigError, AssertionError):
-    """A config that can not be honoured; one sentence says what, where and how to mend it.
+    """A config that cannot be honoured; one sentence says what, where and how to mend it.
 
     Also a ``ValueError`` and an ``AssertionError``, as scripts that catch DeepSpeed's own errors expect.
     """

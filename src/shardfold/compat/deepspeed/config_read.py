@@ -117,7 +117,7 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
             solved.
 
     Raises:
-        DeepSpeedConfigError: it can not be honoured; one sentence says what, where and how to mend it.
+        DeepSpeedConfigError: it cannot be honoured; one sentence says what, where and how to mend it.
     """
     raw, where = load(config)
     ranks, ranks_from = (world_size, "as given") if world_size is not None else _ranks()

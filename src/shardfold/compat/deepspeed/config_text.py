@@ -44,7 +44,7 @@ def explain_config(config: Path, *, mesh: Mapping[str, int], params: int) -> str
     """What a config becomes: its layout's table and program with their cost, every effective value, the notes.
 
     Raises:
-        DeepSpeedConfigError: it can not be honoured.
+        DeepSpeedConfigError: it cannot be honoured.
     """
     ranks = mesh["inter"] * mesh["intra"]
     settings = read(config, world_size=ranks)

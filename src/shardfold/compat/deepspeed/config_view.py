@@ -78,7 +78,7 @@ class DeepSpeedConfig:
         mesh_device: likewise, a device mesh with a dim ``"data_parallel"``.
 
     Raises:
-        DeepSpeedConfigError: it can not be honoured; one sentence says what, where and how to mend it.
+        DeepSpeedConfigError: it cannot be honoured; one sentence says what, where and how to mend it.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:

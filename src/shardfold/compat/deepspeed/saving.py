@@ -86,7 +86,7 @@ def save_checkpoint(
         True.
 
     Raises:
-        CheckpointError: it can not be written; what was there before is as it was.
+        CheckpointError: it cannot be written; what was there before is as it was.
         WrongCall: ranks give different tags, and the config's ``checkpoint.tag_validation`` is ``"Fail"``.
     """
     if not save_dir:
@@ -345,7 +345,7 @@ def _imported(engine: DeepSpeedEngine, path: Path) -> Iterator[Path]:
     """A checkpoint of ours, made by rank 0 of one of DeepSpeed's, beside its run until all have read it.
 
     Raises:
-        CheckpointError: on all ranks: it can not be read, or there is no room beside it.
+        CheckpointError: on all ranks: it cannot be read, or there is no room beside it.
     """
     said, problem = "", None
     if engine.global_rank == 0:
@@ -479,7 +479,7 @@ def save_16bit_model(
 
 
 def give_back(engine: DeepSpeedEngine) -> None:
-    """Closes the engine underneath; if its values can not be had any more, without them."""
+    """Closes the engine underneath; if its values cannot be had any more, without them."""
     try:
         close_split(engine._core)
     except ShardfoldError as error:

@@ -79,7 +79,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, self.memory_allocated())
 
     def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        """The system's count of a process's peak can not be reset."""
+        """The system's count of a process's peak cannot be reset."""
 
     def memory_reserved(self, device_index: int | None = None) -> int:
         return self.memory_allocated()

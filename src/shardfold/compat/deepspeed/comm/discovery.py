@@ -25,7 +25,7 @@ def discover(environment: Mapping[str, str], port: int) -> dict[str, str]:
 
     Raises:
         UsageError: there are several machines, and nothing says which one has rank 0.
-        ConfigError: the scheduler's variables can not be read.
+        ConfigError: the scheduler's variables cannot be read.
     """
     task = find_task(environment)
     if task is None:

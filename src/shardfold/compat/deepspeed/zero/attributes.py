@@ -100,7 +100,7 @@ def _property(name: str, read: Callable[[nn.Parameter], Any], write: Callable[..
         elif write is not None:
             write(self, value)
         else:
-            raise AttributeError(f"{name!r} of a split parameter can not be set: it follows what holds the parameter")
+            raise AttributeError(f"{name!r} of a split parameter cannot be set: it follows what holds the parameter")
 
     return property(get, put)
 

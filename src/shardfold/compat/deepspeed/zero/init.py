@@ -50,7 +50,7 @@ class Init:
         sequence_data_parallel_group: the older name of ``data_parallel_group``.
 
     Raises:
-        ConfigError: (a ``ValueError``) an argument can not be honoured.
+        ConfigError: (a ``ValueError``) an argument cannot be honoured.
     """
 
     def __new__(cls, module: nn.Module | None = None, *args: Any, **kwargs: Any) -> Any:
