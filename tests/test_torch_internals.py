@@ -21,7 +21,7 @@ from shardfold.torch_internals import ATTRIBUTES, INTERNALS, TRIED, Internal, ch
 SOURCES = Path(shardfold.__file__).parent
 
 OTHERS = {  # names with an underscore that are Python's or other libraries'
-    "_asdict", "_make", "_replace",  # of named tuples, documented
+    "_asdict", "_fields", "_make", "_replace",  # of named tuples, documented
     "_current_frames", "_exit", "_getframe",  # of os and sys, documented
     "_init_weights", "_no_split_modules",  # of models of transformers
 }  # fmt: skip

@@ -50,6 +50,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_zero_",
     "free_weak",
+    "functorch_stack",
     "fused_adam_",
     "fused_adamw_",
     "fused_sgd_",
@@ -161,6 +162,7 @@ INTERNALS: tuple[Internal, ...] = (
     ),
     Internal("torch.autograd.profiler._is_profiler_enabled", "names for collectives in traces", "several ranks"),
     Internal("torch._C._profiler._ExperimentalConfig", "all threads in a trace", "shardfold bench --timeline"),
+    Internal("torch._C._functorch.peek_interpreter_stack", "deepspeed.utils' name for it", "that call"),
     Internal("torch.cuda._lazy_call", "deepspeed's accelerator interface", "that call"),
     Internal("torch._has_compatible_shallow_copy_type", "assigning `.data` of a freed parameter", "that assignment"),
 )
@@ -369,6 +371,10 @@ profiler_config: Any = _get("torch._C._profiler._ExperimentalConfig")
 def profiler_is_on() -> bool:
     """Whether a profiler records."""
     return torch.autograd.profiler._is_profiler_enabled  # pyright: ignore
+
+
+functorch_stack: Callable[[], Any] = _get("torch._C._functorch.peek_interpreter_stack")
+"""What ``torch.func``'s transforms are under way; None outside of them."""
 
 
 def cuda_lazy_call(callback: Callable[[], Any]) -> None:

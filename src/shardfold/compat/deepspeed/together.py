@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardfold.compat.deepspeed.refused import WrongArgument
+from shardfold.torch_internals import default_store
 
 __all__ = ["RefusedElsewhere", "together"]
 
@@ -39,7 +40,7 @@ def together(call: str) -> Iterator[None]:
         yield
         return
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    default = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    default = default_store()
     number = default.add(f"shardfold/{call}/{rank}", 1)
     store = dist.distributed_c10d.PrefixStore(f"shardfold/{call}/{number}", default)
     keys = [str(other) for other in range(ranks)]

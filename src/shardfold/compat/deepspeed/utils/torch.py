@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from shardfold.torch_internals import functorch_stack
+
 __all__ = ["is_functorch_transforming", "jit_script_compat", "register_grad_hook", "required_torch_version"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,8 +37,7 @@ def register_grad_hook(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
 
 def is_functorch_transforming() -> bool:
     """Whether this runs inside of ``torch.func.grad``, ``vmap`` or the like."""
-    functorch = getattr(torch._C, "_functorch", None)
-    return functorch is not None and functorch.peek_interpreter_stack() is not None
+    return functorch_stack() is not None
 
 
 def jit_script_compat(fn: Function) -> Function:
