@@ -375,11 +375,11 @@ class Runner:
 
     def before_step(self) -> bool:
         """Takes what users did to gradients since the last step; whether they did anything."""
-        self.hide_gradients()
         whole = not self.layout.master.over
         with no_subclass_functions():
             for unit in self.units:
-                self._by_hand += [(self.micro, *change) for change in unit.shown.take_given(whole=whole)]
+                for change in unit.shown.take_back(whole=whole):  # one by one: what follows may raise
+                    self._by_hand.append((self.micro, *change))
         return bool(self._by_hand)
 
     def compare_changes(self) -> None:
