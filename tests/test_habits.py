@@ -230,7 +230,45 @@ def _stand_in() -> None:
     engine.close()
 
 
+def test_a_stand_in_says_where_the_gradient_is_now(ranks: Ranks) -> None:
+    """Before the last backward of a step it is not summed yet, behind it the gradient is kept in another dtype."""
+    ranks.run(_where_it_is, world_size=2)
+
+
+def _where_it_is() -> None:
+    engine = sf.Engine(make_model().float(), optimizer=ADAMW, layout="ddp", precision="bf16", accumulate=2)
+    weight = engine.module[0].weight
+    for _ in range(2):
+        for where in ("summed over ranks in the last backward", "kept in float32"):
+            engine.backward(engine(rows(0, engine).float()).mean())
+            with pytest.raises(UsageError, match=where):
+                weight.grad.sum()
+        engine.step()
+    engine.close()
+
+
 # -- gradients set by hand --------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_refuses_a_gradient_set_by_hand_keeps_all_others() -> None:
+    """Once it is as it was shown, the step is that of a loop in which nobody set it; parameters before it are not taken
+    for dropped ones."""
+
+    def weights(refused: bool) -> dict[str, Tensor]:
+        engine = sf.Engine(make_model().float(), optimizer=ADAMW, precision="bf16")
+        engine.backward(engine(rows(0).float()).square().mean())
+        last = engine.module[1].bias
+        shown, last.grad = last.grad, torch.ones_like(last) if refused else last.grad
+        if refused:
+            with pytest.raises(UsageError, match="was set by hand"):
+                engine.step()
+        last.grad = shown
+        assert engine.step().updated
+        state = engine.state_dict()
+        engine.close()
+        return state
+
+    torch.testing.assert_close(weights(True), weights(False), rtol=0, atol=0)
 
 
 def _set_by_hand(layout: str) -> None:

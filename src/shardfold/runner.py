@@ -375,11 +375,11 @@ class Runner:
 
     def before_step(self) -> bool:
         """Takes what users did to gradients since the last step; whether they did anything."""
-        self.hide_gradients()
         whole = not self.layout.master.over
         with no_subclass_functions():
             for unit in self.units:
-                self._by_hand += [(self.micro, *change) for change in unit.shown.take_given(whole=whole)]
+                for change in unit.shown.take_back(whole=whole):  # one by one: what follows may raise
+                    self._by_hand.append((self.micro, *change))
         return bool(self._by_hand)
 
     def compare_changes(self) -> None:
@@ -559,12 +559,8 @@ class Runner:
 
     def gradient(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
         """``place``: number of the trainable segment and of the slot."""
-        self._delivered = True
-        if not self.scaled and self.actions.lifted != 1.0:
-            raise UsageError(
-                "loss.backward() under a loss scale gives gradients that are not scaled, of which fp16 loses the small "
-                "ones: call engine.backward(loss), which scales the loss."
-            )
+        if not self._delivered:
+            self._deliver_first()
         if grad.is_sparse:
             grad = grad.to_dense()
         if torch.is_grad_enabled():  # create_graph=True: otherwise entering no_grad() would cost as much as the rest
@@ -576,6 +572,15 @@ class Runner:
         seen.add(place)
         if len(seen) == unit.num_trainable and self._run is not None and unit.name not in self.roots:
             self._run.complete(unit)
+
+    def _deliver_first(self) -> None:
+        """The first gradient of a backward."""
+        if not self.scaled and self.actions.lifted != 1.0:
+            raise UsageError(
+                "loss.backward() under a loss scale gives gradients that are not scaled, of which fp16 loses the small "
+                "ones: call engine.backward(loss), which scales the loss."
+            )
+        self._delivered = True
 
     def end_backward(self) -> None:
         if self._run is not None:

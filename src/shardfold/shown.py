@@ -8,12 +8,13 @@ dtype, something stands for them that says so when it is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardfold.errors import UsageError
 from shardfold.hidden import HiddenGradient
@@ -28,46 +29,57 @@ Place = tuple[int, int]
 Change = tuple[str, str]
 """What users did, ``"dropped"``, ``"zeroed"`` or ``"set"``, to the gradient of which parameter."""
 
+_grad = attrgetter("grad")
+
 
 class ShownGradients:
     """What one unit shows."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._shown: list[tuple[nn.Parameter, Tensor, int, int]] = []  # whose gradient it is, and its place
-        self._standing: dict[Place, HiddenGradient] = {}
+        self._shown: list[Sequence[Tensor | None]] = []  # by segment and slot; empty while nothing is shown
+        self._standing: dict[tuple[int, str], list[HiddenGradient]] = {}  # of a segment, by slot, and where they are
         self._zeroed: set[Place] = set()  # of those
+        self._nothing = [[None] * len(segment.parameters) for segment in unit.trainable]
 
     def show(self, where: str | None) -> None:
         """Every parameter that has a gradient on this rank has it in ``.grad``, or what stands for it.
 
         ``where`` they are, if not whole on this rank; said to who reads one. None: of those nothing is shown.
         """
-        buffer = self._unit.resting
-        for i, (segment, used) in enumerate(zip(self._unit.trainable, self._unit.used, strict=True)):
-            views: list[Tensor] | None = None
-            if where == "" and buffer is not None and _as_parameter(segment, buffer.flats[i]):
-                views = buffer.views[i]
-            if views is None and where is None:
-                continue
-            for slot, (parameter, was) in enumerate(zip(segment.parameters, used, strict=True)):
-                # What only other ranks used counts for a norm too: zeros, where none did, do not.
-                if not was and not (views is not None and self._unit.reduced and bool(views[slot].any())):
-                    continue
-                if views is not None:
-                    grad = segment.adopted.get(slot, views[slot])
-                else:
-                    grad = self._standing.get((i, slot))
-                    if grad is None:
-                        grad = self._stand_for(segment, (i, slot), where or "")
-                parameter.grad = grad
-                self._shown.append((parameter, grad, i, slot))
+        trainable = self._unit.trainable
+        self._shown = [self._to_show(i, where) for i in range(len(trainable))]
+        for segment, grads in zip(trainable, self._shown, strict=True):
+            for parameter, grad in zip(segment.parameters, grads, strict=True):
+                if grad is not None:
+                    parameter.grad = grad
 
-    def _stand_for(self, segment: Segment, place: Place, where: str) -> HiddenGradient:
+    def _to_show(self, i: int, where: str | None) -> Sequence[Tensor | None]:
+        """What the parameters of a segment are to show, by slot; in most steps a list that was made before."""
+        unit, buffer = self._unit, self._unit.resting
+        segment, used = unit.trainable[i], unit.used[i]
+        if where == "" and buffer is not None and _as_parameter(segment, buffer.flats[i]):
+            views, adopted = buffer.views[i], segment.adopted
+            if all(used) and not adopted:
+                return views
+            return [  # what only other ranks used counts for a norm too: zeros, where none did, do not
+                adopted.get(slot, view) if was or (unit.reduced and bool(view.any())) else None
+                for slot, (view, was) in enumerate(zip(views, used, strict=True))
+            ]
+        if where is None:
+            return self._nothing[i]
+        standing = self._standing.get((i, where)) or self._stand(i, where)
+        return standing if all(used) else [grad if was else None for grad, was in zip(standing, used, strict=True)]
+
+    def _stand(self, i: int, where: str) -> list[HiddenGradient]:
+        """Makes what stands for the gradients of a segment."""
+        segment = self._unit.trainable[i]
         why = where or f"which is kept in {str(segment.dtypes['grads']).removeprefix('torch.')}"
-        zero = partial(self._zeroed.add, place)
-        made = HiddenGradient.of(segment.parameters[place[1]], self._name(place), why, zero)
-        self._standing[place] = made
+        made = [
+            HiddenGradient.of(parameter, self._name((i, slot)), why, partial(self._zeroed.add, (i, slot)))
+            for slot, parameter in enumerate(segment.parameters)
+        ]
+        self._standing[i, where] = made
         return made
 
     def hide(self) -> list[Change]:
@@ -76,32 +88,53 @@ class ShownGradients:
         Raises:
             UsageError: a gradient that this rank does not have whole was replaced.
         """
-        changes: list[Change] = []
-        for parameter, grad, i, slot in self._shown:
-            found = parameter.grad
-            if found is not grad and (change := self._follow((i, slot), grad, found)):
-                changes.append(change)
-            parameter.grad = None
-        self._shown.clear()
-        for place in sorted(self._zeroed):
-            self._unit.drop_gradient(*place, zero=True)
-            changes.append(("zeroed", self._name(place)))
-        self._zeroed.clear()
+        changes = [] if self._untouched() else self._follow()
+        self.forget()
         return changes
+
+    def take_back(self, *, whole: bool) -> Iterator[Change]:
+        """Before a step: as :meth:`hide`, and takes the gradients that users gave to parameters that had none.
+
+        Raises:
+            UsageError: of those, this rank does not have gradients ``whole``.
+        """
+        if self._shown and self._untouched():  # where nothing was shown, nothing is
+            self.forget()
+            return
+        yield from self.hide()
+        yield from self._take_given(whole=whole)
 
     def forget(self) -> None:
         """Nothing is shown any more."""
-        for parameter, _, _, _ in self._shown:
-            parameter.grad = None
-        self._shown.clear()
+        for segment, grads in zip(self._unit.trainable, self._shown, strict=False):
+            for parameter, grad in zip(segment.parameters, grads, strict=True):
+                if grad is not None:
+                    parameter.grad = None
+        self._shown = []
         self._zeroed.clear()
 
-    def take_given(self, *, whole: bool) -> list[Change]:
-        """Before a step: gradients that users put into ``.grad`` of what has none; says of which.
+    def _untouched(self) -> bool:
+        """Whether every ``.grad`` is what was shown, or None: a comparison that costs some ten nanoseconds each."""
+        shown = zip(self._unit.trainable, self._shown, strict=False)
+        return not self._zeroed and all(
+            all(map(is_, map(_grad, segment.parameters), grads)) for segment, grads in shown
+        )
 
-        Raises:
-            UsageError: this rank does not have gradients ``whole``.
-        """
+    def _follow(self) -> list[Change]:
+        """What users did to what is shown is done to the gradients; says what that was."""
+        changes: list[Change] = []
+        for i, (segment, grads) in enumerate(zip(self._unit.trainable, self._shown, strict=False)):
+            for slot, (parameter, grad) in enumerate(zip(segment.parameters, grads, strict=True)):
+                found = parameter.grad
+                if grad is not None and found is not grad and (change := self._follow_one((i, slot), grad, found)):
+                    changes.append(change)
+        for place in sorted(self._zeroed):
+            self._unit.drop_gradient(*place, zero=True)
+            changes.append(("zeroed", self._name(place)))
+        return changes
+
+    def _take_given(self, *, whole: bool) -> list[Change]:
+        """Gradients that users put into ``.grad`` of what shows none; says of which."""
         changes: list[Change] = []
         for i, segment in enumerate(self._unit.trainable):
             for slot, parameter in enumerate(segment.parameters):
@@ -117,7 +150,7 @@ class ShownGradients:
                 changes.append(("set", self._name((i, slot))))
         return changes
 
-    def _follow(self, place: Place, shown: Tensor, found: Tensor | None) -> Change | None:
+    def _follow_one(self, place: Place, shown: Tensor, found: Tensor | None) -> Change | None:
         """A parameter has another gradient than was shown; says what that makes of it."""
         i, slot = place
         if found is None:

@@ -327,7 +327,7 @@ _function_modes = _get("torch._C._len_torch_function_stack")
 
 def modes_are_on() -> bool:
     """Whether any mode sees operations."""
-    return bool(_dispatch_modes() or _function_modes())
+    return _dispatch_modes() > 0 or _function_modes() > 0
 
 
 # -- storages
