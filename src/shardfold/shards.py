@@ -64,8 +64,8 @@ class SegmentSpec:
     table: Layout | None = None
 
     def dtype_for(self, what: str, layout: Layout) -> str:
-        """The dtype of a state or journey of this segment (``grads``, ``master``, ``moments``, ``gather``, ``reduce``) under
-        a bound ``layout``."""
+        """The dtype of ``grads``, ``master``, ``moments``, ``gather`` or ``reduce`` of this segment under a bound
+        ``layout``."""
         return self.dtype if self.own else getattr(self.table or layout, what).dtype
 
     @property
@@ -98,8 +98,8 @@ class UnitSpec:
         return any(segment.trainable for segment in self.segments)
 
     def dtypes_for(self, what: str, layout: Layout, *, frozen: bool = False) -> str:
-        """The dtypes of ``gather``, ``reduce`` or ``grads`` of its segments under a bound ``layout``, each once, joined by
-        ``+``; ``frozen``: of those that are not trained too."""
+        """The dtypes of ``gather``, ``reduce`` or ``grads`` of its segments under a bound ``layout``, each once, joined
+        by ``+``; ``frozen``: of those that are not trained too."""
         moved = [segment for segment in self.segments if segment.trainable or frozen]
         return "+".join(dict.fromkeys(segment.dtype_for(what, layout) for segment in moved))
 
