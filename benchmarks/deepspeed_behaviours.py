@@ -33,7 +33,7 @@ def args(**more):
         enable_each_rank_log=None, master_addr="a", master_port=1, bind_cores_to_rank=False, bind_core_list=None, launcher="l",
         slurm_comment="")
     return argparse.Namespace(**base | more)
-def tidy(words): return [w.replace(sys.executable, "PY") for w in words]
+def tidy(words): return [w.replace(sys.executable, "PY").replace(os.getcwd(), "HERE") for w in words]
 def steps(kind, *a): return [str(s) for s in kind(*a)]
 def grads(*values):
     found = []

@@ -111,11 +111,11 @@ def test_contradicting_orders_raise_on_every_rank_with_the_default_patience(rank
 def test_the_default_patience_is_the_documented_one() -> None:
     """What docs/engine.md says is what an engine gets that was given none, and what its ranks wait by."""
     text = " ".join((Path(__file__).parents[1] / "docs" / "engine.md").read_text(encoding="utf-8").split())
-    said = re.search(r"in less than `patience` seconds after all are stuck \((\d+) by default\)", text)
+    said = re.search(r"within `patience` seconds \((\d+) by default\) after all are stuck", text)
     late = re.search(r"after `limit` seconds \((\d+)\) it is an error", text)
     assert said is not None and late is not None
     engine = sf.Engine(nn.Linear(2, 2))
-    assert (engine.agreement._patience, engine.agreement._limit) == (float(said.group(1)), float(late.group(1)))
+    assert (engine.agreement._patience, engine.agreement.limit) == (float(said.group(1)), float(late.group(1)))
     engine.close()
 
 

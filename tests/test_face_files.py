@@ -66,7 +66,8 @@ def test_every_rank_makes_the_same_universal_checkpoint_at_once(ranks: Ranks, tm
     for found in ranks.run(universal, str(tmp_path), world_size=3):
         assert found == [whole] * TRIES
     assert not list(tmp_path.glob(".*"))
-    assert (tmp_path / ds_to_universal.LATEST_UNIVERSAL).read_text() == f"universal-{TRIES - 1}"
+    latest = (tmp_path / ds_to_universal.LATEST_UNIVERSAL).read_text()  # of whichever rank wrote last
+    assert (tmp_path / latest).is_dir()
 
 
 def test_a_write_that_fails_leaves_the_file_that_was_there(tmp_path: Path):

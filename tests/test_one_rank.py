@@ -122,6 +122,7 @@ def test_one_rank_keeps_a_gigabyte_for_its_next_step_and_no_more(monkeypatch: py
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(exact, "_mallopt", lambda what, num_bytes: told.append((what, num_bytes)))
     monkeypatch.setattr(exact, "_outside", dict(exact._outside))
-    exact.keep()
+    owner = type("Owner", (), {})()
+    exact.keep(owner)
     assert [num_bytes for what, num_bytes in told if what == exact.M_TRIM_THRESHOLD][-1:] == [2**30]
     assert exact.M_TRIM_THRESHOLD == -1  # malloc.h

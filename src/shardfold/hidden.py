@@ -97,4 +97,4 @@ def _first(values: Any) -> HiddenGradient:
 
 @lru_cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=dtype, device=device)
+    return torch.zeros((), dtype=dtype, device=device)
