@@ -1,6 +1,6 @@
 """Checkpoints of hosts that share no disk: each has a part, and together they are what one folder would have been.
 
-A host is a folder of its own here, which its ranks are given; in the soak it is a mount namespace, in which the same
+A host is a folder of its own here, which its ranks are given; in one soak it is a mount namespace, in which the same
 path is another file system.
 """
 
@@ -10,7 +10,10 @@ import errno
 import logging
 import os
 import random
+import shlex
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -211,9 +214,9 @@ def broken_hosts(folder: str) -> dict[str, str]:
     trained.save(root / "a", wait=True, shared=False)
     said: dict[str, str] = {}
 
-    def attempt(name: str, on: int, broken: Any, target: str = "b") -> None:
+    def attempt(name: str, on: tuple[int, ...], broken: Any, target: str = "b") -> None:
         said[name] = ""
-        with broken if rank == on else nullcontext():
+        with broken if rank in on else nullcontext():
             try:
                 trained.save(root / target, wait=True, shared=False)
             except CheckpointError as error:
@@ -224,14 +227,15 @@ def broken_hosts(folder: str) -> dict[str, str]:
         train(trained)
 
     for same in ("b", "a"):
-        attempt(f"part to {same}", 3, failing(root, "pwrite", 1, errno.ENOSPC), same)
-        attempt(f"index to {same}", 2, failing(root, "write", 2, errno.ENOSPC), same)
-        attempt(f"place to {same}", 2, failing(root, "fsync", 6, errno.EIO), same)
-    attempt("folder", 2, failing(root, "mkdir", 1, errno.EACCES))
+        attempt(f"part to {same}", (3,), failing(root, "pwrite", 1, errno.ENOSPC), same)
+        attempt(f"index to {same}", (2,), failing(root, "write", 2, errno.ENOSPC), same)
+        attempt(f"place to {same}", (2,), failing(root, "fsync", 6, errno.EIO), same)
+    # Both ranks of the host: to one that finds the folder of the other it would not matter that it cannot make one.
+    attempt("folder", (2, 3), failing(root, "mkdir", 1, errno.EACCES))
     assert trained.load(root).step == 1 and equal(trained, Path(folder))
     train(trained)
     expect(trained, Path(folder) / "any")
-    attempt("latest", 2, failing(root, "replace", 1, errno.EACCES))
+    attempt("latest", (2,), failing(root, "replace", 1, errno.EACCES))
     said["names"] = (root / "latest").read_text()
     assert trained.load(root).step == 2 and equal(trained, Path(folder))
     trained.close()
@@ -249,8 +253,9 @@ def test_what_fails_on_one_host_fails_on_all(ranks: Ranks, tmp_path: Path) -> No
             elif name == "latest":
                 assert text == ""
             else:
-                assert "was not written: rank " in text and text.endswith("as they were."), (name, text)
-                assert ("rank 3: " if "part" in name else "rank 2: ") in text, (name, text)
+                assert text.endswith("as they were."), (name, text)
+                who = "3" if "part" in name else "2, 3" if name == "folder" else "2"
+                assert f"was not written: rank {who}: " in text, (name, text)
 
 
 def test_hosts_that_were_broken_off_at_different_moments(ranks: Ranks, tmp_path: Path) -> None:
@@ -391,3 +396,51 @@ def test_ranks_are_killed_at_any_write_of_several_hosts(
 ) -> None:
     """The same at 60 moments."""
     killed(ranks, tmp_path, monkeypatch, moment)
+
+
+def in_its_namespace(path: str, outside: str) -> None:
+    """A rank whose ``path`` is a disk of its host only: saves and loads there as if it were one folder of all."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{outside}/meeting", rank=int(os.environ["RANK"]), world_size=WORLD
+    )
+    root, trained = Path(path), engine()
+    for step in (1, 2):
+        train(trained)
+        expect(trained, Path(outside) / "any")
+        trained.save(root / f"step-{step}", wait=True)
+    trained.close()
+    trained = engine("zero1")
+    assert trained.load(root).step == 2 and equal(trained, Path(outside))
+    trained.close()
+    torch.distributed.destroy_process_group()
+    (Path(outside) / f"there-{os.environ['RANK']}").write_text(" ".join(sorted(os.listdir(root / "step-2"))))
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounts a disk: needs root")
+def test_one_path_is_another_disk_in_another_namespace(tmp_path: Path) -> None:
+    """Two hosts of two ranks, each a mount namespace with a file system of its own at the same path. Nobody says that
+    they share none: it is found out, each disk has its host's part, and together they load under another layout."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    call = f"import test_checkpoint_hosts as t; t.in_its_namespace({str(path)!r}, {str(tmp_path)!r})"
+    mounted = f"mount --make-rprivate / && mount -t tmpfs tmpfs {shlex.quote(str(path))}"
+    ranks_of_it = (
+        'for r in "$@"; do RANK=$r "$0" -c "$CALL" & all="$all $!"; done; for p in $all; do wait $p || exit; done'
+    )
+    hosts = [
+        subprocess.Popen(
+            ["unshare", "-m", "sh", "-c", f"{mounted} && {{ {ranks_of_it}; }}", sys.executable, *ranks],
+            env={**os.environ, "CALL": call, "PYTHONPATH": str(Path(__file__).parent)},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for ranks in (("0", "1"), ("2", "3"))
+    ]  # fmt: skip
+    said = [host.communicate(timeout=300)[1] for host in hosts]
+    if any("mount:" in text for text in said):
+        pytest.skip(f"no disk can be mounted here: {said[0].strip()}")
+    assert [host.returncode for host in hosts] == [0, 0], said
+    assert os.listdir(path) == []  # of this process, which has none of their disks
+    for rank in range(WORLD):
+        theirs = [f"rank-{each:05d}-of-00004.safetensors" for each in ((0, 1) if rank < 2 else (2, 3))]
+        assert (tmp_path / f"there-{rank}").read_text() == " ".join(["index.json", *theirs])

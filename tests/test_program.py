@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardfold import presets
 from shardfold.errors import ConfigError, LayoutError
-from shardfold.layout import PRECISIONS, Cell, Layout
+from shardfold.layout import PRECISIONS, Cell, Layout, Precision
 from shardfold.order import with_missing
 from shardfold.passes import Schedule, apply, defer_reduce, prefetch
 from shardfold.presets import PRESETS, ddp, fsdp2, zero1, zero2
@@ -386,3 +386,20 @@ def test_a_cast_moves_together_with_its_gather():
 def test_a_negative_schedule_is_refused_by_name(field: str):
     with pytest.raises(ConfigError, match=f"Schedule.{field} is -1"):
         Schedule(**{field: -1})
+
+
+def test_a_collective_says_every_dtype_that_travels() -> None:
+    """Segments of one unit may travel in several: frozen ones are gathered for a pass, but not reduced nor updated."""
+    own, frozen = SegmentSpec((), 64, "fp32", own=True), SegmentSpec((), 64, "fp64", trainable=False, own=True)
+    segments = (SegmentSpec((), 64, "bf16"), own, frozen, SegmentSpec((), 64, "bf16", group=1))
+    mesh = {"inter": 1, "intra": 2}
+
+    def said(preset: str, section: str) -> dict[str, str]:
+        layout = PRESETS[preset].bind(Precision(compute="bf16", reduce="bf16"), mesh)
+        program = lower(layout, [UnitSpec("u", segments)], mesh)
+        assert parse(str(program)) == program
+        return {op.verb: op.dtype for op in program.section(section) if op.dtype}
+
+    assert said("zero3", "forward") == {"ALL_GATHER": "bf16+fp32+fp64"}
+    assert said("zero3", "last") == {"ALL_GATHER": "bf16+fp32+fp64", "REDUCE_SCATTER": "bf16+fp32"}
+    assert said("zero2", "step") == {"ALL_GATHER": "bf16+fp32"}

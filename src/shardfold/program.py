@@ -59,7 +59,10 @@ PARTIAL = None
 
 
 class Op(NamedTuple):
-    """One operation on one unit. Collectives have ``axes`` and ``dtype``, ``HOLD`` has ``axes``."""
+    """One operation on one unit. Collectives have ``axes`` and ``dtype``, ``HOLD`` has ``axes``.
+
+    ``dtype`` is what travels: of a unit whose segments travel in several, all of them, as in ``bf16+fp32``.
+    """
 
     verb: str
     unit: str = ""
@@ -157,14 +160,14 @@ def lower(
     onward = [inner[name] for name in (inner if forward is None else forward)]
     back = onward[::-1] if backward is None else [inner[name] for name in backward]
 
-    def turn(unit: UnitSpec, have: Axes | None, need: Axes) -> Iterator[Op]:
-        table = unit.table or layout
-        return redistribute(unit.name, have, need, data=data, gather=table.gather.dtype, reduce=table.reduce.dtype)
+    def turn(unit: UnitSpec, have: Axes | None, need: Axes, *, frozen: bool = False) -> Iterator[Op]:
+        gather, reduce = unit.dtypes_for("gather", layout, frozen=frozen), unit.dtypes_for("reduce", layout)
+        return redistribute(unit.name, have, need, data=data, gather=gather, reduce=reduce)
 
     def fill(unit: UnitSpec, over: Axes, source_is_master: bool) -> Iterator[Op]:
         if over and source_is_master:
             yield Op("CAST", unit.name)
-        yield from turn(unit, over, ())
+        yield from turn(unit, over, (), frozen=True)
 
     def enter(unit: UnitSpec, *, forward: bool) -> Iterator[Op]:
         cell = layout.rest if forward or layout.held is None else layout.held
@@ -190,9 +193,7 @@ def lower(
             return
         for op in turn(unit, PARTIAL, layout.grads.over or layout.master.over):
             if layout.grads.over and op.verb == "ALL_REDUCE":
-                op = op._replace(
-                    dtype=(unit.table or layout).grads.dtype
-                )  # what is summed is the accumulated shard itself
+                op = op._replace(dtype=unit.dtypes_for("grads", layout))  # what is summed is the accumulated shard
             if last or (layout.grads.over and op.verb == "REDUCE_SCATTER"):
                 yield op
 

@@ -64,7 +64,8 @@ class SegmentSpec:
     table: Layout | None = None
 
     def dtype_for(self, what: str, layout: Layout) -> str:
-        """The dtype of ``grads``, ``reduce``, ``master`` or ``moments`` of this segment under a bound ``layout``."""
+        """The dtype of ``grads``, ``master``, ``moments``, ``gather`` or ``reduce`` of this segment under a bound
+        ``layout``."""
         return self.dtype if self.own else getattr(self.table or layout, what).dtype
 
     @property
@@ -96,10 +97,11 @@ class UnitSpec:
     def trainable(self) -> bool:
         return any(segment.trainable for segment in self.segments)
 
-    @property
-    def table(self) -> Layout | None:
-        """The table of the rule that this unit follows, for display; of several, that of its first segment."""
-        return next((segment.table for segment in self.segments if not segment.own), None)
+    def dtypes_for(self, what: str, layout: Layout, *, frozen: bool = False) -> str:
+        """The dtypes of ``gather``, ``reduce`` or ``grads`` of its segments under a bound ``layout``, each once, joined
+        by ``+``; ``frozen``: of those that are not trained too."""
+        moved = [segment for segment in self.segments if segment.trainable or frozen]
+        return "+".join(dict.fromkeys(segment.dtype_for(what, layout) for segment in moved))
 
 
 def pack(shapes: Mapping[str, Sequence[int]], parts: int, align: int) -> tuple[tuple[Slot, ...], int]:

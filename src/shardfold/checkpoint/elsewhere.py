@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.checkpoint.format import SUM_BYTES
+from shardfold.checkpoint.paths import open_regular
 from shardfold.errors import CheckpointError
 from shardfold.mesh import DataMesh
 
@@ -26,6 +27,8 @@ __all__ = ["Elsewhere"]
 
 ASK, STATUS, BYTES = 1, 2, 3  # tags of the messages
 READ, STOP = 0, 1  # what is asked for
+SHORT, STRANGE = -1, -2  # in place of the number of an error
+WHY = {SHORT: "it is cut short", STRANGE: "it cannot be opened, or is no regular file of the checkpoint's folder"}
 LONG = timedelta(days=1)  # nobody may ask a rank for anything in a long load
 SOON = timedelta(seconds=60)
 
@@ -76,7 +79,7 @@ class Elsewhere:
         except RuntimeError as error:
             raise CheckpointError(f"{file}: rank {holder}, whose host has it, is gone ({_line(error)}).") from error
         if code := int(status.item()):
-            why = "it is cut short" if code < 0 else os.strerror(code)
+            why = WHY.get(code) or os.strerror(code)
             raise CheckpointError(f"{file}: rank {holder}, whose host has it, cannot read it ({why}).")
         if values is not out:
             out.copy_(values)
@@ -105,7 +108,7 @@ class Elsewhere:
                 if what == STOP:
                     return
                 values = buffer[:length]
-                code = self._look(opened, number, at, values) if 0 < length <= SUM_BYTES else -1
+                code = self._look(opened, number, at, values) if 0 < length <= SUM_BYTES else SHORT
                 self._send(torch.tensor([code]), who, STATUS, LONG)
                 if not code:
                     self._send(values, who, BYTES, LONG)
@@ -116,17 +119,19 @@ class Elsewhere:
                 os.close(fd)
 
     def _look(self, opened: dict[int, int], number: int, at: int, out: Tensor) -> int:
-        """Reads a range of a file; 0, or the number of an error, or -1 where the file ends early."""
+        """Reads a range of a file; 0, or the number of an error, or SHORT where the file ends early, or STRANGE."""
         view, done = memoryview(out.numpy()), 0  # pyright: ignore[reportArgumentType]
         try:
             if number not in opened:
                 assert self._folder is not None
-                opened[number] = os.open(self._folder / self._files[number], os.O_RDONLY)
+                opened[number] = open_regular(self._folder, self._files[number])
             while done < len(view) and (got := os.preadv(opened[number], [view[done:]], at + done)):
                 done += got
+        except CheckpointError:
+            return STRANGE
         except OSError as error:
-            return error.errno or -1
-        return 0 if done == len(view) else -1
+            return error.errno or SHORT
+        return 0 if done == len(view) else SHORT
 
     # -- messages
 

@@ -21,7 +21,7 @@ from shardfold.checkpoint.hosts import hosts_said
 from shardfold.checkpoint.messages import drop, put, take
 from shardfold.checkpoint.outcome import words
 from shardfold.checkpoint.reader import Checkpoint
-from shardfold.checkpoint.verify import Damage, missing_files
+from shardfold.checkpoint.verify import Damage, index_bytes, missing_files
 from shardfold.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _Version:
         Raises:
             CheckpointError, OSError: there is none, or its index is damaged.
         """
-        data = (folder / INDEX).read_bytes()
+        data = index_bytes(folder)
         index = Index.from_bytes(data, str(folder / INDEX))
         return _Version(folder, data, index, checksum(data), tuple(missing_files(folder, index)))
 
@@ -172,18 +172,21 @@ def _differ(path: Path, found: _Version | None, everyone: Sequence[str], said: s
 
 
 def _missing(mine: Sequence[tuple[str, _Version]]) -> str:
-    """What this host lacks of the first version that it has."""
-    return json.dumps([str(each) for each in mine[0][1].damage] if mine else None)
+    """What this host lacks of the first version that it has: by file, whether it is absent, and the words."""
+    return json.dumps(
+        {each.file: [each.what.startswith("is missing"), str(each)] for each in mine[0][1].damage} if mine else None
+    )
 
 
 def _incomplete(
     path: Path, everyone: Sequence[str], mine: Sequence[tuple[str, _Version]], missing: Sequence[str]
 ) -> CheckpointError:
-    """No version has all of its parts somewhere: what none of the hosts has."""
+    """No version has all of its parts somewhere: what no host has, in the words of one that has it damaged."""
     lacks = [said for said in map(json.loads, missing) if said is not None]
-    nowhere = [text for text in lacks[0] if all(text in other for other in lacks)] if lacks else []
+    nowhere = [file for file in lacks[0] if all(file in other for other in lacks)] if lacks else []
     if nowhere:
-        return CheckpointError(_not_complete(mine[0][1].folder if mine else path, nowhere))
+        words = [min(each[file] for each in lacks)[1] for file in nowhere]
+        return CheckpointError(_not_complete(mine[0][1].folder if mine else path, words))
     return _differ(path, None, everyone, everyone[0])
 
 
