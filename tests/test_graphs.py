@@ -257,6 +257,40 @@ def test_ranks_that_build_different_models_are_told_so(ranks: Ranks) -> None:
         assert "of rank 1 differ from rank 0's" in said
 
 
+GIVEN_APART: dict[str, dict[str, Any]] = {
+    "the optimizer's settings": {"optimizer": partial(torch.optim.AdamW, lr=0.02)},
+    "the optimizer": {"optimizer": partial(torch.optim.Adam, lr=0.01)},
+    "the layout or the precision": {"precision": "bf16"},
+    "the clipping": {"clip_norm": 1.0},
+    "the schedule": {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
+    "accumulate=": {"accumulate": 2},
+    "the loss scale": {"precision": "fp16", "loss_scale": 8.0},
+}
+
+
+def _given_apart() -> dict[str, str]:
+    said: dict[str, str] = {}
+    usual: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, lr=0.01), "layout": "ddp"}
+    for what, other in GIVEN_APART.items():
+        mine = (
+            other if dist.get_rank() == 1 else {k: v for k, v in other.items() if k == "precision" and len(other) > 1}
+        )
+        try:
+            sf.Engine(nn.Linear(2, 2), **{**usual, **mine}).close()
+            said[what] = "nothing was raised"
+        except ConfigError as error:
+            said[what] = str(error)
+    return said
+
+
+def test_ranks_that_are_given_different_arguments_are_told_which(ranks: Ranks) -> None:
+    """Rates, optimizers, precisions, clipping and the like that differ between ranks would train them apart."""
+    for said in ranks.run(_given_apart, world_size=2):
+        for what, text in said.items():
+            assert text.startswith(f"{what} of rank 1 differ from rank 0's"), (what, text)
+        assert "lr=0.02" in said["the optimizer's settings"] and "lr=0.01" in said["the optimizer's settings"]
+
+
 def test_narrow_compute_casts_inputs() -> None:
     engine = sf.Engine(Base(), optimizer=SGD, precision="bf16")
     loss = engine(*batches()[0])

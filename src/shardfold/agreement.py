@@ -15,8 +15,9 @@ see ``watch``. Waiting is done in slices; after each, a rank reads whether someb
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
@@ -40,6 +41,7 @@ SLICE = timedelta(seconds=1)
 MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, FLAGS, HEADER = 0, 1, 2, 3, 4, 5, 9
 CODE = 4  # bytes of the hash
 BITS = HEADER + 2 * CODE
+SHORT = 200  # characters of what ranks compare that are shown where it differs
 SETTLE = 2.0  # seconds that published whereabouts are behind what they tell of
 LOG = getLogger("shardfold")
 
@@ -181,19 +183,23 @@ class Agreement:
             "(evaluation, generation, saving) do it inside `with engine.gathered():` that all ranks enter."
         )
 
-    def same(self, what: str, text: str) -> None:
-        """Every rank must say the same; texts are compared by their hash.
+    def same(self, parts: Mapping[str, str]) -> None:
+        """Every rank must say the same of each part; long texts are compared by their hash.
 
         Raises:
-            ConfigError: on every rank, naming the ranks that differ from rank 0.
+            ConfigError: on every rank, naming the first part that differs and the ranks whose is not rank 0's.
         """
-        said = self.exchange(f"same/{self.sequence}/{what}", sha256(text.encode()).hexdigest())
-        other = [str(rank) for rank, value in enumerate(said) if value != said[0]]
-        if other:
-            raise ConfigError(
-                f"{what} of rank {', '.join(other)} differ from rank 0's: build the same model with the same arguments "
-                "on every rank."
-            )
+        short = {what: len(text) <= SHORT for what, text in parts.items()}
+        mine = {what: text if short[what] else sha256(text.encode()).hexdigest() for what, text in parts.items()}
+        said = [json.loads(text) for text in self.exchange(f"same/{self.sequence}", json.dumps(mine))]
+        for what in parts:
+            other = [rank for rank, values in enumerate(said) if values.get(what) != said[0].get(what)]
+            if other:
+                values = f" ({said[other[0]].get(what)} and {said[0].get(what)})" if short[what] else ""
+                raise ConfigError(
+                    f"{what} of rank {', '.join(map(str, other))} differ from rank 0's{values}: build the same model "
+                    "with the same arguments on every rank."
+                )
 
     def exchange(self, key: str, value: str) -> list[str]:
         """What every rank says under ``key``, by rank.

@@ -29,6 +29,7 @@ from shardfold.access import described, explained, load_state, memory_report, st
 from shardfold.actions import Actions, check_supported
 from shardfold.activations import Activations, Replacements, in_table
 from shardfold.agreement import Agreement
+from shardfold.alike import given
 from shardfold.changes import Changes
 from shardfold.checkpoint.base import Base
 from shardfold.checkpoint.job import Saving
@@ -150,10 +151,13 @@ class Engine:
         self.schedule = make_schedule(schedule, self.optimizer)
         self._changes = Changes(self, units, seed, made_here=not isinstance(optimizer, torch.optim.Optimizer))
         cuts = self._changes.cut()
-        said = repr((self.layout.replace(activations="keep"), [c.spec for c in cuts]))  # in which ranks may differ
+        alike = given(
+            self.layout, [c.spec for c in cuts], self.optimizer, self.schedule, accumulate, self.clip,
+            self.loss_scale.rule if self.loss_scale is not None else None,
+        )  # fmt: skip
         with self.agreement.told("making an engine"):
             values = Weights(readable(weights), model) if weights is not None else None
-            self.agreement.same("the model's parameters, the optimizer's groups and the layout", said)
+            self.agreement.same(alike)
             if values is not None:
                 values.load_buffers(model)
             dtypes = buffer_dtypes(self.rules, model)

@@ -71,7 +71,7 @@ def apply(engine: Engine) -> None:
     what = f"change {changes.followed + 1} of the model's structure"
     homes = Homes(engine, plan)
     buffers = [(tuple(b.shape), b.dtype) for module in plan.new_modules.values() for b in module.buffers(recurse=False)]
-    engine.agreement.same(what, repr(([c.spec for c in plan.cuts], homes.described(plan), buffers)))
+    engine.agreement.same({what: repr(([c.spec for c in plan.cuts], homes.described(plan), buffers))})
     dtypes = buffer_dtypes(engine.rules, engine.module)
     move_buffers(plan.new_modules, engine.device, engine.mesh, engine.agreement, dtypes)
     with torch.no_grad():
