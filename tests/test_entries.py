@@ -166,6 +166,12 @@ def test_what_cannot_be_registered_is_refused() -> None:
         sf.register_forward(model, "encoed")
     with pytest.raises(UsageError, match="forward already"):
         sf.register_forward(model, "forward")
+    for wrong in [(Coder, "encode"), (model, 3), (model, model.encode)]:
+        with pytest.raises(UsageError, match="it takes a module, not its class, and the name of one of its methods"):
+            sf.register_forward(*wrong)  # type: ignore[arg-type]
+    part = next(name for name, _ in model.named_children())
+    with pytest.raises(ModelError, match=f"a Coder has no method {part!r}"):
+        sf.register_forward(model, part)
     sf.register_forward(model, "encode")
     wrapped = model.encode
     sf.register_forward(model, "encode")

@@ -12,6 +12,7 @@ import pytest
 
 from shardfold.compat.deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, read, said
 from shardfold.compat.deepspeed.config_keys import KEYS
+from shardfold.compat.deepspeed.config_source import load
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -216,3 +217,13 @@ def test_defaults_are_deepspeed_s() -> None:
     """Of what has no effect, too: scripts print them."""
     assert KEYS["zero_optimization.stage3_model_persistence_threshold"].default == sys.maxsize
     assert len(DeepSpeedConfig({"train_batch_size": 8}).zero_config.leaf_module.classes) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\xff\xfe\x00bad", "is no text in UTF-8"), (b'{"a":' * 100_000, "is nested too deeply")],
+)
+def test_a_config_that_no_reader_takes_is_one_sentence(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "ds.json").write_bytes(content)
+    with pytest.raises(DeepSpeedConfigError, match=words):
+        load(str(tmp_path / "ds.json"))

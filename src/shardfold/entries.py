@@ -27,15 +27,21 @@ def register_forward(module: nn.Module, method: str) -> None:
 
     Raises:
         ModelError: there is no such method.
-        UsageError: it is ``forward``, which a model has as an entry already, and a part cannot have.
+        UsageError: it is ``forward``, which a model has as an entry already, and a part cannot have; or ``module`` is
+            no module, or ``method`` no name.
     """
+    if not isinstance(module, nn.Module) or not isinstance(method, str):
+        raise UsageError(
+            f"register_forward({getattr(module, '__name__', type(module).__name__)}, {method!r}): it takes a module, "
+            "not its class, and the name of one of its methods, as in register_forward(model, 'encode')."
+        )
     if method in ("forward", "__call__"):
         raise UsageError(
             f"register_forward(..., {method!r}): calling the model is a forward already; for a part of it register a "
             "method of another name that calls the part."
         )
     found = getattr(module, method, None)
-    if not callable(found):
+    if not callable(found) or isinstance(found, nn.Module):  # a part is called through a method
         near = did_you_mean(method, [name for name in dir(type(module)) if not name.startswith("_")])
         raise ModelError(f"register_forward: a {type(module).__name__} has no method {method!r}.{near}")
     if isinstance(found, partial) and found.func is _enter:

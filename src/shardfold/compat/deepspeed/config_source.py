@@ -38,7 +38,12 @@ def load(config: Any) -> tuple[dict[str, Any], str]:
     except (OSError, ValueError):  # base64 may be longer than a name of a file can be
         exists = False
     if exists:
-        return _parsed(path.read_text(encoding="utf-8"), str(path)), str(path)
+        try:
+            return _parsed(path.read_text(encoding="utf-8"), str(path)), str(path)
+        except UnicodeDecodeError:
+            raise DeepSpeedConfigError(f"{path} is no text in UTF-8: a config is JSON or HJSON.") from None
+        except RecursionError:
+            raise DeepSpeedConfigError(f"{path} is nested too deeply for a config.") from None
     try:
         text = base64.b64decode(str(config), altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, ValueError):
