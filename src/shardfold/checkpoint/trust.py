@@ -82,8 +82,8 @@ def load_object(data: Path | bytes, what: str, *, mmap: bool = False) -> Any:
             raise CheckpointError(f"{what} is no file of torch.save, or holds more than tensors and values.") from None
         raise CheckpointError(
             f"{what} holds a {found[1] or found[2]}, and reading that may run code: if you trust whoever wrote it, "
-            "read it inside of `with shardfold.checkpoint.trusted():` (`shardfold ckpt import --trust`); a class of your "
-            "own that does no harm is named by torch.serialization.add_safe_globals."
+            "read it inside of `with shardfold.checkpoint.trusted():` (`shardfold ckpt import --trust`); a class of "
+            "your own that does no harm is named by torch.serialization.add_safe_globals."
         ) from None
 
 
