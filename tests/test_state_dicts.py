@@ -285,3 +285,37 @@ def test_ranks_that_leave_out_different_things_are_told(ranks: Ranks, tmp_path: 
         assert "rank 0: engine.save(frozen='skip'); rank 1: engine.save(frozen='keep')" in said[0]
         assert len(said) == 2
     assert not (tmp_path / "one").exists()
+
+
+def _written_in_place(layout: str, precision: str) -> None:
+    """Values that are written into whole parameters, around the engine, and a step that changes none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.0), layout=layout, precision=precision)
+    before = engine.state_dict()
+    engine.module[0].load_state_dict({"weight": torch.full((4, 4), 3.0), "bias": torch.full((4,), 5.0)})  # type: ignore
+    with torch.no_grad():
+        engine.module[1].bias[2] = 7.0  # type: ignore
+    engine.backward(engine(torch.ones(2, 4)).float().sum())
+    engine.step()
+    after = engine.state_dict()
+    assert torch.equal(after["0.weight"], torch.full((4, 4), 3.0)) and torch.equal(
+        after["0.bias"], torch.full((4,), 5.0)
+    )
+    wanted = before["1.bias"].clone()
+    wanted[2] = 7.0
+    assert torch.equal(after["1.bias"], wanted), "elements beside what was written keep the master's digits"
+    assert torch.equal(after["1.weight"], before["1.weight"])
+    shown = {name: p.detach().float() for name, p in engine.module.named_parameters()}
+    assert all(
+        torch.equal(shown[name], after[name].to(p.dtype).float()) for name, p in engine.module.named_parameters()
+    )
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2"])
+def test_what_is_written_into_whole_parameters_stays(ranks: Ranks, layout: str, precision: str) -> None:
+    """As in plain PyTorch, also where a finer master lies beside them."""
+    for size in (1, 2):
+        ranks.run(_written_in_place, layout, precision, world_size=size)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Changes", "Plan", "needed", "secure"]
 
 _requires_grad = attrgetter("requires_grad")
+_version = attrgetter("_version")
 
 
 @dataclass
@@ -129,6 +130,16 @@ class Changes:
         self._flags = list(map(_requires_grad, self._frozen))
         self._whole = [p for unit in engine.units for s in unit.segments if not s.split for p in s.parameters]
         self._places = list(map(Tensor.data_ptr, self._whole))
+        # A finer master beside a whole parameter does not see what is written into the parameter.
+        self._coarse = [
+            (s, i)
+            for unit in engine.units
+            for s in unit.trainable
+            if not s.split and s.master is not None and not s.master_is_rest
+            for i in range(len(s.parameters))
+        ]
+        self._rounded = [s.parameters[i] for s, i in self._coarse]
+        self.updated()
         groups = engine.optimizer.param_groups if engine.optimizer is not None else []
         self._listed = [len(group["params"]) for group in groups]
         known = {id(p) for unit in engine.units for _, p in unit.parameters()}
@@ -147,6 +158,24 @@ class Changes:
     def unmoved(self) -> bool:
         """Whether every parameter that is always whole still is a view of its flat."""
         return list(map(Tensor.data_ptr, self._whole)) == self._places
+
+    def updated(self) -> None:
+        """Parameters have their master's values."""
+        self._versions = list(map(_version, self._rounded))
+
+    def take_written(self) -> None:
+        """What was written in place into parameters (``load_state_dict()`` of the model) is the master's too; elements
+        that the master rounds to keep its digits. (What is lent comes back by the end of its loan.)"""
+        if self.engine.loans:
+            return
+        versions = list(map(_version, self._rounded))
+        if versions == self._versions:
+            return
+        with torch.no_grad():
+            for (segment, slot), p, old, new in zip(self._coarse, self._rounded, self._versions, versions, strict=True):
+                if old != new:
+                    segment.take(slot, p, exact=False)
+        self._versions = versions
 
     def unchanged(self) -> bool:
         """Whether nothing at all happened to the model or to the optimizer's groups; the cheap comparison."""
@@ -250,6 +279,8 @@ def secure(engine: Engine) -> None:
         UsageError: ``x`` has another dtype or device; the parameters have their old values again.
     """
     changes = engine._changes
+    if not engine.closed:
+        changes.take_written()
     if engine.closed or (changes.unmoved() and not any(unit.pins for unit in engine.units)):
         return
     full = [segment for unit in engine.units if unit.life is Life.GATHERED for segment in unit.segments]

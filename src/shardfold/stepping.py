@@ -158,6 +158,7 @@ def _update(engine: Engine) -> bool:
         unit._drain(unit.filling, engine.agreement.wait)
         unit.forget_gradients()
         torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
+    engine._changes.updated()
     if weighed:
         actions.set_factors()
     engine._runner.end_step()
