@@ -293,6 +293,79 @@ def test_gradients_set_by_hand_are_those_of_the_step(ranks: Ranks, layout: str, 
     ranks.run(_set_by_hand, layout, world_size=size)
 
 
+def _swap(a: Tensor, b: Tensor) -> None:
+    a.grad, b.grad = b.grad, a.grad
+
+
+def _swap_data(a: Tensor, b: Tensor) -> None:
+    assert a.grad is not None and b.grad is not None
+    a.grad.data, b.grad.data = b.grad.data, a.grad.data
+
+
+def _swap_aliases(a: Tensor, b: Tensor) -> None:
+    assert a.grad is not None and b.grad is not None
+    a.grad, b.grad = b.grad.detach(), a.grad.view_as(a)
+
+
+def _move(a: Tensor, b: Tensor) -> None:
+    a.grad, b.grad = b.grad, None
+
+
+EDITS: dict[str, Any] = {
+    "swapped": _swap,
+    "swapped, the other way": lambda a, b: _swap(b, a),
+    "swapped data": _swap_data,
+    "swapped aliases": _swap_aliases,
+    "moved": _move,
+    "moved back": lambda a, b: _move(b, a),
+    "shared": lambda a, b: setattr(a, "grad", b.grad),
+    "other data": lambda a, b: setattr(a.grad, "data", torch.full_like(a, 5.0)),
+    "other memory": lambda a, b: a.grad.set_(torch.full_like(a, 5.0)),
+    "transposed": lambda a, b: setattr(a, "grad", a.grad.t()),
+    "transposed in place": lambda a, b: a.grad.t_(),
+    "transposed data": lambda a, b: setattr(b.grad, "data", b.grad.data.t()),
+    "turned": lambda a, b: setattr(a, "grad", a.grad.flip(0)),
+    "an alias of itself": lambda a, b: setattr(a, "grad", a.grad.detach()),
+}
+
+
+def _edited(layout: str, width: int, accumulate: int) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, width)).double()
+
+    plain = make()
+    engine = sf.Engine(make(), optimizer=SGD, layout=layout, accumulate=accumulate)
+    optimizer = SGD(plain.parameters())
+    for step, edit in enumerate([*EDITS.values(), None]):
+        for micro in range(accumulate):
+            engine.backward(engine(rows(2 * step + micro, engine)).square().mean())
+            (plain(rows(2 * step + micro)).square().mean() / accumulate).backward()
+        kept = engine.module[1].weight.grad
+        if edit is not None:
+            for model in (engine.module, plain):
+                edit(model[1].weight, model[2].weight)
+        engine.step()
+        kept.t_()  # what is kept of a step is the user's
+        kept.data = torch.zeros_like(kept)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_weights(engine, plain)
+    engine.close()
+
+
+@pytest.mark.parametrize("width", [4, 48])  # gradients that are copied together, and that stay as autograd made them
+@pytest.mark.parametrize(
+    ("layout", "size", "accumulate"), [("ddp", 1, 1), ("ddp", 1, 2), ("zero2", 1, 1), ("zero3", 1, 1), ("ddp", 2, 1)]
+)
+def test_gradients_swapped_moved_or_pointed_elsewhere_are_those_of_the_step(
+    ranks: Ranks, layout: str, size: int, accumulate: int, width: int
+) -> None:
+    """Whatever ``.grad`` holds at the step counts, also where it is another gradient's memory, or the tensor that was
+    shown over other memory; in the steps behind it gradients are shown and used as ever."""
+    ranks.run(_edited, layout, width, accumulate, world_size=size)
+
+
 # -- the optimizer's own methods --------------------------------------------------------------------------------------
 
 
