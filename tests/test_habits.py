@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardfold as sf
 from shardfold.errors import UsageError
@@ -84,6 +85,7 @@ DROPS: dict[str, Any] = {
     "model, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "a part": lambda model, optimizer: model[0].zero_grad(),
     "one parameter": lambda model, optimizer: setattr(model[1].weight, "grad", None),
+    "one parameter, deleted": lambda model, optimizer: delattr(model[1].weight, "grad"),
 }
 
 
@@ -116,6 +118,28 @@ def test_gradients_are_dropped_as_in_plain_pytorch(ranks: Ranks, layout: str) ->
     PyTorch's, which skips what has no gradient and decays what has a zero."""
     for how in DROPS:
         ranks.run(_dropped, layout, how, world_size=2)
+
+
+def _dropped_in_a_hook(layout: str) -> None:
+    engine, plain = make_engine(layout, SGD), make_model()
+    optimizer = SGD(plain.parameters())
+    for model in (engine.module, plain):
+        model[1].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    for step in range(3):
+        engine.backward(engine(rows(step, engine)).square().mean())
+        plain(rows(step)).square().mean().backward()
+        assert engine.module[1].weight.grad is None
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_weights(engine, plain)
+    engine.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_that_a_hook_drops_as_it_arrives_counts_as_none(ranks: Ranks, layout: str) -> None:
+    """``register_post_accumulate_grad_hook`` with ``p.grad = None``: the parameter is not updated, all others are."""
+    ranks.run(_dropped_in_a_hook, layout, world_size=2)
 
 
 def _dropped_on_one_rank(layout: str, how: str) -> str:
@@ -293,6 +317,79 @@ def test_gradients_set_by_hand_are_those_of_the_step(ranks: Ranks, layout: str, 
     ranks.run(_set_by_hand, layout, world_size=size)
 
 
+def _swap(a: Tensor, b: Tensor) -> None:
+    a.grad, b.grad = b.grad, a.grad
+
+
+def _swap_data(a: Tensor, b: Tensor) -> None:
+    assert a.grad is not None and b.grad is not None
+    a.grad.data, b.grad.data = b.grad.data, a.grad.data
+
+
+def _swap_aliases(a: Tensor, b: Tensor) -> None:
+    assert a.grad is not None and b.grad is not None
+    a.grad, b.grad = b.grad.detach(), a.grad.view_as(a)
+
+
+def _move(a: Tensor, b: Tensor) -> None:
+    a.grad, b.grad = b.grad, None
+
+
+EDITS: dict[str, Any] = {
+    "swapped": _swap,
+    "swapped, the other way": lambda a, b: _swap(b, a),
+    "swapped data": _swap_data,
+    "swapped aliases": _swap_aliases,
+    "moved": _move,
+    "moved back": lambda a, b: _move(b, a),
+    "shared": lambda a, b: setattr(a, "grad", b.grad),
+    "other data": lambda a, b: setattr(a.grad, "data", torch.full_like(a, 5.0)),
+    "other memory": lambda a, b: a.grad.set_(torch.full_like(a, 5.0)),
+    "transposed": lambda a, b: setattr(a, "grad", a.grad.t()),
+    "transposed in place": lambda a, b: a.grad.t_(),
+    "transposed data": lambda a, b: setattr(b.grad, "data", b.grad.data.t()),
+    "turned": lambda a, b: setattr(a, "grad", a.grad.flip(0)),
+    "an alias of itself": lambda a, b: setattr(a, "grad", a.grad.detach()),
+}
+
+
+def _edited(layout: str, width: int, accumulate: int) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, width)).double()
+
+    plain = make()
+    engine = sf.Engine(make(), optimizer=SGD, layout=layout, accumulate=accumulate)
+    optimizer = SGD(plain.parameters())
+    for step, edit in enumerate([*EDITS.values(), None]):
+        for micro in range(accumulate):
+            engine.backward(engine(rows(2 * step + micro, engine)).square().mean())
+            (plain(rows(2 * step + micro)).square().mean() / accumulate).backward()
+        kept = engine.module[1].weight.grad
+        if edit is not None:
+            for model in (engine.module, plain):
+                edit(model[1].weight, model[2].weight)
+        engine.step()
+        kept.t_()  # what is kept of a step is the user's
+        kept.data = torch.zeros_like(kept)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_weights(engine, plain)
+    engine.close()
+
+
+@pytest.mark.parametrize("width", [4, 48])  # gradients that are copied together, and that stay as autograd made them
+@pytest.mark.parametrize(
+    ("layout", "size", "accumulate"), [("ddp", 1, 1), ("ddp", 1, 2), ("zero2", 1, 1), ("zero3", 1, 1), ("ddp", 2, 1)]
+)
+def test_gradients_swapped_moved_or_pointed_elsewhere_are_those_of_the_step(
+    ranks: Ranks, layout: str, size: int, accumulate: int, width: int
+) -> None:
+    """Whatever ``.grad`` holds at the step counts, also where it is another gradient's memory, or the tensor that was
+    shown over other memory; in the steps behind it gradients are shown and used as ever."""
+    ranks.run(_edited, layout, width, accumulate, world_size=size)
+
+
 # -- the optimizer's own methods --------------------------------------------------------------------------------------
 
 
@@ -347,13 +444,65 @@ def test_a_schedule_of_the_users_own_steps_behind_the_engine_without_a_warning(k
     engine.close()
 
 
-def test_a_closed_engines_optimizer_has_its_own_methods_again() -> None:
-    """Closing an engine takes off what it put before its optimizer's methods."""
-    engine = make_engine()
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, sf.optim.Lion])
+@pytest.mark.parametrize("how", ["close", "release"])
+def test_a_closed_engines_optimizer_refuses_to_step(how: str, kind: Any) -> None:
+    """Its groups hold nothing of the model any more, so that it would do nothing in silence; its other methods are its
+    own again, also where a schedule has wrapped ``step``."""
+    engine = make_engine(optimizer=partial(kind, lr=0.1))
     optimizer = engine.optimizer
-    assert "step" in vars(optimizer)
-    engine.close()
-    assert not {"step", "zero_grad", "state_dict", "load_state_dict"} & vars(optimizer).keys()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    getattr(engine, how)()
+    assert not {"zero_grad", "state_dict", "load_state_dict"} & vars(optimizer).keys()
+    model = engine.module
+    del engine
+    model(rows(0)).mean().backward()
+    with pytest.raises(UsageError, match=f"{kind.__name__}.step.. updates nothing, because its engine is closed: make"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, sf.optim.Lion])
+def test_step_hooks_of_an_optimizer_run_around_each_update(kind: Any) -> None:
+    """Before and behind it, once each, as in plain PyTorch, those of all optimizers too; a rate that the first sets is
+    that of the update."""
+
+    def train(make: Any) -> tuple[list[Any], dict[str, Tensor]]:
+        calls: list[Any] = []
+        model = make_model()
+        optimizer = kind(model.parameters(), lr=5.0)
+        engine = make(model, optimizer)
+
+        def before(given: Any, args: Any, kwargs: Any) -> None:
+            given.param_groups[0]["lr"] = 0.125
+            calls.append(("before", given is optimizer, len(args), kwargs, model[1].bias.tolist()))
+
+        def behind(given: Any, args: Any, kwargs: Any) -> None:
+            calls.append(("behind", given is optimizer, len(args), kwargs, model[1].bias.tolist()))
+
+        optimizer.register_step_pre_hook(before)
+        handle = optimizer.register_step_post_hook(behind)
+        for step in range(3):
+            if step == 2:
+                handle.remove()
+            model(rows(step)).square().mean().backward()
+            if engine is None:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                engine.step()
+        if engine is not None:
+            engine.close()
+        return calls, model.state_dict()
+
+    said: list[str] = []
+    everywhere = register_optimizer_step_pre_hook(lambda *_: said.append("all"))
+    calls, weights = train(lambda model, optimizer: sf.Engine(model, optimizer=optimizer, layout="ddp"))
+    expected, plain = train(lambda model, optimizer: None)
+    everywhere.remove()
+    assert len(calls) == 5 and len(said) == 6
+    for mine, theirs in zip(calls, expected, strict=True):
+        assert mine[:4] == theirs[:4] and mine[4] == pytest.approx(theirs[4], rel=1e-9)
+    torch.testing.assert_close(weights, plain, rtol=1e-9, atol=1e-11)
 
 
 # -- traffic ----------------------------------------------------------------------------------------------------------

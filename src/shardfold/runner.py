@@ -39,6 +39,7 @@ from shardfold.order import Track, contradiction, describe, merge_orders, with_m
 from shardfold.passes import Schedule
 from shardfold.program import COLLECTIVES, REDUCTIONS, Op, Program
 from shardfold.runs import AskedRun, IdleRun, RecordedRun, Run
+from shardfold.shown import part
 from shardfold.stores.device import DeviceStore
 from shardfold.torch_internals import in_backward, no_subclass_functions
 from shardfold.unit import Life, Unit
@@ -356,8 +357,12 @@ class Runner:
     def hide_gradients(self) -> None:
         """Takes back what is shown, and what users did to it, before gradients come or are used."""
         with no_subclass_functions():
+            touched = part(self.units)
             for unit in self.units:
-                self._by_hand += [(self.micro, *change) for change in unit.shown.hide()]
+                if touched:
+                    self._by_hand += [(self.micro, *change) for change in unit.shown.hide()]
+                else:
+                    unit.shown.forget()
 
     def drop_gradients(self, *, zero: bool = False) -> None:
         """Forgets the gradients that have come since the last step, or makes them ``zero``; it stays the same step."""
@@ -377,7 +382,11 @@ class Runner:
         """Takes what users did to gradients since the last step; whether they did anything."""
         whole = not self.layout.master.over
         with no_subclass_functions():
+            touched = part(self.units, given=True)
             for unit in self.units:
+                if not touched:
+                    unit.shown.forget()
+                    continue
                 for change in unit.shown.take_back(whole=whole):  # one by one: what follows may raise
                     self._by_hand.append((self.micro, *change))
         return bool(self._by_hand)

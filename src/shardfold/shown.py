@@ -1,8 +1,9 @@
 """What users find in ``parameter.grad`` between a backward and the step, and what they do to it.
 
 As in plain PyTorch the gradient is there, may be changed in place, replaced, or set to None, and that is what the step
-uses. What is shown is the buffer itself, into which autograd would add by itself: before any gradient arrives, and at
-the step, it is taken back with what happened to it. Where a rank does not have whole gradients in the parameter's
+uses. What is shown is the buffer's memory, into which autograd would add by itself: before any gradient arrives, and at
+the step, it is taken back with what happened to it. What is in ``.grad`` then and is not that tensor over that memory
+was put there by the user, and its values count. Where a rank does not have whole gradients in the parameter's
 dtype, something stands for them that says so when it is read.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import starmap
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,11 +20,13 @@ from torch import Tensor
 
 from shardfold.errors import UsageError
 from shardfold.hidden import HiddenGradient
+from shardfold.torch_internals import storage_key
 
 if TYPE_CHECKING:
+    from shardfold.gradients import GradientBuffer
     from shardfold.unit import Segment, Unit
 
-__all__ = ["Change", "ShownGradients"]
+__all__ = ["Change", "ShownGradients", "part"]
 
 Place = tuple[int, int]
 """The number of the trainable segment, and of the slot."""
@@ -32,12 +36,30 @@ Change = tuple[str, str]
 _grad = attrgetter("grad")
 
 
+def part(units: Sequence[Unit], *, given: bool = False) -> bool:
+    """Whether users did anything to what these units show, in place aside; ``given``: or where nothing is shown.
+
+    If so, what they put into ``.grad`` that lies in the units' own memory (two gradients swapped, one transposed)
+    becomes a copy: taking the first would overwrite the second.
+    """
+    if all(unit.shown.untouched(given=given) for unit in units):
+        return False
+    flats = [flat for unit in units if unit.resting is not None for flat in unit.resting.flats]
+    own = {storage_key(flat.untyped_storage()) for flat in flats}
+    for unit in units:
+        unit.shown.part_from(own)
+    return True
+
+
 class ShownGradients:
     """What one unit shows."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._shown: list[Sequence[Tensor | None]] = []  # by segment and slot; empty while nothing is shown
+        self._lying: list[tuple[Sequence[Tensor], list[int]]] = []  # gradients among these, and the memory of each
+        # by segment: the buffer's views, where they begin, what shows them, and where each of these lies
+        self._aliases: dict[int, tuple[list[Tensor], int, list[Tensor], list[int]]] = {}
         self._standing: dict[tuple[int, str], list[HiddenGradient]] = {}  # of a segment, by slot, and where they are
         self._zeroed: set[Place] = set()  # of those
         self._nothing = [[None] * len(segment.parameters) for segment in unit.trainable]
@@ -48,6 +70,7 @@ class ShownGradients:
         ``where`` they are, if not whole on this rank; said to who reads one. None: of those nothing is shown.
         """
         trainable = self._unit.trainable
+        self._lying.clear()
         self._shown = [self._to_show(i, where) for i in range(len(trainable))]
         for segment, grads in zip(trainable, self._shown, strict=True):
             for parameter, grad in zip(segment.parameters, grads, strict=True):
@@ -59,17 +82,35 @@ class ShownGradients:
         unit, buffer = self._unit, self._unit.resting
         segment, used = unit.trainable[i], unit.used[i]
         if where == "" and buffer is not None and _as_parameter(segment, buffer.flats[i]):
-            views, adopted = buffer.views[i], segment.adopted
+            (aliases, pointers), adopted = self._intact_aliases(i, buffer), segment.adopted
             if all(used) and not adopted:
-                return views
-            return [  # what only other ranks used counts for a norm too: zeros, where none did, do not
+                self._lying.append((aliases, pointers))
+                return aliases
+            shown = [  # what only other ranks used counts for a norm too: zeros, where none did, do not
                 adopted.get(slot, view) if was or (unit.reduced and bool(view.any())) else None
-                for slot, (view, was) in enumerate(zip(views, used, strict=True))
+                for slot, (view, was) in enumerate(zip(aliases, used, strict=True))
             ]
+            lying = [grad for grad in shown if grad is not None]
+            self._lying.append((lying, list(map(Tensor.data_ptr, lying))))
+            return shown
         if where is None:
             return self._nothing[i]
         standing = self._standing.get((i, where)) or self._stand(i, where)
         return standing if all(used) else [grad if was else None for grad, was in zip(standing, used, strict=True)]
+
+    def _intact_aliases(self, i: int, buffer: GradientBuffer) -> tuple[list[Tensor], list[int]]:
+        """What shows a segment's gradients, and where it lies. Not the buffer's own views: a user who keeps one can
+        point it elsewhere, also after the step (``grad.data = ...``, ``grad.t_()``); such a one is made anew."""
+        views, start = buffer.views[i], buffer.flats[i].data_ptr()
+        made, at, aliases, pointers = self._aliases.get(i, (None, 0, [], []))
+        if made is not views or at != start:
+            aliases, pointers = [view.detach() for view in views], list(map(Tensor.data_ptr, views))
+            self._aliases[i] = views, start, aliases, pointers
+        elif not _lie(aliases, pointers):
+            aliases[:] = [
+                alias if _same(alias, view) else view.detach() for alias, view in zip(aliases, views, strict=True)
+            ]
+        return aliases, pointers
 
     def _stand(self, i: int, where: str) -> list[HiddenGradient]:
         """Makes what stands for the gradients of a segment."""
@@ -83,12 +124,12 @@ class ShownGradients:
         return made
 
     def hide(self) -> list[Change]:
-        """Takes back what is shown, and what users did to it meanwhile counts; says what that was.
+        """Takes back what is shown, behind :func:`part`, and what users did to it meanwhile counts; says what that was.
 
         Raises:
             UsageError: a gradient that this rank does not have whole was replaced.
         """
-        changes = [] if self._untouched() else self._follow()
+        changes = [] if self.untouched() else self._follow()
         self.forget()
         return changes
 
@@ -98,9 +139,6 @@ class ShownGradients:
         Raises:
             UsageError: of those, this rank does not have gradients ``whole``.
         """
-        if self._shown and self._untouched():  # where nothing was shown, nothing is
-            self.forget()
-            return
         yield from self.hide()
         yield from self._take_given(whole=whole)
 
@@ -111,27 +149,60 @@ class ShownGradients:
                 if grad is not None:
                     parameter.grad = None
         self._shown = []
+        self._lying.clear()
         self._zeroed.clear()
 
-    def _untouched(self) -> bool:
-        """Whether every ``.grad`` is what was shown, or None: a comparison that costs some ten nanoseconds each."""
-        shown = zip(self._unit.trainable, self._shown, strict=False)
-        return not self._zeroed and all(
-            all(map(is_, map(_grad, segment.parameters), grads)) for segment, grads in shown
-        )
+    def untouched(self, *, given: bool = False) -> bool:
+        """Whether every ``.grad`` is what was shown, where it was, or None. Costs a tenth of a microsecond or two each.
+
+        ``given``: where nothing is shown there has to be nothing.
+        """
+        trainable = self._unit.trainable
+        if not self._shown:
+            return not given or all(p.grad is None for segment in trainable for p in segment.parameters)
+        if self._zeroed or not all(starmap(_lie, self._lying)):
+            return False
+        for segment, grads in zip(trainable, self._shown, strict=True):
+            if not all(map(is_, map(_grad, segment.parameters), grads)):
+                return False
+        return True
+
+    def part_from(self, own: set[int]) -> None:
+        """What users put into ``.grad`` that lies in the storages ``own`` becomes a copy; see :func:`part`."""
+        for i, segment in enumerate(self._unit.trainable):
+            for slot, parameter in enumerate(segment.parameters):
+                found = parameter.grad
+                if found is None or isinstance(found, HiddenGradient) or found.layout is not torch.strided:
+                    continue
+                shown = self._shown[i][slot] if self._shown else None
+                if storage_key(found.untyped_storage()) in own and not self._is_still((i, slot), shown, found):
+                    parameter.grad = found.detach().clone()
 
     def _follow(self) -> list[Change]:
         """What users did to what is shown is done to the gradients; says what that was."""
         changes: list[Change] = []
         for i, (segment, grads) in enumerate(zip(self._unit.trainable, self._shown, strict=False)):
             for slot, (parameter, grad) in enumerate(zip(segment.parameters, grads, strict=True)):
-                found = parameter.grad
-                if grad is not None and found is not grad and (change := self._follow_one((i, slot), grad, found)):
-                    changes.append(change)
+                found, place = parameter.grad, (i, slot)
+                if grad is not None and not self._is_still(place, grad, found):
+                    changes.append(self._follow_one(place, grad, found))
         for place in sorted(self._zeroed):
             self._unit.drop_gradient(*place, zero=True)
             changes.append(("zeroed", self._name(place)))
         return changes
+
+    def _is_still(self, place: Place, shown: Tensor | None, found: Tensor | None) -> bool:
+        """Whether a parameter has the gradient that was shown, in the memory where it was."""
+        i, slot = place
+        if shown is None or found is None or isinstance(shown, HiddenGradient):
+            return found is shown
+        buffer = self._unit.resting
+        assert buffer is not None
+        if self._unit.trainable[i].adopted.get(slot) is shown:
+            lying = ((grad, at) for row in self._lying for grad, at in zip(*row, strict=True))
+            where = next(at for grad, at in lying if grad is shown)
+            return found is shown and _lie([found], [where]) and found.shape == buffer.views[i][slot].shape
+        return _same(found, buffer.views[i][slot])  # what autograd made may have been copied there meanwhile
 
     def _take_given(self, *, whole: bool) -> list[Change]:
         """Gradients that users put into ``.grad`` of what shows none; says of which."""
@@ -150,7 +221,7 @@ class ShownGradients:
                 changes.append(("set", self._name((i, slot))))
         return changes
 
-    def _follow_one(self, place: Place, shown: Tensor, found: Tensor | None) -> Change | None:
+    def _follow_one(self, place: Place, shown: Tensor, found: Tensor | None) -> Change:
         """A parameter has another gradient than was shown; says what that makes of it."""
         i, slot = place
         if found is None:
@@ -160,8 +231,6 @@ class ShownGradients:
         buffer = self._unit.resting
         if buffer is None or isinstance(shown, HiddenGradient):
             self._refuse(place)
-        if found.data_ptr() == buffer.views[i][slot].data_ptr():  # what autograd made was copied there meanwhile
-            return None
         with torch.no_grad():
             buffer.put(i, slot, found)
         return "set", self._name(place)
@@ -193,3 +262,13 @@ class ShownGradients:
 def _as_parameter(segment: Segment, flat: Tensor) -> bool:
     """Whether gradients in a buffer's flat are what autograd would have left for the segment's parameters."""
     return segment.dtype == flat.dtype and segment.unscale == 1.0
+
+
+def _lie(grads: Sequence[Tensor], pointers: list[int]) -> bool:
+    """Whether contiguous tensors lie where they did, and are contiguous still."""
+    return list(map(Tensor.data_ptr, grads)) == pointers and all(map(Tensor.is_contiguous, grads))
+
+
+def _same(found: Tensor, view: Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory."""
+    return found.layout is view.layout and found.dtype == view.dtype and found.is_set_to(view)

@@ -148,12 +148,17 @@ def _update(engine: Engine) -> bool:
             track.follow(("NORM",))
         except NonFiniteError as error:  # on every rank
             raise NonFiniteError(f"{error}\n{examine(engine)}") from None
-    with torch.no_grad():
-        coefficient = engine.actions.coefficient
-        if coefficient is not None and engine.device.type == "cpu" and float(coefficient) >= 1.0:
-            coefficient = None
-        engine._update.begin(engine.units, used, coefficient)
-    track.finish()
+    coefficient = engine.actions.coefficient
+    if coefficient is not None and engine.device.type == "cpu" and float(coefficient) >= 1.0:
+        coefficient = None
+    sharded = engine._update
+
+    def update() -> None:
+        with torch.no_grad():
+            sharded.begin(engine.units, used, coefficient)
+        track.finish()
+
+    sharded.around(update)
     for unit in engine.units:
         unit._drain(unit.filling, engine.agreement.wait)
         unit.forget_gradients()

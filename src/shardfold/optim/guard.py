@@ -23,7 +23,8 @@ class Guard:
     """Until it is closed, the optimizer of an engine answers by it.
 
     ``step()`` and the state dicts raise a ``UsageError`` that names what to call instead, and ``zero_grad()`` drops the
-    engine's gradients. The methods are put on the instance, as methods, so that schedules wrap them as usual.
+    engine's gradients. Behind that ``step()`` still raises, as nothing gives the pieces in the groups gradients. The
+    methods are put on the instance, as methods, so that schedules wrap them as usual.
 
     Args:
         optimizer: whose groups hold this rank's pieces.
@@ -32,16 +33,21 @@ class Guard:
 
     def __init__(self, optimizer: Optimizer, zero_grad: Callable[[bool], None]) -> None:
         self._optimizer = optimizer
-        self._stepping = False
-        self._had = {name: vars(optimizer).get(name) for name in (*_METHODS, _HANDLES_SCALES)}
+        self._stepping = self._closed = False
+        self._had = {name: vars(optimizer).get(name) for name in (*_METHODS[1:], _HANDLES_SCALES)}
         own, drop = weakref.ref(self), weakref.WeakMethod(zero_grad)  # the optimizer may outlive the engine
         step = optimizer.step
 
         # Of one argument more than a method shows, as a schedule that is made later binds what it finds here again.
         def guarded(it: Optimizer, *args: Any, **kwargs: Any) -> Any:
             guard = own()
-            if guard is None or guard._stepping:
+            if guard is not None and guard._stepping:
                 return step(*args, **kwargs)
+            if guard is None or guard._closed:
+                raise UsageError(
+                    f"{type(it).__name__}.step() updates nothing, because its engine is closed: make a new optimizer "
+                    "of the model's parameters."
+                )
             return guard._refuse_step()
 
         vars(guarded).update(vars(step))  # a schedule that was made before looks for its mark
@@ -87,12 +93,9 @@ class Guard:
             self._stepping = False
 
     def close(self) -> None:
-        """The optimizer has its own methods again, unless something wrapped these meanwhile: that goes through."""
-        self._stepping = True
+        """The optimizer has its own methods again, but for ``step()``."""
+        self._closed = True
         for name, had in self._had.items():
-            mine = vars(self._optimizer).get(name)
-            if name == "step" and getattr(getattr(mine, "__func__", None), "__name__", "") != "guarded":
-                continue
             vars(self._optimizer).pop(name, None)
             if had is not None:
                 setattr(self._optimizer, name, had)

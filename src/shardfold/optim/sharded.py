@@ -153,6 +153,18 @@ class ShardedOptimizer:
 
     # -- the update
 
+    def around(self, update: Callable[[], None]) -> None:
+        """Does the update of one step; what users registered by ``register_step_pre_hook`` and
+        ``register_step_post_hook`` is called around it, as the ``step`` of a class calls it."""
+        if self._names is None:  # its own step is called
+            update()
+            return
+
+        def step(optimizer: Optimizer) -> None:
+            update()
+
+        Optimizer.profile_hook_step(step)(self.torch_optimizer)
+
     def begin(self, units: Sequence[Unit], used: dict[str, list[list[bool]]], coefficient: Tensor | None) -> None:
         """Before the updates of one step; ``used`` says by unit which parameters some rank used."""
         self._used, self._coefficient = used, coefficient
