@@ -322,7 +322,7 @@ class Agreement:
                 f"{self.limit:.0f} s: {self._describe(others)}."
             )
             self._mesh.store.set("abort", message)
-            self._dead = message
+            self._dead, self._mesh.gave_up = message, True
             raise CollectiveError(message)
 
     def _find_contradiction(self, others: dict[int, Whereabouts]) -> None:
@@ -380,7 +380,7 @@ class Agreement:
             raise self._give_up(message)
 
     def _give_up(self, message: str) -> OrderError:
-        self._dead = message
+        self._dead, self._mesh.gave_up = message, True
         return OrderError(message)
 
     def _abort(self, message: str) -> None:
@@ -401,6 +401,11 @@ class Agreement:
         while "user" in stuck and monotonic() < deadline:
             self._pause(self._mesh.store, ["never"])
             stuck = [entry.kind for entry in self._watch.read().values()]
+        LOG.error(
+            "rank %d leaves all process groups, because other ranks wait in one of them and would never end: from here "
+            "on it cannot use torch.distributed. %s",
+            self._mesh.rank, self.aborted(),
+        )  # fmt: skip
         self._mesh.abandon()
 
 

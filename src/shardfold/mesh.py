@@ -10,6 +10,7 @@ import atexit
 import importlib
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -20,9 +21,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardfold.errors import LayoutError, UsageError, did_you_mean
 from shardfold.layout import DATA_AXES, Axes
-from shardfold.torch_internals import default_store
+from shardfold.torch_internals import all_groups, default_store
 
 __all__ = ["DataMesh", "default_backend", "pick_device", "resolve_sizes", "start_group"]
+
+UNSENT = 2**31 - 1  # the tag of a message that nobody sends
 
 
 def resolve_sizes(world: int, mesh: Mapping[str, int] | None, local: int | None = None) -> dict[str, int]:
@@ -73,6 +76,7 @@ class DataMesh:
         store: a key-value store shared by all ranks, private to this mesh; None for one rank.
         default_store: the one of the process's default group.
         control: a Gloo group of all ranks for small facts that the host needs.
+        gave_up: whether this rank raised because ranks cannot go on together.
     """
 
     def __init__(self, sizes: Mapping[str, int] | None, device: torch.device, timeout: timedelta) -> None:
@@ -84,6 +88,7 @@ class DataMesh:
         self.sizes = resolve_sizes(self.world, sizes, int(local) if local else None)
         self.coords = {"inter": self.rank // self.sizes["intra"], "intra": self.rank % self.sizes["intra"]}
         self.name = ""
+        self.gave_up = False
         self.store: Any = None
         self.default_store: Any = None
         self._groups: dict[Axes, Any] = {}
@@ -182,11 +187,16 @@ class DataMesh:
         _PROCESS.open.discard(self)
 
     def abandon(self) -> None:
-        """Leaves all groups but this mesh's own, so that ranks stuck in collectives of the user's own wake up.
+        """Leaves all groups but those of meshes, so that ranks stuck in collectives of the user's own wake up.
 
-        This mesh's groups may have collectives under way, and closing one of those would wait for them.
+        A mesh's groups may have collectives under way, and closing one of those would wait for them.
         """
         if dist.is_initialized():
+            ours = [group for mesh in _PROCESS.open for group in mesh._made]
+            for group in all_groups():
+                if not any(group is own for own in ours):
+                    _disconnect(group)
+            _PROCESS.started = False
             dist.destroy_process_group()
 
 
@@ -221,7 +231,11 @@ class _Process:
                 dist.destroy_process_group()
 
     def close(self) -> None:
-        """The interpreter exits."""
+        """The interpreter exits. A rank that another one waits for in a group of the user's will not come there: it
+        wakes up, or the two would wait for each other, this one for what it has under way in a mesh's group."""
+        for mesh in list(self.open):
+            if mesh.gave_up and self._pid == os.getpid():
+                mesh.abandon()
         for mesh in list(self.open):
             mesh.leave()
         if self._pid == os.getpid():
@@ -229,6 +243,20 @@ class _Process:
 
 
 _PROCESS = _Process()
+
+
+def _disconnect(group: Any) -> None:
+    """Ends the connections of a group over Gloo: every rank that waits in it, or will, raises.
+
+    Destroying a group does that only when the last reference to it goes, and there are more than the user's: the
+    signatures of ``torch.distributed.nn`` keep the default group that was there when they were imported. But a receive
+    that is given up takes the connections of its group with it.
+    """
+    size = group.size()
+    if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
+        return  # of NCCL, destroying it is enough
+    with suppress(RuntimeError):  # that it was given up, or that the connections are gone already
+        group.recv([torch.empty(1)], (group.rank() + 1) % size, UNSENT).wait(timedelta(milliseconds=1))
 
 
 def _start(device: torch.device, timeout: timedelta) -> bool:

@@ -38,6 +38,7 @@ __all__ = [
     "NormBase",
     "Pack",
     "all_gather_single",
+    "all_groups",
     "at_end_of_backward",
     "check",
     "copies_shallowly",
@@ -160,6 +161,7 @@ INTERNALS: tuple[Internal, ...] = (
     Internal(
         "torch.distributed.distributed_c10d._get_default_store", "the one store that every rank shares", "several ranks"
     ),
+    Internal("torch.distributed.distributed_c10d._world", "waking ranks that wait in groups of the user's", "that"),
     Internal("torch.autograd.profiler._is_profiler_enabled", "names for collectives in traces", "several ranks"),
     Internal("torch._C._profiler._ExperimentalConfig", "all threads in a trace", "shardfold bench --timeline"),
     Internal("torch._C._functorch.peek_interpreter_stack", "deepspeed.utils' name for it", "that call"),
@@ -398,3 +400,8 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 def default_store() -> Any:
     """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def all_groups() -> list[Any]:
+    """Every process group that this rank is in and that nobody destroyed, the default one among them."""
+    return list(dist.distributed_c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage]
