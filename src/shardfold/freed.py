@@ -100,7 +100,7 @@ METADATA: frozenset[Any] = (
     | {torch.numel, torch.is_floating_point, torch.is_complex}
     | {copies_shallowly}
     | {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
-    | {Tensor.grad.__delete__}  # pyright: ignore[reportAttributeAccessIssue]
+    | {getattr(Tensor, name).__delete__ for name in ("grad",)}
 )  # pyright: ignore[reportAttributeAccessIssue]
 
 
