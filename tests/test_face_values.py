@@ -221,7 +221,7 @@ def test_defaults_are_deepspeed_s() -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"\xff\xfe\x00bad", "is no text in UTF-8"), (b'{"a":' * 100_000, "is nested too deeply")],
+    [(b"\xff\xfe\x00bad", "is not UTF-8 text"), (b'{"a":' * 100_000, "is nested too deeply")],
 )
 def test_a_config_that_no_reader_takes_is_one_sentence(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "ds.json").write_bytes(content)

@@ -41,9 +41,11 @@ def load(config: Any) -> tuple[dict[str, Any], str]:
         try:
             return _parsed(path.read_text(encoding="utf-8"), str(path)), str(path)
         except UnicodeDecodeError:
-            raise DeepSpeedConfigError(f"{path} is no text in UTF-8: a config is JSON or HJSON.") from None
+            raise DeepSpeedConfigError(
+                f"the config file {str(path)!r} is not UTF-8 text: a config is JSON or HJSON."
+            ) from None
         except RecursionError:
-            raise DeepSpeedConfigError(f"{path} is nested too deeply for a config.") from None
+            raise DeepSpeedConfigError(f"the config file {str(path)!r} is nested too deeply to be read.") from None
     try:
         text = base64.b64decode(str(config), altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, ValueError):
