@@ -84,6 +84,7 @@ def test_runs_that_start_at_one_moment_have_folders_of_their_own(monkeypatch: py
 
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(one, range(16)))
+    os.environ.pop(CLAIM, None)  # these threads share an environment, as runs do not: one may have put back another's
     assert len({folder for folder, _ in found}) == 16 and all(marked for _, marked in found)
     assert Path("runs/20260101-000000") in {folder for folder, _ in found}
 
