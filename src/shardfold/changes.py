@@ -273,15 +273,17 @@ def needed(engine: Engine) -> bool:
 
 
 def secure(engine: Engine) -> None:
-    """Reads in what ``parameter.data = x`` left outside of the flats, and saves new parameters that are views of one.
+    """Reads in what was written into parameters beside a finer master, and what ``parameter.data = x`` left outside of
+    the flats; saves new parameters that are views of one.
 
     Raises:
         UsageError: ``x`` has another dtype or device; the parameters have their old values again.
     """
     changes = engine._changes
-    if not engine.closed:
-        changes.take_written()
-    if engine.closed or (changes.unmoved() and not any(unit.pins for unit in engine.units)):
+    if engine.closed:
+        return
+    changes.take_written()
+    if changes.unmoved() and not any(unit.pins for unit in engine.units):
         return
     full = [segment for unit in engine.units if unit.life is Life.GATHERED for segment in unit.segments]
     moved, refused = _take_values(full, engine.loans)

@@ -80,7 +80,7 @@ __all__ = [
 ]
 
 TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""The versions of PyTorch that the tests have run with."""
+"""The versions of PyTorch that were tried; docs/versions.md says with what."""
 
 
 class Internal(NamedTuple):
