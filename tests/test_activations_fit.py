@@ -48,7 +48,7 @@ def _planned(engine: sf.Engine) -> Any:
 
 
 def _modes(engine: sf.Engine) -> list[str]:
-    return [place.given.mode for place in engine._replaced.places]
+    return [place.current.mode for place in engine._replaced.places]
 
 
 class Fitted(NamedTuple):

@@ -288,7 +288,8 @@ def _refusals(layout: str) -> dict[str, str]:
     refuse("unknown name", ModelError, "head.wieght", of="master")
     with engine.gathered(of="master") as values:
         said["names"] = ",".join(values)
-    assert engine.memory().transient == sum(f.nbytes for u in engine.units if u.incoming for f in u.incoming.flats)
+    buffers = [unit.gradients.incoming for unit in engine.units]
+    assert engine.memory().transient == sum(f.nbytes for buffer in buffers if buffer for f in buffer.flats)
     engine.close()
     with pytest.raises(UsageError) as caught, make(layout, optimizer=None).gathered(of="master"):
         pass

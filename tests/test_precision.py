@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.layout import PRECISIONS
+from shardfold.segment import TORCH_DTYPES
 from shardfold.testing import Ranks
-from shardfold.unit import TORCH_DTYPES
 
 PAGE = Path(__file__).parents[1] / "docs" / "precision.md"
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -59,16 +59,15 @@ def live(layout: str, precision: str, loaded: torch.dtype) -> dict[str, set[torc
         parameter.register_hook(lambda grad: seen.add(grad.dtype))
     sent: set[torch.dtype] = set()
     for unit in engine.units:
-        make = unit.new_buffer
+        make = unit.gradients.new_buffer
 
         def record(make: Any = make) -> Any:
             buffer = make()
             sent.update(flat.dtype for flat in buffer.flats)
             return buffer
 
-        unit.new_buffer = record  # type: ignore[method-assign]
-        if unit.resting is not None:
-            sent.update(flat.dtype for flat in unit.resting.flats)
+        unit.gradients.new_buffer = record  # type: ignore[method-assign]
+        sent.update(flat.dtype for flat in unit.shown.resting_flats())
     engine.backward(engine(torch.ones(2, 8)))
     engine.step()
     segments = [segment for unit in engine.units for segment in unit.trainable]

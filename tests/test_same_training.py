@@ -93,7 +93,7 @@ def _on_their_way(layout: str, in_flight: int) -> list[int]:
     seen: list[int] = []
 
     def look(module: Any, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(lambda grad: seen.append(sum(bool(unit.reducing) for unit in engine.units)))
+        output.register_hook(lambda grad: seen.append(sum(bool(unit.gradients.sending) for unit in engine.units)))
 
     for block in engine.module.blocks:  # type: ignore[union-attr]
         block.register_forward_hook(look)

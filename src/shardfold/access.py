@@ -17,9 +17,9 @@ from shardfold.loans import refuse_during
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.presets import PRESETS
 from shardfold.report import MemoryReport, MemoryRow, TrafficReport
+from shardfold.segment import Segment
 from shardfold.stats import Clock, Stats
 from shardfold.torch_internals import storage_key
-from shardfold.unit import Segment
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
@@ -113,9 +113,9 @@ def memory_report(engine: Engine, update: ShardedOptimizer | None) -> MemoryRepo
                 tensors["master"].append(segment.master)
             if segment.split:
                 transient.append(segment.flat)
-        if unit.incoming is not None:
-            transient.extend(unit.incoming.flats)
-        transient.extend(grad for _, _, grad in unit.waiting)
+        if unit.gradients.incoming is not None:
+            transient.extend(unit.gradients.incoming.flats)
+        transient.extend(grad for _, grad in unit.gradients.arriving)
     if update is not None:
         tensors["moments"] += update.state_tensors()
     seen: set[int] = set()

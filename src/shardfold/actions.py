@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfold.agreement import Agreement
 from shardfold.errors import ConfigError, NonFiniteError
-from shardfold.gradients import GradientBuffer
+from shardfold.gradients import Gradients
 from shardfold.layout import DATA_AXES, Layout, Tier
 from shardfold.mesh import DataMesh
 from shardfold.meter import Meter
@@ -28,10 +28,11 @@ from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.passes import Schedule
 from shardfold.program import MARKERS, Op
+from shardfold.segment import Segment
 from shardfold.stores.device import DeviceStore
-from shardfold.unit import Life, Segment, Unit
+from shardfold.unit import Life, Unit
 from shardfold.wires.choice import data_wire
-from shardfold.wires.plain import Pending
+from shardfold.wires.plain import Pending, drain
 
 __all__ = ["Actions", "check_supported"]
 
@@ -82,7 +83,7 @@ class Actions:
         self._overlap = (
             (store.device.type == "cuda") if timing.reduces_in_flight is None else timing.reduces_in_flight > 0
         )
-        self._reducing: Unit | None = None  # whose gradients are on their way
+        self._sending: Gradients | None = None  # of the unit whose gradients are on their way
         self.set_factors()
 
     def renew(self, units: Sequence[Unit]) -> None:
@@ -90,7 +91,7 @@ class Actions:
         self.units = {unit.name: unit for unit in units}
         self.wire.forget()
         self.detours.clear()
-        self._reducing = None
+        self._sending = None
         self.set_factors()
 
     def set_factors(self, share: float = 1.0) -> None:
@@ -154,9 +155,9 @@ class Actions:
                         segment.fill_own_range()
         for segment in unit.segments:
             lasting = segment.rest if not held and segment.split else None
-            self._collective(op, segment.flat, unit.filling, lasting=lasting)
+            self._collective(op, segment.flat, pending=unit.filling, lasting=lasting)
         if again:
-            unit._drain(unit.filling, self.agreement.wait)
+            drain(unit.filling, self.agreement.wait)
 
     def hold(self, unit: Unit) -> None:
         if not self.backward_follows:
@@ -183,76 +184,29 @@ class Actions:
         self.detours.clear()
 
     def accept(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
-        """Takes a gradient. While another unit's are on their way it stays as autograd made it, so that no more than
-        two units' gradients are in memory."""
-        segment, slot = place
-        unit.used[segment][slot] = True
-        other = self._reducing
-        if other is not None and other is not unit and other.reducing and unit.incoming is None:
-            if unit.resting is None and not all(pending.done() for pending in other.reducing):
-                unit.waiting.append((segment, slot, grad))
-                return
-            if unit.resting is None:
-                other.end_reduce(self.agreement.wait)
-        if unit.waiting:
-            unit.accept_waiting()
-        unit.accept(segment, slot, grad)
+        """Takes a gradient."""
+        unit.gradients.accept(place, grad, self._sending, self.agreement.wait)
 
     def reduce(self, unit: Unit, op: Op) -> None:
         """Sends a unit's gradients; an all-reduce behind a reduce-scatter goes on with what that gave."""
-        if self._reducing is not unit and self._reducing is not None:  # one unit's gradients on their way at a time
-            self._reducing.end_reduce(self.agreement.wait)
-        self._reducing = unit
+        gradients = unit.gradients
+        if self._sending is not gradients and self._sending is not None:  # those of one unit at a time
+            self._sending.arrive(self.agreement.wait)
+        self._sending = gradients
+        collective = partial(self._collective, op, pending=gradients.sending)
         if op.verb == "ALL_REDUCE" and self.layout.master.over:
-            self._sum_scattered(unit, op)
+            gradients.send_scattered(collective, self.agreement.wait)
             return
-        self._send(unit, op)
+        gradients.send(collective if op.verb == "REDUCE_SCATTER" else None, collective)
         if not self._overlap:
-            unit.end_reduce(self.agreement.wait)
-
-    def _send(self, unit: Unit, op: Op) -> None:
-        """Hands a unit's gradients to the wire. When this returns, only what is pending keeps their buffer alive."""
-        buffer = unit.resting
-        with torch.no_grad():
-            unit.accept_waiting()
-            if buffer is None or unit.reduced:
-                buffer = unit.incoming or unit.new_buffer()
-                unit.incoming = None
-            buffer.complete()
-        add, unit.reduced = unit.reduced, True
-        if unit.summed and unit.extra is None:
-            unit.extra = [torch.zeros_like(segment.master_grads) for segment in unit.trainable]
-        outs = unit.extra or [segment.master_grads for segment in unit.trainable]
-        for segment, flat, out in zip(unit.trainable, buffer.flats, outs, strict=True):
-            if op.verb == "REDUCE_SCATTER":
-                self._collective(op, flat, unit.reducing, out=out, add=add)
-            else:
-                self._collective(op, flat, unit.reducing)
-                if add:
-                    unit.reducing.append(Pending([], partial(segment.add_to_grads, flat)))
-        if buffer is not unit.resting:
-            unit.reducing.append(Pending([], partial(self._recycle, buffer)))
-
-    def _recycle(self, buffer: GradientBuffer) -> None:
-        for flat in buffer.flats:
-            self.store.recycle(flat)
-
-    def _sum_scattered(self, unit: Unit, op: Op) -> None:
-        """The second of two reductions: sums the scattered gradients over the other axes (HSDP)."""
-        unit.end_reduce(self.agreement.wait)
-        targets = unit.extra or [segment.master_grads for segment in unit.trainable]
-        for segment, target in zip(unit.trainable, targets, strict=True):
-            self._collective(op, target, unit.reducing)
-            if unit.extra is not None:
-                unit.reducing.append(Pending([], partial(segment.master_grads.add_, target)))
-        unit.summed, unit.extra = True, None
+            gradients.arrive(self.agreement.wait)
 
     def _collective(
         self,
         op: Op,
         flat: Tensor,
-        pending: list[Pending],
         *,
+        pending: list[Pending],
         out: Tensor | None = None,
         add: bool = False,
         lasting: Tensor | None = None,
@@ -331,15 +285,15 @@ class Actions:
         self.store.after_compute()
         for segment in unit.trainable:
             assert segment.rest is not None
-            self._collective(op, segment.rest, unit.filling)
+            self._collective(op, segment.rest, pending=unit.filling)
 
     # -- agreement
 
     def agree_on_use(self, *flags: bool) -> tuple[dict[str, list[list[bool]]], list[Unit], list[bool]]:
         """Which parameters any rank used in this step, which units have late gradients on any rank, and which of the
         ``flags`` any set."""
-        mine = [flag for unit in self.units.values() for flags in unit.used for flag in flags]
-        mine += [unit.has_unsent for unit in self.units.values()]
+        mine = [flag for unit in self.units.values() for flags in unit.gradients.used for flag in flags]
+        mine += [unit.gradients.unsent for unit in self.units.values()]
         mine += flags
         if self.mesh.world > 1:
             bits = torch.tensor(mine, dtype=torch.uint8)
@@ -349,7 +303,8 @@ class Actions:
             self.meter.control(bits.nbytes)
             mine = [bool(bit) for bit in bits.tolist()]
         bit = iter(mine)
-        used = {u.name: [list(itertools.islice(bit, len(row))) for row in u.used] for u in self.units.values()}
+        rows = {unit.name: unit.gradients.used for unit in self.units.values()}
+        used = {name: [list(itertools.islice(bit, len(row))) for row in of] for name, of in rows.items()}
         late = [unit for unit in self.units.values() if next(bit)]
         return used, late, list(bit)
 

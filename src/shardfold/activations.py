@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -29,6 +28,7 @@ from shardfold.errors import ConfigError, ModelError
 from shardfold.layout import MODES, Activations, Layout
 from shardfold.planner import Planner
 from shardfold.recompute import KEPT, recomputing, without_filling
+from shardfold.replaced import ReplacedForward
 from shardfold.report import SavedReport, SavedRow
 from shardfold.rules import EVERYTHING, Patterns, pairs, text_of
 from shardfold.saved import Movers, counted, held
@@ -36,7 +36,7 @@ from shardfold.spots import Spot
 from shardfold.torch_internals import in_backward
 from shardfold.unit import Unit
 
-__all__ = ["MODES", "Activations", "Place", "Replacements", "in_table"]
+__all__ = ["MODES", "Activations", "Replacements", "in_table"]
 
 RECOMPUTED = ("recompute", "select")
 MOVED = ("host", "disk")
@@ -45,37 +45,6 @@ FITTED = ("recompute", "select", "host", "disk", "keep")
 
 ONLY_INPUTS = (nn.Embedding, nn.Linear)
 """Modules that save nothing but their inputs, so that making anything again saves nothing."""
-
-
-@dataclass(eq=False)
-class Place:
-    """A module whose forward is replaced.
-
-    Attributes:
-        path: of the module in the model.
-        unit: that it is, or is a part of.
-        inner: it and the modules in it.
-        left: it last ran inside of a checkpoint of the model's own, to which it is left.
-        asked: what was given for it; ``given`` is what holds now.
-        spot: where there is a budget: what is planned for it.
-    """
-
-    path: str
-    module: nn.Module
-    unit: Unit
-    given: Activations
-    inner: list[nn.Module] = field(default_factory=list[nn.Module])
-    left: bool = False
-    spot: Spot | None = None
-
-    def __post_init__(self) -> None:
-        self.inner = list(self.module.modules())
-        self.asked = self.given
-
-    @property
-    def leaves(self) -> bool:
-        """Whether the model recomputes this, or parts of it, itself (``gradient_checkpointing`` of transformers)."""
-        return any(vars(module).get("gradient_checkpointing") for module in self.inner)
 
 
 def in_table(layout: Layout, given: Any) -> tuple[Layout, Any]:
@@ -110,7 +79,7 @@ class Replacements:
         self._values = [Activations.named(value) for _, value in rules]
         self._patterns = Patterns([pattern for pattern, _ in rules], "activations")
         self._patterns.check(model)
-        self.places: list[Place] = []
+        self.places: list[ReplacedForward] = []
         self._movers = Movers(model, device)
         self._units: Sequence[Unit] = ()
         self._needs: Callable[[Unit], None] = lambda unit: None
@@ -158,20 +127,20 @@ class Replacements:
             restore_forward(place.module)
             own = place.module.forward
             if place.spot is not None:
-                place.given = place.asked.chosen(place.spot.mode)
+                place.current = place.given.chosen(place.spot.mode)
                 own = without_filling(own)
                 if self._planner is not None and measuring:
                     own = _looked_at(place, place.spot, own, self._planner)
-            if place.given.mode in MOVED:
+            if place.current.mode in MOVED:
                 replace_forward(place.module, _moving(place, own, self._movers))
-            elif place.given.mode in RECOMPUTED:
+            elif place.current.mode in RECOMPUTED:
                 again = recomputing(place, own, self._needs, self._movers, whole=measuring)
                 replace_forward(place.module, again)
             elif place.spot is not None:
                 replace_forward(place.module, own)
 
-    def _spot(self, place: Place) -> Spot:
-        given = place.asked
+    def _spot(self, place: ReplacedForward) -> Spot:
+        given = place.given
         modes = tuple(mode for mode in FITTED if mode in self._among(given)) if given.budget is not None else ()
         if isinstance(place.module, ONLY_INPUTS):
             modes = tuple(mode for mode in modes if mode not in RECOMPUTED)
@@ -218,7 +187,7 @@ class Replacements:
         for place in self.places:
             if any(vars(module).get("_compiled_call_impl") is not None for module in place.inner):
                 raise ModelError(
-                    f"activations={place.asked.mode!r} measures what runs, but {place.path!r} is compiled: name a mode "
+                    f"activations={place.given.mode!r} measures what runs, but {place.path!r} is compiled: name a mode "
                     "instead, or compile nothing."
                 )
         return self._planner.begin_forward(inputs)
@@ -249,7 +218,7 @@ class Replacements:
         """What happens in each unit, by its name, where that is not ``keep``."""
         said: dict[str, list[str]] = {}
         for place in self.places:
-            mode = place.given.mode
+            mode = place.current.mode
             if mode == "keep" and not place.left:
                 continue
             if place.left or (mode in RECOMPUTED and place.leaves):
@@ -266,7 +235,7 @@ class Replacements:
             lines += ["activations (of all others: keep):", *(f"  {name:<28}  {mode}" for name, mode in left.items())]
         return lines
 
-    def _find(self, units: Sequence[Unit]) -> Iterator[Place]:
+    def _find(self, units: Sequence[Unit]) -> Iterator[ReplacedForward]:
         rule = self._patterns.assign(self._model)
         unit_of: dict[int, Unit] = {}
         for unit in sorted(units, key=lambda unit: not unit.spec.root):  # the root's are those that no other has
@@ -278,18 +247,18 @@ class Replacements:
         for path, module in modules.items():
             if id(module) in tops:
                 around.update(path[:i] for i, letter in enumerate(path) if letter == ".")
-        found: dict[str, Place] = {}
+        found: dict[str, ReplacedForward] = {}
         for path, module in modules.items():
             outer = path.rpartition(".")[0]
             number = rule[id(module)]
             if path in around or (id(module) not in tops and number == rule[id(modules[outer])]):
                 continue
             value, enclosing = self._values[number], _enclosing(found, path)
-            whole = enclosing is not None and (enclosing.given.mode in RECOMPUTED or enclosing.given.budget is not None)
-            if enclosing is not None and whole:
+            above = enclosing.current if enclosing is not None else None
+            if enclosing is not None and above is not None and (above.mode in RECOMPUTED or above.budget is not None):
                 raise ModelError(
                     f"activations= has {value.mode!r} for {path!r} by its rule for "
-                    f"{text_of(self._patterns.patterns[number])}, and {enclosing.given.mode!r} for {enclosing.path!r}, "
+                    f"{text_of(self._patterns.patterns[number])}, and {above.mode!r} for {enclosing.path!r}, "
                     "which contains it and is made again as a whole: leave one of them out."
                 )
             modes = (value.mode,) if value.budget is None else self._among(value)
@@ -298,11 +267,11 @@ class Replacements:
                 continue
             if isinstance(module, ONLY_INPUTS) and not set(modes) & set(MOVED):
                 continue
-            found[path] = Place(path, module, unit_of[id(module)], value)
+            found[path] = ReplacedForward(path, module, unit_of[id(module)], value)
         yield from found.values()
 
 
-def _enclosing(places: dict[str, Place], path: str) -> Place | None:
+def _enclosing(places: dict[str, ReplacedForward], path: str) -> ReplacedForward | None:
     while path:
         path = path.rpartition(".")[0]
         if path in places:
@@ -310,8 +279,8 @@ def _enclosing(places: dict[str, Place], path: str) -> Place | None:
     return None
 
 
-def _moving(place: Place, forward: Callable[..., Any], movers: Movers) -> Callable[..., Any]:
-    given = place.given
+def _moving(place: ReplacedForward, forward: Callable[..., Any], movers: Movers) -> Callable[..., Any]:
+    given = place.current
 
     @partial(torch.compiler.disable, recursive=False)  # what it calls is compiled, under the hooks of its frame
     @wraps(forward)
@@ -330,7 +299,7 @@ def _moving(place: Place, forward: Callable[..., Any], movers: Movers) -> Callab
     return run
 
 
-def _looked_at(place: Place, spot: Spot, forward: Callable[..., Any], planner: Planner) -> Callable[..., Any]:
+def _looked_at(place: ReplacedForward, spot: Spot, forward: Callable[..., Any], planner: Planner) -> Callable[..., Any]:
     """A module's own forward, of which the planner learns."""
 
     @torch.compiler.disable

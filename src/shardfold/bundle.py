@@ -21,9 +21,9 @@ from shardfold.layout import DATA_AXES, Axes
 from shardfold.mesh import DataMesh
 from shardfold.meter import Meter
 from shardfold.program import Op
+from shardfold.segment import Segment
 from shardfold.shards import shard_index
 from shardfold.stores.device import DeviceStore
-from shardfold.unit import Segment
 from shardfold.wires.plain import Pending, PlainWire
 
 __all__ = ["BATCH", "Carrier", "Slice", "complete", "gather_slices", "named_state", "spread", "whole_segments"]

@@ -24,8 +24,9 @@ from shardfold.freed import FreedParameter
 from shardfold.holders import hold, let_go
 from shardfold.loans import Loan
 from shardfold.optim.sharded import alignment, group_numbers
+from shardfold.segment import TORCH_DTYPES, Segment
 from shardfold.torch_internals import no_subclass_functions, storage_key
-from shardfold.unit import TORCH_DTYPES, Life, Segment, Unit
+from shardfold.unit import Life, Unit
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine

@@ -29,8 +29,8 @@ from shardfold.errors import ModelError, did_you_mean
 from shardfold.freed import FreedParameter
 from shardfold.layout import ITEMSIZE, Mesh
 from shardfold.rules import Rules
+from shardfold.segment import dtype_name, rest_itemsize
 from shardfold.shards import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
-from shardfold.unit import dtype_name, rest_itemsize
 
 __all__ = ["ROOT", "Cut", "cut", "main_dtypes"]
 

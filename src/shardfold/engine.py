@@ -58,11 +58,12 @@ from shardfold.program import Program
 from shardfold.report import MemoryReport, MemoryRow, SavedReport, StepReport, TrafficReport
 from shardfold.rules import Rules
 from shardfold.runner import Runner
+from shardfold.segment import TORCH_DTYPES
 from shardfold.stats import Clock, Stats
 from shardfold.stepping import check_accumulate, check_schedule, make_schedule, take_step
 from shardfold.stores.device import DeviceStore
 from shardfold.tf32 import hold_tf32
-from shardfold.unit import TORCH_DTYPES, Life, Unit
+from shardfold.unit import Life, Unit
 
 __all__ = ["Engine"]
 

@@ -28,7 +28,8 @@ from shardfold.errors import (
     did_you_mean,
 )
 from shardfold.loans import Loan
-from shardfold.unit import TORCH_DTYPES, Life, Segment, Unit, dtype_name
+from shardfold.segment import TORCH_DTYPES, Segment, dtype_name
+from shardfold.unit import Life, Unit
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine

@@ -1,132 +1,221 @@
-"""Gradients on their way: the flat that a unit's gradients are copied into, as they arrive, and sent from."""
+"""The gradients of one unit since the last step: where they lie, and how far they are summed.
+
+    arriving     autograd made them; they wait as they are while another unit's are on their way
+    incoming     a buffer that the next reduction sends, where gradients cannot be sent from where they rest
+    resting      a buffer over ``grads`` itself, where those are not split
+    sending      what the transport works on; a buffer lives until its operations are done
+    grads        of each segment: what the step uses (see ``segment``)
+
+What ``grads`` hold is one enum, :class:`Sums`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from shardfold.torch_internals import foreach_copy_, foreach_mul_, foreach_zero_
+from shardfold.gradient_buffer import GradientBuffer
+from shardfold.segment import Segment
+from shardfold.stores.device import DeviceStore
+from shardfold.wires.plain import Pending, Waiter, drain
 
-if TYPE_CHECKING:
-    from shardfold.unit import Segment
+__all__ = ["Gradients", "Place", "Sums"]
 
-__all__ = ["GradientBuffer"]
-
-SMALL = 16 * 1024
-"""Gradients of at most so many bytes are copied together: a call of its own costs as much as copying this."""
-BATCH = 64 * 1024
-"""So many bytes of small gradients wait at most."""
+Place = tuple[int, int]
+"""The number of the trainable segment, and of the slot."""
 
 
-class GradientBuffer:
-    """Gradients of one or more passes, in one flat per trainable segment of a unit, as they are sent.
+class Sums(Enum):
+    """Over which ranks ``grads`` are summed."""
 
-    The memory of slots that are not touched, and of the padding, is undefined until :meth:`complete` zeroes it.
+    OWN = "over none: this rank's own, if any came"
+    REDUCED = "over the axes of the first reduction of the step"
+    TWICE = "over those, and over the axes of a second one (HSDP)"
+
+
+class Gradients:
+    """The gradients of a unit.
 
     Args:
-        segments: of the unit.
-        flats: one for each.
-        adopt: nothing is sent, so the tensors that autograd made are kept as they are where that gives the same
-            (``Segment.adopted``), and copied only when something else than the update reads the flat.
+        segments: its trainable segments.
+        store: makes buffers, and takes them back.
 
     Attributes:
-        flats: by segment.
-        views: by segment and slot, each with its parameter's shape.
-        touched: which of them hold anything since :meth:`clear`.
+        sums: what ``grads`` hold.
+        resting: over ``grads``, where they are not split; None where they are.
+        incoming: in the dtype in which gradients are sent; None while none is there.
+        arriving: place and gradient, while there is no room for ``incoming``.
+        sending: operations on their way.
+        extra: by segment: a second reduce-scatter's result of a step that has :attr:`Sums.TWICE` already; it is added
+            to ``grads`` when it is summed over the other axes too.
+        seen: places whose gradient came in this backward.
+        used: by segment and slot, whether a gradient came since the last step.
+        count: of all places.
     """
 
-    def __init__(self, segments: Sequence[Segment], flats: Sequence[Tensor], *, adopt: bool = False) -> None:
-        self.flats = list(flats)
-        self._adopted = [segment.adopted if adopt else None for segment in segments]
-        parts = [segment.parts_of(flat) for segment, flat in zip(segments, flats, strict=True)]
-        self.views = [views for views, _ in parts]
-        self.touched = [[False] * len(row) for row in self.views]
-        self._pads = [pad for _, pads in parts for pad in pads]
-        self._waiting: tuple[list[Tensor], list[Tensor]] = [], []  # views, and the small gradients that go there
-        self._waiting_bytes, self._scale = 0, 1.0
+    def __init__(self, segments: Sequence[Segment], store: DeviceStore) -> None:
+        self.segments = list(segments)
+        self.sums = Sums.OWN
+        self.resting: GradientBuffer | None = None
+        self.incoming: GradientBuffer | None = None
+        self.arriving: list[tuple[Place, Tensor]] = []
+        self.sending: list[Pending] = []
+        self.extra: list[Tensor] | None = None
+        self.seen: set[Place] = set()
+        self.used = [[False] * len(segment.parameters) for segment in self.segments]
+        self.count = sum(map(len, self.used))
+        self._store = store
 
-    def add(self, segment: int, slot: int, grad: Tensor, scale: float) -> None:
-        """Adds ``scale * grad``; the first gradient of a slot replaces what was there."""
-        view, touched = self.views[segment][slot], self.touched[segment]
-        adopted = self._adopted[segment]
-        if touched[slot]:
-            self.flush()
-            if adopted and slot in adopted:
-                view.copy_(adopted.pop(slot))
-            view.add_(grad, alpha=scale)
+    def rest(self, *, adopt: bool) -> None:
+        """``grads`` are whole on this rank: gradients are added where they rest. ``adopt``: see GradientBuffer."""
+        flats = [segment.grads for segment in self.segments if segment.grads is not None]
+        self.resting = GradientBuffer(self.segments, flats, adopt=adopt)
+        for flat in flats if adopt else ():  # until something reads it, it needs no memory
+            self._store.vacate(flat)
+
+    def give_up(self) -> None:
+        """The unit is no more: nothing here keeps memory."""
+        self.resting = None
+        for segment in self.segments:
+            segment.adopted.clear()
+        self.segments = []
+
+    # -- arriving
+
+    def accept(self, place: Place, grad: Tensor, other: Gradients | None, waiter: Waiter) -> None:
+        """Takes a gradient. While those of an ``other`` unit are on their way it stays as autograd made it, so that no
+        more than two units' gradients are in memory."""
+        segment, slot = place
+        self.used[segment][slot] = True
+        if other is not None and other is not self and other.sending and self.incoming is None and self.resting is None:
+            if not all(pending.done() for pending in other.sending):
+                self.arriving.append((place, grad))
+                return
+            other.arrive(waiter)
+        if self.arriving:
+            self._take_arriving()
+        self._add(place, grad)
+
+    def _take_arriving(self) -> None:
+        """Each is given back as soon as it is copied."""
+        while self.arriving:
+            self._add(*self.arriving.pop(0))
+
+    def _add(self, place: Place, grad: Tensor) -> None:
+        segment, slot = place
+        scale = self.segments[segment].factor
+        if self.resting is not None and self.sums is Sums.OWN:
+            self.resting.add(segment, slot, grad, scale)
             return
-        touched[slot] = True
-        size = grad.nbytes
-        if size > SMALL:
-            if view.dtype != grad.dtype:  # cast first: the product would be rounded to the gradient's dtype
-                view.copy_(grad).mul_(scale)
-            elif adopted is not None and scale == 1.0 and grad.is_contiguous() and not grad.requires_grad:
-                adopted[slot] = grad
-            else:
-                torch.mul(grad, _factor(scale), out=view)
-            return
-        if scale != self._scale:
-            self.flush()
-        self._waiting[0].append(view)
-        self._waiting[1].append(grad)
-        self._waiting_bytes += size
-        self._scale = scale
-        if self._waiting_bytes >= BATCH:
-            self.flush()
+        if self.incoming is None:
+            self.incoming = self.new_buffer()
+        self.incoming.add(segment, slot, grad, scale)
 
-    def put(self, segment: int, slot: int, values: Tensor) -> None:
-        """From now on ``values`` are the gradient of a slot; they are taken as they are."""
-        self.flush()
-        if adopted := self._adopted[segment]:
-            adopted.pop(slot, None)
-        self.views[segment][slot].copy_(values)
-        self.touched[segment][slot] = True
-
-    def drop(self, segment: int, slot: int) -> None:
-        """Forgets the gradient of a slot."""
-        self.flush()
-        if adopted := self._adopted[segment]:
-            adopted.pop(slot, None)
-        self.touched[segment][slot] = False
+    def new_buffer(self) -> GradientBuffer:
+        """What gradients are copied into in the dtype in which they are sent."""
+        flats = [self._store.empty(s.spec.length, s.dtypes["reduce"]) for s in self.segments]
+        return GradientBuffer(self.segments, flats)
 
     def flush(self) -> None:
-        """From now on all that was added, and not adopted, is in ``views``."""
-        views, grads = self._waiting
-        if views:
-            foreach_copy_(views, grads)
-            if self._scale != 1.0:
-                foreach_mul_(views, self._scale)
-            self._drop_waiting()
+        """At the end of a pass: no gradient waits to be copied."""
+        for buffer in (self.resting, self.incoming):
+            if buffer is not None:
+                buffer.flush()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether gradients are here that no reduction has taken."""
+        return self.incoming is not None or bool(self.arriving)
+
+    # -- sending
+
+    def send(self, scatter: Callable[..., None] | None, all_reduce: Callable[[Tensor], None]) -> None:
+        """Hands the gradients to one of two: ``scatter(flat, out=, add=)``, or, without it, ``all_reduce(flat)``; both
+        append to :attr:`sending`. Behind it only what is there keeps the buffer alive."""
+        buffer = self.resting
+        with torch.no_grad():
+            self._take_arriving()
+            if buffer is None or self.sums is not Sums.OWN:
+                buffer = self.incoming or self.new_buffer()
+                self.incoming = None
+            buffer.complete()
+        add = self.sums is not Sums.OWN
+        if self.sums is Sums.OWN:
+            self.sums = Sums.REDUCED
+        if self.sums is Sums.TWICE and self.extra is None:
+            self.extra = [torch.zeros_like(segment.master_grads) for segment in self.segments]
+        for segment, flat, out in zip(self.segments, buffer.flats, self._scattered(), strict=True):
+            if scatter is not None:
+                scatter(flat, out=out, add=add)
+            else:
+                all_reduce(flat)
+                if add:
+                    self.sending.append(Pending([], partial(segment.add_to_grads, flat)))
+        if buffer is not self.resting:
+            self.sending.append(Pending([], partial(self._recycle, buffer)))
+
+    def send_scattered(self, all_reduce: Callable[[Tensor], None], waiter: Waiter) -> None:
+        """The second of two reductions: sums the scattered gradients over the other axes (HSDP)."""
+        self.arrive(waiter)
+        for segment, target in zip(self.segments, self._scattered(), strict=True):
+            all_reduce(target)
+            if self.extra is not None:
+                self.sending.append(Pending([], partial(segment.master_grads.add_, target)))
+        self.sums, self.extra = Sums.TWICE, None
+
+    def _scattered(self) -> list[Tensor]:
+        return self.extra or [segment.master_grads for segment in self.segments]
+
+    def _recycle(self, buffer: GradientBuffer) -> None:
+        for flat in buffer.flats:
+            self._store.recycle(flat)
+
+    def arrive(self, waiter: Waiter) -> None:
+        """The sums are in ``grads``; the buffers they came from are given back."""
+        drain(self.sending, waiter)
 
     def complete(self) -> None:
-        """Zeroes what no gradient reached: on this rank those parameters contribute nothing to the sum."""
-        self.flush()
-        zero = [view for row, touched in zip(self.views, self.touched, strict=True) if not all(touched)
-                for view, was in zip(row, touched, strict=True) if not was]  # fmt: skip
-        if self._pads or zero:  # as one call: each would cost as much as the gradient of a small parameter
-            foreach_zero_(self._pads + zero)
+        """Before the step: where nothing was sent, what no gradient reached is zero."""
+        if self.resting is not None and self.sums is Sums.OWN:
+            self.resting.complete()
 
-    def clear(self) -> None:
-        """Forgets all gradients; the memory stays."""
-        for touched in self.touched:
-            touched[:] = [False] * len(touched)
-        for adopted in self._adopted:
-            if adopted:
-                adopted.clear()
-        self._drop_waiting()
+    # -- forgetting
 
-    def _drop_waiting(self) -> None:
-        self._waiting[0].clear()
-        self._waiting[1].clear()
-        self._waiting_bytes = 0
+    def drop(self, place: Place, *, zero: bool = False) -> None:
+        """Forgets the gradient of one parameter, or makes it ``zero``: with that an update still counts."""
+        segment, slot = place
+        held = self.segments[segment]
+        self.used[segment][slot] = zero and self.used[segment][slot]
+        self.arriving = [late for late in self.arriving if late[0] != place]
+        if self.incoming is not None:
+            self.incoming.drop(segment, slot)
+        with torch.no_grad():
+            if self.resting is not None:
+                if self.resting.touched[segment][slot] or self.sums is not Sums.OWN:
+                    self.resting.views[segment][slot].zero_()
+                self.resting.drop(segment, slot)
+            elif self.sums is not Sums.OWN:
+                held.master_grads[held.own_piece(slot)[0]].zero_()
+            if self.extra is not None:
+                self.extra[segment][held.own_piece(slot)[0]].zero_()
 
+    def drop_all(self, *, zero: bool = False) -> None:
+        """Forgets the gradients of all parameters, or makes them ``zero``."""
+        for i, used in enumerate(self.used):
+            for slot in range(len(used)):  # also what only other ranks used: their sums are here
+                self.drop((i, slot), zero=zero)
 
-@lru_cache
-def _factor(scale: float) -> Tensor:
-    """The number as a 0-d tensor, with which a multiplication takes half as long and gives the same bits. (Not for
-    gradients of no dimension, as then both would count for the dtype of the result.)"""
-    return torch.tensor(scale, dtype=torch.float64, device="cpu")
+    def forget(self) -> None:
+        """As before the first backward of a step."""
+        self.incoming = self.extra = None
+        self.arriving.clear()
+        self.sums = Sums.OWN
+        self.seen.clear()
+        for used in self.used:
+            used[:] = [False] * len(used)
+        if self.resting is not None:
+            self.resting.clear()

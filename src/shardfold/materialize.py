@@ -30,12 +30,12 @@ from shardfold.agreement import Agreement
 from shardfold.cut import Cut
 from shardfold.early import hand_over
 from shardfold.errors import ModelError, UsageError, did_you_mean
-from shardfold.gradients import GradientBuffer
 from shardfold.layout import Layout
 from shardfold.mesh import DataMesh
 from shardfold.rules import Rules
+from shardfold.segment import TORCH_DTYPES, Segment
 from shardfold.stores.device import DeviceStore
-from shardfold.unit import TORCH_DTYPES, Segment, Unit
+from shardfold.unit import Unit
 
 __all__ = ["Weights", "buffer_dtypes", "make_units", "meta_init", "move_buffers"]
 
@@ -129,11 +129,7 @@ def make_units(
         unit = Unit(c.spec, segments, store, c.modules)
         _give_values(unit, model, layout, mesh, agreement, weights, seed)
         if unit.trainable and not layout.grads.over:
-            flats = [segment.grads for segment in unit.trainable if segment.grads is not None]
-            adopt = mesh.world == 1 and store.device.type == "cpu"
-            unit.resting = GradientBuffer(unit.trainable, flats, adopt=adopt)
-            for flat in flats if adopt else ():  # until something reads it, it needs no memory
-                store.vacate(flat)
+            unit.gradients.rest(adopt=mesh.world == 1 and store.device.type == "cpu")
         if unit.split and not c.spec.root:
             unit.release()
         units.append(unit)

@@ -35,8 +35,9 @@ from shardfold.freed import unseal
 from shardfold.layout import Axes
 from shardfold.materialize import buffer_dtypes, make_units, move_buffers
 from shardfold.optim.sharded import PerElement, ShardedOptimizer
+from shardfold.segment import Segment
 from shardfold.stores.exact import trim
-from shardfold.unit import Life, Segment, Unit
+from shardfold.unit import Life, Unit
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
@@ -201,9 +202,8 @@ def forget(engine: Engine, unit: Unit) -> None:
         engine._update.drop(unit)
     for average in engine.averages:
         average.drop(unit)
-    unit.resting = None
+    unit.gradients.give_up()
     for segment in unit.segments:
-        segment.adopted.clear()
         segment.rest = segment.held = segment.gradient_flat = segment.master = None
         segment.flat = segment.flat.new_empty(0)
         segment.parameters = []

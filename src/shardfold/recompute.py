@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardfold.hooks import inside_checkpoint
+from shardfold.replaced import ReplacedForward
 from shardfold.saved import Movers, Results
 from shardfold.torch_internals import SELECTS, NormBase, tree_flatten, tree_unflatten
 from shardfold.unit import Unit
-
-if TYPE_CHECKING:
-    from shardfold.activations import Place
 
 __all__ = ["KEPT", "recomputing", "without_filling"]
 
@@ -51,10 +49,10 @@ KEPT: frozenset[Any] = frozenset(
 
 
 def recomputing(
-    place: Place, forward: Callable[..., Any], needs: Callable[[Unit], None], movers: Movers, *, whole: bool
+    place: ReplacedForward, forward: Callable[..., Any], needs: Callable[[Unit], None], movers: Movers, *, whole: bool
 ) -> Callable[..., Any]:
     """``whole``: torch.compile does not look into it."""
-    kept = KEPT | set(place.given.kept) if place.given.mode == "select" else frozenset[Any]()
+    kept = KEPT | set(place.current.kept) if place.current.mode == "select" else frozenset[Any]()
     contexts: dict[str, Any] = {"context_fn": partial(_selective, kept), **SELECTS} if kept else {}
     statistics = any(isinstance(module, NormBase) for module in place.inner)
 
@@ -100,7 +98,7 @@ class _Again:
     """
 
     def __init__(
-        self, place: Place, forward: Callable[..., Any], needs: Callable[[Unit], None], call: tuple[Any, Any]
+        self, place: ReplacedForward, forward: Callable[..., Any], needs: Callable[[Unit], None], call: tuple[Any, Any]
     ) -> None:
         self._place, self._forward, self._needs = place, forward, needs
         self.leaves, self._shape = tree_flatten(call)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shardfold.layout import Axes
 
-if TYPE_CHECKING:
-    from shardfold.numerics.forensics import Finding
-
 __all__ = [
+    "KINDS",
+    "Finding",
     "MemoryReport",
     "MemoryRow",
     "SavedReport",
@@ -20,6 +19,10 @@ __all__ = [
     "TrafficRow",
     "human",
 ]
+
+
+KINDS = ("parameter", "buffer", "output", "loss", "gradient of the output", "gradient", "state")
+"""What can be found, causes before what they spoil."""
 
 
 def human(num_bytes: float) -> str:
@@ -159,6 +162,32 @@ class TrafficReport(NamedTuple):
         by = f" by {self.asked_calls} collectives" if self.asked_calls else ""
         lines.append(f"control {human(self.control)}, asked for besides {human(self.asked)}{by}")
         return "\n".join(lines)
+
+
+class Finding(NamedTuple):
+    """Something that is inf or NaN.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        name: of the module (outputs), parameter, buffer, or optimizer state (``exp_avg of head.weight``).
+        rank: that has it; of a gradient the rank whose shard it is in, which need not be the one it came from.
+        step: the update that was to be, counted from 1.
+        micro_batch: counted from 0 within the step, where it is known.
+        num_elements: how many of it, where they were counted.
+    """
+
+    kind: str
+    name: str
+    rank: int
+    step: int
+    micro_batch: int | None = None
+    num_elements: int | None = None
+
+    def __str__(self) -> str:
+        what = f"the {self.kind} of {self.name}" if self.kind in KINDS[2:5:2] else f"{self.kind} {self.name}".strip()
+        batch = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
+        count = "" if self.num_elements is None else f" ({self.num_elements} elements)"
+        return f"{what} on rank {self.rank}, step {self.step}{batch}{count}"
 
 
 class StepReport(NamedTuple):

@@ -32,6 +32,7 @@ from shardfold.actions import Actions
 from shardfold.agreement import Agreement
 from shardfold.buffers import Buffers
 from shardfold.errors import OrderError, UsageError
+from shardfold.gradients import Sums
 from shardfold.layout import Layout
 from shardfold.mesh import DataMesh
 from shardfold.optim.guard import Guard
@@ -336,7 +337,7 @@ class Runner:
         self.attempt += 1
         self._by_hand.clear()
         for unit in self.units:
-            unit.end_reduce(self.agreement.wait)
+            unit.gradients.arrive(self.agreement.wait)
             unit.forget_gradients()
             for segment in unit.trainable:
                 for parameter in segment.parameters:
@@ -350,14 +351,14 @@ class Runner:
         pieces = f"which lies in pieces on {self.mesh.parts(over)} ranks" if over else ""
         with no_subclass_functions():
             for unit in self.units:
-                here = self.mesh.world == 1 or (unit.reduced and not unit.has_unsent)
+                here = self.mesh.world == 1 or (unit.gradients.sums is not Sums.OWN and not unit.gradients.unsent)
                 where = pieces or ("" if here else NOT_SUMMED)
                 unit.shown.show(where if self.hints or not where else None)
 
     def hide_gradients(self) -> None:
         """Takes back what is shown, and what users did to it, before gradients come or are used."""
         with no_subclass_functions():
-            touched = part(self.units)
+            touched = part([unit.shown for unit in self.units])
             for unit in self.units:
                 if touched:
                     self._by_hand += [(self.micro, *change) for change in unit.shown.hide()]
@@ -370,7 +371,7 @@ class Runner:
             return
         self.hide_gradients()
         for unit in self.units:
-            unit.drop_gradients(zero=zero)
+            unit.gradients.drop_all(zero=zero)
         self._by_hand.append((self.micro, "zeroed" if zero else "dropped", EVERY))
         self.show_gradients()
 
@@ -382,7 +383,7 @@ class Runner:
         """Takes what users did to gradients since the last step; whether they did anything."""
         whole = not self.layout.master.over
         with no_subclass_functions():
-            touched = part(self.units, given=True)
+            touched = part([unit.shown for unit in self.units], given=True)
             for unit in self.units:
                 if not touched:
                     unit.shown.forget()
@@ -535,7 +536,7 @@ class Runner:
         self.store.after_compute()
         self.hide_gradients()
         for unit in self.units:
-            unit.seen.clear()
+            unit.gradients.seen.clear()
         self._run = self._start(section, nested=nested)
         self._run.begin()
         if isinstance(self._run, AskedRun):
@@ -577,9 +578,9 @@ class Runner:
                 self.actions.accept(unit, place, grad)
         else:
             self.actions.accept(unit, place, grad)
-        seen = unit.seen
-        seen.add(place)
-        if len(seen) == unit.num_trainable and self._run is not None and unit.name not in self.roots:
+        gradients = unit.gradients
+        gradients.seen.add(place)
+        if len(gradients.seen) == gradients.count and self._run is not None and unit.name not in self.roots:
             self._run.complete(unit)
 
     def _deliver_first(self) -> None:
@@ -603,8 +604,8 @@ class Runner:
         else:  # torch.autograd.grad: no parameter's gradient was asked for, so this was no micro-batch
             self.boundary = self._boundary_before
         for unit in self.units:
-            unit.end_reduce(self.agreement.wait)
-            unit.flush()
+            unit.gradients.arrive(self.agreement.wait)
+            unit.gradients.flush()
         self.store.forget_spares()
         self.show_gradients()
 
@@ -621,7 +622,7 @@ class Runner:
             if op.verb in REDUCTIONS and (op.unit, op.verb) not in done:
                 self.actions.reduce(self.by_name[op.unit], op)
         for unit in self.units:
-            unit.end_reduce(self.agreement.wait)
+            unit.gradients.arrive(self.agreement.wait)
         self.boundary = True
 
     def reduce_late(self, late: Sequence[Unit]) -> None:
@@ -631,7 +632,7 @@ class Runner:
             for op in sorted(ops, key=lambda op: REDUCTIONS.index(op.verb)):
                 if op.unit == unit.name:
                     self.actions.reduce(unit, op)
-            unit.end_reduce(self.agreement.wait)
+            unit.gradients.arrive(self.agreement.wait)
         names = {unit.name for unit in late} - self._late
         if names and not self._asked_backward:
             self._late |= names

@@ -13,63 +13,59 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import starmap
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from shardfold.errors import UsageError
+from shardfold.gradient_buffer import GradientBuffer
+from shardfold.gradients import Gradients, Place, Sums
 from shardfold.hidden import HiddenGradient
+from shardfold.segment import Segment
 from shardfold.torch_internals import storage_key
-
-if TYPE_CHECKING:
-    from shardfold.gradients import GradientBuffer
-    from shardfold.unit import Segment, Unit
 
 __all__ = ["Change", "ShownGradients", "part"]
 
-Place = tuple[int, int]
-"""The number of the trainable segment, and of the slot."""
 Change = tuple[str, str]
 """What users did, ``"dropped"``, ``"zeroed"`` or ``"set"``, to the gradient of which parameter."""
 
 _grad = attrgetter("grad")
 
 
-def part(units: Sequence[Unit], *, given: bool = False) -> bool:
-    """Whether users did anything to what these units show, in place aside; ``given``: or where nothing is shown.
+def part(every: Sequence[ShownGradients], *, given: bool = False) -> bool:
+    """Whether users did anything to what is shown of these units, in place aside; ``given``: or where nothing is shown.
 
     If so, what they put into ``.grad`` that lies in the units' own memory (two gradients swapped, one transposed)
     becomes a copy: taking the first would overwrite the second.
     """
-    if all(unit.shown.untouched(given=given) for unit in units):
+    if all(shown.untouched(given=given) for shown in every):
         return False
-    flats = [flat for unit in units if unit.resting is not None for flat in unit.resting.flats]
-    own = {storage_key(flat.untyped_storage()) for flat in flats}
-    for unit in units:
-        unit.shown.part_from(own)
+    own = {storage_key(flat.untyped_storage()) for shown in every for flat in shown.resting_flats()}
+    for shown in every:
+        shown.part_from(own)
     return True
 
 
 class ShownGradients:
     """What one unit shows."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
         self._shown: list[Sequence[Tensor | None]] = []  # by segment and slot; empty while nothing is shown
         self._lying: list[tuple[Sequence[Tensor], list[int]]] = []  # gradients among these, and the memory of each
         # by segment: the buffer's views, where they begin, what shows them, and where each of these lies
         self._aliases: dict[int, tuple[list[Tensor], int, list[Tensor], list[int]]] = {}
         self._standing: dict[tuple[int, str], list[HiddenGradient]] = {}  # of a segment, by slot, and where they are
         self._zeroed: set[Place] = set()  # of those
-        self._nothing = [[None] * len(segment.parameters) for segment in unit.trainable]
+        self._nothing = [[None] * len(segment.parameters) for segment in gradients.segments]
 
     def show(self, where: str | None) -> None:
         """Every parameter that has a gradient on this rank has it in ``.grad``, or what stands for it.
 
         ``where`` they are, if not whole on this rank; said to who reads one. None: of those nothing is shown.
         """
-        trainable = self._unit.trainable
+        trainable = self._gradients.segments
         self._lying.clear()
         self._shown = [self._to_show(i, where) for i in range(len(trainable))]
         for segment, grads in zip(trainable, self._shown, strict=True):
@@ -79,15 +75,15 @@ class ShownGradients:
 
     def _to_show(self, i: int, where: str | None) -> Sequence[Tensor | None]:
         """What the parameters of a segment are to show, by slot; in most steps a list that was made before."""
-        unit, buffer = self._unit, self._unit.resting
-        segment, used = unit.trainable[i], unit.used[i]
+        own, buffer = self._gradients, self._gradients.resting
+        segment, used = own.segments[i], own.used[i]
         if where == "" and buffer is not None and _as_parameter(segment, buffer.flats[i]):
             (aliases, pointers), adopted = self._intact_aliases(i, buffer), segment.adopted
             if all(used) and not adopted:
                 self._lying.append((aliases, pointers))
                 return aliases
             shown = [  # what only other ranks used counts for a norm too: zeros, where none did, do not
-                adopted.get(slot, view) if was or (unit.reduced and bool(view.any())) else None
+                adopted.get(slot, view) if was or (own.sums is not Sums.OWN and bool(view.any())) else None
                 for slot, (view, was) in enumerate(zip(aliases, used, strict=True))
             ]
             lying = [grad for grad in shown if grad is not None]
@@ -114,7 +110,7 @@ class ShownGradients:
 
     def _stand(self, i: int, where: str) -> list[HiddenGradient]:
         """Makes what stands for the gradients of a segment."""
-        segment = self._unit.trainable[i]
+        segment = self._gradients.segments[i]
         why = where or f"which is kept in {str(segment.dtypes['grads']).removeprefix('torch.')}"
         made = [
             HiddenGradient.of(parameter, self._name((i, slot)), why, partial(self._zeroed.add, (i, slot)))
@@ -144,7 +140,7 @@ class ShownGradients:
 
     def forget(self) -> None:
         """Nothing is shown any more."""
-        for segment, grads in zip(self._unit.trainable, self._shown, strict=False):
+        for segment, grads in zip(self._gradients.segments, self._shown, strict=False):
             for parameter, grad in zip(segment.parameters, grads, strict=True):
                 if grad is not None:
                     parameter.grad = None
@@ -152,12 +148,16 @@ class ShownGradients:
         self._lying.clear()
         self._zeroed.clear()
 
+    def resting_flats(self) -> list[Tensor]:
+        """The memory of what is shown, where gradients are whole."""
+        return [] if self._gradients.resting is None else self._gradients.resting.flats
+
     def untouched(self, *, given: bool = False) -> bool:
         """Whether every ``.grad`` is what was shown, where it was, or None. Costs a tenth of a microsecond or two each.
 
         ``given``: where nothing is shown there has to be nothing.
         """
-        trainable = self._unit.trainable
+        trainable = self._gradients.segments
         if not self._shown:
             return not given or all(p.grad is None for segment in trainable for p in segment.parameters)
         if self._zeroed or not all(starmap(_lie, self._lying)):
@@ -169,7 +169,7 @@ class ShownGradients:
 
     def part_from(self, own: set[int]) -> None:
         """What users put into ``.grad`` that lies in the storages ``own`` becomes a copy; see :func:`part`."""
-        for i, segment in enumerate(self._unit.trainable):
+        for i, segment in enumerate(self._gradients.segments):
             for slot, parameter in enumerate(segment.parameters):
                 found = parameter.grad
                 if found is None or isinstance(found, HiddenGradient) or found.layout is not torch.strided:
@@ -181,13 +181,13 @@ class ShownGradients:
     def _follow(self) -> list[Change]:
         """What users did to what is shown is done to the gradients; says what that was."""
         changes: list[Change] = []
-        for i, (segment, grads) in enumerate(zip(self._unit.trainable, self._shown, strict=False)):
+        for i, (segment, grads) in enumerate(zip(self._gradients.segments, self._shown, strict=False)):
             for slot, (parameter, grad) in enumerate(zip(segment.parameters, grads, strict=True)):
                 found, place = parameter.grad, (i, slot)
                 if grad is not None and not self._is_still(place, grad, found):
                     changes.append(self._follow_one(place, grad, found))
         for place in sorted(self._zeroed):
-            self._unit.drop_gradient(*place, zero=True)
+            self._gradients.drop(place, zero=True)
             changes.append(("zeroed", self._name(place)))
         return changes
 
@@ -196,9 +196,9 @@ class ShownGradients:
         i, slot = place
         if shown is None or found is None or isinstance(shown, HiddenGradient):
             return found is shown
-        buffer = self._unit.resting
+        buffer = self._gradients.resting
         assert buffer is not None
-        if self._unit.trainable[i].adopted.get(slot) is shown:
+        if self._gradients.segments[i].adopted.get(slot) is shown:
             lying = ((grad, at) for row in self._lying for grad, at in zip(*row, strict=True))
             where = next(at for grad, at in lying if grad is shown)
             return found is shown and _lie([found], [where]) and found.shape == buffer.views[i][slot].shape
@@ -207,17 +207,17 @@ class ShownGradients:
     def _take_given(self, *, whole: bool) -> list[Change]:
         """Gradients that users put into ``.grad`` of what shows none; says of which."""
         changes: list[Change] = []
-        for i, segment in enumerate(self._unit.trainable):
+        for i, segment in enumerate(self._gradients.segments):
             for slot, parameter in enumerate(segment.parameters):
                 given = parameter.grad
                 if given is None:
                     continue
-                buffer = self._unit.resting
+                buffer = self._gradients.resting
                 if not whole or buffer is None or not _as_parameter(segment, buffer.flats[i]):
                     self._refuse((i, slot))
                 with torch.no_grad():
                     buffer.put(i, slot, given)
-                parameter.grad, self._unit.used[i][slot] = None, True
+                parameter.grad, self._gradients.used[i][slot] = None, True
                 changes.append(("set", self._name((i, slot))))
         return changes
 
@@ -226,9 +226,9 @@ class ShownGradients:
         i, slot = place
         if found is None:
             self._zeroed.discard(place)
-            self._unit.drop_gradient(i, slot)
+            self._gradients.drop(place)
             return "dropped", self._name(place)
-        buffer = self._unit.resting
+        buffer = self._gradients.resting
         if buffer is None or isinstance(shown, HiddenGradient):
             self._refuse(place)
         with torch.no_grad():
@@ -237,16 +237,16 @@ class ShownGradients:
 
     def used(self) -> list[str]:
         """Parameters that this rank has used since the last step, by name."""
-        flags = enumerate(self._unit.used)
+        flags = enumerate(self._gradients.used)
         return [self._name((i, slot)) for i, used in flags for slot, was in enumerate(used) if was]
 
     def drop_also(self, changes: Sequence[Change]) -> None:
         """What users on other ranks dropped is dropped here too, where there is nothing of it but what they sent."""
         verbs = {name: verb for verb, name in changes}
-        for i, segment in enumerate(self._unit.trainable):
+        for i, segment in enumerate(self._gradients.segments):
             for slot in range(len(segment.parameters)):
                 if verb := verbs.get(self._name((i, slot))):
-                    self._unit.drop_gradient(i, slot, zero=verb == "zeroed")
+                    self._gradients.drop((i, slot), zero=verb == "zeroed")
 
     def _refuse(self, place: Place) -> NoReturn:
         name = self._name(place)
@@ -256,7 +256,7 @@ class ShownGradients:
         )
 
     def _name(self, place: Place) -> str:
-        return self._unit.trainable[place[0]].spec.slots[place[1]].name
+        return self._gradients.segments[place[0]].spec.slots[place[1]].name
 
 
 def _as_parameter(segment: Segment, flat: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardfold.errors import ConfigError, NonFiniteError
 from shardfold.numerics.forensics import examine
 from shardfold.report import StepReport
+from shardfold.wires.plain import drain
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
@@ -121,8 +122,7 @@ def _update(engine: Engine) -> bool:
     actions, scaler = engine.actions, engine.loss_scale
     actions.meter.begin_step()
     for unit in engine.units:
-        if unit.resting is not None and not unit.reduced:  # one rank: nothing reduced, so nothing completed
-            unit.resting.complete()
+        unit.gradients.complete()  # one rank: nothing was sent, so nothing is complete
     used, late, (overflowed, raised, weighed) = actions.agree_on_use(
         scaler is not None and actions.overflowed(), engine.alarm.raised(), engine.shares.any
     )
@@ -160,7 +160,7 @@ def _update(engine: Engine) -> bool:
 
     sharded.around(update)
     for unit in engine.units:
-        unit._drain(unit.filling, engine.agreement.wait)
+        drain(unit.filling, engine.agreement.wait)
         unit.forget_gradients()
         torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
     engine._changes.updated()

@@ -17,8 +17,8 @@ from shardfold.errors import CheckpointError
 from shardfold.layout import DATA_AXES, Axes
 from shardfold.optim.sharded import alignment
 from shardfold.rng import rng_state
+from shardfold.segment import Segment
 from shardfold.shards import shard_index
-from shardfold.unit import Segment
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine

@@ -30,8 +30,8 @@ from shardfold.errors import CheckpointError, ShardfoldError
 from shardfold.layout import DATA_AXES, Axes
 from shardfold.loans import refuse_during
 from shardfold.rng import set_rng_state
+from shardfold.segment import Segment
 from shardfold.shards import shard_index
-from shardfold.unit import Segment
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine

@@ -20,42 +20,15 @@ from torch.utils.hooks import RemovableHandle
 
 from shardfold.copies import copy_without_hooks, forget_hooks
 from shardfold.errors import UsageError
+from shardfold.report import KINDS, Finding
 from shardfold.torch_internals import in_backward
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine
-    from shardfold.unit import Segment, Unit
+    from shardfold.segment import Segment
+    from shardfold.unit import Unit
 
-__all__ = ["Finding", "NumericsReport", "UnitNumbers", "Watch", "check", "examine"]
-
-KINDS = ("parameter", "buffer", "output", "loss", "gradient of the output", "gradient", "state")
-"""What can be found, causes before what they spoil."""
-
-
-class Finding(NamedTuple):
-    """Something that is inf or NaN.
-
-    Attributes:
-        kind: one of :data:`KINDS`.
-        name: of the module (outputs), parameter, buffer, or optimizer state (``exp_avg of head.weight``).
-        rank: that has it; of a gradient the rank whose shard it is in, which need not be the one it came from.
-        step: the update that was to be, counted from 1.
-        micro_batch: counted from 0 within the step, where it is known.
-        num_elements: how many of it, where they were counted.
-    """
-
-    kind: str
-    name: str
-    rank: int
-    step: int
-    micro_batch: int | None = None
-    num_elements: int | None = None
-
-    def __str__(self) -> str:
-        what = f"the {self.kind} of {self.name}" if self.kind in KINDS[2:5:2] else f"{self.kind} {self.name}".strip()
-        batch = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
-        count = "" if self.num_elements is None else f" ({self.num_elements} elements)"
-        return f"{what} on rank {self.rank}, step {self.step}{batch}{count}"
+__all__ = ["NumericsReport", "UnitNumbers", "Watch", "check", "examine"]
 
 
 class UnitNumbers(NamedTuple):
@@ -231,8 +204,7 @@ def _states(
     if not only_gradients:
         yield "parameter", segment.master.detach(), 1.0
     if engine.gradients_ready:
-        if unit.resting is not None and not unit.reduced:
-            unit.resting.complete()
+        unit.gradients.complete()
         yield "gradient", segment.master_grads, segment.unscale
     update = engine._update
     if update is not None and not only_gradients:

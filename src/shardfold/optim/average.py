@@ -19,7 +19,8 @@ from shardfold.bundle import complete, named_state, whole_segments
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.loans import Loan, refuse_during
 from shardfold.report import MemoryRow
-from shardfold.unit import Segment, Unit
+from shardfold.segment import Segment
+from shardfold.unit import Unit
 
 if TYPE_CHECKING:
     from shardfold.engine import Engine

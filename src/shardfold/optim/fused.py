@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from shardfold.segment import Segment
 from shardfold.torch_internals import fused_adam_, fused_adamw_, fused_sgd_
-from shardfold.unit import Segment
 
 __all__ = ["FusedShard", "fused_moments"]
 

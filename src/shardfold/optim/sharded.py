@@ -25,8 +25,9 @@ from shardfold.errors import ConfigError
 from shardfold.optim.fused import FusedShard, fused_moments
 from shardfold.optim.guard import Guard
 from shardfold.optim.parts import Link, PartOptimizer, Place
+from shardfold.segment import TORCH_DTYPES, Segment
 from shardfold.shards import SegmentSpec
-from shardfold.unit import TORCH_DTYPES, Segment, Unit
+from shardfold.unit import Unit
 
 __all__ = ["PerElement", "ShardedOptimizer", "alignment", "build", "group_numbers"]
 

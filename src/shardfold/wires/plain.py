@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardfold.torch_internals import all_gather_single, reduce_scatter_single
 
-__all__ = ["GlooWire", "NcclWire", "Pending", "PlainWire", "Waiter", "sum_into"]
+__all__ = ["GlooWire", "NcclWire", "Pending", "PlainWire", "Waiter", "drain", "sum_into"]
 
 Waiter = Callable[[Any], None]
 """Waits for one ``torch.distributed`` work; it may raise when another rank gave up."""
@@ -54,6 +54,13 @@ class Pending:
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None
+
+
+def drain(pending: list[Pending], waiter: Waiter) -> None:
+    """Waits for each in turn; what one held is given back before the next is waited for."""
+    while pending:
+        pending[0].wait(waiter)
+        del pending[0]
 
 
 class PlainWire(Protocol):

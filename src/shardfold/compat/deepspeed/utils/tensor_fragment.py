@@ -17,6 +17,7 @@ from shardfold.bundle import Slice, complete, gather_slices
 from shardfold.compat.deepspeed.zero.attributes import part_size, place_of
 from shardfold.engine import Engine
 from shardfold.errors import ModelError
+from shardfold.gradients import Sums
 from shardfold.holders import engine_of, name_in
 from shardfold.layout import DATA_AXES
 
@@ -93,7 +94,7 @@ def _so_far(engine: Engine, param: nn.Parameter) -> Tensor | None:
             whole = gather_slices(engine.actions, [Slice(segment, slot, shard)], engine.layout.master.over, what)[0]
         else:
             whole = segment.views_of(values)[slot].float() * segment.unscale
-            if not unit.reduced and engine.world_size > 1:
+            if unit.gradients.sums is Sums.OWN and engine.world_size > 1:
                 engine.agreement.issue(what)
                 engine.agreement.wait(dist.all_reduce(whole, group=engine.mesh.everyone, async_op=True))
     return whole

@@ -24,8 +24,8 @@ from shardfold.early import early_shard
 from shardfold.engine import Engine
 from shardfold.freed import FreedParameter
 from shardfold.holders import engine_of, engines
+from shardfold.segment import Segment
 from shardfold.torch_internals import storage_key
-from shardfold.unit import Segment
 from shardfold.wholes import whole
 
 __all__ = ["install", "is_zero_param", "note", "part_size", "place_of", "ranks_of", "uninstall"]

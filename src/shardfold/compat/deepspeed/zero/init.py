@@ -15,7 +15,7 @@ from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.compat.deepspeed.zero.attributes import install
 from shardfold.construction import shard_module, sharded_init
 from shardfold.errors import ConfigError
-from shardfold.unit import TORCH_DTYPES
+from shardfold.segment import TORCH_DTYPES
 
 __all__ = ["Init"]
 
