@@ -114,7 +114,7 @@ def measure(name: str) -> None:
         fits = [mode for mode in UNIFORM if peaks[mode] <= budget]
         uniform = min(fits, key=best.__getitem__, default="-")
         ratio = f"{best[asked] / best[uniform]:.3f}" if fits else "-"
-        modes = [place.given.mode for place in engines[asked]._replaced.places]
+        modes = [place.current.mode for place in engines[asked]._replaced.places]
         plan = ", ".join(f"{modes.count(mode)} {mode}" for mode in UNIFORM if mode in modes)
         print(
             f"| {name} | {budget / MIB:.1f} ({budget / peaks['keep']:.0%}) | {peaks[asked] / MIB:.1f} | "

@@ -90,7 +90,7 @@ def ours(model: nn.Module, optimizer: Any, x: Tensor, *, layout: str) -> Step:
 
 def pretend(ranks: int) -> None:
     """Engines of this process take it for rank 0 of so many, whose collectives are copies."""
-    import shardfold.actions
+    import shardfold.comm
     import shardfold.engine
     from shardfold.mesh import DataMesh
     from shardfold.wires.plain import Pending
@@ -127,8 +127,8 @@ def pretend(ranks: int) -> None:
         def temporary(self, num_bytes: int, ranks: int) -> int:
             return 0
 
-    engine, actions = cast(Any, shardfold.engine), cast(Any, shardfold.actions)
-    engine.DataMesh, actions.data_wire = OneOfMany, lambda *_, **__: Copies()
+    engine, comm = cast(Any, shardfold.engine), cast(Any, shardfold.comm)
+    engine.DataMesh, comm.data_wire = OneOfMany, lambda *_, **__: Copies()
 
 
 CONTENDERS: dict[str, Callable[..., Step]] = {

@@ -72,7 +72,7 @@ def measure(width: int, layers: int, layout: str, precision: str) -> tuple[int, 
     engine = train(model, width, layout, precision, 3)
     peak = resident("VmHWM") - before
     specs = [unit.spec for unit in engine.units]
-    bound = cost.peak_bytes(engine.layout, specs, engine.mesh.sizes, temporary=engine.actions.wire.temporary)
+    bound = cost.peak_bytes(engine.layout, specs, engine.mesh.sizes, temporary=engine.sharded.comm.transport.temporary)
     return peak, bound, engine.memory().held
 
 

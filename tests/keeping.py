@@ -123,7 +123,7 @@ def contents(engine: sf.Engine, *, buffers: bool = False) -> dict[str, Any]:
     if engine.rank and not buffers:
         weights = {name: weights[name] for name, _ in engine.module.named_parameters(remove_duplicate=False)}
     found: dict[str, Any] = {"weight": weights, "step": engine.steps}
-    update = engine._update
+    update = engine._updater
     assert update is not None and engine.optimizer is not None
     for state in sorted({*update.state_dtypes(), *(("master",) if update.fused else ())}):
         with engine.gathered(of=state) as values:

@@ -134,7 +134,7 @@ def drive(engine: sf.Engine, steps: int) -> Ended:
         skipped.append(report.skipped)
         scales.append(report.loss_scale)
     found = contents(engine)
-    for number, average in enumerate(engine.averages):
+    for number, average in enumerate(engine.sharded.run.averages):
         found[f"average {number}"] = average.state_dict()
     return Ended(losses, found, skipped, scales)
 

@@ -93,7 +93,7 @@ def _follows(layout: str) -> dict[str, float]:
         optimizer.zero_grad()
         reference.update_parameters(model)
         assert average.updates == int(reference.n_averaged) == number + 1
-        assert engine.actions.meter.asked == (0, 0)  # an average is updated behind the step, and gathers nothing
+        assert engine.sharded.comm.meter.asked == (0, 0)  # an average is updated behind the step, and gathers nothing
         model.calls.fill_(number + 1), reference.module.calls.fill_(0)  # type: ignore[operator,union-attr]
         state = average.state_dict()
         assert state["module.calls"] == number + 1  # buffers are the model's own

@@ -394,7 +394,7 @@ def _refused(engine: sf.Engine, path: str, **options: Any) -> str:
     with pytest.raises(ShardfoldError) as caught:
         engine.load(path, **options)
     after = contents(engine) if engine.optimizer is not None else engine.state_dict()
-    assert not different(after, before) and not engine.broken
+    assert not different(after, before) and not engine.sharded.run.broken
     return str(caught.value)
 
 

@@ -115,7 +115,11 @@ def test_the_default_patience_is_the_documented_one() -> None:
     late = re.search(r"after `limit` seconds \((\d+)\) it is an error", text)
     assert said is not None and late is not None
     engine = sf.Engine(nn.Linear(2, 2))
-    assert (engine.agreement._patience, engine.agreement.limit) == (float(said.group(1)), float(late.group(1)))
+    agreement = engine.sharded.comm.agreement
+    assert (agreement._patience, agreement.limit) == (
+        float(said.group(1)),
+        float(late.group(1)),
+    )
     engine.close()
 
 

@@ -144,7 +144,7 @@ def _shown(given: dict[str, Any], folder: Path) -> str:
             "steps": int(engine.was_step_applied()),
             "norm": engine.get_global_grad_norm() is None,
             "flagged": [type(m).__name__ for m in get_z3_leaf_modules(engine.module)],
-            "scale": engine._core.actions.scale,
+            "scale": engine._core._runner.handlers.scale,
             "written": engine.save_16bit_model(saved),
         }
         engine.destroy()

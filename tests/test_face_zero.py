@@ -254,7 +254,7 @@ def _nothing_split(layout: str) -> None:
     weight = _head(engine.module)
     assert not hasattr(weight, "ds_id")
     with zero.GatheredParameters(weight, modifier_rank=0):
-        assert not engine.loans
+        assert not engine.sharded.loans
     engine.close()
 
 

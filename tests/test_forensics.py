@@ -152,7 +152,7 @@ def overflows_in_a_module(layout: str) -> None:
     for _ in range(3):  # 4, 2, 1
         report = step(planted=True)
         assert report.skipped and report.findings[0] == ("loss", "", RANK, 2, MICRO, None)
-    assert engine.watch is not None
+    assert engine.alarm.watch is not None
     with pytest.raises(NonFiniteError) as error:
         step(planted=True)
     sentence, head = str(error.value).splitlines()[:2]
@@ -162,7 +162,7 @@ def overflows_in_a_module(layout: str) -> None:
         "micro-batch 1, and in "
     )
     assert head.split() == ["unit", "state", "min", "max", "norm", "inf/NaN"]
-    assert step(planted=False).updated and engine.watch is None
+    assert step(planted=False).updated and engine.alarm.watch is None
     engine.close()
 
 

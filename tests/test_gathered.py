@@ -77,14 +77,14 @@ def _calls(layout: str) -> dict[str, tuple[int, int]]:
     asked = {}
 
     def count(what: str) -> None:
-        asked[what] = tuple(now - before for now, before in zip(engine.actions.meter.asked, seen, strict=True))
+        asked[what] = tuple(now - before for now, before in zip(engine.sharded.comm.meter.asked, seen, strict=True))
 
     for what in ("params", "grads", "master", "exp_avg"):
-        seen = engine.actions.meter.asked
+        seen = engine.sharded.comm.meter.asked
         with engine.gathered(of=what) as values:
             assert set(values) == {name for name, _ in engine.module.named_parameters()}
         count(what)
-    seen = engine.actions.meter.asked
+    seen = engine.sharded.comm.meter.asked
     engine.state_dict()
     count("state_dict")
     engine.step()
@@ -118,7 +118,7 @@ def _in_batches(batch: int, large: int) -> tuple[bool, int]:
         state = engine.state_dict()
         for number, value in enumerate(state.values()):
             equal &= torch.equal(value, torch.arange(value.numel()).view_as(value).float() + number)
-        calls, _ = engine.actions.meter.asked
+        calls, _ = engine.sharded.comm.meter.asked
         engine.close()
     finally:
         bundle.BATCH, bundle.LARGE = before
@@ -529,7 +529,7 @@ def test_one_process_alone_reads_and_writes_the_same_way() -> None:
         assert not moment.any()
     with engine.gathered("head.weight", write=True) as weight, torch.no_grad():
         weight.fill_(1.0)
-    assert (engine.state_dict()["head.weight"] == 1).all() and engine.actions.meter.asked[0] == 0
+    assert (engine.state_dict()["head.weight"] == 1).all() and engine.sharded.comm.meter.asked[0] == 0
 
 
 # -- generation ----------------------------------------------------------------------------------------------------
@@ -565,11 +565,11 @@ def _generate(layout: str) -> tuple[list[str], int]:
     for step in range(3):
         batch = torch.randint(1, 97, (8, 10), generator=torch.Generator().manual_seed(step))
         before = resting(engine)
-        calls, _ = engine.actions.meter.asked
+        calls, _ = engine.sharded.comm.meter.asked
         model.eval(), engine.module.eval()
         with engine.gathered():
             written = generate(engine.module, engine.rank)
-        calls = engine.actions.meter.asked[0] - calls
+        calls = engine.sharded.comm.meter.asked[0] - calls
         expected = generate(model, engine.rank)
         model.train(), engine.module.train()
         if written != expected:

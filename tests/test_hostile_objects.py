@@ -150,7 +150,7 @@ def face_saves(folder: str, canary: str) -> tuple[Any, ...]:
         for p in engine.module.parameters():
             p.add_(1)
     now = [p.detach().clone() for p in engine.module.parameters()]
-    engine._core._meet("the test")
+    engine._core.sharded.gate.meet("the test")
     said = ""
     try:
         engine.load_checkpoint(folder)
@@ -158,7 +158,7 @@ def face_saves(folder: str, canary: str) -> tuple[Any, ...]:
         said = str(error)
     kept = all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), now, strict=True))
     ran = Path(canary).exists()
-    engine._core._meet("the test")
+    engine._core.sharded.gate.meet("the test")
     with trusted():
         _, client = engine.load_checkpoint(folder)
     loaded = all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), before, strict=True))

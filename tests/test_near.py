@@ -145,7 +145,7 @@ def _losses(off: tuple[int, ...], layout: str, precision: str) -> tuple[list[flo
         engine = sf.Engine(models.small(), optimizer=adamw, layout=layout, precision=precision, mesh=mesh, accumulate=2)
     finally:
         os.environ.pop("SHARDFOLD_NEAR", None)
-    wire: Any = engine.actions.wire
+    wire: Any = engine.sharded.comm.transport
     used = wire.near(engine.mesh.everyone)
     losses: list[float] = []
     for batch in models.batches(6):

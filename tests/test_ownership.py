@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 import models
 import shardfold as sf
+from shardfold import registry
 from shardfold.errors import ShardfoldError
+from shardfold.sharded_model import ShardedModel
 from shardfold.testing import Ranks
 
 pytestmark = pytest.mark.product
@@ -111,14 +113,12 @@ def test_a_second_engine_over_the_same_parameters_is_refused(ranks: Ranks, layou
 def _only_here() -> str:
     model = fresh()
     if dist.get_rank() == 0:
-        kept = sf.Engine.__new__(sf.Engine)  # what holds the parameters on one rank only
+        kept = ShardedModel.__new__(ShardedModel)  # what holds the parameters on one rank only
         kept.units = [_Unit(model)]  # type: ignore[list-item]
-        from shardfold import holders
-
-        holders.hold(kept)
+        registry.hold(kept)
     said = said_by(lambda: make(model, "zero3"))
     if dist.get_rank() == 0:
-        holders.let_go(kept)
+        registry.let_go(kept)
     return said
 
 

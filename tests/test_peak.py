@@ -101,7 +101,7 @@ def _peak(layout: str, precision: str, prefetch: int) -> tuple[int, float]:
         specs,
         engine.mesh.sizes,
         prefetch=prefetch,
-        temporary=engine.actions.wire.temporary,
+        temporary=engine.sharded.comm.transport.temporary,
     )
     engine.close()
     # Where ranks read from each other every step is alike; Gloo's threads let go of a finished collective's buffers

@@ -72,7 +72,7 @@ def _every_state(engine: sf.Engine) -> dict[tuple[str, str], Any]:
     from shardfold.optim.sharded import PerElement
     from shardfold.rebuild import _agree_on_states, _whole
 
-    update = engine._update
+    update = engine._updater
     assert update is not None
     found: dict[tuple[str, str], Any] = {(name, "master"): value for name, value in engine.state_dict().items()}
     for unit in engine.units:
@@ -161,7 +161,7 @@ def _full_at_a_time(layout: str) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rebuild, "_carry_states", look)
-        engine._follow_model()
+        engine.sharded.gate.follow()
     assert rest > 0
     engine.close()
     return largest, block

@@ -99,7 +99,7 @@ def follows_grad_scaler(layout: str, clip: float | None) -> None:
     with engine.gathered(of="exp_avg") as moments:
         for moment, state in zip(moments.values(), expected[3], strict=True):
             assert torch.allclose(moment, state["exp_avg"], rtol=1e-3, atol=1e-6)
-    counts = {step for s in engine._update._fused.values() for step in s.steps}  # type: ignore[union-attr]
+    counts = {step for s in engine._updater._fused.values() for step in s.steps}  # type: ignore[union-attr]
     assert counts == {steps - len(OVERFLOWS)} == {engine.steps}
     assert engine.stats().skipped == len(OVERFLOWS)
     engine.close()
@@ -370,7 +370,7 @@ def skipped_steps_move_nothing(layout: str) -> None:
         for of in ("master", "exp_avg", "exp_avg_sq"):
             with engine.gathered(of=of) as values:
                 states[of] = {name: value.clone() for name, value in values.items()}
-        states["counts"] = [list(s.steps) for s in engine._update._fused.values()]  # type: ignore[union-attr]
+        states["counts"] = [list(s.steps) for s in engine._updater._fused.values()]  # type: ignore[union-attr]
         return {**states, "steps": engine.steps, "params": engine.state_dict()}
 
     def same(a: Any, b: Any) -> bool:

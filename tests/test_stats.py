@@ -55,9 +55,12 @@ def _after_steps(layout: str) -> tuple[sf.Stats, sf.MemoryReport, sf.TrafficRepo
         for _ in range(2):
             backward(engine, number)
             engine.step(tokens=100 + engine.rank, samples=12)
-    before, sequence = engine.actions.meter.asked, engine.agreement.sequence
+    comm = engine.sharded.comm
+    before, sequence = comm.meter.asked, comm.agreement.sequence
     stats = engine.stats(peak_flops=1e9)
-    assert engine.actions.meter.asked == before and engine.agreement.sequence == sequence  # asking sends nothing
+    assert (
+        engine.sharded.comm.meter.asked == before and engine.sharded.comm.agreement.sequence == sequence
+    )  # asking sends nothing
     answer = stats, engine.memory(), engine.traffic(), time.perf_counter() - begin
     engine.close()
     return answer
@@ -97,7 +100,7 @@ def test_a_delay_of_50_ms_in_a_wait_is_exposed_communication() -> None:
     works = [Late() for _ in range(9)]
     for number, work in enumerate(works):
         backward(engine, number)
-        engine.agreement.wait(work)
+        engine.sharded.comm.agreement.wait(work)
         engine.step()
     exposed = engine.stats().exposed_seconds
     assert exposed is not None and exposed >= DELAY
@@ -128,10 +131,10 @@ def _clip_waits() -> float:
     """The norm's reduction is waited for in the same place as all others."""
     engine = make("zero1", clip_norm=1.0)
     backward(engine)
-    before, sequence = engine.agreement.waited, engine.agreement.sequence
-    engine.actions.norm()
-    waited = engine.agreement.waited - before
-    assert engine.agreement.sequence >= sequence
+    before, sequence = engine.sharded.comm.agreement.waited, engine.sharded.comm.agreement.sequence
+    engine._runner.handlers.norms.take()
+    waited = engine.sharded.comm.agreement.waited - before
+    assert engine.sharded.comm.agreement.sequence >= sequence
     engine.close()
     return waited
 

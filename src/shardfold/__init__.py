@@ -30,15 +30,15 @@ from shardfold.errors import ShardfoldError
 from shardfold.layout import Activations, Cell, Layout, Precision, Tier, Wire
 from shardfold.passes import Schedule
 from shardfold.presets import PRESETS
+from shardfold.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from shardfold import checkpoint, compat, nn, numerics, optim
     from shardfold.checkpoint import Checkpoint, load_model
     from shardfold.construction import sharded_init
     from shardfold.data import Loader, Sampler
-    from shardfold.engine import Engine
+    from shardfold.engine import Engine, engine_of
     from shardfold.entries import register_forward
-    from shardfold.holders import engine_of
     from shardfold.materialize import meta_init
     from shardfold.numerics.clipping import Clip
     from shardfold.numerics.scaling import LossScale
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from shardfold.stats import Stats
     from shardfold.wholes import whole
 
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "PRESETS",
@@ -96,7 +95,7 @@ _LAZY = {
     "load_model": "shardfold.checkpoint",
     "meta_init": "shardfold.materialize",
     "sharded_init": "shardfold.construction",
-    "engine_of": "shardfold.holders",
+    "engine_of": "shardfold.engine",
     "register_forward": "shardfold.entries",
     "whole": "shardfold.wholes",
     "StepReport": "shardfold.report",

@@ -8,11 +8,9 @@ tables and masks never do), and that costs nothing to find out: the meeting befo
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold.agreement import Agreement
-from shardfold.mesh import DataMesh
+from shardfold.comm import Comm
 
 __all__ = ["Buffers"]
 
@@ -25,8 +23,8 @@ class Buffers:
         due: whether the forward before this one was one of training, so that they may differ between ranks.
     """
 
-    def __init__(self, model: nn.Module, mesh: DataMesh, agreement: Agreement) -> None:
-        self._mesh, self._agreement = mesh, agreement
+    def __init__(self, model: nn.Module, comm: Comm) -> None:
+        self._comm = comm
         self.due = False
         self.follow(model)
 
@@ -45,15 +43,14 @@ class Buffers:
     def synchronize(self, changed: bool) -> None:
         """Gives every rank rank 0's values if any rank changed one."""
         self.due = False
-        if not changed or self._mesh.world == 1:
+        if not changed or self._comm.mesh.world == 1:
             return
         buffers = [buffer for buffer in self._present() if buffer.numel()]
         with torch.no_grad():
             # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
             flat = torch.cat([b.contiguous().reshape(-1).view(torch.uint8) for b in buffers])
-            self._agreement.issue("the broadcast of buffers")
-            self._agreement.wait(dist.broadcast(flat, group_src=0, group=self._mesh.everyone, async_op=True))
-            if self._mesh.rank:
+            self._comm.broadcast(flat, "the broadcast of buffers")
+            if self._comm.mesh.rank:
                 for buffer, part in zip(buffers, flat.split([b.numel() * b.itemsize for b in buffers]), strict=True):
                     value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned for its dtype
                     if not torch.equal(value, buffer):

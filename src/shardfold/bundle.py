@@ -8,41 +8,27 @@ ranks of Gloo a copy through a buffer takes longer than one more collective from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardfold.agreement import Agreement
+from shardfold.comm import Comm
 from shardfold.layout import DATA_AXES, Axes
-from shardfold.mesh import DataMesh
-from shardfold.meter import Meter
 from shardfold.program import Op
 from shardfold.segment import Segment
 from shardfold.shards import shard_index
-from shardfold.stores.device import DeviceStore
-from shardfold.wires.plain import Pending, PlainWire
+from shardfold.wires.plain import Pending
 
-__all__ = ["BATCH", "Carrier", "Slice", "complete", "gather_slices", "named_state", "spread", "whole_segments"]
+__all__ = ["BATCH", "Slice", "complete", "gather_slices", "spread", "whole_segments"]
 
 BATCH = 64 * 1024 * 1024
 """Bytes of the largest buffer."""
 
 LARGE = 1024 * 1024
 """Bytes of a tensor that travels by itself."""
-
-
-class Carrier(Protocol):
-    """What carries bundles: an engine's ``Actions``, or, before there is one, ``early.ShardRanks``."""
-
-    mesh: DataMesh
-    agreement: Agreement
-    meter: Meter
-    wire: PlainWire
-    store: DeviceStore
 
 
 class Stretch(NamedTuple):
@@ -61,30 +47,30 @@ class Slice(NamedTuple):
     shard: Tensor
 
 
-def complete(actions: Carrier, flats: Sequence[Tensor], over: Axes, what: str) -> None:
+def complete(comm: Comm, flats: Sequence[Tensor], over: Axes, what: str) -> None:
     """Completes 1-D ``flats``, in each of which this rank's of ``parts`` equal chunks is in place.
 
     Args:
-        actions: whose wire and meter are used.
+        comm: that carries them.
         flats: of any dtypes; their lengths divide by the number of chunks.
         over: the axes that the chunks are split over.
         what: the caller, for messages.
     """
-    parts = actions.mesh.parts(over)
+    parts = comm.mesh.parts(over)
     if parts == 1 or not flats:
         return
     small, large = _by_size(flats)
-    for one in [_all_gather(actions, flat, over, what) for flat in large]:
-        one.wait(actions.agreement.wait)
+    for one in [_all_gather(comm, flat, over, what) for flat in large]:
+        one.wait(comm.agreement.wait)
     sizes = [flat.nbytes // parts for flat in small]
     rows = [[Stretch(i, r * n, (r + 1) * n) for i, n in enumerate(sizes)] for r in range(parts)]
-    _exchange(actions, [_bytes(flat) for flat in small], rows, over, what)
+    _exchange(comm, [_bytes(flat) for flat in small], rows, over, what)
 
 
-def gather_slices(actions: Carrier, slices: Sequence[Slice], over: Axes, what: str) -> list[Tensor]:
+def gather_slices(comm: Comm, slices: Sequence[Slice], over: Axes, what: str) -> list[Tensor]:
     """New tensors with all values of parameters' states that are split ``over`` axes, in their shapes and dtypes."""
-    sizes, parts = actions.mesh.sizes, actions.mesh.parts(over)
-    me = shard_index(over, sizes, actions.mesh.coords)
+    sizes, parts = comm.mesh.sizes, comm.mesh.parts(over)
+    me = shard_index(over, sizes, comm.mesh.coords)
     whole: list[Tensor] = []
     rows: list[list[Stretch]] = [[] for _ in range(parts)]
     for i, (segment, number, shard) in enumerate(slices):
@@ -97,31 +83,31 @@ def gather_slices(actions: Carrier, slices: Sequence[Slice], over: Axes, what: s
                 rows[r].append(Stretch(i, (a - slot.offset) * dtype.itemsize, (b - slot.offset) * dtype.itemsize))
                 if r == me:
                     whole[i].view(-1)[a - slot.offset : b - slot.offset].copy_(shard[a - r * length : b - r * length])
-    _exchange(actions, [_bytes(tensor) for tensor in whole], rows, over, what)
+    _exchange(comm, [_bytes(tensor) for tensor in whole], rows, over, what)
     return whole
 
 
-def spread(actions: Carrier, tensors: Sequence[Tensor], what: str, source: int = 0) -> None:
+def spread(comm: Comm, tensors: Sequence[Tensor], what: str, source: int = 0) -> None:
     """The values that rank ``source`` has of contiguous ``tensors`` become every rank's."""
-    if actions.mesh.world == 1:
+    if comm.mesh.world == 1:
         return
     small, large = _by_size(tensors)
     for tensor in large:
-        _broadcast(actions, _bytes(tensor), what, source)
+        _broadcast(comm, _bytes(tensor), what, source)
     parts = [_bytes(tensor) for tensor in small]
     stream = [Stretch(i, 0, part.numel()) for i, part in enumerate(parts)]
     total = sum(part.numel() for part in parts)
     for start in range(0, total, BATCH):
-        buffer = actions.store.empty(min(BATCH, total - start), torch.uint8)
-        if actions.mesh.rank == source:
+        buffer = comm.memory.empty(min(BATCH, total - start), torch.uint8)
+        if comm.mesh.rank == source:
             _copy(stream, parts, buffer, start, read=True)
-        _broadcast(actions, buffer, what, source)
-        if actions.mesh.rank != source:
+        _broadcast(comm, buffer, what, source)
+        if comm.mesh.rank != source:
             _copy(stream, parts, buffer, start, read=False)
 
 
 def whole_segments(
-    actions: Carrier, shards: Iterable[tuple[Segment, Tensor, Axes]], what: str
+    comm: Comm, shards: Iterable[tuple[Segment, Tensor, Axes]], what: str
 ) -> Iterator[tuple[Segment, Tensor]]:
     """``(segment, flat)`` for each ``(segment, shard, over)``: all its values ``(length,)``; 16 MiB, or one, at a time.
 
@@ -130,25 +116,10 @@ def whole_segments(
     batch: list[tuple[Segment, Tensor, Axes]] = []
     for item in shards:
         if batch and (item[2] != batch[0][2] or _whole_bytes([*batch, item]) > BATCH // 4):
-            yield from _whole_batch(actions, batch, what)
+            yield from _whole_batch(comm, batch, what)
             batch = []
         batch.append(item)
-    yield from _whole_batch(actions, batch, what)
-
-
-def named_state(module: nn.Module, whole: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """A state dict of ``module``: parameters that are in ``whole`` by ``id``, persistent buffers as they are, on the
-    CPU."""
-    state: dict[str, Tensor] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, parameter in part._parameters.items():
-            if parameter is not None and id(parameter) in whole:
-                state[dot + name] = whole[id(parameter)]
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                state[dot + name] = buffer.detach().cpu().clone()
-    return state
+    yield from _whole_batch(comm, batch, what)
 
 
 def _whole_bytes(batch: Sequence[tuple[Segment, Tensor, Axes]]) -> int:
@@ -156,12 +127,12 @@ def _whole_bytes(batch: Sequence[tuple[Segment, Tensor, Axes]]) -> int:
 
 
 def _whole_batch(
-    actions: Carrier, batch: Sequence[tuple[Segment, Tensor, Axes]], what: str
+    comm: Comm, batch: Sequence[tuple[Segment, Tensor, Axes]], what: str
 ) -> Iterator[tuple[Segment, Tensor]]:
     if not batch:
         return
     over = batch[0][2]
-    index = shard_index(over, actions.mesh.sizes, actions.mesh.coords)
+    index = shard_index(over, comm.mesh.sizes, comm.mesh.coords)
     flats: list[Tensor] = []
     for segment, shard, _ in batch:
         if shard.numel() == segment.spec.length:
@@ -170,7 +141,7 @@ def _whole_batch(
         flat = torch.empty(segment.spec.length, dtype=shard.dtype, device=shard.device)
         flat[index * shard.numel() : (index + 1) * shard.numel()].copy_(shard)
         flats.append(flat)
-    complete(actions, flats, over, what)
+    complete(comm, flats, over, what)
     for (segment, _, _), flat in zip(batch, flats, strict=True):
         yield segment, flat
 
@@ -178,21 +149,19 @@ def _whole_batch(
 # -- streams ------------------------------------------------------------------------------------------------------
 
 
-def _exchange(
-    actions: Carrier, tensors: Sequence[Tensor], rows: Sequence[Sequence[Stretch]], over: Axes, what: str
-) -> None:
+def _exchange(comm: Comm, tensors: Sequence[Tensor], rows: Sequence[Sequence[Stretch]], over: Axes, what: str) -> None:
     """Brings each rank's stream (``rows``, by shard index) to all; what this rank has is in ``tensors``, as bytes."""
-    ranks, me = len(rows), shard_index(over, actions.mesh.sizes, actions.mesh.coords)
+    ranks, me = len(rows), shard_index(over, comm.mesh.sizes, comm.mesh.coords)
     longest = max((sum(s.stop - s.start for s in row) for row in rows), default=0)
     if ranks == 1 or longest == 0:
         return
     width = min(longest, max(BATCH // ranks, 1))
     steps = [*range(0, longest, width), longest]
     for start, stop in pairwise(steps):
-        buffer = actions.store.empty(ranks * (stop - start), torch.uint8)
+        buffer = comm.memory.empty(ranks * (stop - start), torch.uint8)
         chunks = buffer.chunk(ranks)
         _copy(rows[me], tensors, chunks[me], start, read=True)
-        _all_gather(actions, buffer, over, what).wait(actions.agreement.wait)
+        _all_gather(comm, buffer, over, what).wait(comm.agreement.wait)
         for r, row in enumerate(rows):
             if r != me:
                 _copy(row, tensors, chunks[r], start, read=False)
@@ -226,15 +195,13 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _all_gather(actions: Carrier, flat: Tensor, over: Axes, what: str) -> Pending:
+def _all_gather(comm: Comm, flat: Tensor, over: Axes, what: str) -> Pending:
     op = Op("ALL_GATHER", axes=over)
-    actions.agreement.issue(f"{op} for {what}")
-    actions.meter.count(op, flat, asked=True)
-    return actions.wire.all_gather(flat, actions.mesh.group(over))
+    comm.agreement.issue(f"{op} for {what}")
+    comm.meter.count(op, flat, asked=True)
+    return comm.transport.all_gather(flat, comm.mesh.group(over))
 
 
-def _broadcast(actions: Carrier, flat: Tensor, what: str, source: int) -> None:
-    op = Op("BROADCAST", axes=DATA_AXES)
-    actions.agreement.issue(f"BROADCAST for {what}")
-    actions.meter.count(op, flat, asked=True)
-    actions.agreement.wait(dist.broadcast(flat, group_src=source, group=actions.mesh.everyone, async_op=True))
+def _broadcast(comm: Comm, flat: Tensor, what: str, source: int) -> None:
+    comm.meter.count(Op("BROADCAST", axes=DATA_AXES), flat, asked=True)
+    comm.broadcast(flat, f"BROADCAST for {what}", source)

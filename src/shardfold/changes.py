@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,13 @@ from torch.nn.modules import module as torch_modules
 from shardfold.cut import Cut, cut, main_dtypes
 from shardfold.errors import ConfigError, UsageError
 from shardfold.freed import FreedParameter
-from shardfold.holders import hold, let_go
+from shardfold.groups import alignment, group_numbers
 from shardfold.loans import Loan
-from shardfold.optim.sharded import alignment, group_numbers
+from shardfold.registry import hold, let_go
 from shardfold.segment import TORCH_DTYPES, Segment
+from shardfold.sharded_model import ShardedModel
 from shardfold.torch_internals import no_subclass_functions, storage_key
 from shardfold.unit import Life, Unit
-
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
 
 __all__ = ["Changes", "Plan", "needed", "secure"]
 
@@ -58,24 +56,23 @@ class Changes:
     """Knows what an engine's units were made of, and says whether the model is still that.
 
     Args:
-        engine: whose optimizer has not been given its pieces yet.
+        model: whose optimizer has not been given its pieces yet.
         units: as the user gave them.
         seed: of the values of parameters without memory.
         made_here: the engine made the optimizer: what is new belongs to its group without having to be listed there.
     """
 
     def __init__(
-        self, engine: Engine, units: Sequence[str | type[nn.Module]] | None, seed: int, *, made_here: bool
+        self, model: ShardedModel, units: Sequence[str | type[nn.Module]] | None, seed: int, *, made_here: bool
     ) -> None:
-        self.engine, self.seed = engine, seed
-        self.followed = 0  # structures that the engine has followed so far
+        self.model, self.seed = model, seed
         self.plan: Plan | None = None
         self._units = units
         self._made_here = made_here
-        self.group_of = group_numbers(engine.optimizer) if engine.optimizer is not None else {}
+        self.group_of = group_numbers(model.optimizer) if model.optimizer is not None else {}
         #: What a function that made the optimizer left out on purpose.
-        self._declined = {id(p) for p in engine.module.parameters() if p.requires_grad and id(p) not in self.group_of}
-        self._main = main_dtypes(engine.module, engine.rules)
+        self._declined = {id(p) for p in model.module.parameters() if p.requires_grad and id(p) not in self.group_of}
+        self._main = main_dtypes(model.module, model.rules)
         self._dirty = False
         self._members: set[int] = set()
         self._handles = _hear_registrations(weakref.ref(self))
@@ -84,28 +81,28 @@ class Changes:
 
     def cut(self, group_of: dict[int, int] | None = None) -> list[Cut]:
         """The model's units as it is now; states are for what is trainable, or was and is frozen for a while."""
-        engine = self.engine
+        model = self.model
         group_of = self.group_of if group_of is None else group_of
-        stateful = {id(p) for unit in getattr(engine, "units", ()) for s in unit.trainable for p in s.parameters}
+        stateful = {id(p) for s in model.trainable() for p in s.parameters}
         trained = {
             id(p): group_of[id(p)]
-            for p in engine.module.parameters()
+            for p in model.module.parameters()
             if id(p) in group_of and (p.requires_grad or id(p) in stateful)
         }
-        own = {id(p): s.spec.own for unit in getattr(engine, "units", ()) for s in unit.segments for p in s.parameters}
+        own = {id(p): s.spec.own for s in model.segments() for p in s.parameters}
         # What is new may have been made like the parameters that came, or like those that the engine keeps.
 
         def keeps(p: nn.Parameter, rule: int) -> bool:
             main = self._main.get(rule)
-            ours = TORCH_DTYPES[engine.rules.precisions[rule].compute] if own and main is not None else main
+            ours = TORCH_DTYPES[model.rules.precisions[rule].compute] if own and main is not None else main
             return own.get(id(p), p.dtype not in (main, ours))
 
         return cut(
-            engine.module, self._units, trained, engine.rules, engine.mesh.sizes, keeps, alignment(engine.optimizer)
+            model.module, self._units, trained, model.rules, model.comm.mesh.sizes, keeps, alignment(model.optimizer)
         )  # fmt: skip
 
     def close(self) -> None:
-        let_go(self.engine)
+        let_go(self.model)
         self._finalizer()
 
     def note(self, module: nn.Module) -> None:
@@ -117,38 +114,38 @@ class Changes:
 
     def renew(self) -> None:
         """Takes the present model as what the units were made of."""
-        engine = self.engine
-        hold(engine)
+        model = self.model
+        hold(model)
         self.plan, self._dirty = None, False
-        self._modules = list(engine.module.modules())
+        self._modules = list(model.module.modules())
         self._members = {id(module) for module in self._modules}
         self._children = [module._modules for module in self._modules]
         self._sizes = list(map(len, self._children))
         self._parameters = [module._parameters for module in self._modules]
         self._registered = list(self._present())  # PyTorch does not tell of a parameter that becomes None
         # What is trainable has its states already, so it may be frozen and unfrozen without anybody looking.
-        self._frozen = [p for unit in engine.units for s in unit.segments if not s.spec.trainable for p in s.parameters]
+        self._frozen = [p for unit in model.units for s in unit.segments if not s.spec.trainable for p in s.parameters]
         self._flags = list(map(_requires_grad, self._frozen))
-        self._whole = [p for unit in engine.units for s in unit.segments if not s.split for p in s.parameters]
+        self._whole = [p for unit in model.units for s in unit.segments if not s.split for p in s.parameters]
         self._places = list(map(Tensor.data_ptr, self._whole))
         # A finer master beside a whole parameter does not see what is written into the parameter.
         self._coarse = [
             (s, i)
-            for unit in engine.units
+            for unit in model.units
             for s in unit.trainable
             if not s.split and s.master is not None and not s.master_is_rest
             for i in range(len(s.parameters))
         ]
         self._rounded = [s.parameters[i] for s, i in self._coarse]
         self.updated()
-        groups = engine.optimizer.param_groups if engine.optimizer is not None else []
+        groups = model.optimizer.param_groups if model.optimizer is not None else []
         self._listed = [len(group["params"]) for group in groups]
-        known = {id(p) for unit in engine.units for _, p in unit.parameters()}
+        known = {id(p) for unit in model.units for _, p in unit.parameters()}
         self.group_of = {key: group for key, group in self.group_of.items() if key in known}
         self._declined &= known
         self._group_of_name = {
             name: self.group_of[id(p)]
-            for unit in engine.units
+            for unit in model.units
             for name, p in unit.parameters()
             if id(p) in self.group_of
         }
@@ -167,7 +164,7 @@ class Changes:
     def take_written(self) -> None:
         """What was written in place into parameters (``load_state_dict()`` of the model) is the master's too; elements
         that the master rounds to keep its digits. (What is lent comes back by the end of its loan.)"""
-        if self.engine.loans:
+        if self.model.loans:
             return
         versions = list(map(_version, self._rounded))
         if versions == self._versions:
@@ -188,7 +185,7 @@ class Changes:
                 return False
             if list(map(_requires_grad, self._frozen)) != self._flags or not self.unmoved():
                 return False
-        optimizer = self.engine.optimizer
+        optimizer = self.model.optimizer
         return optimizer is None or [len(group["params"]) for group in optimizer.param_groups] == self._listed
 
     # -- what they are to be made of
@@ -200,14 +197,14 @@ class Changes:
             ConfigError: a parameter cannot be given to one group of the optimizer.
             ModelError: the model cannot be cut.
         """
-        engine = self.engine
-        if engine._update is not None:
-            engine._update.adapt()
+        model = self.model
+        if model.updater is not None:
+            model.updater.adapt()
         group_of = self._find_groups()
         cuts = self.cut(group_of)
-        known = {unit.name: unit for unit in engine.units}
+        known = {unit.name: unit for unit in model.units}
         kept = {c.name: known[c.name] for c in cuts if c.name in known and _is_same(known[c.name], c)}
-        modules = engine.module.named_modules()
+        modules = model.module.named_modules()
         new_modules = {path: module for path, module in modules if id(module) not in self._members}
         stays = len(kept) == len(cuts) == len(known) and all(kept[c.name].modules == c.modules for c in cuts)
         if stays and not any(module._buffers for module in new_modules.values()):
@@ -217,14 +214,14 @@ class Changes:
 
     def _find_groups(self) -> dict[int, int]:
         """The group of each of the model's parameters that the optimizer knows or has to get."""
-        engine = self.engine
-        optimizer = engine.optimizer
-        if optimizer is None or engine._update is None:
+        model = self.model
+        optimizer = model.optimizer
+        if optimizer is None or model.updater is None:
             return {}
-        named = list(engine.module.named_parameters())
+        named = list(model.module.named_parameters())
         known = {id(p): name for name, p in named}
         group_of = {key: group for key, group in self.group_of.items() if key in known}
-        for number, stranger in engine._update.strangers():
+        for number, stranger in model.updater.strangers():
             name = known.get(id(stranger))
             if name is None:
                 raise ConfigError(
@@ -251,7 +248,7 @@ class Changes:
         return group_of
 
 
-def needed(engine: Engine) -> bool:
+def needed(changes: Changes) -> bool:
     """Whether units have to be made anew; asks this rank's model only and sends nothing.
 
     Values given by ``parameter.data = x`` are read in on the way, which needs no other rank.
@@ -259,43 +256,43 @@ def needed(engine: Engine) -> bool:
     Raises:
         ConfigError, ModelError: the model as it is now cannot be trained; it says why.
     """
-    changes = engine._changes
-    if engine.closed or changes.unchanged():
+    model = changes.model
+    if model.closed or changes.unchanged():
         return False
-    secure(engine)
-    if any(unit.pins for unit in engine.units):  # inside gathered() the model runs with no communication at all
+    secure(changes)
+    if any(unit.pins for unit in model.units):  # inside gathered() the model runs with no communication at all
         return False
     changes.plan = changes.look()
     if changes.plan is None:
-        if engine._update is not None:
-            engine._update.point_groups(engine.units)
+        if model.updater is not None:
+            model.updater.point_groups(model.units)
         changes.renew()
     return changes.plan is not None
 
 
-def secure(engine: Engine) -> None:
+def secure(changes: Changes) -> None:
     """Reads in what was written into parameters beside a finer master, and what ``parameter.data = x`` left outside of
     the flats; saves new parameters that are views of one.
 
     Raises:
         UsageError: ``x`` has another dtype or device; the parameters have their old values again.
     """
-    changes = engine._changes
-    if engine.closed:
+    model = changes.model
+    if model.closed:
         return
     changes.take_written()
-    if changes.unmoved() and not any(unit.pins for unit in engine.units):
+    if changes.unmoved() and not any(unit.pins for unit in model.units):
         return
-    full = [segment for unit in engine.units if unit.life is Life.GATHERED for segment in unit.segments]
-    moved, refused = _take_values(full, engine.loans)
+    full = [segment for unit in model.units if unit.life is Life.GATHERED for segment in unit.segments]
+    moved, refused = _take_values(full, model.loans)
     if moved or refused:  # a change of dtype, there and back, makes autograd forget the nodes that have our hooks
-        engine._hooks.attach(engine.units)
+        model.gate.attach(model.units)
     flats = {storage_key(segment.flat.untyped_storage()) for segment in full}
     slots = [(p, slot) for s in full for p, slot in zip(s.parameters, s.spec.slots, strict=True)]
     known = {id(p) for p, slot in slots if tuple(p.shape) == slot.shape}
     if len(known) < len(slots):  # of another shape: no value to read in, but another structure
         changes._dirty = True
-    for p in engine.module.parameters():
+    for p in model.module.parameters():
         # A flat's memory will be given back; who made a parameter of a part of it has to get a copy.
         if isinstance(p, FreedParameter) or p.is_meta or id(p) in known:
             continue

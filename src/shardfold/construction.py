@@ -22,8 +22,8 @@ from torch.nn.parameter import is_lazy
 
 from shardfold.early import TOUCHED, EarlyShard, ShardRanks, early_shard, gather, release
 from shardfold.freed import FreedParameter, apart, seal, unseal
-from shardfold.holders import engine_of
 from shardfold.mesh import pick_device
+from shardfold.registry import model_of
 
 __all__ = ["shard_module", "sharded_init"]
 
@@ -125,12 +125,12 @@ class _Construction:
             name: p
             for name, p in module._parameters.items()
             if p is not None and not (p.is_meta or is_lazy(p) or isinstance(p, FreedParameter))
-            if early_shard(p) is None and engine_of(p) is None
+            if early_shard(p) is None and model_of(p) is None
         }
         if new:
             kind = type(module).__name__
             shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in new.items())
-            self._ranks.agreement.meet(f"the construction of a {kind} with {shapes}")
+            self._ranks.comm.agreement.meet(f"the construction of a {kind} with {shapes}")
             with torch.no_grad(), apart():
                 for name, p in new.items():
                     EarlyShard(p, f"{kind}.{name}", self._ranks, self._dtype)
@@ -147,7 +147,7 @@ class _Construction:
 
     def finish(self) -> None:
         """The end of the block."""
-        self._ranks.agreement.meet("the end of sharded_init()")
+        self._ranks.comm.agreement.meet("the end of sharded_init()")
         release(self.levels[0][1], source=0)
         self.levels[0][1].clear()
         for root in self._roots:

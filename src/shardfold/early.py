@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from shardfold.agreement import Agreement
 from shardfold.bundle import complete, spread
+from shardfold.comm import Comm
 from shardfold.errors import OrderError
 from shardfold.freed import FreedParameter, apart, outline, seal, unseal
 from shardfold.layout import DATA_AXES
 from shardfold.mesh import DataMesh
 from shardfold.meter import Meter
 from shardfold.stores.device import DeviceStore
-from shardfold.wires.plain import GlooWire, NcclWire, PlainWire
+from shardfold.wires.plain import GlooWire, NcclWire
 
 __all__ = ["EarlyShard", "ShardRanks", "announce", "early_shard", "gather", "hand_over", "release"]
 
@@ -58,34 +59,27 @@ class ShardRanks:
         hollow: bool = False,
     ) -> None:
         self.device, self.rest, self.hollow = device, rest or device, hollow
-        self.mesh = DataMesh(None, device, timedelta(seconds=limit))
-        self.agreement = Agreement(self.mesh, patience, limit)
-        self.store = DeviceStore(device)
-        self.meter = Meter(self.mesh)
+        mesh = DataMesh(None, device, timedelta(seconds=limit))
+        agreement, memory = Agreement(mesh, patience, limit), DeviceStore(device)
+        transport = NcclWire() if mesh.backend == "nccl" else GlooWire(memory.empty, memory.recycle)
+        self.comm = Comm(mesh, agreement, transport, Meter(mesh), memory)
         self.numbered = 0  # parameters so far
-        nccl = self.mesh.backend == "nccl"
-        self.wire: PlainWire = NcclWire() if nccl else GlooWire(self.store.empty, self.store.recycle)
-        weakref.finalize(self, _leave, self.mesh, self.agreement)
+        weakref.finalize(self, self.comm.leave)
 
     def slice_of(self, flat: Tensor, *, same: bool = False) -> Tensor:
         """This rank's slice of rank 0's values: of ``flat`` ``(numel,)`` there, or here if all have the ``same``."""
-        ranks, size = self.mesh.world, -(-flat.numel() // self.mesh.world)
-        flat = flat.cpu() if self.mesh.backend == "gloo" else flat  # Gloo does not scatter tensors of a GPU
+        ranks, size = self.comm.mesh.world, -(-flat.numel() // self.comm.mesh.world)
+        flat = flat.cpu() if self.comm.mesh.backend == "gloo" else flat  # Gloo does not scatter tensors of a GPU
         own = torch.empty(size, dtype=flat.dtype, device=flat.device)
         if same or ranks == 1:
-            own.copy_(_padded(flat[self.mesh.rank * size : (self.mesh.rank + 1) * size], size))
+            own.copy_(_padded(flat[self.comm.mesh.rank * size : (self.comm.mesh.rank + 1) * size], size))
         elif size:
-            parts = range(ranks if self.mesh.rank == 0 else 0)
+            parts = range(ranks if self.comm.mesh.rank == 0 else 0)
             sent = [_bytes(_padded(flat[i * size : (i + 1) * size], size)) for i in parts] or None
-            self.agreement.issue("a scatter of a parameter")
-            work = dist.scatter(_bytes(own), sent, group_src=0, group=self.mesh.everyone, async_op=True)
-            self.agreement.wait(work)
+            self.comm.agreement.issue("a scatter of a parameter")
+            work = dist.scatter(_bytes(own), sent, group_src=0, group=self.comm.mesh.everyone, async_op=True)
+            self.comm.agreement.wait(work)
         return own.to(self.rest)
-
-
-def _leave(mesh: DataMesh, agreement: Agreement) -> None:
-    agreement.close()
-    mesh.leave()
 
 
 class EarlyShard:
@@ -162,8 +156,8 @@ class EarlyShard:
 
     def padded(self) -> Tensor:
         """A flat for the whole values, with this rank's slice in place; ``(ranks * ceil(numel / ranks),)``."""
-        size, rank = self.values.numel(), self.ranks.mesh.rank
-        flat = self.ranks.store.empty(size * self.ranks.mesh.world, self.dtype)
+        size, rank = self.values.numel(), self.ranks.comm.mesh.rank
+        flat = self.ranks.comm.memory.empty(size * self.ranks.comm.mesh.world, self.dtype)
         flat[rank * size : (rank + 1) * size].copy_(self.values)
         return flat
 
@@ -173,7 +167,7 @@ class EarlyShard:
 
     def keep_own(self, parameter: nn.Parameter) -> None:
         """This rank's slice of the values that the parameter has here; nothing is sent."""
-        size, rank = self.values.numel(), self.ranks.mesh.rank
+        size, rank = self.values.numel(), self.ranks.comm.mesh.rank
         flat = parameter.detach().contiguous().view(-1)
         self.values.copy_(_padded(flat[rank * size : (rank + 1) * size], size))
 
@@ -217,10 +211,10 @@ def gather(parameters: Iterable[nn.Parameter]) -> None:
         if apart_now:
             shards = [_shard(p) for p in apart_now]
             what = f"a gather of {_described(shards)}"
-            ranks.agreement.meet(what)
+            ranks.comm.agreement.meet(what)
             with torch.no_grad(), apart():
                 flats = [shard.padded() for shard in shards]
-                complete(ranks, [flat for flat in flats if flat.numel()], DATA_AXES, what)
+                complete(ranks.comm, [flat for flat in flats if flat.numel()], DATA_AXES, what)
             for p, shard, flat in zip(apart_now, shards, flats, strict=True):
                 shard.open(p, flat)
         for p in members:
@@ -254,12 +248,12 @@ def _write(ranks: ShardRanks, members: Sequence[nn.Parameter], source: int, fail
     what = f"writing {_described([_shard(p) for p in members], [p.shape for p in members])} of rank {source}"
     if failed:
         with suppress(OrderError):  # what this rank raises already is what its user shall see
-            ranks.agreement.meet("leaving a block that writes parameters by an exception: nothing is written")
+            ranks.comm.agreement.meet("leaving a block that writes parameters by an exception: nothing is written")
         return
-    ranks.agreement.meet(what)
+    ranks.comm.agreement.meet(what)
     with torch.no_grad(), apart():
         wholes = [p.detach().to(ranks.device).contiguous() for p in members]
-        spread(ranks, [whole for whole in wholes if whole.numel()], what, source)
+        spread(ranks.comm, [whole for whole in wholes if whole.numel()], what, source)
         for p, whole in zip(members, wholes, strict=True):
             p.data = whole
             _shard(p).take(p, whole)
@@ -268,7 +262,7 @@ def _write(ranks: ShardRanks, members: Sequence[nn.Parameter], source: int, fail
 def announce(parameters: Iterable[nn.Parameter], what: str) -> None:
     """All ranks that early parameters are split over are about to do ``what``, or all raise ``OrderError``."""
     for ranks, _ in _by_ranks(parameters):
-        ranks.agreement.meet(what)
+        ranks.comm.agreement.meet(what)
 
 
 def hand_over(parameters: Iterable[nn.Parameter]) -> None:
@@ -290,7 +284,7 @@ def _by_ranks(parameters: Iterable[nn.Parameter]) -> list[tuple[ShardRanks, list
     for p in sorted(early.values(), key=lambda p: _shard(p).number):
         ranks = _shard(p).ranks
         groups.setdefault(id(ranks), (ranks, []))[1].append(p)
-    return sorted(groups.values(), key=lambda group: (len(group[0].mesh.name), group[0].mesh.name))
+    return sorted(groups.values(), key=lambda group: (len(group[0].comm.mesh.name), group[0].comm.mesh.name))
 
 
 def _described(shards: Sequence[EarlyShard], shapes: Sequence[torch.Size] | None = None) -> str:

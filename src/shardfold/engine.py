@@ -23,49 +23,54 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from shardfold import presets, rebuild
-from shardfold.access import described, explained, load_state, memory_report, state_dict, stats, traffic_report
-from shardfold.actions import Actions, check_supported
+from shardfold import ownership, presets
 from shardfold.activations import Activations, Replacements, in_table
 from shardfold.agreement import Agreement
 from shardfold.alike import given
+from shardfold.arguments import check_accumulate, check_schedule, make_schedule
+from shardfold.backward import Backward
 from shardfold.changes import Changes
 from shardfold.checkpoint.base import Base
 from shardfold.checkpoint.job import Saving
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.save import Saver
 from shardfold.checkpoint.stored import readable
+from shardfold.comm import Comm
 from shardfold.early import announce
 from shardfold.errors import UsageError
+from shardfold.gate import PassGate
 from shardfold.gathered import gathered
+from shardfold.handlers import Handlers, check_supported
 from shardfold.hooks import Hooks
 from shardfold.layout import Layout, Precision
-from shardfold.loans import Loan, refuse_during
-from shardfold.losses import lift, run_backward
+from shardfold.loans import refuse_during
 from shardfold.materialize import Weights, buffer_dtypes, make_units, move_buffers
 from shardfold.mesh import DataMesh, pick_device
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip, one_clip
-from shardfold.numerics.forensics import Watch
 from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.shares import Shares
-from shardfold.optim.average import Average
 from shardfold.optim.sharded import ShardedOptimizer, build
-from shardfold.ownership import claim, close, look_after, release
 from shardfold.passes import Schedule
 from shardfold.program import Program
-from shardfold.report import MemoryReport, MemoryRow, SavedReport, StepReport, TrafficReport
+from shardfold.registry import owner_of
+from shardfold.report import MemoryReport, SavedReport, StepReport, TrafficReport
+from shardfold.reports import Reports
 from shardfold.rules import Rules
+from shardfold.run_state import RunState
 from shardfold.runner import Runner
 from shardfold.segment import TORCH_DTYPES
+from shardfold.sharded_model import ShardedModel
 from shardfold.stats import Clock, Stats
-from shardfold.stepping import check_accumulate, check_schedule, make_schedule, take_step
+from shardfold.step import Stepper
 from shardfold.stores.device import DeviceStore
 from shardfold.tf32 import hold_tf32
 from shardfold.unit import Life, Unit
+from shardfold.whole_state import load_state, state_dict
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "engine_of"]
 
 
 class Engine:
@@ -128,89 +133,162 @@ class Engine:
     ) -> None:
         check_accumulate(accumulate)
         check_schedule(schedule, optimizer)
-        self.module, self.closed = model, ""  # why the engine is closed
-        self.table, activations = in_table(presets.named(layout), activations)
-        self.device = pick_device(device)
+        table, activations = in_table(presets.named(layout), activations)
+        place = pick_device(device)
         announce(model.parameters(), "an engine of their model")
-        self.mesh = DataMesh(mesh, self.device, timedelta(seconds=limit))
-        self.rank, self.world_size = self.mesh.rank, self.mesh.world
-        self.clip = one_clip(clip_norm, clip)
-        self.timing = timing or Schedule()
-        self.rules = Rules(precision, self.table, self.mesh.sizes)
-        self.rules.check(model)
-        self._replaced = Replacements(model, activations, self.device)
-        self.precision, self.layout = self.rules.default, self.rules.layouts[-1]
-        for bound in self.rules.layouts:
+        data_mesh = DataMesh(mesh, place, timedelta(seconds=limit))
+        self.clip, self.timing = one_clip(clip_norm, clip), timing or Schedule()
+        rules = Rules(precision, table, data_mesh.sizes)
+        rules.check(model)
+        self._replaced = Replacements(model, activations, place)
+        for bound in rules.layouts:
             check_supported(bound)
-        self._tf32 = hold_tf32(self, self.precision.tf32) if self.precision.tf32 is not None else None
-        self.loss_scale = make_scaler(loss_scale, self.rules.precisions)
-        self.agreement = Agreement(self.mesh, patience, limit)
-        self._finalizer = look_after(self, self.mesh, self.agreement)
-        claim(model, self.agreement)
-        self.store = DeviceStore(self.device, debug=debug)
-        self.optimizer = build(optimizer, model) if optimizer is not None else None
-        self.schedule = make_schedule(schedule, self.optimizer)
-        self._changes = Changes(self, units, seed, made_here=not isinstance(optimizer, torch.optim.Optimizer))
-        cuts = self._changes.cut()
-        alike = given(
-            self.layout, [c.spec for c in cuts], self.optimizer, self.schedule, accumulate, self.clip,
-            self.loss_scale.rule if self.loss_scale is not None else None,
-        )  # fmt: skip
-        with self.agreement.told("making an engine"):
-            values = Weights(readable(weights), model) if weights is not None else None
-            self.agreement.same(alike)
-            if values is not None:
-                values.load_buffers(model)
-            dtypes = buffer_dtypes(self.rules, model)
-            move_buffers(dict(model.named_modules()), self.device, self.mesh, self.agreement, dtypes)
-            self.units = make_units(model, cuts, self.layout, self.mesh, self.agreement, self.store, values, seed)
-        self._update: ShardedOptimizer | None = None
-        if self.optimizer is not None:
-            stochastic = seed if any(p.rounding == "stochastic" for p in self.rules.precisions) else None
-            self._update = ShardedOptimizer(
-                self.optimizer, self.units, self.layout.moments.dtype, self.timing.block, stochastic
-            )
-        self.actions = Actions(
-            self.layout, self.mesh, self.units, self.store, self.agreement, self._update, self.clip,
-            scale=1.0 / (self.world_size * accumulate), timing=self.timing, loss_scale=self.loss_scale,
-        )  # fmt: skip
-        self.after_step: list[Callable[[], None]] = []  # called after each update
-        self.more_memory: list[Callable[[], MemoryRow]] = []  # rows of memory() that the table does not have
-        self.averages: list[Average] = []
-        self.watch: Watch | None = None  # of the outputs of modules
-        self.alarm, self.shares = Alarm(self), Shares()  # of the micro-batches since the last step
-        self.loans: list[Loan] = []  # whole values that are lent: no update meanwhile
-        self._clock = Clock(self.agreement.waited)
-        self._runner = Runner(
-            model, self.layout, self.mesh, self.units, self.actions, self.agreement, self.store, self.timing,
-            accumulate, clip=self.clip is not None and self.clip.norm is not None,
-        )  # fmt: skip
-        #: Some parameters follow the policy of the model as a whole.
-        policy = any(not s.spec.own and s.spec.table is None for unit in self.units for s in unit.segments)
-        narrow = TORCH_DTYPES[self.precision.compute] if policy and self.precision.compute in ("bf16", "fp16") else None
-        autocast = (TORCH_DTYPES[self.precision.autocast], self.device.type) if self.precision.autocast else None
-        self._hooks = Hooks(
-            model, self.units, self._runner, cast=narrow, casts=self.rules.mixed, autocast=autocast,
-            replaced=self._replaced,
-        )  # fmt: skip
-        self._runner.forget, self._runner.inside = self._hooks.forget, self._hooks.inside
-        self._runner.follow = self._follow_model
-        self.saver, self._base = Saver(self), Base(self)
-        self.steps, self._loads, self.broken = 0, 0, ""  # broken: why the values are of no run
+        tf32 = rules.default.tf32
+        self._tf32 = hold_tf32(self, tf32) if tf32 is not None else None
+        self.loss_scale = make_scaler(loss_scale, rules.precisions)
+        agreement = Agreement(data_mesh, patience, limit)
+        self._finalizer = ownership.look_after(self, data_mesh, agreement)
+        ownership.claim(model, agreement)
+        comm = Comm.of(data_mesh, agreement, DeviceStore(place, debug=debug))
+        made = build(optimizer, model) if optimizer is not None else None
+        run = RunState(make_schedule(schedule, made), self.loss_scale)
+        self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, run, made, owner=self)
+        self._changes = Changes(self.sharded, units, seed, made_here=not isinstance(optimizer, torch.optim.Optimizer))
+        self._make_units(weights, accumulate, seed)
+        self._updater = self._make_updater(seed)
+        self._make_passes(table, accumulate)
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
                 unit.release()
         self._changes.renew()
 
+    def _make_units(self, weights: Any, accumulate: int, seed: int) -> None:
+        """Cuts the model, once all ranks are known to have the same, and gives each rank its shards."""
+        sharded = self.sharded
+        model, comm, agreement = sharded.module, sharded.comm, sharded.comm.agreement
+        cuts = self._changes.cut()
+        alike = given(
+            sharded.layout, [c.spec for c in cuts], sharded.optimizer, sharded.run.schedule, accumulate, self.clip,
+            self.loss_scale.rule if self.loss_scale is not None else None,
+        )  # fmt: skip
+        with agreement.told("making an engine"):
+            values = Weights(readable(weights), model) if weights is not None else None
+            agreement.same(alike)
+            if values is not None:
+                values.load_buffers(model)
+            move_buffers(dict(model.named_modules()), comm, buffer_dtypes(sharded.rules, model))
+            sharded.units = make_units(model, cuts, sharded.layout, comm, values, seed)
+
+    def _make_updater(self, seed: int) -> ShardedOptimizer | None:
+        sharded = self.sharded
+        if sharded.optimizer is None:
+            return None
+        stochastic = seed if any(p.rounding == "stochastic" for p in sharded.rules.precisions) else None
+        dtype = sharded.layout.moments.dtype
+        updater = ShardedOptimizer(sharded.optimizer, sharded.units, dtype, self.timing.block, stochastic)
+        sharded.updater = updater
+        return updater
+
+    def _make_passes(self, table: Layout, accumulate: int) -> None:
+        """What runs forward, backward and step, and what tells of them."""
+        sharded, precision = self.sharded, self.sharded.rules.default
+        handlers = Handlers(
+            sharded.layout, sharded.comm, sharded.units, self._updater, self.clip,
+            scale=1.0 / (self.world_size * accumulate), timing=self.timing, loss_scale=self.loss_scale,
+        )  # fmt: skip
+        clips = self.clip is not None and self.clip.norm is not None
+        self.alarm, shares, self._clock = (
+            Alarm(sharded, self.loss_scale, self.clip),
+            Shares(),
+            Clock(sharded.comm.agreement.waited),
+        )
+        runner = self._runner = Runner(sharded, handlers, self.timing, accumulate, clip=clips)
+        #: Some parameters follow the policy of the model as a whole.
+        policy = any(not segment.spec.own and segment.spec.table is None for segment in sharded.segments())
+        narrow = TORCH_DTYPES[precision.compute] if policy and precision.compute in ("bf16", "fp16") else None
+        autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
+        self._hooks = Hooks(
+            sharded.module, sharded.units, runner, cast=narrow, casts=sharded.rules.mixed, autocast=autocast,
+            replaced=self._replaced,
+        )  # fmt: skip
+        gate = self._gate = PassGate(runner, self._hooks, self._changes)
+        sharded.gate = gate
+        runner.forget, runner.inside, runner.follow = self._hooks.forget, self._hooks.inside, gate.follow
+        self._backward = Backward(sharded, runner, self.loss_scale, self.alarm, shares)
+        self._stepper = None if self._updater is None else Stepper(
+            sharded, self._updater, runner, self._changes, self.loss_scale, self.alarm, shares, self._replaced,
+            self._clock,
+        )  # fmt: skip
+        self._reports = Reports(sharded, table, self._updater, runner, self._replaced, self._clock)
+        self.saver, self._base, self._loads = Saver(sharded), Base(sharded), 0
+
+    # -- what there is
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.sharded.module
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The user's, whose groups hold this rank's pieces."""
+        return self.sharded.optimizer
+
+    @property
+    def schedule(self) -> Any:
+        """Of the learning rate."""
+        return self.sharded.run.schedule
+
+    @property
+    def layout(self) -> Layout:
+        """The table, bound to the main precision."""
+        return self.sharded.layout
+
+    @property
+    def precision(self) -> Precision:
+        """The main one."""
+        return self.sharded.rules.default
+
+    @property
+    def device(self) -> torch.device:
+        return self.sharded.device
+
+    @property
+    def mesh(self) -> DataMesh:
+        return self.sharded.comm.mesh
+
+    @property
+    def rank(self) -> int:
+        return self.sharded.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.sharded.world_size
+
+    @property
+    def units(self) -> list[Unit]:
+        """In definition order."""
+        return self.sharded.units
+
+    @property
+    def steps(self) -> int:
+        """Updates so far."""
+        return self.sharded.run.steps
+
+    @property
+    def closed(self) -> str:
+        """Why the engine is closed; empty while it is not."""
+        return self.sharded.closed
+
     @property
     def program(self) -> Program:
         """What runs, by section; the order of units is the recorded one."""
-        return self._runner.program
+        return self._runner.orders.program
 
     @property
     def order(self) -> list[str]:
         """Names of the units as their forward in training runs them; definition order until that is known."""
-        return self._runner.forward_order()
+        return self._runner.orders.forward()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -219,13 +297,13 @@ class Engine:
         )
 
     def __repr__(self) -> str:
-        return described(self)
+        return self._reports.described()
 
     # -- the user's side
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's forward."""
-        self._refuse_closed("engine(...)")
+        self._gate.refuse_closed("engine(...)")
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, weight: float | None = None, retain_graph: bool = False) -> None:
@@ -234,13 +312,13 @@ class Engine:
         The loss is not divided: gradients are, as they arrive. With a ``weight``, such as the number of tokens that a
         mean was taken over, the step's gradient is the weighted mean over all micro-batches of all ranks.
         """
-        self._refuse_closed("engine.backward()")
-        run_backward(self, loss, weight, retain_graph)
+        self._gate.refuse_closed("engine.backward()")
+        self._backward.run(loss, weight, retain_graph)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a ``backward()`` of your own; the same loss where there is no scale."""
-        self._refuse_closed("engine.scale()")
-        return lift(self, loss)
+        self._gate.refuse_closed("engine.scale()")
+        return self._backward.scale(loss)
 
     def step(self, *, tokens: float | None = None, samples: float | None = None) -> StepReport:
         """The optimizer step, at an accumulation boundary; before it, nothing happens.
@@ -251,22 +329,22 @@ class Engine:
             UsageError: no optimizer, no backward since the last step, or whole values are lent.
             NonFiniteError: gradients overflow although the loss scale is at its floor (``LossScale.patience``).
         """
-        if self.optimizer is None or self._update is None:
+        if self._stepper is None:
             raise UsageError("engine.step() needs an optimizer: pass optimizer= to the Engine.")
-        self._refuse_closed("engine.step()")
+        self._gate.refuse_closed("engine.step()")
         runner = self._runner
         runner.settle("engine.step()")
-        self._refuse_broken("engine.step()")
+        self._gate.refuse_broken("engine.step()")
         self.saver.tell()
-        if runner.micro == 0:
+        if self.micro_batch == 0:
             raise UsageError("engine.step() with no backward since the last step: call engine.backward(loss).")
         self._clock.told(tokens, samples)
         runner.close_micro_batches()
-        if not runner.boundary:
-            return StepReport(self.steps, updated=False, loss_scale=self.actions.lifted)
-        refuse_during(self.loans, "engine.step()")
-        rebuild.secure(self)
-        return take_step(self)
+        if not self.gradients_ready:
+            return StepReport(self.steps, updated=False, loss_scale=runner.handlers.lifted)
+        refuse_during(self.sharded.loans, "engine.step()")
+        self._gate.secure()
+        return self._stepper.step()
 
     @property
     def accumulate(self) -> int:
@@ -276,8 +354,9 @@ class Engine:
     @accumulate.setter
     def accumulate(self, accumulate: int) -> None:
         check_accumulate(accumulate)
-        self._runner.accumulate, self.actions.scale = accumulate, 1.0 / (self.world_size * accumulate)
-        self.actions.set_factors()
+        handlers = self._runner.handlers
+        self._runner.accumulate, handlers.scale = accumulate, 1.0 / (self.world_size * accumulate)
+        handlers.set_factors()
 
     @property
     def last_micro_batch(self) -> bool | None:
@@ -292,22 +371,22 @@ class Engine:
     @property
     def micro_batch(self) -> int:
         """Backwards since the last step."""
-        return self._runner.micro
+        return self.sharded.run.micro_batch
 
     @property
     def attempt(self) -> int:
         """Which step gradients are collected for; skipped steps and those whose gradients were dropped count."""
-        return self._runner.attempt
+        return self.sharded.run.attempt
 
     @property
     def gradients_ready(self) -> bool:
         """Whether the last backward was that before a step: gradients are summed over ranks and micro-batches."""
-        return self._runner.boundary
+        return self.sharded.run.gradients_ready
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside send nothing; gradients wait, whole, for the next backward outside."""
-        self._refuse_closed("engine.no_sync()")
+        self._gate.refuse_closed("engine.no_sync()")
         before, self._runner.synchronize = self._runner.synchronize, False
         try:
             yield
@@ -316,16 +395,15 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
-        self._refuse_closed("engine.zero_grad()")
-        self._runner.settle("engine.zero_grad()")
-        self._runner.zero_grad()
+        self._gate.refuse_closed("engine.zero_grad()")
+        self._gate.zero_grad()
 
     def reset(self) -> None:
         """Back to a clean state after an exception in forward or backward; gradients since the last step are lost.
 
         Every rank must call it, or do what calls it by itself: the next forward, step or :meth:`gathered`.
         """
-        self._refuse_closed("engine.reset()")
+        self._gate.refuse_closed("engine.reset()")
         self._runner.reset()
 
     @contextmanager
@@ -342,24 +420,24 @@ class Engine:
             UsageError: frozen, or gradients not summed yet; at the end: changed without ``write=True`` or on another
                 rank than 0 only, or another rank left by an exception: then nothing is written.
         """
-        self._refuse_closed("engine.gathered()")
+        self._gate.refuse_closed("engine.gathered()")
         if not self._runner.under_way:
-            self._follow_model()
-        with gathered(self, names, write=write, of=of) as values:
+            self._gate.follow()
+        with gathered(self.sharded, names, write=write, of=of) as values:
             try:
                 yield values
             finally:
-                rebuild.secure(self)
+                self._gate.secure()
         if not self._runner.under_way:
-            self._follow_model()
+            self._gate.follow()
 
     def state_dict(self, *, frozen: str = "keep") -> dict[str, Tensor]:
         """All parameters (in the master's precision) and persistent buffers, on the CPU of every rank.
 
         Tied names have one tensor. ``frozen="skip"`` leaves out what the optimizer does not have.
         """
-        self._meet(f"engine.state_dict(frozen={frozen!r})", follow=True)
-        return state_dict(self, frozen)
+        self._gate.meet(f"engine.state_dict(frozen={frozen!r})", follow=True)
+        return state_dict(self.sharded, frozen)
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Takes parameters and buffers from a full state dict that every rank has; the optimizer's state stays.
@@ -367,10 +445,10 @@ class Engine:
         Raises:
             ModelError: a shape differs, or (strict) names are missing or unexpected; all are listed.
         """
-        self._refuse_closed("engine.load_state_dict()")
+        self._gate.refuse_closed("engine.load_state_dict()")
         self._runner.settle("engine.load_state_dict()")
-        self._follow_model()
-        load_state(self, state, strict=strict)
+        self._gate.follow()
+        load_state(self.sharded, state, strict=strict)
 
     def save(
         self,
@@ -417,9 +495,9 @@ class Engine:
             CheckpointError: it cannot be written; what was there before is as it was.
             UsageError: between the micro-batches of a step, or while values are lent.
         """
-        self._meet(f"engine.save(frozen={frozen!r})", follow=True)
-        rebuild.secure(self)
-        self._refuse_broken("engine.save()")
+        self._gate.meet(f"engine.save(frozen={frozen!r})", follow=True)
+        self._gate.secure()
+        self._gate.refuse_broken("engine.save()")
         return self.saver.save(
             path, state=state or {}, rank_state=rank_state or {}, wait=wait, busy=busy, keep=keep, nonfinite=nonfinite,
             left_out=self._base.left_out(frozen), latest=latest, gradients=gradients, shared=shared,
@@ -449,20 +527,20 @@ class Engine:
                 it does not fit: all that is missing, unexpected or of another shape is listed; or the state is of an
                 optimizer of another kind, or of other groups; or what was left out has other values here.
         """
-        self._meet(f"engine.load(weights_only={weights_only})", follow=True)
-        rebuild.secure(self)
+        self._gate.meet(f"engine.load(weights_only={weights_only})", follow=True)
+        self._gate.secure()
         self._loads += 1
         return load(
-            self, path, weights_only=weights_only, strict=strict, rename=rename, state=state, number=self._loads
+            self.sharded, path, weights_only=weights_only, strict=strict, rename=rename, state=state, number=self._loads
         )
 
     def _refuse_broken(self, call: str) -> None:
-        if self.broken:
-            raise UsageError(f"{call}: {self.broken}: load another checkpoint before going on.")
+        if self.sharded.run.broken:
+            raise UsageError(f"{call}: {self.sharded.run.broken}: load another checkpoint before going on.")
 
     def memory(self) -> MemoryReport:
         """Bytes held on this rank by state and tier, walked from live storages, beside what the table says."""
-        return memory_report(self, self._update)
+        return self._reports.memory()
 
     def activations(self) -> AbstractContextManager[SavedReport]:
         """Inside, bytes that autograd saves in each unit are counted; the report is complete at the end."""
@@ -470,25 +548,25 @@ class Engine:
 
     def traffic(self) -> TrafficReport:
         """Bytes this rank sent in the last step, by journey and axes, beside what the program says."""
-        return traffic_report(self, self._update)
+        return self._reports.traffic()
 
     def stats(self, *, peak_flops: float | None = None) -> Stats:
         """Times, rates, waiting, bytes sent and held, as data; ``peak_flops`` of this rank's device is for the MFU."""
-        return stats(self, self._clock, peak_flops)
+        return self._reports.stats(peak_flops)
 
     def explain(self) -> str:
         """The table, the units and the program, as text."""
-        return explained(self, self._update)
+        return self._reports.explained()
 
     def mean(self, value: float | Tensor) -> float:
         """The mean of a number over all ranks; a control message."""
-        self._meet("engine.mean()")
-        return self.actions.control([float(value)], dist.ReduceOp.SUM)[0] / self.world_size
+        self._gate.meet("engine.mean()")
+        return self.sharded.comm.control([float(value)], dist.ReduceOp.SUM)[0] / self.world_size
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """The largest of each number over all ranks; a control message."""
-        self._meet("engine.agree()")
-        return self.actions.control(list(values), dist.ReduceOp.MAX)
+        self._gate.meet("engine.agree()")
+        return self.sharded.comm.control(list(values), dist.ReduceOp.MAX)
 
     def close(self) -> None:
         """Waits for a save under way, takes the hooks off the model, gives back what the engine changed in the process.
@@ -496,7 +574,7 @@ class Engine:
         Where this rank has all values (on one rank, under layouts that do not split parameters, inside ``gathered()``)
         they stay in the model, in the compute dtype; elsewhere they are gone: see :meth:`release`. Nothing is sent.
         """
-        close(self)
+        self._end("")
 
     def release(self, *, of: str = "params") -> nn.Module:
         """Closes the engine and leaves the model a plain module with whole parameters on every rank, which all call it.
@@ -507,25 +585,29 @@ class Engine:
         Raises:
             UsageError: while values are lent.
         """
-        return release(self, of)
+        return ownership.release(self.sharded, of, self._end)
 
-    def hold_in_pass(self, units: Sequence[Unit]) -> bool:
-        """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
-        return self._runner.hold(units)
+    def close_split(self, reason: str = "") -> None:
+        """Closes the engine and leaves what it held in parts as under :func:`shardfold.sharded_init`, for another
+        engine to take over; all ranks call it. ``reason``: what calls of this one raise with."""
+        ownership.close_split(self.sharded, lambda _: self._end(reason))
 
-    def _follow_model(self) -> None:
-        """Makes units anew where the structure of the model changed since they were made."""
-        if rebuild.needed(self):
-            rebuild.apply(self)
-
-    def _refuse_closed(self, call: str) -> None:
+    def _end(self, reason: str) -> None:
         if self.closed:
-            raise UsageError(f"{call}: {self.closed}.")
+            return
+        self.saver.close()
+        if self._updater is not None:
+            self._updater.close()
+        if self._tf32 is not None:
+            self._tf32()
+        self._changes.close()
+        self.alarm.close()
+        self._hooks.remove()
+        self._replaced.close()
+        self.sharded.comm.close(self._finalizer.detach)
+        ownership.mark_closed(self.sharded, reason)
 
-    def _meet(self, what: str, *, follow: bool = False) -> None:
-        """All ranks are about to do ``what``, or all raise; ``follow`` the model first if it changed."""
-        self._refuse_closed(what)
-        self._runner.settle(what)
-        if follow:
-            self._follow_model()
-        self._runner.meet(what)
+
+def engine_of(parameter: nn.Parameter) -> Engine | None:
+    """The engine that holds ``parameter`` in one of its units, or None; one that was closed holds nothing."""
+    return owner_of(parameter)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardfold.errors import ModelError, UsageError, did_you_mean
-from shardfold.holders import engine_of
+from shardfold.registry import model_of
 
 __all__ = ["register_forward"]
 
@@ -53,5 +53,5 @@ def _enter(module: nn.Module, method: str, own: Callable[..., Any] | None, /, *a
     """``own`` is what the module itself, and not its class, had under that name."""
     call = own if own is not None else getattr(type(module), method).__get__(module)
     first = next(module.parameters(), None)
-    engine = engine_of(first) if first is not None else None
-    return call(*args, **kwargs) if engine is None else engine._hooks.enter(call, args, kwargs)
+    model = model_of(first) if first is not None else None
+    return call(*args, **kwargs) if model is None else model.gate.enter(call, args, kwargs)

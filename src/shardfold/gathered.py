@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from logging import getLogger
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,8 @@ from shardfold.errors import (
 )
 from shardfold.loans import Loan
 from shardfold.segment import TORCH_DTYPES, Segment, dtype_name
+from shardfold.sharded_model import ShardedModel
 from shardfold.unit import Life, Unit
-
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
 
 __all__ = ["gathered"]
 
@@ -73,7 +71,7 @@ class Lent(Protocol):
 
 @contextmanager
 def gathered(
-    engine: Engine, names: tuple[str, ...], *, write: bool, of: str, source: int = 0, strict: bool = True
+    model: ShardedModel, names: tuple[str, ...], *, write: bool, of: str, source: int = 0, strict: bool = True
 ) -> Iterator[Any]:
     """See :meth:`Engine.gathered`.
 
@@ -81,32 +79,32 @@ def gathered(
     and, where parameters are split, gone after the block, and what ranks other than ``source`` change does not matter.
     """
     what = _title(names, write, of) + (f" from rank {source}" if source else "")
-    if write and any(loan.what.startswith("average.") for loan in engine.loans):
+    if write and any(loan.what.startswith("average.") for loan in model.loans):
         raise UsageError(f"{what} inside `with average.applied():` would be lost when it ends: write outside of it.")
-    places, asked = _find(engine, names, of)
-    if of == "params" and engine.hold_in_pass(list(dict.fromkeys(place.unit for place in places))):
+    places, asked = _find(model, names, of)
+    if of == "params" and model.gate.hold(list(dict.fromkeys(place.unit for place in places))):
         if write:
             raise UsageError(f"{what} inside of a pass: change weights between steps.")
         yield asked[names[0]] if len(names) == 1 else asked
         return
     if write or of != "params" or not all(place.unit.pins for place in places):  # else nothing is sent
-        engine._meet(what)
+        model.gate.meet(what)
     lent: Lent
     if of == "params":
-        lent = _Parameters(engine, places, asked, what, write)
+        lent = _Parameters(model, places, asked, what, write)
     else:
-        lent = _States(engine, places, asked, what, of)
+        lent = _States(model, places, asked, what, of)
     loan = Loan(what, lent.watched, writes=write)
-    engine.loans.append(loan)
+    model.loans.append(loan)
     try:
         try:
             yield lent.values[names[0]] if len(names) == 1 else lent.values
         except BaseException as error:
             if write:
-                _leave_by_exception(engine, lent, places, error)
+                _leave_by_exception(model, lent, places, error)
             raise
         if write:
-            _write(engine, lent, loan, places, source, strict)
+            _write(model, lent, loan, places, source, strict)
         elif (changed := loan.changed()) and not strict:
             outcome = "that is gone now" if lent.dropped else "it was kept"
             LOG.warning("%s changed inside %s, which only reads: %s.", _listed(changed), what, outcome)
@@ -118,11 +116,11 @@ def gathered(
                 "pass write=True, which makes rank 0's values everyone's."
             )
     finally:
-        engine.loans.remove(loan)
+        model.loans.remove(loan)
         lent.close()
 
 
-def _write(engine: Engine, lent: Lent, loan: Loan, places: Sequence[Place], source: int, strict: bool) -> None:
+def _write(model: ShardedModel, lent: Lent, loan: Loan, places: Sequence[Place], source: int, strict: bool) -> None:
     """Writes the source's values, unless some rank left by an exception or changed what it must not."""
     names, changed = [place.name for place in places], loan.changed()
     if foreign := [name for name in changed if name not in names]:
@@ -130,9 +128,9 @@ def _write(engine: Engine, lent: Lent, loan: Loan, places: Sequence[Place], sour
             f"{_listed(foreign)} changed inside {loan.what}, which did not ask for it: "
             "name it too; nothing was written."
         )
-        _leave_by_exception(engine, lent, places, error)
+        _leave_by_exception(model, lent, places, error)
         raise error
-    failed, first, other = _agree(engine, places, changed, source, failed=False)
+    failed, first, other = _agree(model, places, changed, source, failed=False)
     stray = [name for name in names if strict and name in other and name not in first]
     if failed or stray:
         lent.restore()
@@ -148,28 +146,29 @@ def _write(engine: Engine, lent: Lent, loan: Loan, places: Sequence[Place], sour
     lent.write(first, source)
 
 
-def _leave_by_exception(engine: Engine, lent: Lent, places: Sequence[Place], error: BaseException) -> None:
+def _leave_by_exception(model: ShardedModel, lent: Lent, places: Sequence[Place], error: BaseException) -> None:
     """Nothing is written, and the other ranks, which wait at the end of the block, are told; raises nothing."""
     try:
         lent.restore()
     except RuntimeError as failure:  # of a device that is broken, which is likely what the user's error tells of too
-        LOG.error("%s: values could not be put back: %s", engine.loans[-1].what, failure)
+        LOG.error("%s: values could not be put back: %s", model.loans[-1].what, failure)
     if isinstance(error, Exception) and not isinstance(error, (OrderError, CollectiveError)):
         # The others may be gone, or be elsewhere: then they raise that, and what the user's code raised is seen here.
         with suppress(ShardfoldError, RuntimeError):
-            _agree(engine, places, [], 0, failed=True)
+            _agree(model, places, [], 0, failed=True)
 
 
 def _agree(
-    engine: Engine, places: Sequence[Place], changed: Sequence[str], source: int, *, failed: bool
+    model: ShardedModel, places: Sequence[Place], changed: Sequence[str], source: int, *, failed: bool
 ) -> tuple[list[int], set[str], set[str]]:
     """Ranks that left by an exception, and what was changed on the source and on any other rank."""
-    world, mine = engine.world_size, set(changed)
+    world, mine = model.world_size, set(changed)
     flags = [0.0] * world
-    flags[engine.rank] = float(failed)
+    flags[model.rank] = float(failed)
     for first in (True, False):
-        flags += [float(place.name in mine and (engine.rank == source) is first) for place in places]
-    said = engine.agree(flags)
+        flags += [float(place.name in mine and (model.rank == source) is first) for place in places]
+    model.gate.meet("the end of engine.gathered()")
+    said = model.comm.control(flags, dist.ReduceOp.MAX)
     first, other = said[world : world + len(places)], said[world + len(places) :]
     return (
         [rank for rank in range(world) if said[rank]],
@@ -181,9 +180,9 @@ def _agree(
 # -- who ----------------------------------------------------------------------------------------------------------
 
 
-def _find(engine: Engine, names: tuple[str, ...], of: str) -> tuple[list[Place], dict[str, nn.Parameter]]:
+def _find(model: ShardedModel, names: tuple[str, ...], of: str) -> tuple[list[Place], dict[str, nn.Parameter]]:
     """Each wanted parameter once, in the order of units, and the parameters by every name asked for."""
-    known = dict(engine.module.named_parameters(remove_duplicate=False))
+    known = dict(model.module.named_parameters(remove_duplicate=False))
     for name in names:
         if name not in known:
             raise ModelError(f"gathered: the model has no parameter {name!r}.{did_you_mean(name, known)}")
@@ -193,14 +192,14 @@ def _find(engine: Engine, names: tuple[str, ...], of: str) -> tuple[list[Place],
         first.setdefault(id(parameter), name)
     places = [
         Place(first[id(parameter)], parameter, unit, segment, slot)
-        for unit in engine.units
+        for unit in model.units
         for segment in unit.segments
         for slot, parameter in enumerate(segment.parameters)
         if id(parameter) in first
     ]
     if of == "params":
         return places, asked
-    if engine.optimizer is None:
+    if model.optimizer is None:
         raise UsageError(f"gathered(of={of!r}) needs an optimizer: pass optimizer= to the Engine.")
     frozen = [place.name for place in places if not place.segment.spec.trainable]
     if names and frozen:
@@ -231,14 +230,14 @@ class _Parameters:
     """Lends the parameters themselves; the units that own them are full meanwhile."""
 
     def __init__(
-        self, engine: Engine, places: Sequence[Place], asked: Mapping[str, nn.Parameter], what: str, write: bool
+        self, model: ShardedModel, places: Sequence[Place], asked: Mapping[str, nn.Parameter], what: str, write: bool
     ) -> None:
-        self._engine, self._places, self._what = engine, places, what
+        self._model, self._places, self._what = model, places, what
         self.values: dict[str, Any] = dict(asked)
         self._units = list(dict.fromkeys(place.unit for place in places))
         stays = {id(unit) for unit in self._units if not unit.split or unit.life is not Life.RESTING}
         self.dropped = not stays
-        _pin(engine, self._units, what)
+        _pin(model, self._units, what)
         named = {id(place.parameter): place.name for place in places}
         self.watched: dict[str, Tensor] = {
             named.get(id(parameter), name): parameter for unit in self._units for name, parameter in unit.parameters()
@@ -251,11 +250,11 @@ class _Parameters:
 
     def write(self, changed: set[str], source: int) -> None:
         views = [place.segment.views_of(place.segment.flat)[place.slot] for place in self._places]
-        spread(self._engine.actions, views, self._what, source)
+        spread(self._model.comm, views, self._what, source)
         with torch.no_grad():
             for place, view in zip(self._places, views, strict=True):
                 place.segment.take(place.slot, view, exact=place.name in changed)
-        _mark_written(self._engine, [place.parameter for place in self._places])
+        _mark_written(self._model, [place.parameter for place in self._places])
 
     def keep(self, changed: Sequence[str]) -> None:
         with torch.no_grad():
@@ -279,12 +278,12 @@ class _Parameters:
                     unit.release()
 
 
-def _pin(engine: Engine, units: Sequence[Unit], what: str) -> None:
+def _pin(model: ShardedModel, units: Sequence[Unit], what: str) -> None:
     """Makes units full until they are unpinned, by one collective if they are small enough."""
     resting: list[Unit] = []
     for unit in units:
         if unit.life is Life.GATHERING:
-            unit.end_gather(engine.agreement.wait)
+            unit.end_gather(model.comm.agreement.wait)
         elif unit.life is Life.RESTING:
             resting.append(unit)
     with torch.no_grad():
@@ -294,25 +293,25 @@ def _pin(engine: Engine, units: Sequence[Unit], what: str) -> None:
                 segment.fill_own_range()
     flats = [segment.flat for unit in resting for segment in unit.segments if segment.split]
     try:
-        complete(engine.actions, flats, engine.layout.rest.over, what)
+        complete(model.comm, flats, model.layout.rest.over, what)
     except BaseException:
         for unit in resting:
-            unit.end_gather(engine.agreement.wait)
+            unit.end_gather(model.comm.agreement.wait)
             unit.release()
         raise
     for unit in resting:
-        unit.end_gather(engine.agreement.wait)
+        unit.end_gather(model.comm.agreement.wait)
         unit.pinned_here = True
-    engine.actions.wire.settle(engine.agreement.wait)
+    model.comm.transport.settle(model.comm.agreement.wait)
     for unit in units:
         unit.settle()  # users may write
         unit.pins += 1
 
 
-def _mark_written(engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
+def _mark_written(model: ShardedModel, parameters: Sequence[nn.Parameter]) -> None:
     """A backward whose forward came before must raise; blocks around this one must not take it for a change."""
     torch.autograd.graph.increment_version(list(parameters))
-    for loan in engine.loans:
+    for loan in model.loans:
         for name, tensor in loan.tensors.items():
             if any(tensor is parameter for parameter in parameters):
                 loan.versions[name] = tensor._version
@@ -327,24 +326,24 @@ class _States:
     dropped = True
 
     def __init__(
-        self, engine: Engine, places: Sequence[Place], asked: Mapping[str, nn.Parameter], what: str, of: str
+        self, model: ShardedModel, places: Sequence[Place], asked: Mapping[str, nn.Parameter], what: str, of: str
     ) -> None:
-        self._engine, self._what, self._of = engine, what, of
+        self._model, self._what, self._of = model, what, of
         if of == "grads":
-            there, dtype = _used(engine, places), TORCH_DTYPES[engine.layout.grads.dtype]
+            there, dtype = _used(model, places), TORCH_DTYPES[model.layout.grads.dtype]
         elif of == "master":
-            there, dtype = [True] * len(places), TORCH_DTYPES[engine.layout.master.dtype]
+            there, dtype = [True] * len(places), TORCH_DTYPES[model.layout.master.dtype]
         else:
-            there, dtype = _has_state(engine, places, of)
+            there, dtype = _has_state(model, places, of)
         self._places = [place for place, is_there in zip(places, there, strict=True) if is_there]
         shards: dict[int, Tensor] = {}
         for place in self._places:
             if id(place.segment) not in shards:
                 shards[id(place.segment)] = self._shard(place.segment, dtype)
         slices = [Slice(place.segment, place.slot, shards[id(place.segment)]) for place in self._places]
-        over = engine.layout.master.over
+        over = model.layout.master.over
         with torch.no_grad():
-            whole = gather_slices(engine.actions, slices, over, what)
+            whole = gather_slices(model.comm, slices, over, what)
         by_id = {id(place.parameter): value for place, value in zip(self._places, whole, strict=True)}
         self.values: dict[str, Any] = {name: by_id.get(id(parameter)) for name, parameter in asked.items()}
         self.watched = {place.name: value for place, value in zip(self._places, whole, strict=True)}
@@ -356,18 +355,18 @@ class _States:
         if self._of == "master":
             assert segment.master is not None
             return segment.master.detach()
-        assert self._engine._update is not None
-        apart = segment.spec.own or len(self._engine.rules.precisions) > 1
+        assert self._model.updater is not None
+        apart = segment.spec.own or len(self._model.rules.precisions) > 1
         own = segment.master.dtype if apart and segment.master is not None else dtype
-        return self._engine._update.state_shard(segment, self._of, own)
+        return self._model.updater.state_shard(segment, self._of, own)
 
     def write(self, changed: set[str], source: int) -> None:
-        spread(self._engine.actions, list(self.watched.values()), self._what, source)
+        spread(self._model.comm, list(self.watched.values()), self._what, source)
         with torch.no_grad():
             for place in self._places:
                 self._take(place, self.watched[place.name].view(-1), place.name in changed)
         if self._of == "master":
-            _mark_written(self._engine, [place.parameter for place in self._places])
+            _mark_written(self._model, [place.parameter for place in self._places])
 
     def _take(self, place: Place, values: Tensor, changed: bool) -> None:
         if self._of == "master":
@@ -376,8 +375,8 @@ class _States:
             piece, part = place.segment.own_piece(place.slot)
             place.segment.master_grads[piece].copy_(values[part] / place.segment.unscale)
         else:
-            assert self._engine._update is not None
-            self._engine._update.take_state(place.segment, place.slot, self._of, values, changed=changed)
+            assert self._model.updater is not None
+            self._model.updater.take_state(place.segment, place.slot, self._of, values, changed=changed)
 
     def keep(self, changed: Sequence[str]) -> None:
         return
@@ -389,39 +388,36 @@ class _States:
         return
 
 
-def _used(engine: Engine, places: Sequence[Place]) -> list[bool]:
+def _used(model: ShardedModel, places: Sequence[Place]) -> list[bool]:
     """Which parameters any rank used since the last step; gradients that came late are reduced first.
 
     Raises:
         UsageError: there are no gradients, or not all of them are reduced.
     """
-    if not engine._runner.boundary:
+    if not model.run.gradients_ready:
         raise UsageError(
             "gathered(of='grads'): gradients are summed over ranks in the last backward before engine.step(), which "
             "has not come yet (accumulate=, no_sync(), or no backward since the last step): ask right before step()."
         )
-    engine._runner.hide_gradients()
-    used, late, _ = engine.actions.agree_on_use()
-    engine._runner.reduce_late(late)
-    engine._runner.show_gradients()
-    numbers = {id(segment): i for unit in engine.units for i, segment in enumerate(unit.trainable)}
+    used = model.gate.sum_late()
+    numbers = {id(segment): i for unit in model.units for i, segment in enumerate(unit.trainable)}
     return [used[place.unit.name][numbers[id(place.segment)]][place.slot] for place in places]
 
 
-def _has_state(engine: Engine, places: Sequence[Place], of: str) -> tuple[list[bool], torch.dtype]:
+def _has_state(model: ShardedModel, places: Sequence[Place], of: str) -> tuple[list[bool], torch.dtype]:
     """Which parameters have that state on any rank, and its dtype; a control message.
 
     Raises:
         ConfigError: no rank knows a state of that name.
     """
-    update = engine._update
+    update = model.updater
     assert update is not None
     known, dtypes = update.state_dtypes(), list(TORCH_DTYPES)
     code = 0.0
     if of in known:
         code = 1.0 + dtypes.index(dtype_name(known[of]) or "fp32")
     mine = [float(update.has_state(place.segment, place.slot, of)) for place in places]
-    said = engine.actions.control([code, *mine], dist.ReduceOp.MAX)
+    said = model.comm.control([code, *mine], dist.ReduceOp.MAX)
     if not said[0]:
         near = did_you_mean(of, {"params", "grads", "master", *known})
         more = "" if known else " The optimizer has no state of its own yet."

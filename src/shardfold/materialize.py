@@ -22,22 +22,21 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardfold.agreement import Agreement
+from shardfold.comm import Comm
 from shardfold.cut import Cut
 from shardfold.early import hand_over
 from shardfold.errors import ModelError, UsageError, did_you_mean
 from shardfold.layout import Layout
-from shardfold.mesh import DataMesh
 from shardfold.rules import Rules
 from shardfold.segment import TORCH_DTYPES, Segment
-from shardfold.stores.device import DeviceStore
 from shardfold.unit import Unit
 
 __all__ = ["Weights", "buffer_dtypes", "make_units", "meta_init", "move_buffers"]
+
+FIRST = "the broadcast of the first values of {}"
 
 
 LOST = (
@@ -106,9 +105,7 @@ def make_units(
     model: nn.Module,
     cuts: Iterable[Cut],
     layout: Layout,
-    mesh: DataMesh,
-    agreement: Agreement,
-    store: DeviceStore,
+    comm: Comm,
     weights: Weights | None,
     seed: int,
 ) -> list[Unit]:
@@ -117,19 +114,20 @@ def make_units(
     The root stays gathered (the caller releases it): modules of other units may be tied to it.
     """
     units: list[Unit] = []
+    mesh = comm.mesh
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:  # they keep weak references to their weights, and such tensors cannot be made real
         module._flat_weight_refs = []
     for c in cuts:
         assert c.spec is not None
         segments = [
-            Segment(spec, members, layout, mesh.sizes, mesh.coords, store)
+            Segment(spec, members, layout, mesh.sizes, mesh.coords, comm.memory)
             for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
         ]
-        unit = Unit(c.spec, segments, store, c.modules)
-        _give_values(unit, model, layout, mesh, agreement, weights, seed)
+        unit = Unit(c.spec, segments, comm.memory, c.modules)
+        _give_values(unit, model, layout, comm, weights, seed)
         if unit.trainable and not layout.grads.over:
-            unit.gradients.rest(adopt=mesh.world == 1 and store.device.type == "cpu")
+            unit.gradients.rest(adopt=mesh.world == 1 and comm.memory.device.type == "cpu")
         if unit.split and not c.spec.root:
             unit.release()
         units.append(unit)
@@ -142,8 +140,7 @@ def _give_values(
     unit: Unit,
     model: nn.Module,
     layout: Layout,
-    mesh: DataMesh,
-    agreement: Agreement,
+    comm: Comm,
     weights: Weights | None,
     seed: int,
 ) -> None:
@@ -155,15 +152,15 @@ def _give_values(
     if empty or weights is not None:
         _initialize(unit, model, empty, weights, seed)
     for segment, flat in zip(unit.segments, exact, strict=True):
-        _broadcast(flat, mesh, agreement, unit.name)  # as DDP does: rank 0's values are everyone's
-        segment.bind(layout, mesh.sizes, mesh.coords, flat)
+        comm.broadcast(
+            flat, f"broadcast {unit.name}", detail=FIRST.format(unit.name)
+        )  # as DDP does: rank 0's values are everyone's
+        segment.bind(layout, comm.mesh.sizes, comm.mesh.coords, flat)
 
 
 def move_buffers(
     modules: Mapping[str, nn.Module],
-    device: torch.device,
-    mesh: DataMesh,
-    agreement: Agreement,
+    comm: Comm,
     dtypes: Mapping[int, torch.dtype],
 ) -> None:
     """Moves the own buffers of modules (by path) to the device and gives every rank rank 0's values, as DDP does.
@@ -189,14 +186,16 @@ def move_buffers(
             if buffer is None:
                 continue
             casts = dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64
-            module._buffers[name] = buffer.to(device, dtype if casts else buffer.dtype)
-    if mesh.world > 1:
+            module._buffers[name] = buffer.to(comm.memory.device, dtype if casts else buffer.dtype)
+    if comm.mesh.world > 1:
         for buffer in {id(b): b for module in modules.values() for b in module.buffers(recurse=False)}.values():
             # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
             values = buffer.detach().clone(memory_format=torch.contiguous_format)
             if values.numel():
-                _broadcast(values.reshape(-1).view(torch.uint8), mesh, agreement, "the buffers")
-                if mesh.rank and not torch.equal(values, buffer):
+                comm.broadcast(
+                    values.reshape(-1).view(torch.uint8), "broadcast the buffers", detail=FIRST.format("the buffers")
+                )
+                if comm.mesh.rank and not torch.equal(values, buffer):
                     buffer.copy_(values)
 
 
@@ -205,13 +204,6 @@ def buffer_dtypes(rules: Rules, model: nn.Module) -> dict[int, torch.dtype]:
     rule = [TORCH_DTYPES[p.compute] if p.buffers == "compute" else None for p in rules.precisions]
     found = {key: rule[number] for key, number in rules.assign(model).items()}
     return {key: dtype for key, dtype in found.items() if dtype is not None}
-
-
-def _broadcast(values: Tensor, mesh: DataMesh, agreement: Agreement, of: str) -> None:
-    """Gives every rank rank 0's values."""
-    if mesh.world > 1:
-        agreement.issue(f"broadcast {of}", f"the broadcast of the first values of {of}")
-        agreement.wait(dist.broadcast(values, group_src=0, group=mesh.everyone, async_op=True))
 
 
 def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:

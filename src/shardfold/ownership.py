@@ -10,27 +10,26 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardfold.agreement import Agreement
 from shardfold.copies import forget_alone
-from shardfold.early import early_shard
+from shardfold.early import EarlyShard, ShardRanks, early_shard
 from shardfold.errors import ConfigError, UsageError, did_you_mean
-from shardfold.freed import FreedParameter, unseal
+from shardfold.freed import FreedParameter, apart, unseal
 from shardfold.gathered import gathered
-from shardfold.holders import engine_of, name_in
 from shardfold.loans import refuse_during
 from shardfold.mesh import DataMesh
 from shardfold.rebuild import forget
+from shardfold.registry import model_of, name_in
+from shardfold.sharded_model import ShardedModel
 from shardfold.unit import CLOSED_WAY, Unit
 
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
-
-__all__ = ["claim", "close", "look_after", "release"]
+__all__ = ["claim", "close_split", "look_after", "mark_closed", "release"]
 
 WHOLE = "this engine is closed, and its model a plain module again: train it as it is, or make a new engine of it"
 SPLIT = f"this{CLOSED_WAY.removeprefix('its')}"
@@ -62,7 +61,7 @@ def _objection(model: nn.Module) -> str:
 
 
 def _held(model: nn.Module) -> list[str]:
-    return [name for name, p in model.named_parameters() if engine_of(p) is not None]
+    return [name for name, p in model.named_parameters() if model_of(p) is not None]
 
 
 def _listed(names: list[str]) -> str:
@@ -82,60 +81,72 @@ def _leave(mesh: DataMesh, agreement: Agreement) -> None:
     mesh.leave()
 
 
-def close(engine: Engine, reason: str = "") -> None:
-    """See :meth:`Engine.close`; ``reason`` is what calls of the closed engine raise with."""
-    if engine.closed:
-        return
-    engine.saver.close()
-    if engine._update is not None:
-        engine._update.close()
-    if engine._tf32 is not None:
-        engine._tf32()
-    engine._changes.close()
-    engine.alarm.close()
-    engine._hooks.remove()
-    engine._replaced.close()
-    engine.agreement.close()  # first, so that whoever finds the wire closed knows why
-    engine.actions.wire.close()
-    engine._finalizer.detach()
-    engine.mesh.close()
-    engine.store.close()
-    for unit in engine.units:
+def mark_closed(model: ShardedModel, reason: str = "") -> None:
+    """Nothing can be done with the model any more; ``reason`` is what calls raise with."""
+    for unit in model.units:
         unit.closed = True
         for _, p in unit.parameters():
             p.grad = None  # a view of the engine's memory, and of a step that will not come
-    split = any(isinstance(p, FreedParameter) for unit in engine.units for _, p in unit.parameters())
-    engine.closed = reason or (SPLIT if split else WHOLE)
+    split = any(isinstance(p, FreedParameter) for unit in model.units for _, p in unit.parameters())
+    model.closed = reason or (SPLIT if split else WHOLE)
 
 
-def release(engine: Engine, of: str) -> nn.Module:
-    """See :meth:`Engine.release`."""
+def release(model: ShardedModel, of: str, close: Callable[[str], None]) -> nn.Module:
+    """See :meth:`Engine.release`; ``close`` ends what trains the model, and takes the reason."""
     if of not in ("params", "master"):
         near = did_you_mean(of, ("params", "master"))
         raise ConfigError(f"engine.release(of={of!r}): parameters become 'params' or 'master'.{near}")
-    refuse_during(engine.loans, "engine.release()")
-    engine._meet(f"engine.release(of={of!r})", follow=True)
-    members = [p for unit in engine.units for _, p in unit.parameters()]
-    values = {key: value for unit in engine.units for key, value in _whole(engine, unit, of).items()}
-    close(engine, WHOLE)
+    refuse_during(model.loans, "engine.release()")
+    model.gate.meet(f"engine.release(of={of!r})", follow=True)
+    members = [p for unit in model.units for _, p in unit.parameters()]
+    values = {key: value for unit in model.units for key, value in _whole(model, unit, of).items()}
+    close(WHOLE)
     for p in members:
         unseal(p)
         forget_alone(p)
         p.data = values.pop(id(p))
-    for unit in engine.units:
-        forget(engine, unit)
-    engine.units = []
-    return engine.module
+    for unit in model.units:
+        forget(model, unit)
+    model.units = []
+    return model.module
 
 
-def _whole(engine: Engine, unit: Unit, of: str) -> dict[int, Tensor]:
+def close_split(model: ShardedModel, close: Callable[[str], None]) -> None:
+    """Closes an engine whose model stays usable: what it held in parts is as under :func:`shardfold.sharded_init`.
+
+    So no rank ever has more of it whole than a unit, and another engine takes it over. Every rank calls it.
+
+    Raises:
+        OrderError: the other ranks do something else; the engine is open still.
+    """
+    if model.closed:
+        return
+    split = [unit for unit in model.units if unit.split]
+    if split:
+        model.gate.meet("the end of an engine whose model stays split", follow=True)
+        ranks = ShardRanks(model.device, hollow=any(unit.hollow for unit in split))
+        for unit in split:
+            members = [(name_in(model, p), p) for s in unit.segments if s.split for p in s.parameters]
+            names = tuple(name for name, _ in members)
+            with gathered(model, names, write=False, of="params"), torch.no_grad():
+                copies = [p.detach().clone() for _, p in members]
+            with torch.no_grad(), apart():
+                for (name, p), copy in zip(members, copies, strict=True):
+                    if isinstance(p, FreedParameter):
+                        unseal(p)
+                    p.data = copy
+                    EarlyShard(p, name, ranks, None, same=True)
+    close("")
+
+
+def _whole(model: ShardedModel, unit: Unit, of: str) -> dict[int, Tensor]:
     """All values of a unit's parameters, by ``id``, in memory of their own."""
-    members = {name_in(engine, p): p for _, p in unit.parameters()}
-    with gathered(engine, tuple(members), write=False, of="params"), torch.no_grad():
+    members = {name_in(model, p): p for _, p in unit.parameters()}
+    with gathered(model, tuple(members), write=False, of="params"), torch.no_grad():
         values = {id(p): p.detach().clone() for p in members.values()}
-    trained = {name_in(engine, p): p for s in unit.trainable for p in s.parameters}
+    trained = {name_in(model, p): p for s in unit.trainable for p in s.parameters}
     if of == "master" and trained:
-        with gathered(engine, tuple(trained), write=False, of="master") as masters:
+        with gathered(model, tuple(trained), write=False, of="master") as masters:
             named: Any = masters if len(trained) > 1 else dict.fromkeys(trained, masters)
             values |= {id(p): named[name] for name, p in trained.items()}
     return values

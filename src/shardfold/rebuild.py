@@ -21,31 +21,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.bundle import whole_segments
-from shardfold.changes import Plan, needed, secure
+from shardfold.changes import Changes, Plan
 from shardfold.cut import Cut
 from shardfold.errors import UsageError
 from shardfold.freed import unseal
+from shardfold.groups import PerElement
 from shardfold.layout import Axes
 from shardfold.materialize import buffer_dtypes, make_units, move_buffers
-from shardfold.optim.sharded import PerElement, ShardedOptimizer
 from shardfold.segment import Segment
+from shardfold.sharded_model import ShardedModel, Updater
 from shardfold.stores.exact import trim
 from shardfold.unit import Life, Unit
 
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
-
-__all__ = ["apply", "forget", "needed", "secure"]
+__all__ = ["apply", "forget"]
 
 
-def apply(engine: Engine) -> None:
+def apply(changes: Changes) -> None:
     """Makes the units that :func:`needed` found; every rank calls it.
 
     Raises:
@@ -53,12 +51,12 @@ def apply(engine: Engine) -> None:
         OrderError: other ranks go on without a change of their models.
         ConfigError: ranks changed their models in different ways; nothing has been changed.
     """
-    changes, micro = engine._changes, engine._runner.micro
-    plan = changes.plan
+    model, plan = changes.model, changes.plan
+    micro = model.run.micro_batch
     assert plan is not None
-    if engine.loans:
+    if model.loans:
         raise UsageError(
-            f"the model's structure changed inside `with {engine.loans[-1].what}:`, whose values are lent: change it "
+            f"the model's structure changed inside `with {model.loans[-1].what}:`, whose values are lent: change it "
             "outside."
         )
     if micro:
@@ -68,32 +66,23 @@ def apply(engine: Engine) -> None:
             f"micro-batch{'es' if micro > 1 else ''} wait for engine.step(): change it after the step, or call "
             "engine.zero_grad() first."
         )
-    engine._runner.meet("a change of the model")
-    what = f"change {changes.followed + 1} of the model's structure"
-    homes = Homes(engine, plan)
+    model.gate.meet("a change of the model")
+    what = f"change {model.followed + 1} of the model's structure"
+    homes = Homes(model, plan)
     buffers = [(tuple(b.shape), b.dtype) for module in plan.new_modules.values() for b in module.buffers(recurse=False)]
-    engine.agreement.same({what: repr(([c.spec for c in plan.cuts], homes.described(plan), buffers))})
-    dtypes = buffer_dtypes(engine.rules, engine.module)
-    move_buffers(plan.new_modules, engine.device, engine.mesh, engine.agreement, dtypes)
+    model.comm.agreement.same({what: repr(([c.spec for c in plan.cuts], homes.described(plan), buffers))})
+    dtypes = buffer_dtypes(model.rules, model.module)
+    move_buffers(plan.new_modules, model.comm, dtypes)
     with torch.no_grad():
-        units = _make(engine, plan, homes)
-    changes.followed += 1
+        units = _make(changes, plan, homes)
+    model.followed += 1
     changes.group_of = plan.group_of
-    _swap_in(engine, units)
+    model.units = units
+    model.gate.take(units)
+    if model.updater is not None:
+        model.updater.point_groups(units)
     changes.renew()
     trim()
-
-
-def _swap_in(engine: Engine, units: list[Unit]) -> None:
-    """From now on the engine's units are these."""
-    engine.units = units
-    engine.actions.renew(units)
-    engine.actions.meter.forget_last()
-    if engine._update is not None:
-        engine._update.point_groups(units)
-    engine._hooks.attach(units)
-    engine._runner.buffers.follow(engine.module)
-    engine._runner.renew(units)
 
 
 class Homes:
@@ -105,8 +94,8 @@ class Homes:
         place: ``(unit, segment, slot)`` of those that have values there, by ``id``.
     """
 
-    def __init__(self, engine: Engine, plan: Plan) -> None:
-        self.gone = [unit for unit in engine.units if plan.kept.get(unit.name) is not unit]
+    def __init__(self, model: ShardedModel, plan: Plan) -> None:
+        self.gone = [unit for unit in model.units if plan.kept.get(unit.name) is not unit]
         self.owner: dict[int, Unit] = {}
         self.place: dict[int, tuple[Unit, Segment, int]] = {}
         for unit in self.gone:
@@ -132,9 +121,10 @@ class Homes:
         return said
 
 
-def _make(engine: Engine, plan: Plan, homes: Homes) -> list[Unit]:
+def _make(changes: Changes, plan: Plan, homes: Homes) -> list[Unit]:
     """The units of a plan, in order."""
-    update = engine._update
+    model = changes.model
+    update = model.updater
     for unit in homes.gone:
         unit.shown.forget()
         if unit.split and unit.life is Life.GATHERED:
@@ -152,32 +142,30 @@ def _make(engine: Engine, plan: Plan, homes: Homes) -> list[Unit]:
         for old in sources[c.name]:
             if id(old) not in dissolved:
                 dissolved.add(id(old))
-                _dissolve(engine, old, homes, staying)
+                _dissolve(model, old, homes, staying)
         for p in c.parameters.values():
             p.grad = None  # what autograd left there while nobody trained it is no gradient of this step
-        unit = make_units(
-            engine.module, [c], engine.layout, engine.mesh, engine.agreement, engine.store, None, engine._changes.seed
-        )[0]
+        unit = make_units(model.module, [c], model.layout, model.comm, None, changes.seed)[0]
         if unit.split and unit.life is Life.GATHERED:
             unit.release()
         if update is not None:
             update.add(unit)
-            for average in engine.averages:
+            for average in model.run.averages:
                 average.add(unit)
-            _carry_states(engine, update, unit, homes)
+            _carry_states(model, update, unit, homes)
         units.append(unit)
         for old in sources[c.name]:
             waiting[id(old)] -= 1
             if not waiting[id(old)]:
-                forget(engine, old)
+                forget(model, old)
     for old in homes.gone:
         if id(old) not in dissolved:  # all of it leaves the model
-            _dissolve(engine, old, homes, staying)
-            forget(engine, old)
+            _dissolve(model, old, homes, staying)
+            forget(model, old)
     return units
 
 
-def _dissolve(engine: Engine, unit: Unit, homes: Homes, staying: set[int]) -> None:
+def _dissolve(model: ShardedModel, unit: Unit, homes: Homes, staying: set[int]) -> None:
     """Makes ordinary parameters, with all their values, of those of an old unit."""
     for segment in unit.segments:
         if not any(id(p) in homes.place for p in segment.parameters):
@@ -188,7 +176,7 @@ def _dissolve(engine: Engine, unit: Unit, homes: Homes, staying: set[int]) -> No
         if segment.split:
             source = segment.rest if segment.rest is not None else segment.master
             assert source is not None
-            flat = _whole(engine, segment, source.to(segment.dtype), engine.layout.rest.over)
+            flat = _whole(model, segment, source.to(segment.dtype), model.layout.rest.over)
         for p, view in zip(segment.parameters, segment.views_of(flat), strict=True):
             unseal(p)
             if id(p) in homes.place:
@@ -196,11 +184,11 @@ def _dissolve(engine: Engine, unit: Unit, homes: Homes, staying: set[int]) -> No
                 p.data = view if id(p) in staying else view.clone()
 
 
-def forget(engine: Engine, unit: Unit) -> None:
+def forget(model: ShardedModel, unit: Unit) -> None:
     """Gives back everything an old unit holds; references to it may live on in graphs of earlier forwards."""
-    if engine._update is not None:
-        engine._update.drop(unit)
-    for average in engine.averages:
+    if model.updater is not None:
+        model.updater.drop(unit)
+    for average in model.run.averages:
         average.drop(unit)
     unit.gradients.give_up()
     for segment in unit.segments:
@@ -211,7 +199,7 @@ def forget(engine: Engine, unit: Unit) -> None:
     trim()  # states were allocated once and for good, so malloc would keep their memory for requests of their size
 
 
-def _carry_states(engine: Engine, update: ShardedOptimizer, unit: Unit, homes: Homes) -> None:
+def _carry_states(model: ShardedModel, update: Updater, unit: Unit, homes: Homes) -> None:
     """Cuts master and the optimizer's state of parameters that had them anew, for the unit they are in now."""
     moves: dict[int, list[tuple[int, Segment, int]]] = {}  # by old segment: old slot, new segment, new slot
     olds: dict[int, Segment] = {}
@@ -226,7 +214,7 @@ def _carry_states(engine: Engine, update: ShardedOptimizer, unit: Unit, homes: H
         def carry(
             shard: Tensor, take: Callable[[Segment, int, Tensor], None], slots: Collection[int], old: Segment = old
         ) -> None:
-            values = _whole(engine, old, shard, engine.layout.master.over)
+            values = _whole(model, old, shard, model.layout.master.over)
             for slot, new, i in moves[id(old)]:
                 if slot in slots:
                     place = old.spec.slots[slot]
@@ -236,9 +224,9 @@ def _carry_states(engine: Engine, update: ShardedOptimizer, unit: Unit, homes: H
         every = range(len(old.spec.slots))
         if old.master.dtype != old.dtype:  # else the values that the unit was made of are the master's
             carry(old.master, lambda new, i, values: _write(new, new.master, i, values), every)
-        for average in engine.averages:
+        for average in model.run.averages:
             carry(average.shard(old), lambda new, i, values, of=average: _write(new, of.shard(new), i, values), every)
-        states = _agree_on_states(engine, update, old)
+        states = _agree_on_states(model, update, old)
         kinds = {(n, v.dtype) for state in states.values() for n, v in state.items() if isinstance(v, PerElement)}
         for name, dtype in sorted(kinds, key=str):
             have = [slot for slot, state in states.items() if state.get(name) == PerElement(dtype)]
@@ -252,9 +240,9 @@ def _carry_states(engine: Engine, update: ShardedOptimizer, unit: Unit, homes: H
                     update.take_value(new, i, name, value)
 
 
-def _whole(engine: Engine, segment: Segment, shard: Tensor, over: Axes) -> Tensor:
+def _whole(model: ShardedModel, segment: Segment, shard: Tensor, over: Axes) -> Tensor:
     """All of one state of a segment, ``(length,)``."""
-    ((_, flat),) = whole_segments(engine.actions, [(segment, shard, over)], "a change of the model")
+    ((_, flat),) = whole_segments(model.comm, [(segment, shard, over)], "a change of the model")
     return flat
 
 
@@ -265,13 +253,13 @@ def _write(segment: Segment, shard: Tensor | None, slot: int, values: Tensor) ->
     shard[piece].copy_(values[part])
 
 
-def _agree_on_states(engine: Engine, update: ShardedOptimizer, segment: Segment) -> dict[int, dict[str, Any]]:
+def _agree_on_states(model: ShardedModel, update: Updater, segment: Segment) -> dict[int, dict[str, Any]]:
     """What the optimizer keeps for each slot, as the rank says that has the largest piece of it."""
     said: list[Any] = [update.describe(segment)]
-    if engine.world_size > 1 and not update.fused:  # the fused update's is the same everywhere
-        engine.agreement.issue("what the optimizer keeps")
-        mine, said = said[0], [None] * engine.world_size
-        dist.all_gather_object(said, mine, group=engine.mesh.control)
+    if model.world_size > 1 and not update.fused:  # the fused update's is the same everywhere
+        model.comm.agreement.issue("what the optimizer keeps")
+        mine, said = said[0], [None] * model.world_size
+        dist.all_gather_object(said, mine, group=model.comm.mesh.control)
     best: dict[int, tuple[int, dict[str, Any]]] = {}
     for slots in said:
         for slot, (numel, state) in slots.items():

@@ -15,16 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from shardfold.actions import Actions
 from shardfold.agreement import Agreement
+from shardfold.handlers import Handlers
 from shardfold.order import Track
 from shardfold.passes import FETCHES
 from shardfold.program import REDUCTIONS, Op
 from shardfold.unit import Life, Unit
 
-__all__ = ["AskedRun", "IdleRun", "RecordedRun", "Run"]
+__all__ = ["AskedRun", "Bound", "IdleRun", "RecordedRun", "Run"]
 
 Call = Callable[[], None]
+Bound = tuple[Op, Call | None]
+"""An operation and what it does; None: a marker."""
 
 
 class Run(Protocol):
@@ -73,16 +75,16 @@ class RecordedRun:
         verb: ``F`` or ``B``.
         track: of the section that runs.
         roots: units that are held through the pass.
-        actions: to give back what was kept longer than the program thought.
+        handlers: to give back what was kept longer than the program thought.
         deviate: called with a unit that is needed behind the track's position.
     """
 
     def __init__(
-        self, verb: str, track: Track, roots: Sequence[Unit], actions: Actions, deviate: Callable[[Unit], None]
+        self, verb: str, track: Track, roots: Sequence[Unit], handlers: Handlers, deviate: Callable[[Unit], None]
     ) -> None:
         self.own: list[str] = []
         self.track = track
-        self._verb, self._roots, self._actions, self._deviate = verb, roots, actions, deviate
+        self._verb, self._roots, self._handlers, self._deviate = verb, roots, handlers, deviate
         self._held = {unit.name for unit in roots}
 
     def begin(self) -> None:
@@ -90,7 +92,7 @@ class RecordedRun:
         for unit in self._roots:
             self.track.reach(self._verb, unit.name)
             if unit.life is Life.GATHERING:
-                self._actions.finish_gather(unit)
+                self._handlers.finish_gather(unit)
             elif unit.life is Life.RESTING:  # forward kept it full, but an earlier backward gave it back
                 self._deviate(unit)
                 return
@@ -103,14 +105,14 @@ class RecordedRun:
         if unit.life is Life.RESTING:
             self._deviate(unit)
         elif unit.life is Life.GATHERING:
-            self._actions.finish_gather(unit)
+            self._handlers.finish_gather(unit)
 
     def leave(self, unit: Unit) -> None:
         # What the program has behind the unit waits until the next one begins: it may run again.
-        detours = self._actions.detours
+        detours = self._handlers.detours
         if unit.name in detours and not unit.running:
             detours.discard(unit.name)
-            self._actions.free(unit)
+            self._handlers.free(unit)
 
     def complete(self, unit: Unit) -> None:
         if not unit.split:
@@ -120,7 +122,7 @@ class RecordedRun:
 
     def finish(self) -> None:
         self.track.finish()
-        self._actions.release_detours()
+        self._handlers.release_detours()
 
 
 class AskedRun:
@@ -132,7 +134,7 @@ class AskedRun:
         units: by name; those that are not roots are asked for.
         roots: names of the units that are held through the pass.
         agreement: carries the rounds of asking.
-        actions: to gather, finish and free.
+        handlers: to gather, finish and free.
         refill: what fills a unit that this section expects to be full, because forward kept it, and that is not:
             an earlier backward of the same forward gave it back.
         own: what this rank ran already, when this run goes on where a recorded one has ended too early.
@@ -142,20 +144,20 @@ class AskedRun:
     def __init__(
         self,
         verb: str,
-        ops: Sequence[tuple[Op, Call | None]],
+        ops: Sequence[Bound],
         units: Mapping[str, Unit],
         roots: set[str],
         agreement: Agreement,
-        actions: Actions,
+        handlers: Handlers,
         *,
-        refill: Sequence[tuple[Op, Call | None]] = (),
+        refill: Sequence[Bound] = (),
         own: Sequence[str] | None = None,
         nested: bool = False,
     ) -> None:
         self.own: list[str] = list(own or ())
         self.record: list[str] = []  # what all ranks asked for, in order
         self.touched: list[Unit] = []  # units read outside of their own forward: held to the end of the pass
-        self._verb, self._agreement, self._actions = verb, agreement, actions
+        self._verb, self._agreement, self._handlers = verb, agreement, handlers
         self._units, self._roots = units, roots
         self._places = list(dict.fromkeys(op.unit for op, _ in ops if op.unit in units and op.unit not in roots))
         self._enter: dict[str, list[Call]] = {name: [] for name in units}
@@ -182,7 +184,7 @@ class AskedRun:
             if name not in self._full or self._units[name].life is Life.RESTING:
                 self._call(self._enter, name)
             if self._units[name].life is Life.GATHERING:
-                self._actions.finish_gather(self._units[name])
+                self._handlers.finish_gather(self._units[name])
 
     def enter(self, unit: Unit) -> None:
         self._left.pop(unit.name, None)
@@ -195,7 +197,7 @@ class AskedRun:
         if unit.life is Life.RESTING:
             self._round(unit)
         elif unit.life is Life.GATHERING:
-            self._actions.finish_gather(unit)
+            self._handlers.finish_gather(unit)
 
     def touch(self, unit: Unit) -> None:
         """The unit's values are read by another module's forward: they stay until the pass is over."""
@@ -233,7 +235,7 @@ class AskedRun:
                 if name not in self._reduced:
                     self._call(self._reduce, name)
                 self._call(self._leave, name)
-        self._actions.release_detours()
+        self._handlers.release_detours()
 
     def _round(self, wanted: Unit | None, *, done: bool = False) -> bool:
         """One message; then every rank takes part in what any rank asked for. False when nobody needs anything."""
@@ -256,7 +258,7 @@ class AskedRun:
             used_here = unit.life is not Life.RESTING
             self._call(self._enter, name)
             if unit.life is Life.GATHERING:
-                self._actions.finish_gather(unit)
+                self._handlers.finish_gather(unit)
             if unit is not wanted and not used_here:
                 self._give_back(unit)
         for name in asked if self._gathers else ready:

@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from logging import getLogger
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from shardfold.early import EarlyShard, ShardRanks, early_shard, gather, release
+from shardfold.early import early_shard, gather, release
 from shardfold.errors import UsageError
-from shardfold.freed import FreedParameter, apart, unseal
 from shardfold.gathered import gathered
-from shardfold.holders import engine_of, name_in
-from shardfold.rebuild import secure
+from shardfold.registry import model_of, name_in
+from shardfold.sharded_model import ShardedModel
 from shardfold.unit import Life
 
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
-
-__all__ = ["close_split", "whole"]
+__all__ = ["whole"]
 
 LOG = getLogger("shardfold")
 
@@ -44,46 +39,19 @@ def whole(
     """
     asked = [parameters] if isinstance(parameters, torch.Tensor) else [p for p in parameters if p is not None]
     unique = list({id(p): p for p in asked}.values())
-    held: dict[str, tuple[Engine, list[str]]] = {}
+    held: dict[str, tuple[ShardedModel, list[str]]] = {}
     for p in unique:
-        engine = engine_of(p)
-        if engine is not None:
-            held.setdefault(engine.mesh.name, (engine, []))[1].append(name_in(engine, p))
+        model = model_of(p)
+        if model is not None:
+            held.setdefault(model.comm.mesh.name, (model, []))[1].append(name_in(model, p))
     early = [p for p in unique if early_shard(p) is not None]
     with ExitStack() as stack:
         if early:
             stack.enter_context(_early(early, source, strict))
         for name in sorted(held, key=lambda name: (len(name), name)):  # one order on all ranks
-            engine, names = held[name]
-            stack.enter_context(_held(engine, tuple(sorted(names)), source, strict))
+            model, names = held[name]
+            stack.enter_context(_held(model, tuple(sorted(names)), source, strict))
         yield unique
-
-
-def close_split(engine: Engine) -> None:
-    """Closes an engine whose model stays usable: what it held in parts is as under :func:`shardfold.sharded_init`.
-
-    So no rank ever has more of it whole than a unit, and another engine takes it over. Every rank calls it.
-
-    Raises:
-        OrderError: the other ranks do something else; the engine is open still.
-    """
-    if engine.closed:
-        return
-    split = [unit for unit in engine.units if unit.split]
-    if split:
-        engine._meet("the end of an engine whose model stays split", follow=True)
-        ranks = ShardRanks(engine.device, hollow=any(unit.hollow for unit in split))
-        for unit in split:
-            members = [(name_in(engine, p), p) for s in unit.segments if s.split for p in s.parameters]
-            with engine.gathered(*(name for name, _ in members)), torch.no_grad():
-                copies = [p.detach().clone() for _, p in members]
-            with torch.no_grad(), apart():
-                for (name, p), copy in zip(members, copies, strict=True):
-                    if isinstance(p, FreedParameter):
-                        unseal(p)
-                    p.data = copy
-                    EarlyShard(p, name, ranks, None, same=True)
-    engine.close()
 
 
 @contextmanager
@@ -106,26 +74,26 @@ def _early(parameters: Sequence[nn.Parameter], source: int | None, strict: bool)
 
 
 @contextmanager
-def _held(engine: Engine, names: tuple[str, ...], source: int | None, strict: bool) -> Iterator[None]:
-    inside = engine._runner.under_way
+def _held(model: ShardedModel, names: tuple[str, ...], source: int | None, strict: bool) -> Iterator[None]:
+    inside, gate = model.gate.under_way, model.gate
     if not inside:
-        engine._follow_model()
+        gate.follow()
     write = source is not None
-    with gathered(engine, names, write=write, of="params", source=source or 0, strict=strict):
+    with gathered(model, names, write=write, of="params", source=source or 0, strict=strict):
         try:
             yield
         finally:
             if not write and not strict:
-                _put_back(engine, names)
-            secure(engine)
+                _put_back(model, names)
+            gate.secure()
     if not inside:
-        engine._follow_model()
+        gate.follow()
 
 
-def _put_back(engine: Engine, names: Sequence[str]) -> None:
+def _put_back(model: ShardedModel, names: Sequence[str]) -> None:
     """What ``parameter.data = x`` put in the place of values that are split is not read in."""
     wanted = set(names)
-    for unit in engine.units:
+    for unit in model.units:
         for segment in unit.segments if unit.split and unit.life is Life.GATHERED else ():
             views = segment.views_of(segment.flat)
             for slot, p, view in zip(segment.spec.slots, segment.parameters, views, strict=True):

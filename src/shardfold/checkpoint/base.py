@@ -7,19 +7,16 @@ already; the checksums tell whether it is the same one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from shardfold.bundle import whole_segments
-from shardfold.checkpoint.collect import most_precise
 from shardfold.checkpoint.files import DTYPES
 from shardfold.checkpoint.format import Parameter, checksum
 from shardfold.errors import ConfigError, UsageError
-
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
+from shardfold.sharded_model import ShardedModel
+from shardfold.whole_state import most_precise
 
 __all__ = ["Base", "other_base"]
 
@@ -27,8 +24,8 @@ __all__ = ["Base", "other_base"]
 class Base:
     """An engine's frozen parameters and their checksums, which are made once."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
         self._known: dict[str, str] = {}
         self._version: list[object] = []
 
@@ -41,21 +38,21 @@ class Base:
         """
         if frozen == "keep":
             return {}
-        engine = self._engine
+        model = self._model
         if frozen != "skip":
             raise ConfigError(f"engine.save(frozen={frozen!r}): frozen parameters are kept ('keep') or not ('skip').")
-        if engine.optimizer is None:
+        if model.optimizer is None:
             raise UsageError(
                 "engine.save(frozen='skip') of an engine without optimizer would leave out every parameter: "
                 "use frozen='keep'."
             )
-        units = [unit for unit in engine.units if any(not s.spec.trainable for s in unit.segments)]
-        version = [engine._changes.followed, *((unit.name, unit.life, unit.version) for unit in units)]
-        if engine.actions.control([float(version != self._version)], dist.ReduceOp.MAX)[0]:
+        units = [unit for unit in model.units if any(not s.spec.trainable for s in unit.segments)]
+        version = [model.followed, *((unit.name, unit.life, unit.version) for unit in units)]
+        if model.comm.control([float(version != self._version)], dist.ReduceOp.MAX)[0]:
             self._known = _digests(
-                engine,
+                model,
                 {
-                    slot.name: most_precise(engine, segment)[0].dtype
+                    slot.name: most_precise(model, segment)[0].dtype
                     for unit in units
                     for segment in unit.segments
                     if not segment.spec.trainable
@@ -66,11 +63,11 @@ class Base:
         return self._known
 
 
-def other_base(engine: Engine, left_out: Mapping[str, Parameter]) -> tuple[list[str], list[str]]:
+def other_base(model: ShardedModel, left_out: Mapping[str, Parameter]) -> tuple[list[str], list[str]]:
     """Which parameters have other values than those that a checkpoint left out; every rank calls it.
 
     Args:
-        engine: whose values are compared.
+        model: whose values are compared.
         left_out: what the checkpoint says of them, by the engine's names.
 
     Returns:
@@ -78,18 +75,18 @@ def other_base(engine: Engine, left_out: Mapping[str, Parameter]) -> tuple[list[
     """
     if not left_out:
         return [], []
-    mine = {s.name: most_precise(engine, g)[0].dtype for u in engine.units for g in u.segments for s in g.spec.slots}
+    mine = {s.name: most_precise(model, g)[0].dtype for u in model.units for g in u.segments for s in g.spec.slots}
     unclear = [n for n, p in left_out.items() if torch.promote_types(mine[n], DTYPES[p.dtype]) != mine[n]]
-    found = _digests(engine, {n: DTYPES[p.dtype] for n, p in left_out.items() if n not in unclear})
+    found = _digests(model, {n: DTYPES[p.dtype] for n, p in left_out.items() if n not in unclear})
     return [name for name, digest in found.items() if digest != left_out[name].digest], unclear
 
 
-def _digests(engine: Engine, dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
+def _digests(model: ShardedModel, dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
     """Checksums of parameters' values in these dtypes; 16 MiB, or one segment, are whole at a time."""
-    segments = [s for unit in engine.units for s in unit.segments if any(p.name in dtypes for p in s.spec.slots)]
-    shards = [(segment, kept, over) for segment in segments for kept, _, over in [most_precise(engine, segment)]]
+    segments = [s for unit in model.units for s in unit.segments if any(p.name in dtypes for p in s.spec.slots)]
+    shards = [(segment, kept, over) for segment in segments for kept, _, over in [most_precise(model, segment)]]
     found: dict[str, str] = {}
-    for segment, flat in whole_segments(engine.actions, shards, "checksums of frozen parameters"):
+    for segment, flat in whole_segments(model.comm, shards, "checksums of frozen parameters"):
         for slot in segment.spec.slots:
             if slot.name in dtypes:
                 values = flat[slot.offset : slot.offset + slot.numel].detach().to(dtypes[slot.name]).cpu()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardfold.checkpoint.collect import buffers_of, is_average, most_precise, names_of
+from shardfold.checkpoint.collect import is_average
 from shardfold.checkpoint.files import DTYPES
 from shardfold.checkpoint.format import Parameter
 from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
+from shardfold.sharded_model import ShardedModel
+from shardfold.whole_state import buffers_of, most_precise, names_of
 
 __all__ = ["Fit"]
 
@@ -27,7 +26,7 @@ class Fit:
     """What of a checkpoint goes where in an engine.
 
     Args:
-        engine: that loads.
+        model: that loads.
         checkpoint: what is loaded.
         rename: see :meth:`Engine.load`.
 
@@ -45,19 +44,19 @@ class Fit:
         CheckpointError: ``rename`` gives two parameters one name.
     """
 
-    def __init__(self, engine: Engine, checkpoint: Checkpoint, rename: Rename | None) -> None:
-        self._engine, self._checkpoint = engine, checkpoint
+    def __init__(self, model: ShardedModel, checkpoint: Checkpoint, rename: Rename | None) -> None:
+        self._model, self._checkpoint = model, checkpoint
         self.notes: list[str] = []
         self.trained: dict[str, str] = {}
         self.options: dict[int, dict[str, Any]] = {}
-        segments = [segment for unit in engine.units for segment in unit.segments]
-        buffers = buffers_of(engine)
+        segments = [segment for unit in model.units for segment in unit.segments]
+        buffers = buffers_of(model.module)
         self._mine = {slot.name: (slot.shape, segment) for segment in segments for slot in segment.spec.slots}
         self._buffers = {name: buffer for name, (buffer, _) in buffers.items()}
         #: Of parameters and buffers: what was made of others' files does not say which is one.
         self._theirs = checkpoint.parameters | checkpoint.buffers
         known = _known(self._theirs, renamer(rename, "engine.load"))
-        also = names_of(engine) | {name: names for name, (_, names) in buffers.items()}
+        also = names_of(model.module) | {name: names for name, (_, names) in buffers.items()}
         self.parameters = _matched(self._mine, also, known)
         self.buffers = _matched(self._buffers, also, known)
         mine = self.parameters | self.buffers
@@ -79,7 +78,7 @@ class Fit:
         wrong: list[str] = []
         for name, old in self.parameters.items():
             shape, segment = self._mine[name]
-            theirs, dtype = self._theirs[old], most_precise(self._engine, segment)[0].dtype
+            theirs, dtype = self._theirs[old], most_precise(self._model, segment)[0].dtype
             if theirs.shape != shape:
                 wrong.append(f"{name} is {_shape(theirs.shape)} in the checkpoint and {_shape(shape)} in the model")
             elif DTYPES[theirs.dtype].is_floating_point != dtype.is_floating_point:
@@ -107,8 +106,8 @@ class Fit:
         Raises:
             CheckpointError: the state is of an optimizer of another kind, or was kept in other groups.
         """
-        engine, checkpoint = self._engine, self._checkpoint
-        if engine._update is None or engine.optimizer is None:
+        model, checkpoint = self._model, self._checkpoint
+        if model.updater is None or model.optimizer is None:
             return
         if checkpoint.index.optimizer is None:
             raise CheckpointError(
@@ -118,12 +117,12 @@ class Fit:
         self._check_states(strict)
 
     def _check_groups(self, strict: bool) -> None:
-        engine = self._engine
-        assert engine.optimizer is not None
+        model = self._model
+        assert model.optimizer is not None
         saved = self._checkpoint.groups()
         home = {name: number for number, (_, names) in enumerate(saved) for name in names}
-        members: list[list[str]] = [[] for _ in engine.optimizer.param_groups]
-        for segment in (s for unit in engine.units for s in unit.trainable):
+        members: list[list[str]] = [[] for _ in model.optimizer.param_groups]
+        for segment in (s for unit in model.units for s in unit.trainable):
             members[segment.spec.group] += [slot.name for slot in segment.spec.slots]
         sources = [{home[old] for n in names if (old := self.parameters.get(n)) in home} for names in members]
         split = {number for number in range(len(saved)) if sum(number in source for source in sources) > 1}
@@ -147,14 +146,14 @@ class Fit:
                 self.notes.append(f"Group {number} of the optimizer keeps its options: {what}.")
 
     def _check_states(self, strict: bool) -> None:
-        engine, checkpoint = self._engine, self._checkpoint
-        assert engine._update is not None and engine.optimizer is not None and checkpoint.index.optimizer is not None
-        theirs, mine = checkpoint.index.optimizer["class"].rpartition(".")[2], type(engine.optimizer).__name__
+        model, checkpoint = self._model, self._checkpoint
+        assert model.updater is not None and model.optimizer is not None and checkpoint.index.optimizer is not None
+        theirs, mine = checkpoint.index.optimizer["class"].rpartition(".")[2], type(model.optimizer).__name__
         fresh: list[str] = []
         lacking: dict[str, list[str]] = {}
         surplus: set[str] = set()
-        for segment in (s for unit in engine.units for s in unit.trainable):
-            group = engine.optimizer.param_groups[segment.spec.group]
+        for segment in (s for unit in model.units for s in unit.trainable):
+            group = model.optimizer.param_groups[segment.spec.group]
             other = _other_kind(group, self.options.get(segment.spec.group, {})) if theirs == mine else ""
             for number, slot in enumerate(segment.spec.slots):
                 old = self.parameters.get(slot.name)
@@ -163,7 +162,7 @@ class Fit:
                 if not self._theirs[old].trainable:
                     fresh.append(slot.name)
                     continue
-                needed = engine._update.needs(segment, number)
+                needed = model.updater.needs(segment, number)
                 have = {s for s in checkpoint.states(old) if s != "weight" and not is_average(s)}
                 if not slot.numel or (not have and theirs == mine):  # never used, so it has no state yet
                     self.trained[slot.name] = old
@@ -203,12 +202,12 @@ class Fit:
 
     def take_options(self) -> None:
         """Gives the optimizer's groups the options that they had; of an optimizer of another class its numbers."""
-        engine, checkpoint = self._engine, self._checkpoint
-        if engine.optimizer is None or checkpoint.index.optimizer is None:
+        model, checkpoint = self._model, self._checkpoint
+        if model.optimizer is None or checkpoint.index.optimizer is None:
             return
-        same = checkpoint.index.optimizer["class"].rpartition(".")[2] == type(engine.optimizer).__name__
+        same = checkpoint.index.optimizer["class"].rpartition(".")[2] == type(model.optimizer).__name__
         for number, options in self.options.items():
-            group = engine.optimizer.param_groups[number]
+            group = model.optimizer.param_groups[number]
             for name, value in options.items():
                 if name in MEANS or (name in STRUCTURE and bool(value) != bool(group.get(name))):
                     continue

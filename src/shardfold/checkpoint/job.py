@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,8 @@ from shardfold.checkpoint.hosts import Host
 from shardfold.checkpoint.messages import Messages
 from shardfold.checkpoint.outcome import Outcome, failure, words
 from shardfold.errors import CheckpointError
+from shardfold.sharded_model import ShardedModel
 from shardfold.stores.exact import exact, huge
-
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
 
 __all__ = ["Job", "SaveReport", "Saving"]
 
@@ -99,10 +97,10 @@ class Saving:
 class Job:
     """One save, as one rank sees it."""
 
-    def __init__(self, engine: Engine, draft: Draft, keep: int | None, nonfinite: str, begun: float) -> None:
-        self._rank, self._ranks = engine.rank, engine.world_size
+    def __init__(self, model: ShardedModel, draft: Draft, keep: int | None, nonfinite: str, begun: float) -> None:
+        self._rank, self._ranks = model.rank, model.world_size
         self.draft, self._keep, self._nonfinite = draft, keep, nonfinite
-        self.messages = Messages(engine.mesh.store, f"save/{draft.token}", engine.rank)
+        self.messages = Messages(model.comm.mesh.store, f"save/{draft.token}", model.rank)
         self._begun, self.stall = begun, 0.0
         self._held = 0
         self._parts: list[Part] = []
@@ -113,15 +111,15 @@ class Job:
         self.error: BaseException | None = None
 
     def prepare(
-        self, engine: Engine, state: Mapping[str, Any], rank_state: Mapping[str, Any], left_out: Mapping[str, str]
+        self, model: ShardedModel, state: Mapping[str, Any], rank_state: Mapping[str, Any], left_out: Mapping[str, str]
     ) -> str:
         """Finds what this rank writes; what went wrong, or nothing."""
         try:
             tensors: dict[str, Tensor] = {}
             if self._rank == 0:
                 self.draft.begin()
-                self._header, tensors = header(engine, state, left_out)
-            self._parts, self._index = collect(engine, rank_state, tensors, left_out)
+                self._header, tensors = header(model, state, left_out)
+            self._parts, self._index = collect(model, rank_state, tensors, left_out)
         except BaseException as error:  # also an interruption: the others are about to ask
             self.error = error
             return words(error)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardfold.bundle import complete
 from shardfold.checkpoint.base import other_base
-from shardfold.checkpoint.collect import average_state, buffers_of, is_average, most_precise
+from shardfold.checkpoint.collect import average_state, is_average
 from shardfold.checkpoint.fit import Fit
 from shardfold.checkpoint.names import Rename
 from shardfold.checkpoint.opened import open_together
@@ -31,10 +31,9 @@ from shardfold.layout import DATA_AXES, Axes
 from shardfold.loans import refuse_during
 from shardfold.rng import set_rng_state
 from shardfold.segment import Segment
+from shardfold.sharded_model import ShardedModel
 from shardfold.shards import shard_index
-
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
+from shardfold.whole_state import buffers_of, most_precise
 
 __all__ = ["LoadReport", "load"]
 
@@ -87,7 +86,7 @@ class LoadReport:
 
 
 def load(
-    engine: Engine,
+    model: ShardedModel,
     path: str | Path,
     *,
     weights_only: bool,
@@ -98,29 +97,29 @@ def load(
 ) -> LoadReport:
     """See :meth:`Engine.load`; ``number`` counts the loads of an engine."""
     begun = perf_counter()
-    refuse_during(engine.loans, WHAT)
-    with open_together(engine, path, f"load/{number}") as checkpoint:
-        agreed = _Agreed(engine, f"load/{number}", "Nothing was changed.")
-        fit = agreed(lambda: _fit(engine, checkpoint, rename, state or {}, strict, weights_only))
+    refuse_during(model.loans, WHAT)
+    with open_together(model, path, f"load/{number}") as checkpoint:
+        agreed = _Agreed(model, f"load/{number}", "Nothing was changed.")
+        fit = agreed(lambda: _fit(model, checkpoint, rename, state or {}, strict, weights_only))
         report = LoadReport(
             checkpoint.path, checkpoint.index.step, missing=fit.missing, unexpected=fit.unexpected, notes=fit.notes
         )
-        _check_base(engine, checkpoint, fit, strict)
-        engine.zero_grad()
-        mends = _mends(engine, weights_only, fit)
-        engine.broken = (WEIGHTS if weights_only else "") + f"the load of {checkpoint.path} failed half-way"
+        _check_base(model, checkpoint, fit, strict)
+        model.gate.zero_grad()
+        mends = _mends(model, weights_only, fit)
+        model.run.broken = (WEIGHTS if weights_only else "") + f"the load of {checkpoint.path} failed half-way"
         agreed.after = "The engine now holds a part of it: load another checkpoint before going on."
-        work = _Work(engine, checkpoint, fit)
+        work = _Work(model, checkpoint, fit)
         work.tensors(weights_only)
         if not weights_only:
-            work.attempt(lambda: _take_run(engine, checkpoint, fit, report, state or {}))
+            work.attempt(lambda: _take_run(model, checkpoint, fit, report, state or {}))
         agreed(work.outcome)
         if weights_only:
             report.notes.append("The optimizer, its schedule, the loss scale, averages and the step count stay.")
-        engine.broken = mends
-        if words := _narrower(engine, checkpoint):
+        model.run.broken = mends
+        if words := _narrower(model, checkpoint):
             report.notes.append(words)
-            if engine.rank == 0:
+            if model.rank == 0:
                 LOG.warning("%s", words)
         report.num_bytes, report.num_bytes_fetched = checkpoint.num_bytes_read, checkpoint.num_bytes_fetched
         report.seconds = perf_counter() - begun
@@ -134,8 +133,8 @@ class _Agreed:
         after: what follows from it, a sentence.
     """
 
-    def __init__(self, engine: Engine, prefix: str, after: str) -> None:
-        self._engine, self._prefix, self.after = engine, prefix, after
+    def __init__(self, model: ShardedModel, prefix: str, after: str) -> None:
+        self._model, self._prefix, self.after = model, prefix, after
         self._number = 0
 
     def __call__(self, do: Callable[[], T]) -> T:
@@ -143,7 +142,7 @@ class _Agreed:
         Raises:
             CheckpointError: on all ranks, with what went wrong on some.
         """
-        engine = self._engine
+        model = self._model
         self._number += 1
         error: Exception | None = None
         value: Any = None
@@ -151,9 +150,9 @@ class _Agreed:
             value = do()
         except Exception as raised:
             error = raised
-        if not engine.actions.control([float(error is not None)], dist.ReduceOp.MAX)[0]:
+        if not model.comm.control([float(error is not None)], dist.ReduceOp.MAX)[0]:
             return value
-        said = engine.agreement.exchange(f"{self._prefix}/{self._number}", "" if error is None else _words(error))
+        said = model.comm.agreement.exchange(f"{self._prefix}/{self._number}", "" if error is None else _words(error))
         texts: dict[str, list[str]] = {}
         for rank, text in enumerate(said):
             if text:
@@ -176,14 +175,14 @@ def _words(error: Exception) -> str:
 
 
 def _fit(
-    engine: Engine,
+    model: ShardedModel,
     checkpoint: Checkpoint,
     rename: Rename | None,
     state: Mapping[str, Any],
     strict: bool,
     weights_only: bool,
 ) -> Fit:
-    fit = Fit(engine, checkpoint, rename)
+    fit = Fit(model, checkpoint, rename)
     fit.check_names(strict)
     if not weights_only:
         fit.check_optimizer(strict)
@@ -191,12 +190,12 @@ def _fit(
     return fit
 
 
-def _check_base(engine: Engine, checkpoint: Checkpoint, fit: Fit, strict: bool) -> None:
+def _check_base(model: ShardedModel, checkpoint: Checkpoint, fit: Fit, strict: bool) -> None:
     """
     Raises:
         CheckpointError: parameters that the checkpoint left out have other values here; nothing was changed.
     """
-    other, unclear = other_base(engine, fit.left_out)
+    other, unclear = other_base(model, fit.left_out)
     names = ", ".join(other[:4]) + (f" and {len(other) - 4} more" if len(other) > 4 else "")
     if other and strict:
         raise CheckpointError(
@@ -209,10 +208,10 @@ def _check_base(engine: Engine, checkpoint: Checkpoint, fit: Fit, strict: bool) 
         fit.notes.append(f"Not compared, as they were saved in more digits than they have here: {', '.join(unclear)}.")
 
 
-def _narrower(engine: Engine, checkpoint: Checkpoint) -> str:
+def _narrower(model: ShardedModel, checkpoint: Checkpoint) -> str:
     """What is to be known of a run in bf16 that goes on in fp16, whose range is smaller; else nothing."""
     saved = str(checkpoint.index.layout.get("precision", ""))
-    here = {engine.precision.compute, engine.precision.autocast}
+    here = {model.rules.default.compute, model.rules.default.autocast}
     if "fp16" not in here or not any(f"{name}='bf16'" in saved for name in ("compute", "autocast")):
         return ""
     return (
@@ -221,21 +220,23 @@ def _narrower(engine: Engine, checkpoint: Checkpoint) -> str:
     )
 
 
-def _mends(engine: Engine, weights_only: bool, fit: Fit) -> str:
+def _mends(model: ShardedModel, weights_only: bool, fit: Fit) -> str:
     """What is still wrong with an engine after this load, if an earlier one failed half-way."""
-    same = not weights_only or engine.broken.startswith(WEIGHTS)
-    return "" if same and not fit.missing else engine.broken
+    same = not weights_only or model.run.broken.startswith(WEIGHTS)
+    return "" if same and not fit.missing else model.run.broken
 
 
-def _take_run(engine: Engine, checkpoint: Checkpoint, fit: Fit, report: LoadReport, state: Mapping[str, Any]) -> None:
+def _take_run(
+    model: ShardedModel, checkpoint: Checkpoint, fit: Fit, report: LoadReport, state: Mapping[str, Any]
+) -> None:
     """Everything of the run that is not a tensor of the model's."""
     notes, run, ranks = report.notes, checkpoint.run(), len(checkpoint.index.ranks)
     report.state = run.get("state", {})
     report.rank_states = [checkpoint.of_rank(rank, "state") for rank in range(ranks)]
-    rng = checkpoint.of_rank(engine.rank, "rng") if ranks == engine.world_size else None
-    engine.steps = checkpoint.index.step
+    rng = checkpoint.of_rank(model.rank, "rng") if ranks == model.world_size else None
+    model.run.steps = checkpoint.index.step
     fit.take_options()
-    for name, mine in (("schedule", engine.schedule), ("loss_scale", engine.loss_scale)):
+    for name, mine in (("schedule", model.run.schedule), ("loss_scale", model.run.loss_scale)):
         saved, title = run.get(name), name.replace("_", " ")
         known = mine.state_dict().keys() if mine is not None else set[str]()
         if saved is not None and "lr_lambdas" not in known:  # of functions, which say nothing of the place in the run
@@ -248,44 +249,44 @@ def _take_run(engine: Engine, checkpoint: Checkpoint, fit: Fit, report: LoadRepo
         elif saved is not None:
             notes.append(f"The {title} of the checkpoint is not used: the engine has none.")
     averages = run.get("averages", ())
-    for number, average in enumerate(engine.averages):
+    for number, average in enumerate(model.run.averages):
         average.updates = averages[number]["updates"] if number < len(averages) else 0
-    if len(averages) != len(engine.averages):
+    if len(averages) != len(model.run.averages):
         notes.append(
-            f"The checkpoint has {len(averages)} averages and the engine {len(engine.averages)}: the others begin anew "
-            "or are not used."
+            f"The checkpoint has {len(averages)} averages and the engine {len(model.run.averages)}: the others begin "
+            "anew or are not used."
         )
     for name, target in state.items():
         if name in report.state and hasattr(target, "load_state_dict"):
             target.load_state_dict(report.state[name])
     if rng is not None:
-        report.rank_state = report.rank_states[engine.rank]
+        report.rank_state = report.rank_states[model.rank]
         set_rng_state(rng)
     else:
         notes.append(
             f"Random numbers go on as they are: there were {ranks} rank{'s' * (ranks > 1)} and now there "
-            f"{'are' if engine.world_size > 1 else 'is'} {engine.world_size}."
+            f"{'are' if model.world_size > 1 else 'is'} {model.world_size}."
         )
 
 
 class _Work:
     """Reads a checkpoint into an engine's shards; after a failure it only keeps in step with the other ranks."""
 
-    def __init__(self, engine: Engine, checkpoint: Checkpoint, fit: Fit) -> None:
-        self._engine, self._checkpoint, self._fit = engine, checkpoint, fit
+    def __init__(self, model: ShardedModel, checkpoint: Checkpoint, fit: Fit) -> None:
+        self._model, self._checkpoint, self._fit = model, checkpoint, fit
         self._problem: Exception | None = None
 
     def tensors(self, weights_only: bool) -> None:
         """Parameters, buffers and what the optimizer keeps."""
-        engine = self._engine
+        model = self._model
         with torch.no_grad():
-            for unit in engine.units:
+            for unit in model.units:
                 for segment in unit.segments:
                     self._weights(segment)
                     if segment.spec.trainable and not weights_only:
                         self._moments(segment)
                 torch.autograd.graph.increment_version([parameter for _, parameter in unit.parameters()])
-            for name, (buffer, _) in buffers_of(engine).items():
+            for name, (buffer, _) in buffers_of(model.module).items():
                 if name in self._fit.buffers:
                     self.attempt(lambda b=buffer, n=name: b.copy_(self._checkpoint.buffer(self._fit.buffers[n])))
 
@@ -304,7 +305,7 @@ class _Work:
 
     def _weights(self, segment: Segment) -> None:
         """Master, what rests in the compute dtype and what is held, from the one copy that was saved."""
-        kept, bounds, over = most_precise(self._engine, segment)
+        kept, bounds, over = most_precise(self._model, segment)
         self._fill(segment, "weight", kept, bounds, over)
         rest, held = segment.rest, segment.held
         if held is None and (rest is None or segment.rest_range == bounds):
@@ -317,19 +318,19 @@ class _Work:
             whole = torch.empty(segment.spec.length, dtype=segment.dtype, device=kept.device)
         if segment.split or not segment.master_is_rest:
             whole[slice(*bounds)].copy_(kept)
-        complete(self._engine.actions, [whole], over, WHAT)
+        complete(self._model.comm, [whole], over, WHAT)
         for target, place in ((rest, segment.rest_range), (held, segment.held_range)):
             if target is not None and target is not whole and place is not None:
                 target.copy_(whole[slice(*place)])
 
     def _moments(self, segment: Segment) -> None:
         """The optimizer's state and the averages of a segment."""
-        engine, checkpoint, fit = self._engine, self._checkpoint, self._fit
-        update = engine._update
+        model, checkpoint, fit = self._model, self._checkpoint, self._fit
+        update = model.updater
         assert update is not None and segment.master is not None
-        bounds, over = segment.master_range, engine.layout.master.over
+        bounds, over = segment.master_range, model.layout.master.over
         here = [(i, fit.parameters[s.name]) for i, s in enumerate(segment.spec.slots) if s.name in fit.parameters]
-        for number, average in enumerate(engine.averages):
+        for number, average in enumerate(model.run.averages):
             shard, state = average.shard(segment), average_state(number)
             for slot, old in here:
                 if state not in checkpoint.states(old):  # it begins with what the parameter is now
@@ -360,7 +361,7 @@ class _Work:
                 self.attempt(lambda i=slot, o=old: self._once(segment, i, o))
 
     def _once(self, segment: Segment, slot: int, old: str) -> None:
-        update = self._engine._update
+        update = self._model.updater
         assert update is not None
         for name, value in self._checkpoint.once(old).items():
             update.take_value(segment, slot, name, value)
@@ -378,10 +379,10 @@ class _Work:
 
         ``slots``: of these parameters only.
         """
-        engine, checkpoint = self._engine, self._checkpoint
-        others = tuple(axis for axis in DATA_AXES if axis not in over and engine.mesh.sizes[axis] > 1)
-        size = target.numel() // engine.mesh.parts(others)
-        low = bounds[0] + size * shard_index(others, engine.mesh.sizes, engine.mesh.coords)
+        model, checkpoint = self._model, self._checkpoint
+        others = tuple(axis for axis in DATA_AXES if axis not in over and model.comm.mesh.sizes[axis] > 1)
+        size = target.numel() // model.comm.mesh.parts(others)
+        low = bounds[0] + size * shard_index(others, model.comm.mesh.sizes, model.comm.mesh.coords)
         for slot, a, b in segment.spec.pieces(low, low + size):
             place = segment.spec.slots[slot]
             old = self._fit.parameters.get(place.name)
@@ -393,4 +394,4 @@ class _Work:
             out = target[a - bounds[0] : b - bounds[0]]
             x, y = a - place.offset, b - place.offset
             self.attempt(lambda o=old, x=x, y=y, t=out: checkpoint.read(o, state, x, y, out=t))
-        complete(engine.actions, [target], others, WHAT)
+        complete(model.comm, [target], others, WHAT)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardfold.checkpoint.elsewhere import Elsewhere
 from shardfold.checkpoint.folders import ASIDE, DRAFT, IN_RUN, resolve
@@ -23,9 +23,7 @@ from shardfold.checkpoint.outcome import words
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.verify import Damage, index_bytes, missing_files
 from shardfold.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
+from shardfold.sharded_model import ShardedModel
 
 __all__ = ["open_together"]
 
@@ -58,7 +56,7 @@ class _Version:
                 "spread": bool(hosts_said(self.index))}  # fmt: skip
 
 
-def open_together(engine: Engine, path: str | Path, key: str) -> Checkpoint:
+def open_together(model: ShardedModel, path: str | Path, key: str) -> Checkpoint:
     """The same checkpoint on all ranks.
 
     Args:
@@ -69,7 +67,7 @@ def open_together(engine: Engine, path: str | Path, key: str) -> Checkpoint:
         CheckpointError: on all ranks, if any of them cannot read it or they see different ones.
     """
     path, found, said = Path(path), None, ""
-    exchange = engine.agreement.exchange
+    exchange = model.comm.agreement.exchange
     try:
         found = _Version.at(resolve(path))
         said = f"+{found.folder.name} {found.digest}{' in parts' if found.damage else ''}"
@@ -98,7 +96,7 @@ def open_together(engine: Engine, path: str | Path, key: str) -> Checkpoint:
     chosen = _newest_whole(told)
     if chosen is None:
         raise _incomplete(path, everyone, mine, exchange(f"{key}/missing", _missing(mine)))
-    return _open(engine, path, key, chosen, [version for _, version in mine], told)
+    return _open(model, path, key, chosen, [version for _, version in mine], told)
 
 
 def _versions(parent: Path, name: str) -> Iterator[_Version]:
@@ -120,7 +118,7 @@ def _newest_whole(told: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
 
 
 def _open(
-    engine: Engine, path: Path, key: str, digest: str, mine: Sequence[_Version], told: Sequence[Any]
+    model: ShardedModel, path: Path, key: str, digest: str, mine: Sequence[_Version], told: Sequence[Any]
 ) -> Checkpoint:
     """Opens the version that was chosen; a rank without an index gets it from one that has it."""
     own = next((version for version in mine if version.digest == digest), None)
@@ -130,14 +128,14 @@ def _open(
         if any(version["digest"] == digest for version in versions)
     }
     first = min(having)
-    store, place = engine.mesh.store, f"{key}/index"
+    store, place = model.comm.mesh.store, f"{key}/index"
     count = 0
-    if engine.rank == first and own is not None:
+    if model.rank == first and own is not None:
         count = put(store, place, own.data)
-    counts = engine.agreement.exchange(f"{place}/count", str(count))
+    counts = model.comm.agreement.exchange(f"{place}/count", str(count))
     data = own.data if own is not None else take(store, place, int(counts[first]))
-    engine.agreement.exchange(f"{place}/taken", "")
-    if engine.rank == first:
+    model.comm.agreement.exchange(f"{place}/taken", "")
+    if model.rank == first:
         drop(store, place, count)
     index = Index.from_bytes(data, f"the index of rank {first}")
     holders = {
@@ -145,9 +143,9 @@ def _open(
         for number, file in enumerate(sorted(index.files))
     }
     folder = own.folder if own is not None else path
-    if all(len(ranks) == engine.world_size for ranks in holders.values()):
+    if all(len(ranks) == model.world_size for ranks in holders.values()):
         return Checkpoint.at(folder, data)
-    elsewhere = Elsewhere(engine.mesh, engine.agreement.limit, own.folder if own is not None else None, holders)
+    elsewhere = Elsewhere(model.comm.mesh, model.comm.agreement.limit, own.folder if own is not None else None, holders)
     return Checkpoint.at(folder, data, elsewhere)
 
 

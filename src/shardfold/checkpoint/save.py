@@ -19,7 +19,7 @@ from hashlib import sha256
 from logging import getLogger
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -31,9 +31,7 @@ from shardfold.checkpoint.messages import SILENCE_AT_EXIT, ask
 from shardfold.errors import CheckpointError, ConfigError, UsageError
 from shardfold.loans import refuse_during
 from shardfold.report import MemoryRow
-
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
+from shardfold.sharded_model import ShardedModel
 
 __all__ = ["Saver"]
 
@@ -43,8 +41,8 @@ LOG = getLogger("shardfold")
 class Saver:
     """An engine's saves, one at a time."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
         self.last: Saving | None = None
         self._thread: threading.Thread | None = None
         self._job: Job | None = None
@@ -69,12 +67,12 @@ class Saver:
     ) -> Saving | None:
         """See :meth:`Engine.save`."""
         begun = perf_counter()
-        engine, target = self._engine, Path(os.path.abspath(path))
+        model, target = self._model, Path(os.path.abspath(path))
         _check_options(busy, keep, nonfinite, gradients, shared)
-        refuse_during(engine.loans, "engine.save()")
-        if engine.micro_batch and gradients == "refuse":
+        refuse_during(model.loans, "engine.save()")
+        if model.run.micro_batch and gradients == "refuse":
             raise UsageError(
-                f"engine.save() while gradients of {engine.micro_batch} micro-batches wait for engine.step(): they "
+                f"engine.save() while gradients of {model.run.micro_batch} micro-batches wait for engine.step(): they "
                 "would be lost on resuming; save after the step, or call engine.zero_grad() first."
             )
         place = target.name if shared is False else str(target)  # each host may have its own folder around it
@@ -83,9 +81,9 @@ class Saver:
         if token is None:
             return None
         self.finish()
-        job = Job(engine, Draft(target, token, latest=latest), keep, nonfinite, begun)
+        job = Job(model, Draft(target, token, latest=latest), keep, nonfinite, begun)
         try:
-            said = self._everyone(f"save/{token}/ready", job.prepare(engine, state, rank_state, left_out))
+            said = self._everyone(f"save/{token}/ready", job.prepare(model, state, rank_state, left_out))
             if job.error is not None and not isinstance(job.error, Exception):
                 raise job.error
             if any(said):
@@ -99,8 +97,8 @@ class Saver:
             job.run(saving)
             saving.wait()
             return saving
-        if self._memory not in engine.more_memory:
-            engine.more_memory.append(self._memory)
+        if self._memory not in model.rows:
+            model.rows.append(self._memory)
         try:
             self._block = job.copy(self._block)
             job.stall = perf_counter() - begun
@@ -120,11 +118,11 @@ class Saver:
         Raises:
             ConfigError: on all ranks: they were given different ones.
         """
-        engine = self._engine
+        model = self._model
         code = float(int.from_bytes(sha256(text.encode()).digest()[:6], "big"))
-        token = float(int.from_bytes(os.urandom(6), "big")) if engine.rank == 0 else 0.0
+        token = float(int.from_bytes(os.urandom(6), "big")) if model.rank == 0 else 0.0
         under_way = self.last is not None and not self.last.done
-        flags = engine.actions.control([float(skip and under_way), token, code, -code], dist.ReduceOp.MAX)
+        flags = model.comm.control([float(skip and under_way), token, code, -code], dist.ReduceOp.MAX)
         if flags[0]:
             return None
         name = f"{int(flags[1]):012x}"
@@ -142,11 +140,11 @@ class Saver:
         Raises:
             CheckpointError: on all ranks: one of them cannot, or all were to share one.
         """
-        engine, draft = self._engine, job.draft
-        anyone = lambda said: bool(engine.actions.control([float(said)], dist.ReduceOp.MAX)[0])  # noqa: E731
+        model, draft = self._model, job.draft
+        anyone = lambda said: bool(model.comm.control([float(said)], dist.ReduceOp.MAX)[0])  # noqa: E731
         everyone = lambda key, text: self._everyone(f"save/{token}/{key}", text)  # noqa: E731
         try:
-            hosts = find_hosts(draft, engine.rank, engine.world_size, anyone=anyone, everyone=everyone)
+            hosts = find_hosts(draft, model.rank, model.world_size, anyone=anyone, everyone=everyone)
         except CheckpointError as error:
             raise job.failure(str(error)) from error
         if len(hosts) == 1 or shared is False:
@@ -157,7 +155,7 @@ class Saver:
                 f"{told} do not see the same folder there: give a path on a file system that all hosts share, or let "
                 "each host keep its own part with shared=False"
             )
-        if engine.rank == 0 and not self._told:
+        if model.rank == 0 and not self._told:
             LOG.warning(
                 "%s do not share %s: each keeps the part that its ranks wrote, and all parts are needed to load one. "
                 "shared=False says that this is meant, shared=True refuses it.", told, draft.target.parent,
@@ -167,14 +165,14 @@ class Saver:
 
     def _everyone(self, key: str, text: str) -> list[str]:
         """What every rank says, by rank; a rank that is gone is an error at once, and not after a long wait."""
-        engine, store = self._engine, self._engine.mesh.store
+        model, store = self._model, self._model.comm.mesh.store
         if store is None:
             return [text]
         if text:
-            ask(store, "set", f"{key}/{engine.rank}", text)
-        if not engine.actions.control([float(bool(text))], dist.ReduceOp.MAX)[0]:
-            return [""] * engine.world_size
-        keys = [f"{key}/{rank}" for rank in range(engine.world_size)]
+            ask(store, "set", f"{key}/{model.rank}", text)
+        if not model.comm.control([float(bool(text))], dist.ReduceOp.MAX)[0]:
+            return [""] * model.world_size
+        keys = [f"{key}/{rank}" for rank in range(model.world_size)]
         return [ask(store, "get", each).decode() if ask(store, "check", [each]) else "" for each in keys]
 
     def finish(self) -> None:
@@ -188,8 +186,8 @@ class Saver:
     def close(self) -> None:
         """Waits for the save that is under way and gives back the memory of copies."""
         self.finish()
-        if self._memory in self._engine.more_memory:
-            self._engine.more_memory.remove(self._memory)
+        if self._memory in self._model.rows:
+            self._model.rows.remove(self._memory)
         self._block = None
 
     def _memory(self) -> MemoryRow:

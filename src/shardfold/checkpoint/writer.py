@@ -18,6 +18,7 @@ from shardfold.checkpoint.files import NAMES, Part, write_file
 from shardfold.checkpoint.format import Index, Parameter, Piece
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
+from shardfold.version import __version__
 
 __all__ = ["Value", "Writer"]
 
@@ -50,8 +51,6 @@ class Writer:
     """
 
     def __init__(self, target: str | Path, *, step: int = 0, source: str = "", file_bytes: int = 4 * 2**30) -> None:
-        import shardfold
-
         self.target = Path(os.path.abspath(target))
         self._file_bytes = file_bytes
         self._parts: list[Part] = []
@@ -61,7 +60,7 @@ class Writer:
         self._index = Index(
             step=step,
             written={
-                "shardfold": shardfold.__version__, "torch": str(torch.__version__),
+                "shardfold": __version__, "torch": str(torch.__version__),
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             },
             layout={"imported": source} if source else {},

@@ -10,15 +10,14 @@ from __future__ import annotations
 from itertools import groupby
 from logging import getLogger
 from math import isfinite
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from shardfold.errors import NonFiniteError
+from shardfold.numerics.clipping import Clip
 from shardfold.numerics.forensics import NumericsReport, Watch, examine
-
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
+from shardfold.numerics.scaling import Scaler
+from shardfold.sharded_model import ShardedModel
 
 __all__ = ["Alarm"]
 
@@ -32,23 +31,25 @@ class Alarm:
         report: what was found in the last step, None if it was finite (or not the first in a row that is not, where
             no loss scale skips such steps).
         num_examined: examinations so far, of which all ranks make the same.
+        watch: of the outputs of modules, the user's or the alarm's own.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, model: ShardedModel, scaler: Scaler | None, clip: Clip | None) -> None:
+        self._model, self._scaler, self._clip = model, scaler, clip
         self._losses: dict[int, Tensor] = {}  # of the micro-batches since the last step, as engine.backward() got them
         self._attempt = -1
         self._rung = False  # in the step before, with no loss scale
-        self._watch: Watch | None = None  # ours, not the user's
+        self.watch: Watch | None = None
+        self._own: Watch | None = None  # ours, not the user's
         self.report: NumericsReport | None = None
         self.num_examined = 0
 
     def note(self, loss: Tensor) -> None:
         """A micro-batch's loss, a tensor of one element."""
-        if self._attempt != self._engine.attempt:
-            self._attempt = self._engine.attempt
+        if self._attempt != self._model.run.attempt:
+            self._attempt = self._model.run.attempt
             self._losses.clear()
-        self._losses[self._engine.micro_batch] = loss.detach()
+        self._losses[self._model.run.micro_batch] = loss.detach()
 
     def bad_losses(self) -> list[int]:
         """The micro-batches since the last step whose loss on this rank is inf or NaN."""
@@ -59,25 +60,25 @@ class Alarm:
         return [micro for micro, finite in self._known().items() if finite]
 
     def _known(self) -> dict[int, bool]:
-        current = self._attempt == self._engine.attempt
+        current = self._attempt == self._model.run.attempt
         return {micro: isfinite(float(loss)) for micro, loss in self._losses.items()} if current else {}
 
     def raised(self) -> bool:
         """Whether a loss of this rank is not finite. On a GPU that would wait for the device, so the answer is False
         where no loss scale waits for it anyway."""
-        engine = self._engine
-        return (engine.device.type == "cpu" or engine.loss_scale is not None) and bool(self.bad_losses())
+        waits = self._model.device.type == "cpu" or self._scaler is not None
+        return waits and bool(self.bad_losses())
 
     def look(self, *, overflowed: bool, raised: bool) -> None:
         """Before an update: gradients overflowed on some rank under a loss scale, a loss of some rank is not finite;
         every rank calls it with the same."""
-        scaler, clip = self._engine.loss_scale, self._engine.clip
+        scaler, clip = self._scaler, self._clip
         self.report = None
         if overflowed and scaler is not None:
-            self.report = examine(self._engine, only_gradients=not scaler.last_chance)
+            self.report = self.examine(only_gradients=not scaler.last_chance)
         elif raised and not self._rung and not (clip is not None and clip.error_if_nonfinite):
-            self.report = examine(self._engine)
-            if self._engine.rank == 0:
+            self.report = self.examine()
+            if self._model.rank == 0:
                 LOG.warning(
                     "%s. The step is done all the same, as there is no loss scale that would skip it; "
                     "Clip(norm=..., error_if_nonfinite=True) would raise instead.",
@@ -87,29 +88,34 @@ class Alarm:
 
     def settle(self) -> None:
         """After a step under a loss scale: watches the modules while the scale cannot be lowered any more."""
-        scaler = self._engine.loss_scale
+        scaler = self._scaler
         if scaler is None or not scaler.stuck:
             self.close()
-        elif self._engine.watch is None:
-            self._watch = Watch(self._engine)
+        elif self.watch is None:
+            self._own = Watch.over(self._model, self)
+
+    def examine(self, *, only_gradients: bool = False) -> NumericsReport:
+        """Looks at everything; all ranks are known to be at the same place."""
+        return examine(self._model, self, only_gradients=only_gradients)
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        """Ends the alarm's own watch."""
+        if self._own is not None:
+            self._own.close()
+            self._own = None
 
     def failure(self) -> NonFiniteError:
         """What to raise where lowering the scale is not the remedy; the same sentence on every rank."""
-        engine, scaler, report = self._engine, self._engine.loss_scale, self.report
+        model, scaler, report = self._model, self._scaler, self.report
         assert scaler is not None and report is not None
         floor = f"{scaler.rule.floor:g}"
         runs = [(scale, len(list(run))) for scale, run in groupby(scaler.last_scales)]
         scales = ", ".join(f"{scale:g}" + (f" ({count} times)" if count > 1 else "") for scale, count in runs)
-        rates = sorted({float(group["lr"]) for group in engine.optimizer.param_groups}) if engine.optimizer else []
+        rates = sorted({float(group["lr"]) for group in model.optimizer.param_groups}) if model.optimizer else []
         kinds = {finding.kind for finding in report.findings}
         said = (
-            f"step {engine.steps + 1}: gradients were inf or NaN {scaler.stuck} times in a row although the loss scale "
-            f"is at its floor of {floor} (it was {scales}): {report.first}. "
+            f"step {model.run.steps + 1}: gradients were inf or NaN {scaler.stuck} times in a row although the loss "
+            f"scale is at its floor of {floor} (it was {scales}): {report.first}. "
         )
         if kinds & {"parameter", "buffer"}:
             said += "Skipped steps change no weights, so they were so before: load values that are finite."

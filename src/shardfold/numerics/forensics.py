@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf, nan
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -21,12 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from shardfold.copies import copy_without_hooks, forget_hooks
 from shardfold.errors import UsageError
 from shardfold.report import KINDS, Finding
+from shardfold.segment import Segment
+from shardfold.sharded_model import ShardedModel
 from shardfold.torch_internals import in_backward
-
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
-    from shardfold.segment import Segment
-    from shardfold.unit import Unit
+from shardfold.unit import Unit
 
 __all__ = ["NumericsReport", "UnitNumbers", "Watch", "check", "examine"]
 
@@ -74,6 +72,39 @@ class NumericsReport(NamedTuple):
         return f"{self.first}.\n{self.table()}"
 
 
+class Notes(Protocol):
+    """What is known of the losses of a step, and who watches the modules.
+
+    Attributes:
+        watch: the one there is.
+        num_examined: examinations so far, of which all ranks make the same.
+    """
+
+    watch: Watch | None
+    num_examined: int
+
+    def bad_losses(self) -> list[int]:
+        """The micro-batches whose loss on this rank is inf or NaN."""
+        ...
+
+    def good_losses(self) -> list[int]:
+        """Those whose loss is finite."""
+        ...
+
+    def close(self) -> None:
+        """Ends a watch that nobody asked for."""
+        ...
+
+
+class Watched(Protocol):
+    """An engine."""
+
+    @property
+    def sharded(self) -> ShardedModel: ...
+    @property
+    def alarm(self) -> Notes: ...
+
+
 class Watch:
     """Sums the outputs of every module, and their gradients, in each training forward of an engine.
 
@@ -81,21 +112,31 @@ class Watch:
     the model gets later are not watched, and copies of the model are not either.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        engine.alarm.close()  # its own, in whose place this one is
-        if engine.watch is not None:
+    def __init__(self, engine: Watched) -> None:
+        self._begin(engine.sharded, engine.alarm)
+
+    @classmethod
+    def over(cls, model: ShardedModel, notes: Notes) -> Watch:
+        """The same, for who has no engine."""
+        watch = cls.__new__(cls)
+        watch._begin(model, notes)
+        return watch
+
+    def _begin(self, model: ShardedModel, notes: Notes) -> None:
+        notes.close()  # its own, in whose place this one is
+        if notes.watch is not None:
             raise UsageError("this engine has a Watch: close() it before another is made.")
-        self._engine = engine
+        self._run, self._notes = model.run, notes
         self._attempt = -1
         self._sums: list[tuple[str, str, int, Tensor]] = []  # kind, path, micro-batch, sum
         self._last: Callable[[], Tensor | None] = lambda: None  # what was summed last in forward
         self._handles: list[tuple[nn.Module, RemovableHandle]] = []
         untraced: Any = torch.compiler.disable  # torch.compile leaves what is disabled out of its graphs
-        for path, module in engine.module.named_modules():
+        for path, module in model.module.named_modules():
             handle = module.register_forward_hook(untraced(self._hook(path or "the model")))
             copy_without_hooks(module, [handle.id])
             self._handles.append((module, handle))
-        engine.watch = self
+        notes.watch = self
 
     def close(self) -> None:
         """Takes the hooks off."""
@@ -104,8 +145,8 @@ class Watch:
             forget_hooks(module, [handle.id])
         self._handles.clear()
         self._sums.clear()
-        if self._engine.watch is self:
-            self._engine.watch = None
+        if self._notes.watch is self:
+            self._notes.watch = None
 
     def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
@@ -116,7 +157,7 @@ class Watch:
                     if self._last() is tensor:  # what its last module returned
                         continue
                     self._last = ref(tensor)
-                    micro = self._engine.micro_batch
+                    micro = self._run.micro_batch
                     self._add("output", path, micro, tensor)
                     if tensor.requires_grad:
                         tensor.register_hook(partial(self._add, "gradient of the output", path, micro))
@@ -124,56 +165,55 @@ class Watch:
         return hook
 
     def _add(self, kind: str, path: str, micro: int, tensor: Tensor) -> None:
-        if self._attempt != self._engine.attempt:
-            self._attempt = self._engine.attempt
+        if self._attempt != self._run.attempt:
+            self._attempt = self._run.attempt
             self._sums.clear()
         self._sums.append((kind, path, micro, tensor.detach().sum(dtype=torch.float32)))
 
     def found(self) -> Iterator[tuple[str, str, int]]:
         """Kind, path and micro-batch of what is not finite in this step, in the order in which it was computed."""
-        now = self._engine.attempt
+        now = self._run.attempt
         return (item[:3] for item in self._sums if self._attempt == now and not bool(torch.isfinite(item[3])))
 
 
-def check(engine: Engine) -> NumericsReport:
+def check(engine: Watched) -> NumericsReport:
     """Reads parameters, gradients (once all are summed, before ``step()``), the optimizer's states and buffers, and the
     sums of a :class:`Watch`, on every rank. Every rank calls it, between passes."""
-    engine._meet("sf.numerics.check()")
-    engine._runner.hide_gradients()
-    report = examine(engine)
-    engine._runner.show_gradients()
-    return report
+    model = engine.sharded
+    model.gate.meet("sf.numerics.check()")
+    with model.gate.gradients_hidden():
+        return examine(model, engine.alarm)
 
 
-def examine(engine: Engine, *, only_gradients: bool = False) -> NumericsReport:
+def examine(model: ShardedModel, notes: Notes, *, only_gradients: bool = False) -> NumericsReport:
     """As :func:`check`, where all ranks are known to be at the same place already.
 
     ``only_gradients`` leaves out the other states, and all numbers.
     """
-    step = engine.steps + 1
+    step = model.run.steps + 1
     found: list[tuple[str, str, int | None, int | None]] = []
     numbers: dict[str, list[float]] = {}
-    for unit in engine.units:
+    for unit in model.units:
         for segment in unit.segments:
-            for state, flat, factor in _states(engine, unit, segment, only_gradients):
+            for state, flat, factor in _states(model, unit, segment, only_gradients):
                 found += _look(segment, state, flat)
                 if not only_gradients:
                     row = numbers.setdefault(json.dumps([unit.name, state]), [inf, -inf, 0.0, 0.0])
                     _count(row, segment, flat, factor)
-    for name, buffer in engine.module.named_buffers() if not only_gradients else ():
+    for name, buffer in model.module.named_buffers() if not only_gradients else ():
         if buffer.is_floating_point() and (bad := _nonfinite(buffer)):
             found.append(("buffer", name, None, bad))
-    found += [("loss", "", micro, None) for micro in engine.alarm.bad_losses()]
-    if engine.watch is not None:
-        harmless = engine.alarm.good_losses()  # whose inf came to nothing: a mask's
+    found += [("loss", "", micro, None) for micro in notes.bad_losses()]
+    if notes.watch is not None:
+        harmless = notes.good_losses()  # whose inf came to nothing: a mask's
         found += [
             (kind, path, micro, None)
-            for kind, path, micro in engine.watch.found()
+            for kind, path, micro in notes.watch.found()
             if kind != "output" or micro not in harmless
         ]
-    engine.alarm.num_examined += 1
-    said = engine.agreement.exchange(f"check/{engine.alarm.num_examined}", json.dumps([found, numbers]))
-    defined = {name: place for place, (name, _) in enumerate(engine.module.named_parameters(remove_duplicate=False))}
+    notes.num_examined += 1
+    said = model.comm.agreement.exchange(f"check/{notes.num_examined}", json.dumps([found, numbers]))
+    defined = {name: place for place, (name, _) in enumerate(model.module.named_parameters(remove_duplicate=False))}
     findings: list[tuple[tuple[int, int, int], Finding]] = []
     rows: dict[str, list[float]] = {}
     for other, text in enumerate(said):
@@ -186,7 +226,7 @@ def examine(engine: Engine, *, only_gradients: bool = False) -> NumericsReport:
         for key, row in counted.items():
             mine = rows.setdefault(key, [inf, -inf, 0.0, 0.0])
             rows[key] = [min(mine[0], row[0]), max(mine[1], row[1]), mine[2] + row[2], mine[3] + row[3]]
-    copies = engine.world_size / engine.mesh.parts(engine.layout.master.over)
+    copies = model.world_size / model.comm.mesh.parts(model.layout.master.over)
     units: list[UnitNumbers] = []
     for key, (low, high, squares, bad) in rows.items():
         name, state = json.loads(key)
@@ -196,17 +236,17 @@ def examine(engine: Engine, *, only_gradients: bool = False) -> NumericsReport:
 
 
 def _states(
-    engine: Engine, unit: Unit, segment: Segment, only_gradients: bool = False
+    model: ShardedModel, unit: Unit, segment: Segment, only_gradients: bool = False
 ) -> Iterator[tuple[str, Tensor, float]]:
     """Name, this rank's shard of the master range, and what its numbers are to be multiplied by."""
     if segment.master is None:
         return
     if not only_gradients:
         yield "parameter", segment.master.detach(), 1.0
-    if engine.gradients_ready:
+    if model.run.gradients_ready:
         unit.gradients.complete()
         yield "gradient", segment.master_grads, segment.unscale
-    update = engine._update
+    update = model.updater
     if update is not None and not only_gradients:
         for name, dtype in update.state_dtypes().items():
             yield name, update.state_shard(segment, name, dtype), 1.0

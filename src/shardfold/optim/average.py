@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfold.bundle import complete, named_state, whole_segments
+from shardfold.bundle import complete, whole_segments
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.loans import Loan, refuse_during
 from shardfold.report import MemoryRow
 from shardfold.segment import Segment
+from shardfold.sharded_model import Owner
 from shardfold.unit import Unit
-
-if TYPE_CHECKING:
-    from shardfold.engine import Engine
+from shardfold.whole_state import named_state
 
 __all__ = ["Average"]
 
@@ -47,26 +46,27 @@ class Average:
         ConfigError: ``decay`` is out of range, or the engine has no optimizer.
     """
 
-    def __init__(self, engine: Engine, decay: float = 0.999, *, warmup: bool = False) -> None:
+    def __init__(self, engine: Owner, decay: float = 0.999, *, warmup: bool = False) -> None:
         if not 0 <= decay < 1:
             raise ConfigError(f"Average(decay={decay!r}): it is the weight of the average so far, in [0, 1).")
-        if engine.optimizer is None:
+        model = engine.sharded
+        if model.optimizer is None:
             raise ConfigError("Average needs an engine with an optimizer: what is not trained needs no average.")
         self.decay, self.warmup, self.updates = decay, warmup, 0
-        self._engine, self._closed = engine, False
+        self._model, self._closed = model, False
         self._by_segment: dict[int, Tensor] = {}
-        for unit in engine.units:
+        for unit in model.units:
             self.add(unit)
-        engine.after_step.append(self._update)
-        engine.more_memory.append(self._memory)
-        engine.averages.append(self)
+        model.run.after_step.append(self._update)
+        model.rows.append(self._memory)
+        model.run.averages.append(self)
 
     def close(self) -> None:
         """Ends the averaging and gives the memory back."""
-        if self._update in self._engine.after_step:
-            self._engine.after_step.remove(self._update)
-            self._engine.more_memory.remove(self._memory)
-            self._engine.averages.remove(self)
+        if self._update in self._model.run.after_step:
+            self._model.run.after_step.remove(self._update)
+            self._model.rows.remove(self._memory)
+            self._model.run.averages.remove(self)
         self._by_segment, self._closed = {}, True
 
     def add(self, unit: Unit) -> None:
@@ -85,7 +85,7 @@ class Average:
 
     @property
     def _segments(self) -> list[Segment]:
-        return [] if self._closed else [segment for unit in self._engine.units for segment in unit.trainable]
+        return [] if self._closed else [segment for unit in self._model.units for segment in unit.trainable]
 
     @property
     def _shards(self) -> list[Tensor]:
@@ -101,19 +101,19 @@ class Average:
         Raises:
             UsageError: inside ``engine.gathered()``, whose values are lent, or after :meth:`close`.
         """
-        engine = self._engine
+        model = self._model
         if self._closed:
             raise UsageError("average.applied(): this average was closed.")
-        refuse_during(engine.loans, "average.applied()")
-        engine._meet("average.applied()", follow=True)
+        refuse_during(model.loans, "average.applied()")
+        model.gate.meet("average.applied()", follow=True)
         kept: list[tuple[Tensor, Tensor]] = []
         loan = Loan("average.applied()")
-        engine.loans.append(loan)
+        model.loans.append(loan)
         try:
             self._put_in(kept)
             yield
         finally:
-            engine.loans.remove(loan)
+            model.loans.remove(loan)
             with torch.no_grad():
                 for target, value in kept:
                     target.copy_(value)
@@ -124,21 +124,21 @@ class Average:
 
         ``n_averaged``, and ``module.`` before every name of the model. Every rank must call it.
         """
-        engine = self._engine
-        engine._meet("average.state_dict()", follow=True)
-        over, rest_over = engine.layout.master.over, engine.layout.rest.over
+        model = self._model
+        model.gate.meet("average.state_dict()", follow=True)
+        over, rest_over = model.layout.master.over, model.layout.rest.over
         shards = [(segment, shard, over) for segment, shard in zip(self._segments, self._shards, strict=True)]
-        for unit in engine.units:
+        for unit in model.units:
             for segment in unit.segments:
                 if not segment.spec.trainable:
                     assert segment.rest is not None
                     shards.append((segment, segment.rest, rest_over))
         whole: dict[int, Tensor] = {}
-        for segment, flat in whole_segments(engine.actions, shards, "average.state_dict()"):
+        for segment, flat in whole_segments(model.comm, shards, "average.state_dict()"):
             values = flat.cpu()
             for parameter, view in zip(segment.parameters, segment.views_of(values), strict=True):
                 whole[id(parameter)] = view.clone()
-        state = {PREFIX + name: value for name, value in named_state(engine.module, whole).items()}
+        state = {PREFIX + name: value for name, value in named_state(model.module, whole).items()}
         return {COUNT: torch.tensor(self.updates), **state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -148,7 +148,7 @@ class Average:
             ModelError: a trainable parameter is missing or has another shape.
         """
         names: dict[int, list[str]] = {}
-        for name, parameter in self._engine.module.named_parameters(remove_duplicate=False):
+        for name, parameter in self._model.module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(PREFIX + name)
         found: list[list[Tensor]] = []
         for segment in self._segments:
@@ -182,7 +182,7 @@ class Average:
 
     def _put_in(self, kept: list[tuple[Tensor, Tensor]]) -> None:
         """Writes the average into every state that forward reads or that is saved; ``kept`` gets what was there."""
-        layout = self._engine.layout
+        layout = self._model.layout
         rests: list[Tensor] = []
         with torch.no_grad():
             for segment, shard in zip(self._segments, self._shards, strict=True):
@@ -194,7 +194,7 @@ class Average:
                 if segment.rest is not None:
                     rests.append(segment.rest)
         if layout.params is not None:
-            complete(self._engine.actions, rests, layout.master.over[len(layout.params.over) :], "average.applied()")
+            complete(self._model.comm, rests, layout.master.over[len(layout.params.over) :], "average.applied()")
         self._mark_written()
 
     def _mark_written(self) -> None:
@@ -202,7 +202,7 @@ class Average:
         torch.autograd.graph.increment_version([p for segment in self._segments for p in segment.parameters])
 
     def _memory(self) -> MemoryRow:
-        parts: Any = self._engine.mesh.parts(self._engine.layout.master.over)
+        parts: Any = self._model.comm.mesh.parts(self._model.layout.master.over)
         table = sum(segment.spec.numel for segment in self._segments) * 4 / parts
         padding = sum(segment.spec.padding for segment in self._segments) * 4 / parts
         held = sum(shard.untyped_storage().size() for shard in self._shards)

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfold.agreement import Agreement
+from shardfold.comm import Comm
 from shardfold.cost import Sent
 from shardfold.layout import Axes
-from shardfold.mesh import DataMesh
-from shardfold.meter import Meter
 from shardfold.shards import shard_index
-from shardfold.wires.plain import PlainWire
 
 __all__ = ["RankLink"]
 
@@ -21,20 +18,19 @@ __all__ = ["RankLink"]
 class RankLink:
     """The ranks of the axes that master is split over (see ``parts.Link``)."""
 
-    def __init__(self, mesh: DataMesh, over: Axes, agreement: Agreement, wire: PlainWire, meter: Meter) -> None:
+    def __init__(self, over: Axes, comm: Comm) -> None:
+        mesh = comm.mesh
         self.rank, self.ranks = shard_index(over, mesh.sizes, mesh.coords), mesh.parts(over)
         self.kind = Sent("update", "ALL_TO_ALL", over)
-        self._mesh, self._over, self._agreement, self._wire, self._meter = mesh, over, agreement, wire, meter
+        self._over, self._comm = over, comm
 
     def sum(self, numbers: Tensor) -> None:
         if self.ranks == 1:
             return
-        self._agreement.issue("the optimizer's sums")
-        self._agreement.wait(dist.all_reduce(numbers, group=self._mesh.group(self._over), async_op=True))
-        self._meter.control(numbers.nbytes)
+        self._comm.number(numbers, self._over, dist.ReduceOp.SUM, "the optimizer's sums")
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int]) -> None:
-        self._agreement.issue("the optimizer's exchange of matrices")
-        group = self._mesh.group(self._over)
-        self._wire.exchange(sent, to, received, by, group).wait(self._agreement.wait)
-        self._meter.exchange(self.kind, (sum(to) - to[self.rank]) * sent.itemsize)
+        self._comm.agreement.issue("the optimizer's exchange of matrices")
+        group = self._comm.mesh.group(self._over)
+        self._comm.transport.exchange(sent, to, received, by, group).wait(self._comm.agreement.wait)
+        self._comm.meter.exchange(self.kind, (sum(to) - to[self.rank]) * sent.itemsize)

@@ -22,6 +22,7 @@ from torch.optim import SGD, Optimizer
 
 from shardfold.cost import Sent
 from shardfold.errors import ConfigError
+from shardfold.groups import PerElement
 from shardfold.optim.fused import FusedShard, fused_moments
 from shardfold.optim.guard import Guard
 from shardfold.optim.parts import Link, PartOptimizer, Place
@@ -29,7 +30,7 @@ from shardfold.segment import TORCH_DTYPES, Segment
 from shardfold.shards import SegmentSpec
 from shardfold.unit import Unit
 
-__all__ = ["PerElement", "ShardedOptimizer", "alignment", "build", "group_numbers"]
+__all__ = ["ShardedOptimizer", "build"]
 
 #: Not element-wise: their update of one element reads others, which may lie on another rank. Some have one of ours.
 NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
@@ -72,23 +73,6 @@ def build(optimizer: Any, model: nn.Module) -> Optimizer:
             f"use {f'shardfold.optim.{name}, which asks them' if name in OURS else instead}."
         )
     return optimizer
-
-
-def group_numbers(optimizer: Optimizer) -> dict[int, int]:
-    """``{id(parameter): number of its group}``."""
-    return {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-
-def alignment(optimizer: Optimizer | None) -> int:
-    """Elements that no rank boundary may cut, for this optimizer."""
-    return optimizer.align if isinstance(optimizer, PartOptimizer) else 1
-
-
-@dataclass(frozen=True)
-class PerElement:
-    """A part of an optimizer's state that has one value for each element of its parameter."""
-
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ class Batches:
         """So many micro-batches are in a step, or losses come divided by their number."""
         self._core.accumulate = accumulate
         if self._settings["gradient_allreduce_op"] == "sum":
-            self._core.actions.scale *= self.dp_world_size
-            self._core.actions.set_factors()
+            self._core._runner.handlers.scale *= self.dp_world_size
+            self._core._runner.handlers.set_factors()
 
     def train_batch_size(self) -> int:
         """Samples per update on all ranks."""

@@ -110,7 +110,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
             loss_scale=settings.loss_scale if optimizer is not None else None,
             mesh=settings.mesh, timing=settings.timing, device=_device(args),
         )  # fmt: skip
-        self._core._runner.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
+        self._core._runner.visible.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
         made_here(self._core)
         self.device = self._core.device
         self.basic_optimizer = optimizer

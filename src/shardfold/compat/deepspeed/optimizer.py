@@ -68,7 +68,7 @@ class EngineOptimizer(DeepSpeedOptimizer, Optimizer):
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What is kept of each of this rank's pieces that has been updated, by the tensor in the groups."""
-        update = self._core._update
+        update = self._core._updater
         assert update is not None
         found: dict[Tensor, dict[str, Any]] = {}
         for pieces in update._pieces.values():
@@ -106,7 +106,7 @@ class EngineOptimizer(DeepSpeedOptimizer, Optimizer):
         Raises:
             WrongArgument: it is of other groups or pieces.
         """
-        update = self._core._update
+        update = self._core._updater
         assert update is not None
         groups, state = state_dict["param_groups"], state_dict["state"]
         counts = [len(group["params"]) for group in self.param_groups]

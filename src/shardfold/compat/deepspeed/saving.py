@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardfold.bundle import named_state, whole_segments
+from shardfold.bundle import whole_segments
 from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 from shardfold.checkpoint.deepspeed_ranks import is_plain
 from shardfold.checkpoint.folders import LATEST, deepspeed_folder
@@ -31,7 +31,7 @@ from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.errors import CheckpointError, ShardfoldError
 from shardfold.rng import rng_state, set_rng_state
-from shardfold.wholes import close_split
+from shardfold.whole_state import named_state
 
 if TYPE_CHECKING:
     from shardfold.compat.deepspeed.engine import DeepSpeedEngine
@@ -111,7 +111,7 @@ def save_checkpoint(
         script = folder / "zero_to_fp32.py"
         script.write_text(SCRIPT)
         script.chmod(0o755)
-    engine._core._meet("the end of engine.save_checkpoint()")
+    engine._core.sharded.gate.meet("the end of engine.save_checkpoint()")
     return True
 
 
@@ -132,9 +132,9 @@ def _one_tag(engine: DeepSpeedEngine, tag: str) -> str:
 
 def _everyone(engine: DeepSpeedEngine, text: str) -> list[str]:
     """What every rank says, by rank."""
-    engine._core._meet("engine.save_checkpoint() or engine.load_checkpoint()")
+    engine._core.sharded.gate.meet("engine.save_checkpoint() or engine.load_checkpoint()")
     engine._messages += 1
-    return engine._core.agreement.exchange(f"{FACE}/{engine._messages}", text)
+    return engine._core.sharded.comm.agreement.exchange(f"{FACE}/{engine._messages}", text)
 
 
 def _own_state(engine: DeepSpeedEngine) -> dict[str, Any]:
@@ -305,9 +305,9 @@ def client_state_of(path: Path, *, scheduler: bool = True) -> tuple[dict[str, An
 
 def _opened(engine: DeepSpeedEngine, path: Path) -> Checkpoint:
     """A checkpoint of ours, of which each host may have a part; every rank calls it."""
-    engine._core._meet("engine.load_checkpoint()")
+    engine._core.sharded.gate.meet("engine.load_checkpoint()")
     engine._messages += 1
-    return open_together(engine._core, path, f"{FACE}/{engine._messages}")
+    return open_together(engine._core.sharded, path, f"{FACE}/{engine._messages}")
 
 
 def _client_state(checkpoint: Checkpoint, *, scheduler: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -412,7 +412,7 @@ def consolidated(engine: DeepSpeedEngine, exclude_frozen_parameters: bool) -> di
 def _whole(engine: DeepSpeedEngine, exclude_frozen: bool, *, everywhere: bool) -> dict[str, Tensor] | None:
     """16 MiB, or one segment, are whole on the device at a time."""
     core = engine._core
-    core._meet("a consolidated state dict", follow=True)
+    core.sharded.gate.meet("a consolidated state dict", follow=True)
     keeps = everywhere or core.rank == 0
     segments = [s for unit in core.units for s in unit.segments]
     segments = [s for s in segments if not exclude_frozen or any(p.requires_grad for p in s.parameters)]
@@ -421,7 +421,7 @@ def _whole(engine: DeepSpeedEngine, exclude_frozen: bool, *, everywhere: bool) -
         for s in segments
     ]
     values: dict[int, Tensor] = {}
-    for segment, flat in whole_segments(core.actions, shards, "a consolidated state dict"):  # pyright: ignore
+    for segment, flat in whole_segments(core.sharded.comm, shards, "a consolidated state dict"):  # pyright: ignore
         if keeps:
             whole = flat.cpu()
             for parameter, view in zip(segment.parameters, segment.views_of(whole), strict=True):
@@ -474,14 +474,14 @@ def save_16bit_model(
         target.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(target) as draft:
             torch.save(state, draft)
-    engine._core._meet("the end of engine.save_16bit_model()")
+    engine._core.sharded.gate.meet("the end of engine.save_16bit_model()")
     return True
 
 
 def give_back(engine: DeepSpeedEngine) -> None:
     """Closes the engine underneath; if its values cannot be had any more, without them."""
     try:
-        close_split(engine._core)
+        engine._core.close_split()
     except ShardfoldError as error:
         log_dist(f"the model is left without its values: {error}", ranks=[-1], level=logging.WARNING)
         engine._core.close()

@@ -6,9 +6,7 @@ import weakref
 
 from torch import nn
 
-from shardfold.engine import Engine
-from shardfold.holders import engine_of
-from shardfold.wholes import close_split
+from shardfold.engine import Engine, engine_of
 
 __all__ = ["made_here", "take_over"]
 
@@ -28,5 +26,4 @@ def take_over(model: nn.Module) -> None:
     calls it."""
     found = {id(core): core for p in model.parameters() if (core := engine_of(p)) is not None and core in _MADE}
     for core in sorted(found.values(), key=lambda core: (len(core.mesh.name), core.mesh.name)):
-        close_split(core)
-        core.closed = TAKEN
+        core.close_split(TAKEN)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from shardfold.bundle import Slice, complete, gather_slices
 from shardfold.compat.deepspeed.zero.attributes import part_size, place_of
-from shardfold.engine import Engine
+from shardfold.engine import Engine, engine_of
 from shardfold.errors import ModelError
 from shardfold.gradients import Sums
-from shardfold.holders import engine_of, name_in
 from shardfold.layout import DATA_AXES
+from shardfold.registry import name_in
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -79,11 +79,11 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 def _so_far(engine: Engine, param: nn.Parameter) -> Tensor | None:
     """The gradient between the micro-batches of a step: where ranks keep their own until the last, their sum."""
-    what = f"the gradient so far of {name_in(engine, param)!r}"
-    engine._meet(what)
-    segment, slot = place_of(engine, param)
+    what = f"the gradient so far of {name_in(engine.sharded, param)!r}"
+    engine.sharded.gate.meet(what)
+    segment, slot = place_of(engine.sharded, param)
     unit = next(unit for unit in engine.units if segment in unit.trainable)
-    used, _, _ = engine.actions.agree_on_use()
+    used = engine.sharded.gate.used()
     if not used[unit.name][unit.trainable.index(segment)][slot]:
         return None
     values = segment.grads
@@ -91,12 +91,14 @@ def _so_far(engine: Engine, param: nn.Parameter) -> Tensor | None:
     with torch.no_grad():
         if values.numel() < segment.spec.length:
             shard = values.float() * segment.unscale
-            whole = gather_slices(engine.actions, [Slice(segment, slot, shard)], engine.layout.master.over, what)[0]
+            whole = gather_slices(engine.sharded.comm, [Slice(segment, slot, shard)], engine.layout.master.over, what)[
+                0
+            ]
         else:
             whole = segment.views_of(values)[slot].float() * segment.unscale
             if unit.gradients.sums is Sums.OWN and engine.world_size > 1:
-                engine.agreement.issue(what)
-                engine.agreement.wait(dist.all_reduce(whole, group=engine.mesh.everyone, async_op=True))
+                engine.sharded.comm.agreement.issue(what)
+                engine.sharded.comm.agreement.wait(dist.all_reduce(whole, group=engine.mesh.everyone, async_op=True))
     return whole
 
 
@@ -120,7 +122,7 @@ def safe_update_full_grad_vectorized(
         elif engine is None and param.grad is not None:
             param.grad.copy_(update_func(param.grad, param))
     for engine, params in held.items():
-        names = [name_in(engine, param) for param in params]
+        names = [name_in(engine.sharded, param) for param in params]
         with engine.gathered(*names, of="grads", write=True) as found, torch.no_grad():
             whole: dict[str, Any] = {names[0]: found} if len(names) == 1 else found
             for name, param in zip(names, params, strict=True):
@@ -138,7 +140,7 @@ def _read(param: nn.Parameter, of: str) -> Tensor | None:
     engine = engine_of(param)
     if engine is None or not _trains(engine, param):
         return None
-    with engine.gathered(name_in(engine, param), of=of) as value:
+    with engine.gathered(name_in(engine.sharded, param), of=of) as value:
         return value.to(torch.float32) if isinstance(value, Tensor) and value.dtype != torch.float64 else value
 
 
@@ -148,10 +150,10 @@ def _write(param: nn.Parameter, of: str, value: Tensor) -> None:
         return
     if value.numel() != param.numel():
         raise ModelError(
-            f"{name_in(engine, param)!r} has {param.numel()} elements, but the value to set has {value.numel()}: give "
-            f"a tensor of shape {tuple(param.shape)}."
+            f"{name_in(engine.sharded, param)!r} has {param.numel()} elements, but the value to set has "
+            f"{value.numel()}: give a tensor of shape {tuple(param.shape)}."
         )
-    with engine.gathered(name_in(engine, param), of=of, write=True) as whole, torch.no_grad():
+    with engine.gathered(name_in(engine.sharded, param), of=of, write=True) as whole, torch.no_grad():
         if whole is not None:
             whole.copy_(value.view(param.shape))
 
@@ -204,15 +206,15 @@ def _write_parts(param: nn.Parameter, of: str, value: Tensor) -> None:
     engine = engine_of(param)
     if engine is None or not _trains(engine, param):
         return
-    size, name = part_size(param), name_in(engine, param)
+    size, name = part_size(param), name_in(engine.sharded, param)
     if value.numel() != size:
         raise ModelError(
             f"the part of {name!r} on each of {engine.world_size} ranks has {size} elements, but the value to set has "
             f"{value.numel()}."
         )
     what = f"the parts of {name!r} to set"
-    engine._meet(what, follow=True)
+    engine.sharded.gate.meet(what, follow=True)
     flat = torch.empty(size * engine.world_size, dtype=torch.float32, device=engine.device)
     flat[engine.rank * size : (engine.rank + 1) * size].copy_(value.reshape(-1))
-    complete(engine.actions, [flat], DATA_AXES, what)
+    complete(engine.sharded.comm, [flat], DATA_AXES, what)
     _write(param, of, flat[: param.numel()])

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from shardfold.compat.deepspeed.zero import external
 from shardfold.compat.deepspeed.zero.status import ZeroParamStatus, ZeroParamType
 from shardfold.early import early_shard
-from shardfold.engine import Engine
 from shardfold.freed import FreedParameter
-from shardfold.holders import engine_of, engines
+from shardfold.registry import model_of, models
 from shardfold.segment import Segment
+from shardfold.sharded_model import ShardedModel
 from shardfold.torch_internals import storage_key
 from shardfold.wholes import whole
 
@@ -59,9 +59,9 @@ def is_zero_param(parameter: Any) -> bool:
         return False
     if early_shard(parameter) is not None:
         return True
-    engine = engine_of(parameter)
+    model = model_of(parameter)
     noted = isinstance(parameter.__dict__.get(_RECORD), _Record)
-    return engine is not None and (noted or bool(engine.layout.rest.over))
+    return model is not None and (noted or bool(model.layout.rest.over))
 
 
 def install() -> None:
@@ -119,9 +119,9 @@ def ranks_of(parameter: nn.Parameter) -> tuple[int, int]:
     """This rank, and how many ranks a parameter is split over."""
     shard = early_shard(parameter)
     if shard is not None:
-        return shard.ranks.mesh.rank, shard.ranks.mesh.world
-    engine = engine_of(parameter)
-    return (engine.rank, engine.world_size) if engine is not None else (0, 1)
+        return shard.ranks.comm.mesh.rank, shard.ranks.comm.mesh.world
+    model = model_of(parameter)
+    return (model.rank, model.world_size) if model is not None else (0, 1)
 
 
 def part_size(parameter: nn.Parameter) -> int:
@@ -129,9 +129,9 @@ def part_size(parameter: nn.Parameter) -> int:
     return -(-parameter.numel() // ranks_of(parameter)[1])
 
 
-def place_of(engine: Engine, parameter: nn.Parameter) -> tuple[Segment, int]:
+def place_of(model: ShardedModel, parameter: nn.Parameter) -> tuple[Segment, int]:
     """Where an engine keeps a parameter: segment and slot."""
-    for unit in engine.units:
+    for unit in model.units:
         for segment in unit.segments:
             for slot, other in enumerate(segment.parameters):
                 if other is parameter:
@@ -146,13 +146,13 @@ def _part(parameter: nn.Parameter) -> Tensor:
     if shard is not None:
         return _described(shard.values, shard.numel)
     rank, size = ranks_of(parameter)[0], part_size(parameter)
-    engine = engine_of(parameter)
-    assert engine is not None
-    segment, slot = place_of(engine, parameter)
+    model = model_of(parameter)
+    assert model is not None
+    segment, slot = place_of(model, parameter)
     offset, numel = segment.spec.slots[slot].offset, parameter.numel()
     dtype = parameter.dtype
     missing = float("nan") if dtype.is_floating_point else 0
-    part = torch.full((size,), missing, dtype=dtype, device=engine.device)
+    part = torch.full((size,), missing, dtype=dtype, device=model.device)
     part[max(0, min(size, numel - rank * size)) :].zero_()
     begin = rank * size
     with torch.no_grad():
@@ -228,15 +228,15 @@ def _partition(
 
 
 def _keep_parts(parameter: nn.Parameter) -> None:
-    shard, engine = early_shard(parameter), engine_of(parameter)
+    shard, model = early_shard(parameter), model_of(parameter)
     if shard is not None:
         shard.keep_own(parameter)
-    elif engine is not None:
-        segment, slot = place_of(engine, parameter)
+    elif model is not None:
+        segment, slot = place_of(model, parameter)
         with torch.no_grad():
             segment.take(slot, parameter)
         torch.autograd.graph.increment_version([parameter])
-        for loan in engine.loans:
+        for loan in model.loans:
             loan.look()
 
 
@@ -261,10 +261,10 @@ def _group(parameter: nn.Parameter) -> Any:
 
 
 def _status(parameter: nn.Parameter) -> ZeroParamStatus:
-    engine, gone = engine_of(parameter), isinstance(parameter, FreedParameter)
-    if engine is not None and engine.world_size == 1:  # which frees nothing; clients look for what they gather
-        unit = next(unit for unit in engine.units if any(p is parameter for _, p in unit.parameters()))
-        gone = not (unit.pins or engine._runner.under_way)
+    model, gone = model_of(parameter), isinstance(parameter, FreedParameter)
+    if model is not None and model.world_size == 1:  # which frees nothing; clients look for what they gather
+        unit = next(unit for unit in model.units if any(p is parameter for _, p in unit.parameters()))
+        gone = not (unit.pins or model.gate.under_way)
     return ZeroParamStatus.NOT_AVAILABLE if gone else ZeroParamStatus.AVAILABLE
 
 
@@ -272,7 +272,7 @@ def _status_over(tensor: Tensor) -> ZeroParamStatus:
     """Of a tensor in the memory of a unit, which is there while the unit is gathered only."""
     storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
     if storage is not None and storage.nbytes():
-        units = (unit for engine in engines() if engine.layout.rest.over for unit in engine.units)
+        units = (unit for model in models() if model.layout.rest.over for unit in model.units)
         if any(storage_key(storage) in unit.storages() for unit in units):
             return ZeroParamStatus.AVAILABLE
     raise AttributeError(f"{type(tensor).__name__!r} object has no attribute 'ds_status': it is not split")

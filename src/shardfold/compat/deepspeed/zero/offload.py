@@ -13,7 +13,7 @@ from torch import nn
 
 from shardfold.compat.deepspeed.zero.attributes import note
 from shardfold.compat.deepspeed.zero.gathered import GatheredParameters
-from shardfold.holders import engine_of
+from shardfold.registry import model_of
 
 __all__ = ["DeepSpeedZeRoOffload", "note_parameters", "unwrap_model_for_generation"]
 
@@ -75,7 +75,7 @@ def note_parameters(engine: Any) -> None:
     """
     for parameter in engine.module.parameters():
         note(parameter)
-        core = engine_of(parameter)
+        core = model_of(parameter)
         for unit in core.units if core is not None else ():
             unit.hollow = True  # clients read the data, as of DeepSpeed's parameters: it has no elements
     optimizer = getattr(engine, "optimizer", None)
