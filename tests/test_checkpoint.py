@@ -177,15 +177,15 @@ def _nothing_of_before(folder: str, optimizer: str) -> None:
     train(first, 1)
     first.save(f"{folder}/second", wait=True)
     train(first, 3)
-    expected = contents(first), first.averages[0].state_dict()
+    expected = contents(first), first.sharded.run.averages[0].state_dict()
     first.load(f"{folder}/first")
     assert first.steps == 0
     train(first, 4)
-    assert not different((contents(first), first.averages[0].state_dict()), expected)
+    assert not different((contents(first), first.sharded.run.averages[0].state_dict()), expected)
     first.load(f"{folder}/second")
     first.load(f"{folder}/second")  # twice is once
     train(first, 3)
-    assert not different((contents(first), first.averages[0].state_dict()), expected)
+    assert not different((contents(first), first.sharded.run.averages[0].state_dict()), expected)
     first.close()
 
 

@@ -69,7 +69,7 @@ def test_every_optimizer_keeps_its_state_through_changes(ranks: Ranks, optimizer
 
 def _every_state(engine: sf.Engine) -> dict[tuple[str, str], Any]:
     """Master, and what the optimizer keeps, by names of parameter and state."""
-    from shardfold.optim.sharded import PerElement
+    from shardfold.groups import PerElement
     from shardfold.rebuild import _agree_on_states, _whole
 
     update = engine._updater
@@ -77,12 +77,12 @@ def _every_state(engine: sf.Engine) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {(name, "master"): value for name, value in engine.state_dict().items()}
     for unit in engine.units:
         for segment in unit.trainable:
-            states = _agree_on_states(engine, update, segment)
+            states = _agree_on_states(engine.sharded, update, segment)
             for slot, place in enumerate(segment.spec.slots):
                 for name, value in states[slot].items():
                     if isinstance(value, PerElement):
                         shard = update.state_shard(segment, name, value.dtype)
-                        flat = _whole(engine, segment, shard, engine.layout.master.over)
+                        flat = _whole(engine.sharded, segment, shard, engine.layout.master.over)
                         value = flat[place.offset : place.offset + place.numel].clone()
                     found[place.name, name] = value
     return found

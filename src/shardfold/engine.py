@@ -437,6 +437,7 @@ class Engine:
         Tied names have one tensor. ``frozen="skip"`` leaves out what the optimizer does not have.
         """
         self._gate.meet(f"engine.state_dict(frozen={frozen!r})", follow=True)
+        self._gate.secure()
         return state_dict(self.sharded, frozen)
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:

@@ -275,7 +275,7 @@ class _Parameters:
             if not unit.pins and unit.pinned_here:
                 unit.pinned_here = False
                 if unit.life is Life.GATHERED and not unit.closed:  # an engine that is closed gathers nothing again
-                    unit.release()
+                    unit.release(keep=False)
 
 
 def _pin(model: ShardedModel, units: Sequence[Unit], what: str) -> None:

@@ -37,6 +37,8 @@ class Handlers:
     Attributes:
         detours: names of units gathered on demand (no operation of the program frees them), or that were still in use
             where the program frees them: freed at the end of the pass or of their forward.
+        repeated: names of units that a pass gathers more than once: what is read of them is what is in the flat, which
+            a forward may have written into meanwhile.
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
         scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
@@ -61,6 +63,7 @@ class Handlers:
             optimizer.connect(RankLink(layout.master.over, comm))
         self.norms = Norms(clip, layout.master.over, comm, self.trainable)
         self.detours: set[str] = set()
+        self.repeated: set[str] = set()
         self.backward_follows = True
         self.scale, self.loss_scale = scale, loss_scale
         self.lifted = 1.0
@@ -148,7 +151,7 @@ class Handlers:
                     else:
                         segment.fill_own_range()
         for segment in unit.segments:
-            lasting = segment.rest if not held and segment.split else None
+            lasting = segment.rest if not held and segment.split and unit.name not in self.repeated else None
             self.comm.collective(op, segment.flat, pending=unit.filling, lasting=lasting)
         if again:
             drain(unit.filling, self.comm.agreement.wait)

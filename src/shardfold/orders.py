@@ -7,6 +7,7 @@ pass that asked before each unit (see ``runs``).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,10 @@ def mode_of(section: str) -> str:
 def _kind(section: str) -> str:
     """The section as handlers know it."""
     return "forward" if section in ("train", "eval") else section
+
+
+def _repeated(order: Sequence[str]) -> set[str]:
+    return {name for name, count in Counter(order).items() if count > 1}
 
 
 class Orders:
@@ -89,6 +94,7 @@ class Orders:
         back = self._with_missing(self.found["backward"], train[::-1])
         evaluation = self._with_missing(self.found["eval"], train)
         shape = partial(passes.apply, schedule=self._timing, late=frozenset(self.late))
+        self._handlers.repeated = {name for order in (train, back, evaluation) for name in _repeated(order)}
         self.program: Program = shape(lower(forward=train, backward=back))
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
             name: lower().section("forward" if name in ("train", "eval") else name) for name in SECTIONS

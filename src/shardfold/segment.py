@@ -15,6 +15,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +25,8 @@ from shardfold.layout import ITEMSIZE, ROLES, Layout, Mesh
 from shardfold.shards import SegmentSpec, shard_range
 from shardfold.stores.device import DeviceStore
 from shardfold.torch_internals import storage_key
+
+_version = attrgetter("_version")
 
 __all__ = ["TORCH_DTYPES", "Segment", "dtype_name", "rest_itemsize"]
 
@@ -63,6 +68,8 @@ class Segment:
         self.master_range = shard_range(spec.length, layout.master.over, mesh, coords)
         self.flat = store.empty(spec.length, self.dtype)
         self.gaps = _gaps(spec)
+        self._filled = [i for i, slot in enumerate(spec.slots) if slot.numel]
+        self._byte_offsets = [spec.slots[i].offset * self.flat.itemsize for i in self._filled]
         self._places = [(s.shape, torch.empty(s.shape, device="meta").stride(), s.offset) for s in spec.slots]
         ranges = sorted(
             [(s.offset, s.offset + s.numel, 0, i) for i, s in enumerate(spec.slots)]
@@ -89,6 +96,40 @@ class Segment:
         """Views of a flat of this segment's length, one per parameter, with its shape."""
         start = flat.storage_offset()
         return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in self._places]
+
+    def view_of(self, slot: int) -> Tensor:
+        """The flat's view of one parameter, with its shape."""
+        shape, strides, offset = self._places[slot]
+        return self.flat.as_strided(shape, strides, self.flat.storage_offset() + offset)
+
+    def versions(self) -> list[int]:
+        """Of each parameter: changes when its values are written in place."""
+        return list(map(_version, self.parameters))
+
+    def written(self, found: Sequence[int]) -> list[int]:
+        """Slots of the parameters that were written since these versions were found, or that lie elsewhere now."""
+        versions, start = self.versions(), self.flat.data_ptr()
+        there = [start + offset for offset in self._byte_offsets]
+        pointers = [self.parameters[slot].data_ptr() for slot in self._filled]
+        if versions == found and pointers == there:
+            return []
+        moved = {slot for slot, at, home in zip(self._filled, pointers, there, strict=True) if at != home}
+        return [i for i, (old, new) in enumerate(zip(found, versions, strict=True)) if old != new or i in moved]
+
+    def unseen_writes(self, written: Sequence[int]) -> str:
+        """The name of a parameter of which this rank's part is another in the flat than at rest; empty: of none."""
+        source = self.rest if self.rest is not None else self.master
+        assert source is not None
+        start, stop = self.rest_range
+        if torch.equal(self.flat[start:stop], source.to(self.dtype)):
+            return ""
+        for slot, spec in enumerate(self.spec.slots):
+            piece, part = self._overlap(slot, self.rest_range)
+            if slot not in written and not torch.equal(
+                self.view_of(slot).reshape(-1)[part], source[piece].to(self.dtype)
+            ):
+                return spec.name
+        return ""
 
     def parts_of(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """As :meth:`views_of`, and the ranges of padding; made in one call, because each by itself costs as much as

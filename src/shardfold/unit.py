@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import nn
@@ -79,7 +78,7 @@ class Unit:
         self.running = 0  # forwards of its modules that are under way
         self.aside = False  # a backward reached it by another way than its outputs
         self.filling: list[Pending] = []
-        self._lending: list[Callable[[], None]] = []  # to wait until the others have read what they need of this rank
+        self._lending: list[tuple[Pending, Waiter]] = []  # of which others may still read what this rank gave
         self.gradients = Gradients(self.trainable, store)
         self.shown = ShownGradients(self.gradients)
         self.replaced = False  # the model changed, and its parameters are other units' now
@@ -88,6 +87,7 @@ class Unit:
         self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
         self.hollow = False  # reading the data of a parameter that is freed gives no elements instead of raising
         self._touch = _Touch(self)
+        self._found: list[list[int]] = []  # versions of the parameters that are split, when the unit was gathered
 
     def storages(self) -> set[int]:
         """What identifies the memory of the flats."""
@@ -117,18 +117,26 @@ class Unit:
         self._expect(Life.GATHERING)
         for pending in self.filling:
             pending.arrive(waiter)
-        self._lending, self.filling = [partial(pending.wait, waiter) for pending in self.filling], []
+        self._lending, self.filling = [(pending, waiter) for pending in self.filling], []
         self.open()
+        self._found = [segment.versions() for segment in self.segments if segment.split]
         self.life = Life.GATHERED
 
     def settle(self) -> None:
-        """Waits until no other rank reads from this one what the last gather gave."""
+        """Waits until no other rank reads the flat, from which the last gather gave."""
         while self._lending:
-            self._lending.pop()()
+            pending, waiter = self._lending.pop()
+            pending.wait(waiter)
 
-    def release(self) -> None:
-        """GATHERED -> RESTING: the parameters are sealed and the flat's memory is given back."""
+    def release(self, *, keep: bool = True) -> None:
+        """GATHERED -> RESTING: the parameters are sealed and the flat's memory is given back.
+
+        ``keep``: what the model wrote into its parameters since the gather stays, as this rank's part of it.
+        """
         self._expect(Life.GATHERED)
+        if keep and self._found:
+            self._keep_written()
+        self._found = []
         self.settle()
         for segment in self.segments:
             if segment.split:
@@ -139,6 +147,37 @@ class Unit:
                 torch.autograd.graph.increment_version(segment.parameters)
                 self._store.take_back(segment.flat)
         self.life = Life.RESTING
+
+    def _keep_written(self) -> None:
+        """[Note: weights written in forward] Under DDP each rank writes into its own copy. Here each keeps its part of
+        what it wrote, before the flat goes: the same wherever ranks write the same. The others have read what they need
+        of this rank by then, and read a unit that runs twice in a pass from its flat (``Handlers.repeated``).
+
+        Raises:
+            UsageError: ``parameter.data = x`` with another shape, dtype or device.
+        """
+        split = (segment for segment in self.segments if segment.split)
+        for segment, found in zip(split, self._found, strict=True):
+            written = segment.written(found)
+            for pending, waiter in self._lending if written else ():  # others may read the shard that is written now
+                pending.settle(waiter)
+            for slot in written:
+                parameter, view = segment.parameters[slot], segment.view_of(slot)
+                if parameter.data_ptr() != view.data_ptr():
+                    if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
+                        raise UsageError(
+                            f"{segment.spec.slots[slot].name!r} got .data of another shape, dtype or device inside of "
+                            "the model's forward or backward: change it between steps."
+                        )
+                    with torch.no_grad():
+                        view.copy_(parameter.detach())
+                    parameter.data = view
+                segment.take(slot, view, exact=False)
+            if self._store.debug and (unseen := segment.unseen_writes(written)):
+                raise UsageError(
+                    f"{unseen!r} was written by way of .data inside of the model's forward or backward, which leaves "
+                    "no trace and would be lost: write into the parameter itself, under torch.no_grad()."
+                )
 
     def _expect(self, life: Life) -> None:
         if self.life is not life:

@@ -106,6 +106,7 @@ class Average:
             raise UsageError("average.applied(): this average was closed.")
         refuse_during(model.loans, "average.applied()")
         model.gate.meet("average.applied()", follow=True)
+        model.gate.secure()
         kept: list[tuple[Tensor, Tensor]] = []
         loan = Loan("average.applied()")
         model.loans.append(loan)
@@ -126,6 +127,7 @@ class Average:
         """
         model = self._model
         model.gate.meet("average.state_dict()", follow=True)
+        model.gate.secure()
         over, rest_over = model.layout.master.over, model.layout.rest.over
         shards = [(segment, shard, over) for segment, shard in zip(self._segments, self._shards, strict=True)]
         for unit in model.units:

@@ -48,6 +48,10 @@ class Pending:
         """Returns when the result may be read; what this rank gave may still be needed until :meth:`wait`."""
         self.wait(waiter)
 
+    def settle(self, waiter: Waiter) -> None:
+        """Returns when no other rank needs what this one gave."""
+        self.wait(waiter)
+
     def wait(self, waiter: Waiter) -> None:
         for work in self._works:
             waiter(work)

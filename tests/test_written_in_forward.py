@@ -1,0 +1,189 @@
+"""Weights that the model writes into inside of its own forward: what trains under DDP trains here, with the same numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardfold as sf
+from shardfold.testing import Ranks
+
+LAYOUTS = ("ddp", "zero2", "zero3", "fsdp2", "hsdp", "hpz")
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+STEPS = 3
+
+
+class _Clamped(nn.Module):
+    """Keeps a weight small in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.last.weight.clamp_(-0.2, 0.2)
+        return self.last(torch.tanh(self.first(x)))
+
+
+class _Momentum(_Clamped):
+    """A frozen copy of the first layer follows it (the key encoder of MoCo)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for key, query in zip(self.keys.parameters(), self.first.parameters(), strict=True):
+                key.mul_(0.5).add_(query, alpha=0.5)
+        return self.last(torch.tanh(self.first(x)) + self.keys(x))
+
+
+class _Given(_Momentum):
+    """The same by ``parameter.data = x``, also of what is trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for key, query in zip(self.keys.parameters(), self.first.parameters(), strict=True):
+            key.data = key.data * 0.5 + query.data * 0.5
+        self.last.weight.data = self.last.weight.data.clamp(-0.2, 0.2)
+        return self.last(torch.tanh(self.first(x)) + self.keys(x))
+
+
+class _Twice(_Clamped):
+    """A block runs twice in a forward, and writes each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            with torch.no_grad():
+                self.first.bias.add_(0.125)
+            x = torch.tanh(self.first(x.detach()))
+            x = x + self.last(x).sum()
+        return x
+
+
+MODELS: dict[str, Any] = {"clamped": _Clamped, "momentum": _Momentum, "given": _Given, "twice": _Twice}
+
+
+def _trained(kind: str, layout: str, precision: str = "fp32") -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights; the layout ``torch`` is DDP itself."""
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    rank = torch.distributed.get_rank()
+    data = torch.randn(STEPS, 2, 4, 6, generator=torch.Generator().manual_seed(1))[:, rank]
+    losses: list[float] = []
+    if layout == "torch":
+        wrapped, optimizer = DistributedDataParallel(model), ADAMW(model.parameters())
+        for x in data:
+            loss = wrapped(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+    mesh = {"inter": 2, "intra": 1} if layout == "hsdp" else None
+    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, precision=precision, mesh=mesh, units=["first", "last"])
+    for x in data:
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    state = engine.state_dict()
+    engine.close()
+    return losses, state
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_forward_writes_into_weights_stays(ranks: Ranks, kind: str, layout: str) -> None:
+    """Losses and weights are DDP's."""
+    plain = ranks.run(_trained, kind, "torch", world_size=2)
+    ours = ranks.run(_trained, kind, layout, world_size=2)
+    for (losses, state), (expected, weights) in zip(ours, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+def _written_in_16_bit(layout: str) -> list[float]:
+    losses, state = _trained("clamped", layout, "bf16")
+    _, before = _trained("momentum", layout, "bf16")
+    return [*losses, float(state["last.weight"].abs().max()), float(before["keys.weight"].sum())]
+
+
+@pytest.mark.parametrize("layout", ("zero3", "hpz"))
+def test_a_finer_master_follows(ranks: Ranks, layout: str) -> None:
+    """Under bf16, where the master has more digits than what forward writes into, a split layout does as ``ddp`` does."""
+    expected = ranks.run(_written_in_16_bit, "ddp", world_size=2)
+    for mine, theirs in zip(ranks.run(_written_in_16_bit, layout, world_size=2), expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=2**-6)  # a few roundings of bf16, which sums in another order
+
+
+def _saved(folder: str, layout: str) -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = _Given()
+    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.0), layout=layout)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 6)).sum())
+        engine.step()
+    engine.save(Path(folder) / layout, wait=True)
+    with engine.gathered("keys.weight") as weight:
+        seen = float(weight.sum())
+    engine.close()
+    return seen, float(sf.load_model(Path(folder) / layout, _Given()).keys.weight.sum())
+
+
+@pytest.mark.parametrize("layout", ("ddp", "zero3", "hpz"))
+def test_what_forward_gives_to_a_weight_is_saved(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    """A checkpoint has what ``parameter.data = x`` put there in forward."""
+    for seen, saved in ranks.run(_saved, str(tmp_path), layout, world_size=2):
+        assert saved == pytest.approx(seen, rel=1e-6)
+
+
+class _Unseen(_Clamped):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.weight.data.mul_(0.5)
+        return self.last(self.first(x))
+
+
+def _debugged() -> str:
+    torch.manual_seed(0)
+    engine = sf.Engine(_Unseen(), optimizer=ADAMW, layout="zero3", debug=True, units=["first", "last"])
+    try:
+        engine(torch.ones(2, 6))
+    except sf.ShardfoldError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing"
+
+
+def test_debug_finds_writes_that_leave_no_trace(ranks: Ranks) -> None:
+    """``weight.data.mul_()`` changes no version: with ``debug=True`` a rank that has a part of the weight names it."""
+    said = ranks.run(_debugged, world_size=2)
+    assert any(text.startswith("'last.weight' was written by way of .data inside of the model's") for text in said)
+    assert "nothing" not in said
+
+
+def _state_after_a_write(layout: str, precision: str) -> list[float]:
+    engine = sf.Engine(nn.Linear(4, 4), optimizer=ADAMW, layout=layout, precision=precision)
+    engine.module.load_state_dict({"weight": torch.full((4, 4), 7.0), "bias": torch.zeros(4)})
+    loaded = float(engine.state_dict()["weight"][0, 0])
+    with torch.no_grad():
+        engine.module.weight.fill_(3.0)  # pyright: ignore
+    written = float(engine.state_dict()["weight"][0, 0])
+    engine.close()
+    return [loaded, written]
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
+@pytest.mark.parametrize("layout", ("ddp", "zero1", "zero2"))
+def test_a_state_dict_has_what_was_written_before_it(ranks: Ranks, layout: str, precision: str) -> None:
+    """Also beside a finer master, with no forward between."""
+    assert ranks.run(_state_after_a_write, layout, precision, world_size=2) == [[7.0, 3.0]] * 2
