@@ -96,6 +96,7 @@ class Runner:
         self.hints = True
         self._by_hand: list[tuple[int, str, str]] = []  # behind which backward users did what to gradients
         self.buffers = Buffers(model, mesh, agreement)
+        agreement.take_part = self._take_part
         self._evaluated = False  # since the last step
         self._delivered = False  # whether this backward gave gradients
         self._asked_backward = False  # whether a backward of this step was an asked run
@@ -265,6 +266,15 @@ class Runner:
                 self._help_on(SECTIONS[met.more])
             else:
                 self._help_evaluate(met.flags)
+
+    def _take_part(self) -> bool:
+        """This rank waits in another engine, and a rank needs more of a pass that this one has ended here."""
+        if self.under_way:
+            return False
+        met = self.agreement.meet("another engine's turn", evaluated=self._evaluated)
+        if met.more is not None:
+            self._help_on(SECTIONS[met.more])
+        return True
 
     def _help_on(self, section: str) -> None:
         """Takes part in what other ranks still need of the pass that this rank has ended."""
