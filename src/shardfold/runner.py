@@ -592,6 +592,11 @@ class Runner:
         if len(seen) == unit.num_trainable and self._run is not None and unit.name not in self.roots:
             self._run.complete(unit)
 
+    def gradient_dropped(self) -> None:
+        """A gradient came, and a hook of the user's took it away: the backward counts as a micro-batch all the same."""
+        if not self._delivered:
+            self._deliver_first()
+
     def _deliver_first(self) -> None:
         """The first gradient of a backward."""
         if not self.scaled and self.actions.lifted != 1.0:
