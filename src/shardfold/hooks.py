@@ -8,7 +8,7 @@ its gradient, when a pass begins and ends. What follows from an event is the eng
     backward of the model            begin_backward  (gradient of an output of the model, or of any unit, arrives)
     backward of a unit's module        enter_backward(unit)  (gradient of one of its outputs arrives)
     backward by another way            enter_aside(unit)     (a weight it saved is needed; see ``remembers``)
-    gradient of a parameter            gradient(unit, place, grad)    (gradient_dropped, if a hook of the user's took it)
+    gradient of a parameter            gradient(unit, place, grad)   (gradient_dropped, if a user's hook took it)
     end of the outermost backward    end_backward
 """
 
