@@ -302,3 +302,37 @@ def test_ctrl_c_ends_at_a_step_with_all_outputs(tmp_path: Path, procs: str):
     assert summary["interrupted"] and 1 <= summary["steps"] < 1000000
     assert summary["steps"] == len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert "Stopping after step" in out and "Bits per byte" in out
+
+
+OUT_OF_TIME = """
+from shardfold.entry import main
+from shardfold.recipes import lm
+
+lm.GRACE_AFTER_SIGTERM = 0.1
+say = lm.Progress.note
+
+def stay(self, text):  # where the run says that it stops, it hangs
+    say(self, text)
+    while "Stopping" in text:
+        pass
+
+lm.Progress.note = stay
+main()
+"""
+
+
+def test_one_process_that_is_not_done_in_time_after_sigterm_says_so(tmp_path: Path):
+    """The end is a sentence and SIGTERM's status, as where a launcher counts the time, and not SIGALRM's."""
+    arguments = [sys.executable, "-c", OUT_OF_TIME, *command(tmp_path, "--steps", "1000000", "--procs", "1")[3:]]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 1/"):
+                break
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert said == "Error: the run did not end within 0.1 s of SIGTERM and was killed.\n"

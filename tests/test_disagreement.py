@@ -389,3 +389,26 @@ def test_a_barrier_in_a_finally_is_met_and_hides_no_error(ranks: Ranks) -> None:
     """A rank that gave up and waits there for the others is not taken for one that is stuck: they raise, and come."""
     for said, met in ranks.run(_finally, 8.0, world_size=2):
         assert "did not finish within 2 s" in said and met
+
+
+def _closes(folder: str) -> str:
+    """Rank 0 gives up and closes its engine; rank 1 comes only when that is done."""
+    engine, closed = _engine(limit=2.0), Path(folder) / "closed"
+    while engine.rank == 1 and not closed.exists():
+        time.sleep(0.05)
+    try:
+        engine.mean(1.0)
+    except ShardfoldError as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "nothing raised"
+    engine.close()
+    closed.touch()
+    return said
+
+
+def test_a_rank_that_gave_up_closes_its_engine_without_waiting(ranks: Ranks, tmp_path: Path) -> None:
+    """The late rank raises with what the first one gave up with, though its engine is gone."""
+    first, second = ranks.run(_closes, str(tmp_path), world_size=2, timeout=60)
+    assert first.startswith("CollectiveError: ") and "did not finish within 2 s" in first
+    assert second == first.replace("CollectiveError", "OrderError", 1)

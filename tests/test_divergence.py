@@ -99,3 +99,56 @@ def test_ranks_that_use_different_parts_end_with_ddps_parameters(ranks: Ranks, c
     for optimizer, equal, accumulate in (("AdamW", True, 1), ("AdamW", False, 2), ("SGD", False, 1)):
         answers = ranks.run(_compare, layout, choice, optimizer, equal, accumulate, world_size=world)
         assert max(answers) < 1e-6, (optimizer, equal, accumulate, answers)
+
+
+def _average(model: nn.Module) -> None:
+    """What DDP does: the mean over ranks, in which what a rank did not use counts as zeros."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+def _turns(layout: str) -> float:
+    """Behind the second step rank 0's backward goes through the experts in another order; then it is the other
+    engine's turn, before the first one's next."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = {"inter": 1, "intra": world} if layout in ("hsdp", "hpz") else None
+    models, engines = [], []
+    for seed in (0, 1):
+        for made in (models, engines):
+            torch.manual_seed(seed)
+            made.append(Experts((8, 5, 16, 3)))
+        engines[seed] = sf.Engine(
+            engines[seed], optimizer=OPTIMIZERS["SGD"], layout=layout, mesh=mesh, units=["experts.*"]
+        )
+    updates = [OPTIMIZERS["SGD"](model.parameters()) for model in models]
+    for step in range(4):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+        for calls in (models, engines):
+            for call in calls:
+                loss = call(x, [0, 1, 2, 3]).square().mean()
+                if step >= 2:
+                    loss = loss + call(x, [0 if rank == 0 else 3]).square().mean()
+                loss.backward()
+        for engine in engines:
+            engine.step()
+        for model, update in zip(models, updates, strict=True):
+            _average(model)
+            update.step()
+            update.zero_grad()
+    worst = 0.0
+    for model, engine in zip(models, engines, strict=True):
+        state = engine.state_dict()
+        worst = max(worst, *((state[k] - v).abs().max().item() for k, v in model.state_dict().items()))
+        engine.close()
+    return worst
+
+
+@pytest.mark.parametrize(("layout", "world"), [("hpz", 2), ("zero3", 3)])
+def test_a_rank_gets_more_of_a_backward_while_the_others_are_at_another_engine(
+    ranks: Ranks, layout: str, world: int
+) -> None:
+    """A pass in which one rank needs a unit that the order has passed ends as in plain PyTorch, also where the other
+    ranks, which had ended it, wait at another engine's next pass."""
+    assert max(ranks.run(_turns, layout, world_size=world)) < 1e-6

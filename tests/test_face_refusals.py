@@ -67,6 +67,28 @@ def _refuse(who: tuple[int, ...]) -> dict[str, str]:
     return said
 
 
+def _refuse_data(who: tuple[int, ...]) -> str:
+    """What this rank is told where the ranks of ``who`` have a dataset that is none, and the others have one."""
+    comm.init_distributed()
+    given: Any = 3 if comm.get_rank() in who else torch.utils.data.TensorDataset(torch.ones(4, 4))
+    with pytest.raises(ConfigError) as refused:
+        deepspeed.initialize(model=build(), config=config(3, optimizer=SGD), training_data=given)
+    engine = deepspeed.initialize(model=build(), config=config(3, optimizer=SGD))[0]
+    engine.backward(loss_of(engine, batch(0, 0, engine.global_rank)))
+    engine.step()
+    engine.destroy()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("who", [(0, 1), (0,), (1,)])
+def test_no_rank_waits_for_one_that_refused_its_training_data(who: tuple[int, ...], ranks: Ranks) -> None:
+    """The others raise with its words, and all go on with what they make next."""
+    told = ranks.run(_refuse_data, who, world_size=2, timeout=120)
+    for rank, said in enumerate(told):
+        assert "training_data=...) was given a int" in said, said
+        assert ("was refused on rank" in said) == (rank not in who), said
+
+
 @pytest.mark.parametrize("who", [(0, 1), (0,), (1,)])
 def test_no_rank_waits_for_one_that_refused_its_config(who: tuple[int, ...], ranks: Ranks) -> None:
     """Every refused config, on both ranks or on one of them: both end with the sentence, and then train together."""

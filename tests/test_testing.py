@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -273,6 +274,25 @@ def test_a_worker_killed_between_calls_is_replaced():
         victim = pool.run(surroundings)[0]["pid"]
         os.kill(victim, signal.SIGKILL)
         psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p.pid == victim], timeout=10)
+        assert pool.run(rank_sum) == [3.0, 3.0]
+
+
+def test_a_killed_worker_is_missed_before_the_fork_server_has_said_so():
+    """A pool learns of a worker's end from its pipe: the fork server, which reaps it, may be late to tell."""
+    with Ranks(2) as pool:
+        victim = psutil.Process(pool.run(surroundings)[0]["pid"])
+        server = victim.parent()
+        assert server is not None
+        server.suspend()
+        try:
+            victim.kill()
+            deadline = time.monotonic() + 30
+            while victim.pid in pool.pids and time.monotonic() < deadline:
+                time.sleep(0.01)  # its threads end
+            seen = victim.status(), victim.pid in pool.pids
+        finally:
+            server.resume()
+        assert seen == (psutil.STATUS_ZOMBIE, False)
         assert pool.run(rank_sum) == [3.0, 3.0]
 
 

@@ -169,3 +169,41 @@ def _removed(layout: str) -> list[int]:
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_closing_an_engine_takes_off_its_own_hooks_only(ranks: Ranks, layout: str) -> None:
     assert ranks.run(_removed, layout, world_size=2) == [[1, 2, 2, 2]] * 2
+
+
+def _drop(layout: str) -> tuple[list[bool], float]:
+    """Four micro-batches, of which hooks drop all gradients of the first: which calls of ``step`` updated, and how far
+    the weights are from plain PyTorch's."""
+    made, batches = [], torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)))
+    plain, model = made
+    dropping = [True]
+
+    def drop(parameter: Tensor) -> None:
+        if dropping[0]:
+            parameter.grad = None
+
+    for parameter in [*plain.parameters(), *model.parameters()]:
+        parameter.register_post_accumulate_grad_hook(drop)
+    update, engine = SGD(plain.parameters()), sf.Engine(model, optimizer=SGD, layout=layout, accumulate=2)
+    updated = []
+    for micro, x in enumerate(batches):
+        dropping[0] = micro == 0
+        (plain(x).square().mean() / 2).backward()
+        if micro % 2:
+            update.step()
+            update.zero_grad()
+        engine.backward(engine(x).square().mean())
+        updated.append(engine.step().updated)
+    state = engine.state_dict()
+    engine.close()
+    return updated, max((state[k] - v).abs().max().item() for k, v in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
+def test_a_backward_whose_gradients_hooks_drop_is_a_micro_batch(ranks: Ranks, layout: str) -> None:
+    """The step comes where it comes in plain PyTorch, with the gradients of the other micro-batch."""
+    for updated, difference in ranks.run(_drop, layout, world_size=2):
+        assert updated == [False, True, False, True] and difference < 1e-6

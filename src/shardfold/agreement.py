@@ -9,6 +9,9 @@ number, and ranks can only disagree at two places, each of which asks before it 
                helped by the others; else all raise, each naming what every rank asked for.
     ask        while the order of units is not known: a small reduction tells who needs which unit next.
 
+A rank that waits for a meeting of one engine while another rank needs more of a pass of a second engine takes part in
+that when it sees so, and goes on waiting.
+
 What cannot be asked (a collective of the user's own in the middle, a rank that left) shows as ranks that do not move:
 see ``watch``. Waiting is done in slices; after each, a rank reads whether somebody gave up and what the others do.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
@@ -78,6 +81,8 @@ class Agreement:
         self.waited = 0.0  # seconds that the host waited for collectives
         self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=8)
         self._detail = ""  # what the last of them is for on this rank
+        self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
+        self.take_part: Callable[[], bool] = lambda: False  # see Watched
         self._dead: str | None = None  # the sentence with which this engine was given up
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
@@ -111,7 +116,7 @@ class Agreement:
             )
         self.sequence += 1
         self._log.append((self.sequence, what))
-        self._detail = detail
+        self._detail, self._needs_help = detail, False
 
     # -- asking before acting
 
@@ -170,6 +175,7 @@ class Agreement:
         tensor = torch.zeros(BITS + self.places, dtype=torch.uint8)
         tensor[: len(values)] = torch.tensor(values, dtype=torch.uint8)
         self.issue("a message", f"the meeting before {what}" if kind[MEETS] else f"a round of asking for {what}")
+        self._needs_help = bool(kind[MORE])
         self.wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._mesh.control, async_op=True), control=True)
         self.control_bytes += tensor.nbytes
         return tensor.tolist()
@@ -269,7 +275,9 @@ class Agreement:
             if not published:
                 self._publish(self.doing)
                 published = True
-            self._look(begun)
+            published = not self._help_elsewhere()
+            if published:
+                self._look(begun)
         if published and self._watch is not None:
             self._watch.clear()
             self._watch.waiting = False
@@ -295,9 +303,23 @@ class Agreement:
         assert self._watch is not None
         self._watch.waiting = True
         log = [(number, str(entry)) for number, entry in self._log]
-        self._watch.publish("wait", what, engine=self._mesh.name, log=log)
+        self._watch.publish("wait", what, engine=self._mesh.name, log=log, needs_help=self._needs_help)
         self._unmoved: tuple[Any, float] = (None, 0.0)
         self._warned = False
+
+    def _help_elsewhere(self) -> bool:
+        """Whether another rank needed more of a pass of another engine, and got it.
+
+        That rank comes to where this one waits only when it has it, and this one would come to that engine's next
+        meeting only behind it.
+        """
+        assert self._watch is not None
+        for entry in self._watch.read().values():
+            if entry.engine != self._mesh.name and self._watch.help(entry):
+                self._watch.clear()
+                self._watch.waiting = False
+                return True
+        return False
 
     def _look(self, begun: float) -> None:
         """After a slice in vain: raises if waiting on makes no sense."""

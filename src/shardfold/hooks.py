@@ -8,7 +8,7 @@ its gradient, when a pass begins and ends. What follows from an event is the eng
     backward of the model            begin_backward  (gradient of an output of the model, or of any unit, arrives)
     backward of a unit's module        enter_backward(unit)  (gradient of one of its outputs arrives)
     backward by another way            enter_aside(unit)     (a weight it saved is needed; see ``remembers``)
-    gradient of a parameter            gradient(unit, place, grad)
+    gradient of a parameter            gradient(unit, place, grad)   (gradient_dropped, if a user's hook took it)
     end of the outermost backward    end_backward
 """
 
@@ -59,6 +59,7 @@ class Listener(Protocol):
     def enter_backward(self, unit: Unit) -> None: ...
     def enter_aside(self, unit: Unit) -> None: ...
     def gradient(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None: ...
+    def gradient_dropped(self) -> None: ...
     def end_backward(self) -> None: ...
 
 
@@ -454,13 +455,14 @@ class Hooks:
     def _on_gradient(
         self, parameter: nn.Parameter, unit: Unit, segment: int, slot: int
     ) -> Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], None]:
-        deliver, place = self._listener.gradient, (segment, slot)
+        deliver, dropped, place = self._listener.gradient, self._listener.gradient_dropped, (segment, slot)
 
         def hook(_: Sequence[Tensor | None], arrived: Sequence[Tensor | None]) -> None:
             if arrived[0] is None:  # a node above had no gradient to give
                 return
             grad, parameter.grad = parameter.grad, None
             if grad is None:  # a hook of the user's has dropped it
+                dropped()
                 return
             if not modes_are_on():  # asked here: to enter and leave nothing costs as much as to copy a small gradient
                 deliver(unit, place, grad)

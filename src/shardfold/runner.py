@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -69,6 +70,8 @@ class Runner:
         self.last: bool | None = None
         self.synchronize = True
         self.scaled = False
+        take_part = WeakMethod(self._take_part)  # the agreement must not keep the engine
+        self.agreement.take_part = lambda: (take := take_part()) is not None and take()
         self._evaluated = False  # since the last step
         self._delivered = False  # whether this backward gave gradients
         self._asked_backward = False  # whether a backward of this step was an asked run
@@ -172,6 +175,15 @@ class Runner:
                 self._help_on(SECTIONS[met.more])
             else:
                 self._help_evaluate(met.flags)
+
+    def _take_part(self) -> bool:
+        """This rank waits in another engine, and a rank needs more of a pass that this one has ended here."""
+        if self.under_way:
+            return False
+        met = self.agreement.meet("another engine's turn", evaluated=self._evaluated)
+        if met.more is not None:
+            self._help_on(SECTIONS[met.more])
+        return True
 
     def _help_on(self, section: str) -> None:
         """Takes part in what other ranks still need of the pass that this rank has ended."""
@@ -422,6 +434,11 @@ class Runner:
         gradients.seen.add(place)
         if len(gradients.seen) == gradients.count and self._run is not None and unit.name not in self.roots:
             self._run.complete(unit)
+
+    def gradient_dropped(self) -> None:
+        """A gradient came, and a hook of the user's took it away: the backward counts as a micro-batch all the same."""
+        if not self._delivered:
+            self._deliver_first()
 
     def _deliver_first(self) -> None:
         """The first gradient of a backward."""

@@ -51,6 +51,7 @@ class Whereabouts:
         issued: collectives issued so far, by engine.
         log: the last of them, ``[number, text]``, of that engine.
         nonce: differs from one publication to the next.
+        needs_help: whether it waits for the others to take part in what it still needs of a pass.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Whereabouts:
     issued: dict[str, int] = field(default_factory=dict)
     log: list[tuple[int, str]] = field(default_factory=list)
     nonce: int = 0
+    needs_help: bool = False
 
     @property
     def blocked(self) -> bool:
@@ -69,6 +71,10 @@ class Watched(Protocol):
     """What is asked of an engine."""
 
     sequence: int  # collectives issued so far
+
+    def take_part(self) -> bool:
+        """Takes part in what another rank still needs of a pass; False if this rank is in one itself."""
+        ...
 
     @property
     def gave_up(self) -> bool:
@@ -136,14 +142,31 @@ class Watch:
         """How many collectives each engine of this process has issued."""
         return {name: watched.sequence for name, watched in self._present()}
 
+    def help(self, entry: Whereabouts) -> bool:
+        """Takes part in what the rank that published ``entry`` still needs of a pass, if this one has not yet."""
+        watched = dict(self._present()).get(entry.engine)
+        if not entry.needs_help or watched is None or watched.gave_up or not entry.log:
+            return False
+        if watched.sequence + 1 != max(number for number, _ in entry.log):  # of a meeting that this rank has been at
+            return False
+        return watched.take_part()
+
     def _present(self) -> list[tuple[str, Watched]]:
         return [(name, watched) for name, ref in list(self._engines.items()) if (watched := ref()) is not None]
 
-    def publish(self, kind: str, what: str, *, engine: str = "", log: list[tuple[int, str]] | None = None) -> None:
+    def publish(
+        self,
+        kind: str,
+        what: str,
+        *,
+        engine: str = "",
+        log: list[tuple[int, str]] | None = None,
+        needs_help: bool = False,
+    ) -> None:
         """Says where this rank is; stays until :meth:`clear`."""
         with self._lock:
             self._nonce += 1
-            entry = Whereabouts(kind, what, engine, self.issued(), log or [], self._nonce)
+            entry = Whereabouts(kind, what, engine, self.issued(), log or [], self._nonce, needs_help)
             self._store.set(self._keys[self.rank], json.dumps(asdict(entry)))
             self._said = kind
 

@@ -12,9 +12,10 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -50,6 +51,7 @@ LN2 = math.log(2)
 EVAL_BATCH = 16  # windows that go through the model at once
 HASTY_WINDOWS = 32  # windows read by the evaluation after an interruption
 HASTY_SAMPLE = 64  # bytes of text generated then, at most
+LAST_WORDS = 5  # seconds to say that the time after SIGTERM is over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,8 @@ class Result:
 class StopSignal:
     """Notes the first SIGINT or SIGTERM, so that the run can end at a step; the second ends the process at once.
 
-    After SIGTERM the process has a limited time: SIGALRM then ends it, in whatever it is.
+    After SIGTERM the process has a limited time, up to :meth:`release`: a thread then says so and ends it with status
+    143, in whatever it is; if what it writes to does not take the sentence, SIGALRM ends it.
     """
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -82,6 +85,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.received = False
         self.then = "a second Ctrl-C ends at once"
+        self._timer: threading.Timer | None = None
 
     def __enter__(self) -> StopSignal:
         self._before = {number: signal.signal(number, self._note) for number in self.NUMBERS}
@@ -98,9 +102,26 @@ class StopSignal:
         if number == signal.SIGTERM:
             self.then = f"what is not done {GRACE_AFTER_SIGTERM:g} seconds after SIGTERM is left out"
             if not is_rank():  # a launcher counts the time of its ranks itself
-                signal.alarm(round(GRACE_AFTER_SIGTERM))
+                self._timer = threading.Timer(GRACE_AFTER_SIGTERM, self._end)
+                self._timer.daemon = True
+                self._timer.start()
+                signal.alarm(math.ceil(GRACE_AFTER_SIGTERM) + LAST_WORDS)
         for each in self.NUMBERS:
             signal.signal(each, signal.SIG_DFL)
+
+    def release(self) -> None:
+        """The run is complete: its time counts no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            signal.alarm(0)
+
+    @staticmethod
+    def _end() -> None:
+        # Not by print: the main thread may hold the stream's lock.
+        said = f"Error: the run did not end within {GRACE_AFTER_SIGTERM:g} s of SIGTERM and was killed.\n"
+        with suppress(OSError):  # nobody reads it any more
+            os.write(2, said.encode())
+        os._exit(128 + signal.SIGTERM)
 
 
 class Position:
@@ -164,6 +185,7 @@ class Run:
         self.tokens_per_step = self.engine.world_size * config.accumulate * config.micro_batch * self.shape.context
         self.done = self.begun_at = 0
         self.history: list[StepMetrics] = []
+        self.stop = StopSignal()
         self.interrupted = False
 
     @property
@@ -260,7 +282,7 @@ class Run:
     def train(self, progress: Progress, out: Path, writer: MetricsWriter | None) -> None:
         """Step until the end, or until some rank was asked to stop; checkpoints go to `out`."""
         self.began = time.perf_counter()
-        with StopSignal() as stop:
+        with self.stop as stop:
             batches = self.batches()
             while self.done < self.config.steps:
                 metrics = self.step(batches)
@@ -359,7 +381,7 @@ def run_and_report(run: Run, out: Path, writer: MetricsWriter | None, resumed: s
         (out / "sample.txt").write_bytes(sample)
         show(run, out, bits, seconds, sample, said)
     run.engine.close()
-    signal.alarm(0)
+    run.stop.release()
     model, *counted = bits.items()
     return Result(
         steps=run.done,

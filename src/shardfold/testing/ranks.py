@@ -102,6 +102,15 @@ class _Worker:
     def alive(self) -> bool:
         return self.process.is_alive()
 
+    @property
+    def ready(self) -> bool:
+        """Whether it waits for a call; asked between calls, when nothing comes from one that does.
+
+        The end of a process ends its pipe at once; that it is not ``alive`` is known only when the fork server, which
+        may be slow, has reaped it and said so.
+        """
+        return self.alive and not self.conn.poll()
+
     def send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):  # it died meanwhile: whoever waits for its answer finds that
             self.conn.send_bytes(message)
@@ -179,7 +188,7 @@ class Ranks:
     @property
     def pids(self) -> list[int]:
         """The process ids of the workers now alive, by rank."""
-        return [each.pid for each in self._workers if each.alive]
+        return [each.pid for each in self._workers if each.ready]
 
     def run(
         self,
@@ -259,8 +268,8 @@ class Ranks:
         self.close()
 
     def _ready(self, world_size: int) -> list[_Worker]:
-        """The first ``world_size`` workers, alive: those that died between calls are replaced."""
-        for each in [each for each in self._workers if not each.alive]:
+        """The first ``world_size`` workers, ready: those that died between calls are replaced."""
+        for each in [each for each in self._workers if not each.ready]:
             each.kill()
             self._workers.remove(each)
         while len(self._workers) < world_size:

@@ -26,6 +26,7 @@ from shardfold.compat.deepspeed.optimizer import EngineOptimizer, optimizer_clas
 from shardfold.compat.deepspeed.parts import Parts
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.takeover import made_here, take_over
+from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
 from shardfold.engine import Engine
 from shardfold.numerics.clipping import Clip
@@ -100,7 +101,8 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         self.dist_backend = dist.get_backend() if dist.is_initialized() else None
         self.data_parallel_group = dist.group.WORLD if dist.is_initialized() else None
         self._add_parts()
-        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        with together("the training_data of deepspeed.initialize()"):
+            self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         limit = settings.clip_norm or (math.inf if self.zero_compute_grad_norm() else None)  # pyright: ignore
         take_over(model)
         self._core = Engine(
