@@ -40,10 +40,10 @@ def _per_element(factor: int) -> Callable[..., int]:
 ATEN = torch.ops.aten
 ELEMENTS: dict[Any, Callable[..., int]] = {
     **{op: _per_element(1) for op in (ATEN.relu, ATEN.relu_, ATEN.gelu, ATEN.silu, ATEN.silu_, ATEN.leaky_relu,
-                                      ATEN.elu, ATEN._softmax, ATEN.max_pool2d_with_indices, ATEN.max_pool3d_with_indices,
+                                      ATEN.elu, ATEN._softmax, ATEN.max_pool2d_with_indices,
+                                      ATEN.max_pool3d_with_indices,
                                       ATEN.avg_pool2d, ATEN.avg_pool3d, ATEN._adaptive_avg_pool2d,
-                                      ATEN._adaptive_avg_pool3d, ATEN.adaptive_max_pool2d, ATEN.adaptive_max_pool3d,
-                                      ATEN.hardtanh)},
+                                      ATEN._adaptive_avg_pool3d, ATEN.adaptive_max_pool2d, ATEN.adaptive_max_pool3d)},
     **{op: _per_element(5) for op in (ATEN.native_layer_norm, ATEN.native_batch_norm, ATEN.native_group_norm,
                                       ATEN.cudnn_batch_norm, ATEN._fused_rms_norm)},
     ATEN._native_batch_norm_legit_no_training: _per_element(2),
@@ -85,7 +85,9 @@ class FlopsProfiler:
             else:
                 self._handles += [module.register_forward_pre_hook(self._enter),
                                   module.register_forward_hook(self._leave)]  # fmt: skip
-        self._counter = FlopCounterMode(display=False, custom_mapping={**ELEMENTS, **ON_CPU, ATEN.convolution: self._convolution})
+        self._counter = FlopCounterMode(
+            display=False, custom_mapping={**ELEMENTS, **ON_CPU, ATEN.convolution: self._convolution}
+        )
         self._counter.__enter__()
         self.started = True
 
