@@ -132,11 +132,8 @@ def agree(wanted: Any, found: Any, precision: str) -> bool:
         return isinstance(found, list) and len(wanted) == len(found) and all(
             agree(one, other, precision) for one, other in zip(wanted, found, strict=True)
         )  # fmt: skip
-    if (
-        (isinstance(wanted, float)
-        and isinstance(found, (int, float)))
-        or (isinstance(found, float)
-        and isinstance(wanted, int))
+    if (isinstance(wanted, float) and isinstance(found, (int, float))) or (
+        isinstance(found, float) and isinstance(wanted, int)
     ):
         return math.isclose(wanted, found, rel_tol=TOLERANCE[precision], abs_tol=TOLERANCE[precision] / 100)
     return type(wanted) is type(found) and wanted == found

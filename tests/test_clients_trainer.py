@@ -124,7 +124,9 @@ def runs(folder: Path) -> dict[Any, Any]:
 
 
 def test_a_trainer_trains_as_over_ddp(tmp_path: Path) -> None:
-    """Stages 1 to 3 in fp32: losses, norms, evaluation, saved weights and written text of DDP; in bf16, losses and weights.
+    """Stages 1 to 3 in fp32: losses, norms, evaluation, saved weights and written text of DDP.
+
+    In bf16 losses, evaluation and saved weights, up to what bf16 may do.
 
     A run that goes on from a checkpoint ends in the very same weights.
     """
