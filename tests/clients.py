@@ -27,6 +27,12 @@ FP32_TOL = 1e-5
 """Largest difference of a loss, a norm or a weight in fp32 from the client's own training without DeepSpeed."""
 BF16_TOL = 3e-2
 """The same of a loss under bf16, where the reference is the client's own autocast over fp32 weights."""
+BF16_STRAY = 2 * (2**-6) ** 0.5
+"""How far apart weights may be after some steps of Adam under bf16, as part of the way that they went (`strayed`).
+
+A gradient in bf16 is off by some roundings of 2**-8, say e = 2**-6 of its tensor's typical element. Adam takes a step
+of about the rate whatever the size of an element, so what is smaller than that error may go either way: a part e of the
+elements, each by twice its step. The square of the distance is then 4 e of the square of the way."""
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -109,6 +115,22 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 def apart(a: Iterable[float], b: Iterable[float]) -> float:
     """Largest difference of two equally long rows of numbers."""
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def saved_weights(folder: Path) -> dict[str, Tensor]:
+    """What a client saved as ``model.safetensors``, in fp32."""
+    from safetensors.torch import load_file
+
+    return {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+
+
+def strayed(a: dict[str, Tensor], b: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """How far training went apart, as part of the way: |a - b| / |b - start|, the largest of any tensor.
+
+    Of each difference what ``a`` may owe to having been saved in bf16, 2**-8 of the element, does not count."""
+    assert a.keys() == b.keys() == start.keys(), (a.keys() ^ b.keys(), b.keys() ^ start.keys())
+    off = {name: ((a[name] - b[name]).abs() - 2**-8 * b[name].abs()).clamp(min=0.0) for name in a}
+    return max(float(off[name].norm() / (b[name] - start[name]).norm()) for name in a)
 
 
 def weights_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -9,7 +9,20 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from clients import BF16_TOL, FP32_TOL, apart, fresh, needs, on_ranks, sequences, start, weights_apart
+from clients import (
+    BF16_STRAY,
+    BF16_TOL,
+    FP32_TOL,
+    apart,
+    fresh,
+    needs,
+    on_ranks,
+    saved_weights,
+    sequences,
+    start,
+    strayed,
+    weights_apart,
+)
 
 pytestmark = needs("accelerate", "transformers")
 
@@ -94,7 +107,10 @@ def loops(folder: Path) -> dict[Any, Any]:
 
 
 def test_a_loop_of_accelerate_trains_as_over_ddp(tmp_path: Path) -> None:
-    """Stages 1 to 3 in fp32: losses, norms and weights of plain DDP; in bf16, its losses. ``load_state`` is exact."""
+    """Stages 1 to 3 in fp32: losses, norms and weights of plain DDP; in bf16, its losses and weights.
+
+    ``load_state`` is exact.
+    """
     first, second = on_ranks(loops, tmp_path)
     steps, again, rate, weights, _, _ = first[None, "no"]
     assert again == steps[STEPS // 2 :] and steps[-1][0] < steps[0][0]
@@ -106,6 +122,8 @@ def test_a_loop_of_accelerate_trains_as_over_ddp(tmp_path: Path) -> None:
         if precision == "no":
             assert apart([norm for _, norm in theirs], [norm for _, norm in steps]) <= 10 * tol, case
             assert weights_apart(their_weights, weights) <= 10 * tol, case
+        else:
+            assert strayed(their_weights, weights, saved_weights(tmp_path / "start")) <= BF16_STRAY, case
         assert resumed == theirs[STEPS // 2 :], case
         assert their_rate == rate, case
         assert (bare, engine) == ("LlamaForCausalLM", "DeepSpeedEngine"), case

@@ -204,7 +204,8 @@ def optimizer_class(settings: Settings, inner: Optimizer) -> type[EngineOptimize
     sixteen = settings["fp16.enabled"] or settings["bf16.enabled"]
     if settings.stage == 3:
         return DeepSpeedZeroOptimizer_Stage3
-    if settings.stage == 1 and settings["bf16.enabled"] and settings["data_types.grad_accum_dtype"] == "fp32":
+    asked = settings.origins["data_types.grad_accum_dtype"] == "given" and settings["data_types.grad_accum_dtype"]
+    if settings.stage == 1 and settings["bf16.enabled"] and asked == "fp32":
         return BF16_Optimizer
     if settings.stage:
         return DeepSpeedZeroOptimizer

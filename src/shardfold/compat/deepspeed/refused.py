@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from shardfold.errors import ConfigError, UsageError
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["WrongArgument", "WrongCall"]
+from shardfold.errors import ConfigError, ModelError, UsageError
+
+__all__ = ["WrongArgument", "WrongCall", "WrongClientState", "WrongStateDict", "check_client_state", "loading_state"]
 
 
 class WrongCall(UsageError, AssertionError):
@@ -13,3 +17,28 @@ class WrongCall(UsageError, AssertionError):
 
 class WrongArgument(ConfigError, AssertionError):
     """Arguments of ``initialize`` that are missing or contradict each other; a ``ValueError`` too."""
+
+
+class WrongClientState(WrongArgument, TypeError):
+    """A ``client_state`` that is no dict; a ``TypeError`` too, which is what DeepSpeed raises for it."""
+
+
+class WrongStateDict(ModelError, RuntimeError):
+    """A state dict that does not fit the model; a ``RuntimeError`` too, as from ``nn.Module.load_state_dict``."""
+
+
+def check_client_state(state: Any) -> None:
+    """Raises :class:`WrongClientState` unless it is a dict."""
+    if not isinstance(state, Mapping):
+        raise WrongClientState(
+            f"engine.save_checkpoint(client_state=...) was given a {type(state).__name__}: it takes a dict."
+        )
+
+
+@contextmanager
+def loading_state() -> Iterator[None]:
+    """What is loaded inside and does not fit raises :class:`WrongStateDict`."""
+    try:
+        yield
+    except ModelError as error:
+        raise WrongStateDict(str(error)) from None

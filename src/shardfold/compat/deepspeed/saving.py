@@ -26,7 +26,7 @@ from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.trees import encode
 from shardfold.checkpoint.trust import dump_object, load_object
 from shardfold.compat.deepspeed.checkpoint.ds_to_universal import LATEST_UNIVERSAL
-from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
+from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall, check_client_state, loading_state
 from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.errors import CheckpointError, ShardfoldError
@@ -89,6 +89,7 @@ def save_checkpoint(
         CheckpointError: it cannot be written; what was there before is as it was.
         WrongCall: ranks give different tags, and the config's ``checkpoint.tag_validation`` is ``"Fail"``.
     """
+    check_client_state(client_state)
     if not save_dir:
         raise WrongArgument(f"engine.save_checkpoint(save_dir={save_dir!r}): it is the path of a folder.")
     tag = _one_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
@@ -443,7 +444,8 @@ def load_module_state_dict(
         allowed = {name for name in may_miss or () if name in names and name not in state}
         if strict and allowed and not set(state) - names and not names - set(state) - allowed:
             strict = False
-        engine._core.load_state_dict(state, strict=strict)
+        with loading_state():
+            engine._core.load_state_dict(state, strict=strict)
         return
     with engine._core.gathered(write=True):
         custom(src=state, dst=engine.module)

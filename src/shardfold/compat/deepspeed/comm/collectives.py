@@ -106,9 +106,10 @@ def inference_all_reduce(
     prof=False,
     log_name="all_reduce",
     debug=None,
-) -> Work | None:
-    """As :func:`all_reduce`."""
-    return dist.all_reduce(tensor, op, group, async_op)
+) -> Tensor:
+    """The tensor, reduced in place as by :func:`all_reduce`; there is nothing to wait for, whatever ``async_op``."""
+    dist.all_reduce(tensor, op, group)
+    return tensor
 
 
 @logged

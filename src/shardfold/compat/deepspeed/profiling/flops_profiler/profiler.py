@@ -1,7 +1,8 @@
 """Counts floating-point operations of a model's forward with PyTorch's own counter, module by module.
 
 Matrix products, convolutions and attention are counted by PyTorch's formulas, two operations for each multiply and add.
-Activations, normalizations and softmax are counted too, by elements. Other element-wise operations are not.
+A convolution's bias, activations, pooling, normalizations and softmax are counted too, by elements. Other element-wise
+operations are not, ``tanh`` and ``sigmoid`` among them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TextIO
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_flop_count
 
 from shardfold.compat.deepspeed.profiling.flops_profiler.words import (
     duration_to_string,
@@ -39,7 +40,10 @@ def _per_element(factor: int) -> Callable[..., int]:
 ATEN = torch.ops.aten
 ELEMENTS: dict[Any, Callable[..., int]] = {
     **{op: _per_element(1) for op in (ATEN.relu, ATEN.relu_, ATEN.gelu, ATEN.silu, ATEN.silu_, ATEN.leaky_relu,
-                                      ATEN.elu, ATEN.hardtanh, ATEN._softmax, ATEN.sigmoid, ATEN.tanh)},
+                                      ATEN.elu, ATEN._softmax, ATEN.max_pool2d_with_indices,
+                                      ATEN.max_pool3d_with_indices,
+                                      ATEN.avg_pool2d, ATEN.avg_pool3d, ATEN._adaptive_avg_pool2d,
+                                      ATEN._adaptive_avg_pool3d, ATEN.adaptive_max_pool2d, ATEN.adaptive_max_pool3d)},
     **{op: _per_element(5) for op in (ATEN.native_layer_norm, ATEN.native_batch_norm, ATEN.native_group_norm,
                                       ATEN.cudnn_batch_norm, ATEN._fused_rms_norm)},
     ATEN._native_batch_norm_legit_no_training: _per_element(2),
@@ -81,9 +85,18 @@ class FlopsProfiler:
             else:
                 self._handles += [module.register_forward_pre_hook(self._enter),
                                   module.register_forward_hook(self._leave)]  # fmt: skip
-        self._counter = FlopCounterMode(display=False, custom_mapping={**ELEMENTS, **ON_CPU})
+        self._counter = FlopCounterMode(
+            display=False, custom_mapping={**ELEMENTS, **ON_CPU, ATEN.convolution: self._convolution}
+        )
         self._counter.__enter__()
         self.started = True
+
+    def _convolution(self, x: Any, weight: Any, bias: Any, *rest: Any, out_shape: Any, **options: Any) -> int:
+        """Of one convolution, from shapes: PyTorch's figure, and an addition for each element of what has a bias."""
+        added = torch.Size(out_shape).numel() if bias is not None else 0
+        self._added += added
+        transposed = rest[3] if len(rest) > 3 else options["transposed"]
+        return conv_flop_count(x, weight, out_shape, transposed=transposed) + added
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._began.append((id(module), _now(self._device), self._total()))
@@ -112,7 +125,7 @@ class FlopsProfiler:
         counts = self._counter.get_flop_counts().get("Global", {})
         elements = sum(n for op, n in counts.items() if op in ELEMENTS)
         whole = sum(counts.values())
-        return whole, (whole - elements) // 2
+        return whole, (whole - elements - self._added) // 2
 
     def _total(self) -> tuple[int, int]:
         flops, macs = self._raw_total()
@@ -140,6 +153,7 @@ class FlopsProfiler:
         self._began: list[tuple[int, float, tuple[int, int]]] = []
         self._before_ignored: list[tuple[int, int]] = []
         self._last = self._ignored = (0, 0)
+        self._added = 0  # of the biases of convolutions
 
     def end_profile(self) -> None:
         """Stops, and forgets."""
