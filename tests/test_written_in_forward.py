@@ -1,4 +1,4 @@
-"""Weights that the model writes into inside of its own forward: what trains under DDP trains here, with the same numbers."""
+"""Weights that the model writes into in its own forward: what trains under DDP trains here, with the same numbers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _written_in_16_bit(layout: str) -> list[float]:
 
 @pytest.mark.parametrize("layout", ("zero3", "hpz"))
 def test_a_finer_master_follows(ranks: Ranks, layout: str) -> None:
-    """Under bf16, where the master has more digits than what forward writes into, a split layout does as ``ddp`` does."""
+    """Under bf16, where the master has more digits than what forward writes into, split layouts do as ``ddp`` does."""
     expected = ranks.run(_written_in_16_bit, "ddp", world_size=2)
     for mine, theirs in zip(ranks.run(_written_in_16_bit, layout, world_size=2), expected, strict=True):
         assert mine == pytest.approx(theirs, rel=2**-6)  # a few roundings of bf16, which sums in another order
