@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardfold as sf
 from shardfold.recipes.gpt import GPT, GPTConfig
-from shardfold.report import human
+from shardfold.sizes import human
 from shardfold.testing import Ranks, same_training
 
 ADAMW = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1)

@@ -26,7 +26,7 @@ from shardfold.bench.contenders import find
 from shardfold.bench.rounds import available_bytes
 from shardfold.bench.settings import Settings, gpt_shape
 from shardfold.bench.teams import ContenderFailed, Team
-from shardfold.report import human
+from shardfold.sizes import human
 
 COLORS = {
     "torch-ddp": "#7d8590",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold import cost
-from shardfold.report import human
+from shardfold.sizes import human
 from shardfold.testing import run_ranks
 
 

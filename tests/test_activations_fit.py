@@ -18,7 +18,7 @@ import test_loops
 import zoo
 from shardfold.recipes.config import GPTConfig
 from shardfold.recipes.gpt import GPT
-from shardfold.report import human
+from shardfold.sizes import human
 from shardfold.testing import Ranks, RanksFailed
 from shardfold.testing.held import HeldBytes
 from test_activations_product import job

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold import budget
-from shardfold.budget import Item, Option, choose, parse_bytes, peak, smallest
+from shardfold.budget import Item, Option, choose, peak, smallest
+from shardfold.sizes import parse_bytes
 
 BYTES = st.integers(0, 12)
 MODES = ("keep", "recompute", "host")

@@ -8,8 +8,9 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfold.order import Track, contradiction, merge_orders, with_missing
+from shardfold.order import contradiction, merge_orders, with_missing
 from shardfold.program import Op
+from shardfold.track import Track
 
 NAMES = "abcdef"
 orders = st.lists(st.sampled_from(NAMES), max_size=7).map(

@@ -12,27 +12,14 @@ the one that keeps more and takes longer is dropped (a Pareto front), so the ans
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-__all__ = ["Item", "Option", "choose", "parse_bytes", "peak", "smallest"]
-
-DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS = {**DECIMAL, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+__all__ = ["Item", "Option", "choose", "peak", "smallest"]
 
 FRONT = 4000
 """Partial plans that are followed at once; more are thinned by bytes, evenly."""
-
-
-def parse_bytes(text: str) -> int | None:
-    """The number of bytes that ``"500MB"``, ``"1.5GiB"`` or ``"4096"`` names; None if it names none above 0, or names
-    bits, as ``"12Gib"`` does."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in UNITS or (match[2].endswith("b") and not match[2].islower()):
-        return None
-    return int(float(match[1]) * UNITS[match[2].upper()]) or None
 
 
 class Option(NamedTuple):

@@ -8,7 +8,7 @@ ranks of Gloo a copy through a buffer takes longer than one more collective from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,11 +18,10 @@ from torch import Tensor
 from shardfold.comm import Comm
 from shardfold.layout import DATA_AXES, Axes
 from shardfold.program import Op
-from shardfold.segment import Segment
 from shardfold.shards import shard_index
 from shardfold.wires.plain import Pending
 
-__all__ = ["BATCH", "Slice", "complete", "gather_slices", "spread", "whole_segments"]
+__all__ = ["BATCH", "Stretch", "as_bytes", "complete", "exchange", "spread"]
 
 BATCH = 64 * 1024 * 1024
 """Bytes of the largest buffer."""
@@ -37,14 +36,6 @@ class Stretch(NamedTuple):
     tensor: int
     start: int
     stop: int
-
-
-class Slice(NamedTuple):
-    """A parameter's part of a state of its segment: ``shard`` is this rank's range of it, ``(length / parts,)``."""
-
-    segment: Segment
-    slot: int
-    shard: Tensor
 
 
 def complete(comm: Comm, flats: Sequence[Tensor], over: Axes, what: str) -> None:
@@ -64,27 +55,7 @@ def complete(comm: Comm, flats: Sequence[Tensor], over: Axes, what: str) -> None
         one.wait(comm.agreement.wait)
     sizes = [flat.nbytes // parts for flat in small]
     rows = [[Stretch(i, r * n, (r + 1) * n) for i, n in enumerate(sizes)] for r in range(parts)]
-    _exchange(comm, [_bytes(flat) for flat in small], rows, over, what)
-
-
-def gather_slices(comm: Comm, slices: Sequence[Slice], over: Axes, what: str) -> list[Tensor]:
-    """New tensors with all values of parameters' states that are split ``over`` axes, in their shapes and dtypes."""
-    sizes, parts = comm.mesh.sizes, comm.mesh.parts(over)
-    me = shard_index(over, sizes, comm.mesh.coords)
-    whole: list[Tensor] = []
-    rows: list[list[Stretch]] = [[] for _ in range(parts)]
-    for i, (segment, number, shard) in enumerate(slices):
-        slot, dtype = segment.spec.slots[number], shard.dtype
-        whole.append(torch.empty(slot.shape, dtype=dtype, device=shard.device))
-        length = segment.spec.length // parts
-        for r in range(parts):
-            a, b = max(slot.offset, r * length), min(slot.offset + slot.numel, (r + 1) * length)
-            if a < b:
-                rows[r].append(Stretch(i, (a - slot.offset) * dtype.itemsize, (b - slot.offset) * dtype.itemsize))
-                if r == me:
-                    whole[i].view(-1)[a - slot.offset : b - slot.offset].copy_(shard[a - r * length : b - r * length])
-    _exchange(comm, [_bytes(tensor) for tensor in whole], rows, over, what)
-    return whole
+    exchange(comm, [as_bytes(flat) for flat in small], rows, over, what)
 
 
 def spread(comm: Comm, tensors: Sequence[Tensor], what: str, source: int = 0) -> None:
@@ -93,8 +64,8 @@ def spread(comm: Comm, tensors: Sequence[Tensor], what: str, source: int = 0) ->
         return
     small, large = _by_size(tensors)
     for tensor in large:
-        _broadcast(comm, _bytes(tensor), what, source)
-    parts = [_bytes(tensor) for tensor in small]
+        _broadcast(comm, as_bytes(tensor), what, source)
+    parts = [as_bytes(tensor) for tensor in small]
     stream = [Stretch(i, 0, part.numel()) for i, part in enumerate(parts)]
     total = sum(part.numel() for part in parts)
     for start in range(0, total, BATCH):
@@ -106,50 +77,10 @@ def spread(comm: Comm, tensors: Sequence[Tensor], what: str, source: int = 0) ->
             _copy(stream, parts, buffer, start, read=False)
 
 
-def whole_segments(
-    comm: Comm, shards: Iterable[tuple[Segment, Tensor, Axes]], what: str
-) -> Iterator[tuple[Segment, Tensor]]:
-    """``(segment, flat)`` for each ``(segment, shard, over)``: all its values ``(length,)``; 16 MiB, or one, at a time.
-
-    Where nothing is split, ``flat`` is the shard itself.
-    """
-    batch: list[tuple[Segment, Tensor, Axes]] = []
-    for item in shards:
-        if batch and (item[2] != batch[0][2] or _whole_bytes([*batch, item]) > BATCH // 4):
-            yield from _whole_batch(comm, batch, what)
-            batch = []
-        batch.append(item)
-    yield from _whole_batch(comm, batch, what)
-
-
-def _whole_bytes(batch: Sequence[tuple[Segment, Tensor, Axes]]) -> int:
-    return sum(segment.spec.length * shard.itemsize for segment, shard, _ in batch)
-
-
-def _whole_batch(
-    comm: Comm, batch: Sequence[tuple[Segment, Tensor, Axes]], what: str
-) -> Iterator[tuple[Segment, Tensor]]:
-    if not batch:
-        return
-    over = batch[0][2]
-    index = shard_index(over, comm.mesh.sizes, comm.mesh.coords)
-    flats: list[Tensor] = []
-    for segment, shard, _ in batch:
-        if shard.numel() == segment.spec.length:
-            flats.append(shard.detach())
-            continue
-        flat = torch.empty(segment.spec.length, dtype=shard.dtype, device=shard.device)
-        flat[index * shard.numel() : (index + 1) * shard.numel()].copy_(shard)
-        flats.append(flat)
-    complete(comm, flats, over, what)
-    for (segment, _, _), flat in zip(batch, flats, strict=True):
-        yield segment, flat
-
-
 # -- streams ------------------------------------------------------------------------------------------------------
 
 
-def _exchange(comm: Comm, tensors: Sequence[Tensor], rows: Sequence[Sequence[Stretch]], over: Axes, what: str) -> None:
+def exchange(comm: Comm, tensors: Sequence[Tensor], rows: Sequence[Sequence[Stretch]], over: Axes, what: str) -> None:
     """Brings each rank's stream (``rows``, by shard index) to all; what this rank has is in ``tensors``, as bytes."""
     ranks, me = len(rows), shard_index(over, comm.mesh.sizes, comm.mesh.coords)
     longest = max((sum(s.stop - s.start for s in row) for row in rows), default=0)
@@ -190,7 +121,7 @@ def _by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return [t for t in tensors if t.nbytes < LARGE], [t for t in tensors if t.nbytes >= LARGE]
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, ``(nbytes,)``."""
     return tensor.detach().view(-1).view(torch.uint8)
 

@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
-from shardfold.budget import parse_bytes
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
 from shardfold.observe.printable import printable
+from shardfold.sizes import parse_bytes
 
 __all__ = ["app"]
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold.bundle import Slice, complete, gather_slices, spread
+from shardfold.bundle import complete, spread
 from shardfold.errors import (
     CollectiveError,
     ConfigError,
@@ -31,6 +31,7 @@ from shardfold.loans import Loan
 from shardfold.segment import TORCH_DTYPES, Segment, dtype_name
 from shardfold.sharded_model import ShardedModel
 from shardfold.unit import Life, Unit
+from shardfold.whole_segments import Slice, gather_slices
 
 __all__ = ["gathered"]
 

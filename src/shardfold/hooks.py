@@ -14,9 +14,8 @@ its gradient, when a pass begins and ends. What follows from an event is the eng
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardfold.autograd import inside_checkpoint, tensors_in
 from shardfold.copies import copy_alone, copy_without_hooks, forget_hooks
 from shardfold.freed import apart
 from shardfold.nested import cast_floats
@@ -81,39 +81,6 @@ class Replaced(Protocol):
 
     def end_forward(self, output: Any) -> None: ...
     def end_backward(self) -> None: ...
-
-
-def inside_checkpoint() -> bool:
-    """Whether what runs is recomputed anyway, by a checkpoint around it, or is being recomputed."""
-    top = top_saved_hooks()
-    return in_backward() or (top is not None and top[0].__module__ == "torch.utils.checkpoint")
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples, mappings, dataclasses and plain objects that hold such."""
-    if isinstance(value, Tensor):
-        return [value]
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name, None), found)
-    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
-        for item in vars(value).values():  # an output object of the user's
-            if isinstance(item, (Tensor, list, tuple, Mapping)):
-                _collect(item, found)
 
 
 def _storage(tensor: Tensor) -> int | None:

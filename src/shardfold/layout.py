@@ -25,8 +25,8 @@ from enum import Enum
 from math import prod
 from typing import Any
 
-from shardfold.budget import parse_bytes
 from shardfold.errors import ConfigError, LayoutError, did_you_mean
+from shardfold.sizes import parse_bytes
 
 __all__ = [
     "DATA_AXES",

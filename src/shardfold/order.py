@@ -1,8 +1,4 @@
-"""One order of operations: sections that run forward only, and one order made of what several ranks ran.
-
-A :class:`Track` is one section of a program, ready to run: each operation is a bound call, each marker a place that
-an event moves to. Moving forward runs what lies between, so a rank that skips a unit still takes part in its
-collectives.
+"""One order made of what several ranks ran.
 
 :func:`merge_orders` makes the order that all ranks follow from the orders in which each ran its units, so that each
 rank's own is a part of it.
@@ -11,64 +7,11 @@ rank's own is a part of it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import combinations, pairwise, permutations
 
-from shardfold.program import MARKERS, Op
-
-__all__ = ["Track", "contradiction", "describe", "merge_orders", "with_missing"]
-
-Call = Callable[[], None]
-
-
-class Track:
-    """A section of a program with a position: everything before ``position`` has been done in this pass."""
-
-    def __init__(self, name: str, ops: Sequence[Op], bind: Callable[[Op], Call | None]) -> None:
-        self.name = name
-        self.ops = tuple(ops)
-        self.calls = [bind(op) for op in ops]
-        self.position = 0
-        self._markers: dict[tuple[str, str], list[int]] = {}
-        for i, op in enumerate(self.ops):
-            if op.verb in MARKERS:
-                self._markers.setdefault((op.verb, op.unit), []).append(i)
-
-    def restart(self) -> None:
-        self.position = 0
-
-    def reach(self, verb: str, unit: str = "") -> bool:
-        """Runs everything up to the next such marker; False if there is none ahead."""
-        for i in self._markers.get((verb, unit), ()):
-            if i >= self.position:
-                self._run(i + 1)
-                return True
-        return False
-
-    def at(self, verb: str, unit: str) -> bool:
-        """Whether that marker is the last thing reached."""
-        return self.position > 0 and self.ops[self.position - 1][:2] == (verb, unit)
-
-    def follow(self, verbs: tuple[str, ...] | None = None) -> None:
-        """Runs on to the next marker, or, if ``verbs`` are given, only while the next operation is one of them."""
-        stop = self.position
-        while stop < len(self.ops) and (
-            self.ops[stop].verb not in MARKERS if verbs is None else self.ops[stop].verb in verbs
-        ):
-            stop += 1
-        self._run(stop)
-
-    def finish(self) -> None:
-        """Runs everything that is left."""
-        self._run(len(self.ops))
-
-    def _run(self, stop: int) -> None:
-        while self.position < stop:
-            call = self.calls[self.position]
-            if call is not None:
-                call()  # if it raises, it is what is done first when the pass goes on
-            self.position += 1
+__all__ = ["contradiction", "describe", "merge_orders", "with_missing"]
 
 
 def contradiction(orders: Sequence[Sequence[str]]) -> tuple[int, int, str, str] | None:

@@ -18,10 +18,11 @@ from shardfold.comm import Comm
 from shardfold.errors import OrderError
 from shardfold.handlers import Handlers
 from shardfold.layout import Layout
-from shardfold.order import Track, contradiction, describe, merge_orders, with_missing
+from shardfold.order import contradiction, describe, merge_orders, with_missing
 from shardfold.passes import Schedule
 from shardfold.program import COLLECTIVES, Op, Program
 from shardfold.runs import AskedRun, Bound
+from shardfold.track import Track
 from shardfold.unit import Unit
 
 __all__ = ["SECTIONS", "Orders", "mode_of"]

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfold.autograd import tensors_in
 from shardfold.budget import Item, Option, choose, peak, smallest
 from shardfold.errors import ConfigError
-from shardfold.hooks import tensors_in
-from shardfold.report import human
 from shardfold.saved import Results, Tally
+from shardfold.sizes import human
 from shardfold.spots import Bytes, Run, Saved, Spot, covers, milliseconds, numel, size_of, survey
 from shardfold.torch_internals import expired, free_weak, storage_key, top_saved_hooks, weak_storage
 

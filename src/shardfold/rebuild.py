@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfold.bundle import whole_segments
 from shardfold.changes import Changes, Plan
 from shardfold.cut import Cut
 from shardfold.errors import UsageError
@@ -39,6 +38,7 @@ from shardfold.segment import Segment
 from shardfold.sharded_model import ShardedModel, Updater
 from shardfold.stores.exact import trim
 from shardfold.unit import Life, Unit
+from shardfold.whole_segments import whole_segments
 
 __all__ = ["apply", "forget"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardfold.hooks import inside_checkpoint
+from shardfold.autograd import inside_checkpoint
 from shardfold.replaced import ReplacedForward
 from shardfold.saved import Movers, Results
 from shardfold.torch_internals import SELECTS, NormBase, tree_flatten, tree_unflatten

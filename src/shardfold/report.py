@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardfold.layout import Axes
+from shardfold.sizes import human
 
 __all__ = [
     "KINDS",
@@ -17,21 +18,11 @@ __all__ = [
     "StepReport",
     "TrafficReport",
     "TrafficRow",
-    "human",
 ]
 
 
 KINDS = ("parameter", "buffer", "output", "loss", "gradient of the output", "gradient", "state")
 """What can be found, causes before what they spoil."""
-
-
-def human(num_bytes: float) -> str:
-    """``num_bytes`` in binary units, three digits."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(num_bytes) < 1024 or unit == "TiB":
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    raise AssertionError
 
 
 class MemoryRow(NamedTuple):

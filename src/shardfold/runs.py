@@ -17,9 +17,9 @@ from typing import Protocol
 
 from shardfold.agreement import Agreement
 from shardfold.handlers import Handlers
-from shardfold.order import Track
 from shardfold.passes import FETCHES
 from shardfold.program import REDUCTIONS, Op
+from shardfold.track import Track
 from shardfold.unit import Life, Unit
 
 __all__ = ["AskedRun", "Bound", "IdleRun", "RecordedRun", "Run"]

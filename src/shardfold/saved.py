@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardfold.autograd import inside_checkpoint, tensors_in
 from shardfold.freed import apart
-from shardfold.hooks import inside_checkpoint, tensors_in
 from shardfold.report import SavedReport, SavedRow
 from shardfold.stores.disk import DiskStore
 from shardfold.stores.host import HostStore

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from shardfold.hooks import tensors_in
+from shardfold.autograd import tensors_in
 
 __all__ = ["Bytes", "Run", "Saved", "Spot", "covers", "milliseconds", "numel", "size_of", "survey"]
 

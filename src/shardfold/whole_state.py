@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from shardfold.bundle import whole_segments
 from shardfold.errors import ConfigError, ModelError
 from shardfold.layout import Axes
 from shardfold.loans import refuse_during
 from shardfold.segment import Segment
 from shardfold.sharded_model import ShardedModel
+from shardfold.whole_segments import whole_segments
 
 __all__ = ["buffers_of", "load_state", "most_precise", "named_state", "names_of", "state_dict"]
 

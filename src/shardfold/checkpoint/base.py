@@ -11,11 +11,11 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from shardfold.bundle import whole_segments
 from shardfold.checkpoint.files import DTYPES
 from shardfold.checkpoint.format import Parameter, checksum
 from shardfold.errors import ConfigError, UsageError
 from shardfold.sharded_model import ShardedModel
+from shardfold.whole_segments import whole_segments
 from shardfold.whole_state import most_precise
 
 __all__ = ["Base", "other_base"]

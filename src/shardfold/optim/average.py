@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.bundle import complete, whole_segments
+from shardfold.bundle import complete
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.loans import Loan, refuse_during
 from shardfold.report import MemoryRow
 from shardfold.segment import Segment
 from shardfold.sharded_model import Owner
 from shardfold.unit import Unit
+from shardfold.whole_segments import whole_segments
 from shardfold.whole_state import named_state
 
 __all__ = ["Average"]

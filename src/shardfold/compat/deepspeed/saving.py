@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardfold.bundle import whole_segments
 from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 from shardfold.checkpoint.deepspeed_ranks import is_plain
 from shardfold.checkpoint.folders import LATEST, deepspeed_folder
@@ -31,6 +30,7 @@ from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.errors import CheckpointError, ShardfoldError
 from shardfold.rng import rng_state, set_rng_state
+from shardfold.whole_segments import whole_segments
 from shardfold.whole_state import named_state
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardfold.budget import parse_bytes
 from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 from shardfold.checkpoint.folders import LATEST
 from shardfold.checkpoint.format import INDEX
@@ -24,6 +23,7 @@ from shardfold.checkpoint.stored import Later, weights_of
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.errors import CheckpointError
+from shardfold.sizes import parse_bytes
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
