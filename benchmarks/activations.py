@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardfold as sf
-from shardfold.activations import KEPT, MODES
-from shardfold.recipes.config import GPTConfig
-from shardfold.recipes.gpt import GPT
+from shardfold.activations.modes import KEPT, MODES
+from shardfold.tools.recipes.config import GPTConfig
+from shardfold.tools.recipes.gpt import GPT
 
 ROUNDS = 3
 ROWS = 4

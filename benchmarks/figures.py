@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import shardfold as sf
-from shardfold.recipes.gpt import GPT, GPTConfig
-from shardfold.sizes import human
+from shardfold.plan.sizes import human
 from shardfold.testing import Ranks, same_training
+from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 ADAMW = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1)
 LAYOUTS = list(sf.PRESETS)

@@ -22,11 +22,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from shardfold.bench.contenders import find
-from shardfold.bench.rounds import available_bytes
-from shardfold.bench.settings import Settings, gpt_shape
-from shardfold.bench.teams import ContenderFailed, Team
-from shardfold.sizes import human
+from shardfold.plan.sizes import human
+from shardfold.tools.bench.contenders import find
+from shardfold.tools.bench.rounds import available_bytes
+from shardfold.tools.bench.settings import Settings, gpt_shape
+from shardfold.tools.bench.teams import ContenderFailed, Team
 
 COLORS = {
     "torch-ddp": "#7d8590",

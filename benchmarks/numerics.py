@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 import shardfold as sf
-from shardfold.bench import models
-from shardfold.bench.settings import Settings
 from shardfold.testing import run_ranks
+from shardfold.tools.bench import models
+from shardfold.tools.bench.settings import Settings
 
 SCALE = sf.LossScale(initial=1024.0, interval=10**6)
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold.bench import models
-from shardfold.bench.settings import UNITS, Settings
+from shardfold.tools.bench import models
+from shardfold.tools.bench.settings import UNITS, Settings
 
 RANKS = 2
 EVENTS = 4  # of a unit in one step
@@ -90,10 +90,10 @@ def ours(model: nn.Module, optimizer: Any, x: Tensor, *, layout: str) -> Step:
 
 def pretend(ranks: int) -> None:
     """Engines of this process take it for rank 0 of so many, whose collectives are copies."""
-    import shardfold.comm
-    import shardfold.engine
-    from shardfold.mesh import DataMesh
-    from shardfold.wires.plain import Pending
+    import shardfold.comm.comm
+    import shardfold.engine.engine
+    from shardfold.comm.mesh import DataMesh
+    from shardfold.comm.transport import Pending
 
     class OneOfMany(DataMesh):
         def __init__(self, *args: Any) -> None:
@@ -127,7 +127,7 @@ def pretend(ranks: int) -> None:
         def temporary(self, num_bytes: int, ranks: int) -> int:
             return 0
 
-    engine, comm = cast(Any, shardfold.engine), cast(Any, shardfold.comm)
+    engine, comm = cast(Any, shardfold.engine.engine), cast(Any, shardfold.comm.comm)
     engine.DataMesh, comm.data_wire = OneOfMany, lambda *_, **__: Copies()
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold import cost
-from shardfold.sizes import human
+from shardfold.plan import cost
+from shardfold.plan.sizes import human
 from shardfold.testing import run_ranks
 
 

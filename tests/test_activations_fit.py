@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import shardfold as sf
 import test_loops
 import zoo
-from shardfold.recipes.config import GPTConfig
-from shardfold.recipes.gpt import GPT
-from shardfold.sizes import human
+from shardfold.plan.sizes import human
 from shardfold.testing import Ranks, RanksFailed
 from shardfold.testing.held import HeldBytes
+from shardfold.tools.recipes.config import GPTConfig
+from shardfold.tools.recipes.gpt import GPT
 from test_activations_product import job
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import models
 import shardfold as sf
 import test_peak
-from shardfold.activations import MODES
-from shardfold.recipes.config import GPTConfig
-from shardfold.recipes.gpt import GPT
+from shardfold.activations.modes import MODES
 from shardfold.testing import Ranks
+from shardfold.tools.recipes.config import GPTConfig
+from shardfold.tools.recipes.gpt import GPT
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import shardfold as sf
 import zoo
-from shardfold.activations import MODES
-from shardfold.recipes.config import GPTConfig
-from shardfold.recipes.gpt import GPT, Block
+from shardfold.activations.modes import MODES
 from shardfold.testing import Ranks
+from shardfold.tools.recipes.config import GPTConfig
+from shardfold.tools.recipes.gpt import GPT, Block
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 CHANGED = [mode for mode in MODES if mode != "keep"]

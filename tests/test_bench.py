@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from shardfold import cli
-from shardfold.bench import contenders, results, show, traces
-from shardfold.bench.results import Measured, Turn
-from shardfold.bench.rounds import Watch, compare
-from shardfold.bench.settings import Settings, gpt_shape
 from shardfold.errors import ConfigError
+from shardfold.tools import cli
+from shardfold.tools.bench import contenders, results, show, traces
+from shardfold.tools.bench.results import Measured, Turn
+from shardfold.tools.bench.rounds import Watch, compare
+from shardfold.tools.bench.settings import Settings, gpt_shape
 
 TINY = Settings(params=2e5, context=16, rounds=3, steps=2)
 

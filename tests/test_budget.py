@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfold import budget
-from shardfold.budget import Item, Option, choose, peak, smallest
-from shardfold.sizes import parse_bytes
+from shardfold.activations import knapsack as budget
+from shardfold.activations.knapsack import Item, Option, choose, peak, smallest
+from shardfold.plan.sizes import parse_bytes
 
 BYTES = st.integers(0, 12)
 MODES = ("keep", "recompute", "host")

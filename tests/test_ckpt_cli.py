@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 import shardfold as sf
 from saving import engine, train
-from shardfold import cli
 from shardfold.checkpoint.format import INDEX, SUM_BYTES, Box, Index, Parameter, Piece
 from shardfold.checkpoint.inspect import _count, inspect
 from shardfold.checkpoint.verify import Verification, gaps, read_index, verify
 from shardfold.errors import CheckpointError
 from shardfold.testing import Ranks
+from shardfold.tools import cli
 
 FILES = [f"rank-{rank:05d}-of-00002.safetensors" for rank in range(2)]
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from shardfold import cli, launch
+from shardfold import launch
 from shardfold.checkpoint import Checkpoint
-from shardfold.observe.metrics import read_metrics
-from shardfold.recipes.config import TrainConfig
+from shardfold.tools import cli
+from shardfold.tools.observe.metrics import read_metrics
+from shardfold.tools.recipes.config import TrainConfig
 
 
 def call(*arguments: str) -> int:
@@ -155,7 +156,7 @@ def test_a_bad_config_file_is_named(
 )
 def test_help_and_refusals_do_not_import_torch(arguments: list[str]):
     code = (
-        "import sys; from shardfold.cli import main\n"
+        "import sys; from shardfold.tools.cli import main\n"
         f"try: main({arguments!r})\n"
         "finally: print([each for each in ('torch', 'numpy', 'matplotlib') if each in sys.modules])"
     )
@@ -305,8 +306,8 @@ def test_ctrl_c_ends_at_a_step_with_all_outputs(tmp_path: Path, procs: str):
 
 
 OUT_OF_TIME = """
-from shardfold.entry import main
-from shardfold.recipes import lm
+from shardfold.tools.entry import main
+from shardfold.tools.recipes import lm
 
 lm.GRACE_AFTER_SIGTERM = 0.1
 say = lm.Progress.note

@@ -18,16 +18,17 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from shardfold import cli, launch
+from shardfold import launch
 from shardfold.errors import ConfigError
-from shardfold.observe import pictures, tables
-from shardfold.observe.console import Lenient
-from shardfold.observe.progress import Progress
-from shardfold.recipes.config import GPTConfig, TrainConfig
-from shardfold.recipes.folder import CLAIM, claimed, claimed_by_launcher
-from shardfold.recipes.gpt import GPT, generate
-from shardfold.recipes.lm import Position
-from shardfold.recipes.memory import check_memory, saved_bytes, states_bytes
+from shardfold.tools import cli
+from shardfold.tools.observe import pictures, tables
+from shardfold.tools.observe.console import Lenient
+from shardfold.tools.observe.progress import Progress
+from shardfold.tools.recipes.config import GPTConfig, TrainConfig
+from shardfold.tools.recipes.folder import CLAIM, claimed, claimed_by_launcher
+from shardfold.tools.recipes.gpt import GPT, generate
+from shardfold.tools.recipes.lm import Position
+from shardfold.tools.recipes.memory import check_memory, saved_bytes, states_bytes
 
 TINY = [
     "--size",
@@ -74,7 +75,7 @@ def train(*arguments: str | bytes, **environment: str) -> subprocess.CompletedPr
 
 def test_runs_that_start_at_one_moment_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch):
     """Sixteen claims at the same second: sixteen folders, each new, and the token in each is its own."""
-    monkeypatch.setattr("shardfold.recipes.folder.time.strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr("shardfold.tools.recipes.folder.time.strftime", lambda form: "20260101-000000")
 
     def one(_: int) -> tuple[Path, bool]:
         with claimed(None) as folder:

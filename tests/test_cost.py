@@ -1,8 +1,8 @@
 """Cost: what a table holds and a program sends equals the papers' formulas to the byte, and padding has a name.
 
 The formulas stand here a second time, written down from ZeRO (arXiv 1910.02054, sections 5 and 7), ZeRO++ (arXiv
-2306.10209) and MiCS (arXiv 2205.00119), so that neither the program nor :func:`shardfold.cost.closed_form` is its own
-judge. Everything is an exact fraction.
+2306.10209) and MiCS (arXiv 2205.00119), so that neither the program nor ``cost.closed_form`` is its own judge.
+Everything is an exact fraction.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfold import presets
-from shardfold.cost import Sent, closed_form, peak_bytes, ring_bytes, section_traffic, state_bytes, traffic
-from shardfold.explain import explain
-from shardfold.layout import ITEMSIZE, PRECISIONS, Cell, Layout, Precision
-from shardfold.passes import Schedule, apply
-from shardfold.presets import PRESETS, ddp, fsdp2, hpz, zero1, zero2, zero3
-from shardfold.program import REDUCTIONS, SECTIONS, Op, lower
-from shardfold.shards import SegmentSpec, Slot, UnitSpec, pack
+from shardfold.plan import presets
+from shardfold.plan.cost import Sent, closed_form, peak_bytes, ring_bytes, section_traffic, state_bytes, traffic
+from shardfold.plan.explain import explain
+from shardfold.plan.layout import ITEMSIZE, PRECISIONS, Cell, Layout, Precision
+from shardfold.plan.passes import Schedule, apply
+from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec, pack
+from shardfold.plan.presets import PRESETS, ddp, fsdp2, hpz, zero1, zero2, zero3
+from shardfold.plan.program import REDUCTIONS, SECTIONS, Op, lower
 
 NAMES = tuple(PRESETS)
 PRECISION = {

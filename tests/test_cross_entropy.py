@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import shardfold as sf
 from shardfold.errors import ConfigError, UsageError
 from shardfold.nn import chunked_cross_entropy
-from shardfold.recipes.gpt import GPT, GPTConfig
 from shardfold.testing import Ranks, same_training
+from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 VOCAB, WIDTH = 37, 8
 

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold import cli
 from shardfold.checkpoint import Checkpoint, import_from
 from shardfold.errors import CheckpointError
 from shardfold.numerics.scaling import LossScale, Scaler
 from shardfold.testing import Ranks
+from shardfold.tools import cli
 
 VOCAB, WIDTH = 13, 5
 MOMENTS = ("exp_avg", "exp_avg_sq")

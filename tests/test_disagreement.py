@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfold as sf
+from shardfold.comm.boards import possible
 from shardfold.errors import ShardfoldError
 from shardfold.testing import Ranks
-from shardfold.wires.boards import possible
 
 WIDTH = 12
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-from shardfold import cli
-from shardfold.recipes.config import TrainConfig
 from shardfold.testing import Ranks
+from shardfold.tools import cli
+from shardfold.tools.recipes.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

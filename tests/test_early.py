@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import models
 import shardfold as sf
-from shardfold import early
-from shardfold.construction import shard_module
-from shardfold.early import early_shard
 from shardfold.errors import FreedParameterError, OrderError, UsageError
-from shardfold.freed import FreedParameter
+from shardfold.sharding import partitioned as early
+from shardfold.sharding.freed import FreedParameter
+from shardfold.sharding.partitioned import early_shard
+from shardfold.sharding.sharded_init import shard_module
 from shardfold.testing import Ranks
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)

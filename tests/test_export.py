@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import shardfold as sf
 from models import Small
-from shardfold import cli
 from shardfold.checkpoint import Checkpoint, Writer, export_to, import_from
 from shardfold.errors import CheckpointError, ConfigError
 from shardfold.testing import Ranks
+from shardfold.tools import cli
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 VOCAB = 97

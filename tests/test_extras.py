@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import shardfold
-from shardfold.extras import EXTRAS
+from shardfold.tools.extras import EXTRAS
 
 # As where they are not installed. What they bring with them goes too.
 ABSENT = """
@@ -78,7 +78,7 @@ def test_deepspeeds_interface_needs_no_extra(tmp_path: Path):
 
 @pytest.mark.parametrize("package", [name for name, extra in EXTRAS.items() if extra == "cli"])
 def test_the_command_says_in_one_sentence_what_it_lacks(tmp_path: Path, package: str):
-    code = "import sys; sys.argv = ['shardfold', 'train']\nfrom shardfold.entry import main\nmain()"
+    code = "import sys; sys.argv = ['shardfold', 'train']\nfrom shardfold.tools.entry import main\nmain()"
     done = without((package,), code, folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
@@ -87,7 +87,7 @@ def test_the_command_says_in_one_sentence_what_it_lacks(tmp_path: Path, package:
 
 
 def test_any_other_missing_module_is_not_explained_away(tmp_path: Path):
-    done = without(("safetensors",), "from shardfold.entry import main\nimport safetensors", folder=tmp_path)
+    done = without(("safetensors",), "from shardfold.tools.entry import main\nimport safetensors", folder=tmp_path)
     assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
 
 

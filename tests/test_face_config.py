@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardfold import cli
 from shardfold.compat.deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, read, said
 from shardfold.compat.deepspeed.config_check import BY_NAME, SECTIONS
 from shardfold.compat.deepspeed.config_hyper import OPTIMIZERS, SCHEDULERS
 from shardfold.compat.deepspeed.config_keys import HONOURED, KEYS, NOTED, REFUSED
 from shardfold.compat.deepspeed.config_text import effective, markdown
 from shardfold.errors import ConfigError
-from shardfold.layout import Precision
 from shardfold.numerics.scaling import Scaler
+from shardfold.plan.layout import Precision
+from shardfold.tools import cli
 
 DOCS = Path(__file__).parents[1] / "docs" / "from-deepspeed.md"
 

@@ -29,7 +29,7 @@ from shardfold.compat.deepspeed.runtime.zero.offload_config import (
 )
 from shardfold.compat.deepspeed.utils.comms_logging import comms_logger
 from shardfold.errors import ConfigError, UsageError
-from shardfold.sizes import human
+from shardfold.plan.sizes import human
 
 ROOT = Path(__file__).parents[1]
 ADAM = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}

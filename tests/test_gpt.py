@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardfold.errors import ConfigError
-from shardfold.recipes.gpt import GPT, SIZES, GPTConfig, generate, rotary_tables, rotate
+from shardfold.tools.recipes.gpt import GPT, SIZES, GPTConfig, generate, rotary_tables, rotate
 
 SMALL = GPTConfig(d_model=32, layers=2, heads=2, context=16)
 

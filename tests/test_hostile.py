@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardfold import cli
 from shardfold.checkpoint import Checkpoint, Writer
 from shardfold.checkpoint.format import FORMAT, INDEX, VERSION, _compact, checksum
 from shardfold.checkpoint.trees import encode
 from shardfold.checkpoint.verify import read_index, verify
 from shardfold.errors import CheckpointError
+from shardfold.tools import cli
 
 pytestmark = pytest.mark.timeout(60)
 

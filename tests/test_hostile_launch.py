@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from shardfold import cli
 from shardfold.errors import ConfigError
 from shardfold.launch.agent import pid_file
 from shardfold.launch.hosts import parse_environment_file, parse_hostfile
 from shardfold.launch.options import Options
 from shardfold.launch.process import python_module
 from shardfold.launch.remote import Host, answer, check_hosts, scheduler_command
-from shardfold.observe.printable import printable
-from shardfold.recipes.text import load_corpus
+from shardfold.tools import cli
+from shardfold.tools.observe.printable import printable
+from shardfold.tools.recipes.text import load_corpus
 from shardfold.wires import boards
 from test_hostile import refused
 
@@ -289,7 +289,7 @@ def test_temporary_files_are_their_owner_s(tmp_path: Path) -> None:
     import torch
 
     from shardfold.launch.agent import log_folder
-    from shardfold.stores.disk import DiskStore
+    from shardfold.tiers.disk import DiskStore
 
     store = DiskStore(torch.device("cpu"), str(tmp_path))
     assert list(tmp_path.iterdir()) == []

@@ -117,7 +117,7 @@ CALLS = {
     "torch.hub.load": "{canary}",
     "torch.load": "{canary}",
     "numpy.load": "{canary}",
-    "shardfold.cli.main": "x",
+    "shardfold.tools.cli.main": "x",
     "test_hostile_objects.Kind": "x",
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import ModelError
-from shardfold.nested import cast_floats
+from shardfold.sharding.tree import cast_floats
 from shardfold.testing import Ranks, same_training
 
 pytestmark = pytest.mark.product

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from shardfold import presets
 from shardfold.errors import ConfigError, LayoutError
-from shardfold.layout import DATA_AXES, PRECISIONS, Activations, Cell, Layout, Precision, Tier, Wire
-from shardfold.presets import PRESETS, ddp, fsdp2, hpz, hsdp, zero1, zero2, zero3
+from shardfold.plan import presets
+from shardfold.plan.layout import DATA_AXES, PRECISIONS, Activations, Cell, Layout, Precision, Tier, Wire
+from shardfold.plan.presets import PRESETS, ddp, fsdp2, hpz, hsdp, zero1, zero2, zero3
 
 MESH = {"inter": 2, "intra": 4}
 BF16 = PRECISIONS["bf16"]

@@ -8,9 +8,9 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfold.order import contradiction, merge_orders, with_missing
-from shardfold.program import Op
-from shardfold.track import Track
+from shardfold.engine.track import Track
+from shardfold.plan.order import contradiction, merge_orders, with_missing
+from shardfold.plan.program import Op
 
 NAMES = "abcdef"
 orders = st.lists(st.sampled_from(NAMES), max_size=7).map(

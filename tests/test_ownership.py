@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import models
 import shardfold as sf
-from shardfold import registry
 from shardfold.errors import ShardfoldError
-from shardfold.sharded_model import ShardedModel
+from shardfold.sharding import registry
+from shardfold.sharding.model import ShardedModel
 from shardfold.testing import Ranks
 
 pytestmark = pytest.mark.product

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import shardfold as sf
-from shardfold import cost
 from shardfold.checkpoint.format import SUM_BYTES
+from shardfold.comm.boards import possible
+from shardfold.plan import cost
 from shardfold.testing import Ranks
-from shardfold.wires.boards import possible
 
 WIDTH, LAYERS = 256, 6
 

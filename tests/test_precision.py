@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import ConfigError, LayoutError
-from shardfold.layout import PRECISIONS
-from shardfold.segment import TORCH_DTYPES
+from shardfold.plan.layout import PRECISIONS
+from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.testing import Ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "precision.md"

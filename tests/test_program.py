@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfold import presets
 from shardfold.errors import ConfigError, LayoutError
-from shardfold.layout import PRECISIONS, Cell, Layout, Precision
-from shardfold.order import with_missing
-from shardfold.passes import Schedule, apply, defer_reduce, prefetch
-from shardfold.presets import PRESETS, ddp, fsdp2, zero1, zero2
-from shardfold.program import (
+from shardfold.plan import presets
+from shardfold.plan.layout import PRECISIONS, Cell, Layout, Precision
+from shardfold.plan.order import with_missing
+from shardfold.plan.passes import Schedule, apply, defer_reduce, prefetch
+from shardfold.plan.placement import SegmentSpec, UnitSpec
+from shardfold.plan.presets import PRESETS, ddp, fsdp2, zero1, zero2
+from shardfold.plan.program import (
     COLLECTIVES,
     MARKERS,
     PARTIAL,
@@ -28,7 +29,6 @@ from shardfold.program import (
     parse,
     redistribute,
 )
-from shardfold.shards import SegmentSpec, UnitSpec
 
 GOLDEN = Path(__file__).parent / "golden" / "program"
 BF16 = PRECISIONS["bf16"]

@@ -69,8 +69,8 @@ def test_every_optimizer_keeps_its_state_through_changes(ranks: Ranks, optimizer
 
 def _every_state(engine: sf.Engine) -> dict[tuple[str, str], Any]:
     """Master, and what the optimizer keeps, by names of parameter and state."""
-    from shardfold.groups import PerElement
-    from shardfold.rebuild import _agree_on_states, _whole
+    from shardfold.sharding.groups import PerElement
+    from shardfold.sharding.rebuild import _agree_on_states, _whole
 
     update = engine._updater
     assert update is not None
@@ -141,7 +141,7 @@ def test_units_that_did_not_change_keep_their_objects(ranks: Ranks, layout: str)
 
 def _full_at_a_time(layout: str) -> tuple[int, int]:
     """Bytes that are alive at most while all of eight blocks are wrapped, above what is there before and after."""
-    from shardfold import rebuild
+    from shardfold.sharding import rebuild
 
     model = Growing()
     for _ in range(5):
@@ -169,7 +169,7 @@ def _full_at_a_time(layout: str) -> tuple[int, int]:
 
 def _whole_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Those that were made ordinary, and are not yet part of a new unit."""
-    from shardfold.freed import FreedParameter
+    from shardfold.sharding.freed import FreedParameter
 
     names = {id(p): name for name, p in model.named_parameters()}
     return [p for p in model.parameters() if not isinstance(p, FreedParameter) and "base" in names[id(p)]]

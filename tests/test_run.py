@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardfold import cli
 from shardfold.launch import agent
+from shardfold.tools import cli
 
 NOTE = """
 import json, os, sys

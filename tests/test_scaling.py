@@ -14,8 +14,8 @@ import models
 import shardfold as sf
 from shardfold.errors import ConfigError, NonFiniteError, UsageError
 from shardfold.numerics.scaling import Scaler
-from shardfold.recipes.gpt import GPT, GPTConfig
 from shardfold.testing import Ranks
+from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 LAYOUTS = list(sf.PRESETS)
 ADAMW = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1)

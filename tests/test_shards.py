@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfold.shards import Piece, SegmentSpec, Slot, UnitSpec, pack, shard_index, shard_range
+from shardfold.plan.placement import Piece, SegmentSpec, Slot, UnitSpec, pack, shard_index, shard_range
 
 AXES = ("inter", "intra", "third")
 SPLITS = [over for n in range(len(AXES) + 1) for over in permutations(AXES, n)]

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import models
 import shardfold as sf
+from shardfold.engine.stats import Clock
 from shardfold.errors import ConfigError
-from shardfold.stats import Clock
 from shardfold.testing import Ranks
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)

@@ -27,26 +27,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardfold.errors import ShardfoldError
-from shardfold.layout import Activations, Cell, Layout, Precision, Tier, Wire
-from shardfold.passes import Schedule
-from shardfold.presets import PRESETS
-from shardfold.version import __version__ as __version__
+from shardfold.plan.layout import Activations, Cell, Layout, Precision, Tier, Wire
+from shardfold.plan.passes import Schedule
+from shardfold.plan.presets import PRESETS
+from shardfold.plan.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from shardfold import checkpoint, compat, nn, numerics, optim
     from shardfold.checkpoint import Checkpoint, load_model
-    from shardfold.construction import sharded_init
+    from shardfold.checkpoint.rng import rng_state, set_rng_state
     from shardfold.data import Loader, Sampler
-    from shardfold.engine import Engine, engine_of
-    from shardfold.entries import register_forward
-    from shardfold.materialize import meta_init
+    from shardfold.engine.engine import Engine, engine_of
+    from shardfold.engine.stats import Stats
     from shardfold.numerics.clipping import Clip
     from shardfold.numerics.scaling import LossScale
     from shardfold.optim.average import Average
-    from shardfold.report import MemoryReport, StepReport, TrafficReport
-    from shardfold.rng import rng_state, set_rng_state
-    from shardfold.stats import Stats
-    from shardfold.wholes import whole
+    from shardfold.plan.report import MemoryReport, StepReport, TrafficReport
+    from shardfold.sharding.forwards import register_forward
+    from shardfold.sharding.materialize import meta_init
+    from shardfold.sharding.sharded_init import sharded_init
+    from shardfold.sharding.whole import whole
 
 
 __all__ = [
@@ -88,23 +88,23 @@ __all__ = [
 _LAZY = {
     "Checkpoint": "shardfold.checkpoint",
     "Average": "shardfold.optim.average",
-    "Stats": "shardfold.stats",
-    "Engine": "shardfold.engine",
+    "Stats": "shardfold.engine.stats",
+    "Engine": "shardfold.engine.engine",
     "Clip": "shardfold.numerics.clipping",
     "LossScale": "shardfold.numerics.scaling",
     "load_model": "shardfold.checkpoint",
-    "meta_init": "shardfold.materialize",
-    "sharded_init": "shardfold.construction",
-    "engine_of": "shardfold.engine",
-    "register_forward": "shardfold.entries",
-    "whole": "shardfold.wholes",
-    "StepReport": "shardfold.report",
-    "MemoryReport": "shardfold.report",
+    "meta_init": "shardfold.sharding.materialize",
+    "sharded_init": "shardfold.sharding.sharded_init",
+    "engine_of": "shardfold.engine.engine",
+    "register_forward": "shardfold.sharding.forwards",
+    "whole": "shardfold.sharding.whole",
+    "StepReport": "shardfold.plan.report",
+    "MemoryReport": "shardfold.plan.report",
     "Sampler": "shardfold.data",
     "Loader": "shardfold.data",
-    "rng_state": "shardfold.rng",
-    "set_rng_state": "shardfold.rng",
-    "TrafficReport": "shardfold.report",
+    "rng_state": "shardfold.checkpoint.rng",
+    "set_rng_state": "shardfold.checkpoint.rng",
+    "TrafficReport": "shardfold.plan.report",
 }
 
 

@@ -1,6 +1,6 @@
 """`python -m shardfold` is the command `shardfold`."""
 
-from shardfold.entry import main
+from shardfold.tools.entry import main
 
 if __name__ == "__main__":
     main()

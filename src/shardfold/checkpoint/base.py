@@ -14,9 +14,9 @@ import torch.distributed as dist
 from shardfold.checkpoint.files import DTYPES
 from shardfold.checkpoint.format import Parameter, checksum
 from shardfold.errors import ConfigError, UsageError
-from shardfold.sharded_model import ShardedModel
-from shardfold.whole_segments import whole_segments
-from shardfold.whole_state import most_precise
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.whole_segments import whole_segments
+from shardfold.sharding.whole_state import most_precise
 
 __all__ = ["Base", "other_base"]
 

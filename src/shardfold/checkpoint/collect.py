@@ -12,16 +12,16 @@ from torch import Tensor
 
 from shardfold.checkpoint.files import NAMES, Part
 from shardfold.checkpoint.format import Index, Parameter, Piece
+from shardfold.checkpoint.rng import rng_state
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
-from shardfold.groups import alignment
-from shardfold.layout import DATA_AXES, Axes
-from shardfold.rng import rng_state
-from shardfold.segment import Segment
-from shardfold.sharded_model import ShardedModel
-from shardfold.shards import shard_index
-from shardfold.version import __version__
-from shardfold.whole_state import buffers_of, most_precise, names_of
+from shardfold.plan.layout import DATA_AXES, Axes
+from shardfold.plan.placement import shard_index
+from shardfold.plan.version import __version__
+from shardfold.sharding.groups import alignment
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.segment import Segment
+from shardfold.sharding.whole_state import buffers_of, most_precise, names_of
 
 __all__ = ["average_state", "collect", "header", "is_average"]
 

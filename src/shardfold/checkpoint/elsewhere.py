@@ -20,8 +20,8 @@ from torch import Tensor
 
 from shardfold.checkpoint.format import SUM_BYTES
 from shardfold.checkpoint.paths import open_regular
+from shardfold.comm.mesh import DataMesh
 from shardfold.errors import CheckpointError
-from shardfold.mesh import DataMesh
 
 __all__ = ["Elsewhere"]
 

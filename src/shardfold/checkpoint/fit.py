@@ -11,8 +11,8 @@ from shardfold.checkpoint.format import Parameter
 from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.errors import CheckpointError
-from shardfold.sharded_model import ShardedModel
-from shardfold.whole_state import buffers_of, most_precise, names_of
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.whole_state import buffers_of, most_precise, names_of
 
 __all__ = ["Fit"]
 

@@ -21,8 +21,8 @@ from shardfold.checkpoint.hosts import Host
 from shardfold.checkpoint.messages import Messages
 from shardfold.checkpoint.outcome import Outcome, failure, words
 from shardfold.errors import CheckpointError
-from shardfold.sharded_model import ShardedModel
-from shardfold.stores.exact import exact, huge
+from shardfold.sharding.model import ShardedModel
+from shardfold.tiers.pages import exact, huge
 
 __all__ = ["Job", "SaveReport", "Saving"]
 

@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfold.bundle import complete
 from shardfold.checkpoint.base import other_base
 from shardfold.checkpoint.collect import average_state, is_average
 from shardfold.checkpoint.fit import Fit
 from shardfold.checkpoint.names import Rename
 from shardfold.checkpoint.opened import open_together
 from shardfold.checkpoint.reader import Checkpoint
+from shardfold.checkpoint.rng import set_rng_state
+from shardfold.comm.coalesced import complete
 from shardfold.errors import CheckpointError, ShardfoldError
-from shardfold.layout import DATA_AXES, Axes
-from shardfold.loans import refuse_during
-from shardfold.rng import set_rng_state
-from shardfold.segment import Segment
-from shardfold.sharded_model import ShardedModel
-from shardfold.shards import shard_index
-from shardfold.whole_state import buffers_of, most_precise
+from shardfold.plan.layout import DATA_AXES, Axes
+from shardfold.plan.placement import shard_index
+from shardfold.sharding.loans import refuse_during
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.segment import Segment
+from shardfold.sharding.whole_state import buffers_of, most_precise
 
 __all__ = ["LoadReport", "load"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.stored import Later, open_weights
 from shardfold.errors import CheckpointError
-from shardfold.materialize import meta_init
+from shardfold.sharding.materialize import meta_init
 
 __all__ = ["load_model"]
 

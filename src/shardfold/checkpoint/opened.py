@@ -23,7 +23,7 @@ from shardfold.checkpoint.outcome import words
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.verify import Damage, index_bytes, missing_files
 from shardfold.errors import CheckpointError
-from shardfold.sharded_model import ShardedModel
+from shardfold.sharding.model import ShardedModel
 
 __all__ = ["open_together"]
 

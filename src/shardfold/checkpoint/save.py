@@ -29,9 +29,9 @@ from shardfold.checkpoint.hosts import Host, find_hosts, words_by_rank
 from shardfold.checkpoint.job import Job, Saving
 from shardfold.checkpoint.messages import SILENCE_AT_EXIT, ask
 from shardfold.errors import CheckpointError, ConfigError, UsageError
-from shardfold.loans import refuse_during
-from shardfold.report import MemoryRow
-from shardfold.sharded_model import ShardedModel
+from shardfold.plan.report import MemoryRow
+from shardfold.sharding.loans import refuse_during
+from shardfold.sharding.model import ShardedModel
 
 __all__ = ["Saver"]
 

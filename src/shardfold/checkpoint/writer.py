@@ -18,7 +18,7 @@ from shardfold.checkpoint.files import NAMES, Part, write_file
 from shardfold.checkpoint.format import Index, Parameter, Piece
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
-from shardfold.version import __version__
+from shardfold.plan.version import __version__
 
 __all__ = ["Value", "Writer"]
 

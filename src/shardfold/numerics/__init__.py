@@ -3,6 +3,6 @@
 from shardfold.numerics.clipping import Clip
 from shardfold.numerics.forensics import NumericsReport, UnitNumbers, Watch, check
 from shardfold.numerics.scaling import LossScale, Scaler
-from shardfold.report import Finding
+from shardfold.plan.report import Finding
 
 __all__ = ["Clip", "Finding", "LossScale", "NumericsReport", "Scaler", "UnitNumbers", "Watch", "check"]

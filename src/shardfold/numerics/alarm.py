@@ -17,7 +17,7 @@ from shardfold.errors import NonFiniteError
 from shardfold.numerics.clipping import Clip
 from shardfold.numerics.forensics import NumericsReport, Watch, examine
 from shardfold.numerics.scaling import Scaler
-from shardfold.sharded_model import ShardedModel
+from shardfold.sharding.model import ShardedModel
 
 __all__ = ["Alarm"]
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardfold.copies import copy_without_hooks, forget_hooks
 from shardfold.errors import UsageError
-from shardfold.report import KINDS, Finding
-from shardfold.segment import Segment
-from shardfold.sharded_model import ShardedModel
+from shardfold.plan.report import KINDS, Finding
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.pickling import copy_without_hooks, forget_hooks
+from shardfold.sharding.segment import Segment
+from shardfold.sharding.unit import Unit
 from shardfold.torch_internals import in_backward
-from shardfold.unit import Unit
 
 __all__ = ["NumericsReport", "UnitNumbers", "Watch", "check", "examine"]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.layout import Precision
+from shardfold.plan.layout import Precision
 
 __all__ = ["LossScale", "Scaler", "all_finite", "make_scaler", "scaled"]
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.bundle import complete
+from shardfold.comm.coalesced import complete
 from shardfold.errors import ConfigError, ModelError, UsageError
-from shardfold.loans import Loan, refuse_during
-from shardfold.report import MemoryRow
-from shardfold.segment import Segment
-from shardfold.sharded_model import Owner
-from shardfold.unit import Unit
-from shardfold.whole_segments import whole_segments
-from shardfold.whole_state import named_state
+from shardfold.plan.report import MemoryRow
+from shardfold.sharding.loans import Loan, refuse_during
+from shardfold.sharding.model import Owner
+from shardfold.sharding.segment import Segment
+from shardfold.sharding.unit import Unit
+from shardfold.sharding.whole_segments import whole_segments
+from shardfold.sharding.whole_state import named_state
 
 __all__ = ["Average"]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from shardfold.segment import Segment
+from shardfold.sharding.segment import Segment
 from shardfold.torch_internals import fused_adam_, fused_adamw_, fused_sgd_
 
 __all__ = ["FusedShard", "fused_moments"]

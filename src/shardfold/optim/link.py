@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfold.comm import Comm
-from shardfold.cost import Sent
-from shardfold.layout import Axes
-from shardfold.shards import shard_index
+from shardfold.comm.comm import Comm
+from shardfold.plan.cost import Sent
+from shardfold.plan.layout import Axes
+from shardfold.plan.placement import shard_index
 
 __all__ = ["RankLink"]
 

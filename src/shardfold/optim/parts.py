@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardfold.cost import Sent
 from shardfold.errors import ConfigError
+from shardfold.plan.cost import Sent
 
 __all__ = ["Alone", "Link", "PartOptimizer", "Place", "Use", "check_betas", "check_number"]
 

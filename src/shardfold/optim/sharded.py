@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from shardfold.cost import Sent
 from shardfold.errors import ConfigError
-from shardfold.groups import PerElement
 from shardfold.optim.fused import FusedShard, fused_moments
 from shardfold.optim.guard import Guard
 from shardfold.optim.parts import Link, PartOptimizer, Place
-from shardfold.segment import TORCH_DTYPES, Segment
-from shardfold.shards import SegmentSpec
-from shardfold.unit import Unit
+from shardfold.plan.cost import Sent
+from shardfold.plan.placement import SegmentSpec
+from shardfold.sharding.groups import PerElement
+from shardfold.sharding.segment import TORCH_DTYPES, Segment
+from shardfold.sharding.unit import Unit
 
 __all__ = ["ShardedOptimizer", "build"]
 

@@ -36,7 +36,14 @@ from shardfold.testing import worker
 
 # Imported once by the fork server. The first step of a torch optimizer imports `torch._dynamo`, a second of its own;
 # pytest's start script is imported again by each worker.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "shardfold", "shardfold.engine", "shardfold.testing.worker")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "shardfold",
+    "shardfold.engine.engine",
+    "shardfold.testing.worker",
+)
 
 SETTLE = 5.0  # seconds that the other ranks have to report after the first failure, and a process to die of a signal
 SHOWN_STACK_LINES = 60  # of each rank that hung

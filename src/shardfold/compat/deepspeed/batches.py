@@ -14,7 +14,7 @@ from shardfold.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 
 if TYPE_CHECKING:
     from shardfold.compat.deepspeed.utils.timer import ThroughputTimer
-    from shardfold.engine import Engine
+    from shardfold.engine.engine import Engine
 
 __all__ = ["Batches"]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardfold.compat.deepspeed.config_check import Note
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
-from shardfold.layout import ITEMSIZE, Precision
-from shardfold.passes import Schedule
+from shardfold.plan.layout import ITEMSIZE, Precision
+from shardfold.plan.passes import Schedule
 
 if TYPE_CHECKING:
     from shardfold.numerics.scaling import LossScale

@@ -18,8 +18,8 @@ from shardfold.compat.deepspeed.config_hyper import hyper, idle
 from shardfold.compat.deepspeed.config_keys import KEYS
 from shardfold.compat.deepspeed.config_precision import Scaling, layout_of, loss_scale_of, precision_of, timing_of
 from shardfold.compat.deepspeed.config_source import load
-from shardfold.layout import Layout, Precision
-from shardfold.passes import Schedule
+from shardfold.plan.layout import Layout, Precision
+from shardfold.plan.passes import Schedule
 
 if TYPE_CHECKING:
     from shardfold.numerics.scaling import LossScale

@@ -9,7 +9,7 @@ from typing import Any
 from shardfold.compat.deepspeed.config_check import Note
 from shardfold.compat.deepspeed.config_keys import HONOURED, KEYS, NOTED, Key
 from shardfold.compat.deepspeed.config_read import Settings, read
-from shardfold.explain import explain_preset
+from shardfold.plan.explain import explain_preset
 
 __all__ = ["effective", "explain_config", "markdown", "said"]
 

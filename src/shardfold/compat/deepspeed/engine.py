@@ -28,7 +28,7 @@ from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.takeover import made_here, take_over
 from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
-from shardfold.engine import Engine
+from shardfold.engine.engine import Engine
 from shardfold.numerics.clipping import Clip
 
 __all__ = ["DeepSpeedEngine"]

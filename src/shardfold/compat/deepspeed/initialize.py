@@ -17,7 +17,7 @@ from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.utils.logging import log_dist, set_log_level_from_string
 from shardfold.compat.deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
-from shardfold.sizes import human
+from shardfold.plan.sizes import human
 
 __all__ = ["initialize"]
 

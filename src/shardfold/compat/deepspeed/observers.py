@@ -26,11 +26,11 @@ from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.profiling.flops_profiler import FlopsProfiler
 from shardfold.compat.deepspeed.profiling.traffic_log import TrafficLog
 from shardfold.compat.deepspeed.utils.timer import BACKWARD_GLOBAL_TIMER, FORWARD_GLOBAL_TIMER, STEP_GLOBAL_TIMER
-from shardfold.report import StepReport
+from shardfold.plan.report import StepReport
 
 if TYPE_CHECKING:
     from shardfold.compat.deepspeed.config_read import Settings
-    from shardfold.engine import Engine
+    from shardfold.engine.engine import Engine
 
 __all__ = ["Observers"]
 

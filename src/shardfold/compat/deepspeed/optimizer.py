@@ -14,8 +14,8 @@ from shardfold.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 
 if TYPE_CHECKING:
     from shardfold.compat.deepspeed.config import Settings
-    from shardfold.engine import Engine
-    from shardfold.report import StepReport
+    from shardfold.engine.engine import Engine
+    from shardfold.plan.report import StepReport
 
 __all__ = [
     "BF16_Optimizer",

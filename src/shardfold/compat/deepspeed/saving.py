@@ -9,10 +9,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 from shardfold.checkpoint.deepspeed_ranks import is_plain
@@ -22,19 +22,17 @@ from shardfold.checkpoint.imports import import_from
 from shardfold.checkpoint.opened import open_together
 from shardfold.checkpoint.paths import read_name
 from shardfold.checkpoint.reader import Checkpoint
+from shardfold.checkpoint.rng import rng_state, set_rng_state
 from shardfold.checkpoint.trees import encode
 from shardfold.checkpoint.trust import dump_object, load_object
 from shardfold.compat.deepspeed.checkpoint.ds_to_universal import LATEST_UNIVERSAL
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall, check_client_state, loading_state
 from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.compat.deepspeed.whole_files import written_whole
+from shardfold.engine.engine import Engine
 from shardfold.errors import CheckpointError, ShardfoldError
-from shardfold.rng import rng_state, set_rng_state
-from shardfold.whole_segments import whole_segments
-from shardfold.whole_state import named_state
-
-if TYPE_CHECKING:
-    from shardfold.compat.deepspeed.engine import DeepSpeedEngine
+from shardfold.sharding.whole_segments import whole_segments
+from shardfold.sharding.whole_state import named_state
 
 __all__ = [
     "client_state_of",
@@ -59,11 +57,37 @@ if __name__ == "__main__":
 '''
 
 
+class SavedEngine(Protocol):
+    """What of a ``DeepSpeedEngine`` a checkpoint keeps, or is told by."""
+
+    _core: Engine
+    _settings: Any
+    _messages: int
+    module: nn.Module
+    basic_optimizer: Any
+    lr_scheduler: Any
+    observers: Any
+    global_rank: int
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    dp_world_size: int
+    mp_world_size: int
+    loaded_checkpoint_dp_world_size: int | None
+    loaded_checkpoint_mp_world_size: int | None
+
+    def _setting(self, path: str) -> Any: ...
+    def _tell_boundary(self) -> None: ...
+    def train_batch_size(self) -> int: ...
+    def zero_optimization_stage(self) -> int: ...
+    def zero_optimization_partition_weights(self) -> bool: ...
+
+
 # -- saving
 
 
 def save_checkpoint(
-    engine: DeepSpeedEngine,
+    engine: SavedEngine,
     save_dir: Any,
     tag: Any,
     client_state: Mapping[str, Any],
@@ -116,7 +140,7 @@ def save_checkpoint(
     return True
 
 
-def _one_tag(engine: DeepSpeedEngine, tag: str) -> str:
+def _one_tag(engine: SavedEngine, tag: str) -> str:
     """Rank 0's tag; ranks that differ are told, or refused, as the config says."""
     mode = engine._settings.tag_validation
     said = _everyone(engine, tag)
@@ -131,14 +155,14 @@ def _one_tag(engine: DeepSpeedEngine, tag: str) -> str:
     return said[0]
 
 
-def _everyone(engine: DeepSpeedEngine, text: str) -> list[str]:
+def _everyone(engine: SavedEngine, text: str) -> list[str]:
     """What every rank says, by rank."""
     engine._core.sharded.gate.meet("engine.save_checkpoint() or engine.load_checkpoint()")
     engine._messages += 1
     return engine._core.sharded.comm.agreement.exchange(f"{FACE}/{engine._messages}", text)
 
 
-def _own_state(engine: DeepSpeedEngine) -> dict[str, Any]:
+def _own_state(engine: SavedEngine) -> dict[str, Any]:
     schedule = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
     return {
         "global_steps": engine.global_steps, "global_samples": engine.global_samples,
@@ -192,7 +216,7 @@ def _unpacked(state: Mapping[str, Any], where: Path, what: str = "client_state")
 
 
 def load_checkpoint(
-    engine: DeepSpeedEngine,
+    engine: SavedEngine,
     load_dir: Any,
     tag: Any,
     *,
@@ -266,9 +290,7 @@ def load_checkpoint(
     return str(path), client
 
 
-def _states(
-    engine: DeepSpeedEngine, path: Path, source: Path, *, scheduler: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _states(engine: SavedEngine, path: Path, source: Path, *, scheduler: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """See :func:`client_state_of`; of a checkpoint ``source`` that was made of DeepSpeed's ``path``, what that has.
 
     Raises:
@@ -304,7 +326,7 @@ def client_state_of(path: Path, *, scheduler: bool = True) -> tuple[dict[str, An
         return _client_state(checkpoint, scheduler=scheduler)
 
 
-def _opened(engine: DeepSpeedEngine, path: Path) -> Checkpoint:
+def _opened(engine: SavedEngine, path: Path) -> Checkpoint:
     """A checkpoint of ours, of which each host may have a part; every rank calls it."""
     engine._core.sharded.gate.meet("engine.load_checkpoint()")
     engine._messages += 1
@@ -342,7 +364,7 @@ def _as_it_is(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _imported(engine: DeepSpeedEngine, path: Path) -> Iterator[Path]:
+def _imported(engine: SavedEngine, path: Path) -> Iterator[Path]:
     """A checkpoint of ours, made by rank 0 of one of DeepSpeed's, beside its run until all have read it.
 
     Raises:
@@ -384,7 +406,7 @@ def _foreign_state(path: Path) -> dict[str, Any]:
 
 
 def module_state_dict(
-    engine: DeepSpeedEngine,
+    engine: SavedEngine,
     destination: dict[str, Any] | None,
     prefix: str,
     keep_vars: bool,
@@ -405,12 +427,12 @@ def module_state_dict(
     return state
 
 
-def consolidated(engine: DeepSpeedEngine, exclude_frozen_parameters: bool) -> dict[str, Tensor] | None:
+def consolidated(engine: SavedEngine, exclude_frozen_parameters: bool) -> dict[str, Tensor] | None:
     """Whole values in the dtype that forward reads, on the CPU of rank 0; None on others."""
     return _whole(engine, exclude_frozen_parameters, everywhere=False)
 
 
-def _whole(engine: DeepSpeedEngine, exclude_frozen: bool, *, everywhere: bool) -> dict[str, Tensor] | None:
+def _whole(engine: SavedEngine, exclude_frozen: bool, *, everywhere: bool) -> dict[str, Tensor] | None:
     """16 MiB, or one segment, are whole on the device at a time."""
     core = engine._core
     core.sharded.gate.meet("a consolidated state dict", follow=True)
@@ -432,7 +454,7 @@ def _whole(engine: DeepSpeedEngine, exclude_frozen: bool, *, everywhere: bool) -
 
 
 def load_module_state_dict(
-    engine: DeepSpeedEngine,
+    engine: SavedEngine,
     state: Mapping[str, Tensor],
     strict: bool,
     custom: Callable[..., Any] | None,
@@ -451,9 +473,7 @@ def load_module_state_dict(
         custom(src=state, dst=engine.module)
 
 
-def save_16bit_model(
-    engine: DeepSpeedEngine, save_dir: Any, save_filename: str, exclude_frozen_parameters: bool
-) -> bool:
+def save_16bit_model(engine: SavedEngine, save_dir: Any, save_filename: str, exclude_frozen_parameters: bool) -> bool:
     """Writes the weights that forward reads as one file of ``torch.save``; every rank calls it.
 
     Args:
@@ -480,7 +500,7 @@ def save_16bit_model(
     return True
 
 
-def give_back(engine: DeepSpeedEngine) -> None:
+def give_back(engine: SavedEngine) -> None:
     """Closes the engine underneath; if its values cannot be had any more, without them."""
     try:
         engine._core.close_split()

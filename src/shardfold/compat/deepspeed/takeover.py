@@ -6,7 +6,7 @@ import weakref
 
 from torch import nn
 
-from shardfold.engine import Engine, engine_of
+from shardfold.engine.engine import Engine, engine_of
 
 __all__ = ["made_here", "take_over"]
 

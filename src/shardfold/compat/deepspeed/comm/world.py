@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardfold.comm.mesh import default_backend, pick_device, start_group
 from shardfold.compat.deepspeed.comm.discovery import discover, local_rank
 from shardfold.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from shardfold.compat.deepspeed.utils.comms_logging import configure
 from shardfold.errors import ConfigError, UsageError
-from shardfold.mesh import default_backend, pick_device, start_group
 
 __all__ = [
     "destroy_process_group",

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold.bundle import complete
+from shardfold.comm.coalesced import complete
 from shardfold.compat.deepspeed.zero.attributes import part_size, place_of
-from shardfold.engine import Engine, engine_of
+from shardfold.engine.engine import Engine, engine_of
 from shardfold.errors import ModelError
-from shardfold.gradients import Sums
-from shardfold.layout import DATA_AXES
-from shardfold.registry import name_in
-from shardfold.whole_segments import Slice, gather_slices
+from shardfold.plan.layout import DATA_AXES
+from shardfold.sharding.gradients import Sums
+from shardfold.sharding.registry import name_in
+from shardfold.sharding.whole_segments import Slice, gather_slices
 
 __all__ = [
     "safe_get_full_fp32_param",

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from shardfold.compat.deepspeed.zero import external
 from shardfold.compat.deepspeed.zero.status import ZeroParamStatus, ZeroParamType
-from shardfold.early import early_shard
-from shardfold.freed import FreedParameter
-from shardfold.registry import model_of, models
-from shardfold.segment import Segment
-from shardfold.sharded_model import ShardedModel
+from shardfold.sharding.freed import FreedParameter
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.partitioned import early_shard
+from shardfold.sharding.registry import model_of, models
+from shardfold.sharding.segment import Segment
+from shardfold.sharding.whole import whole
 from shardfold.torch_internals import storage_key
-from shardfold.wholes import whole
 
 __all__ = ["install", "is_zero_param", "note", "part_size", "place_of", "ranks_of", "uninstall"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from shardfold.compat.deepspeed.zero.attributes import is_zero_param, ranks_of
 from shardfold.compat.deepspeed.zero.external import register_external_parameter
 from shardfold.errors import ConfigError
-from shardfold.wholes import whole
+from shardfold.sharding.whole import whole
 
 __all__ = ["GatheredParameters"]
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.compat.deepspeed.zero.attributes import install
-from shardfold.construction import shard_module, sharded_init
 from shardfold.errors import ConfigError
-from shardfold.segment import TORCH_DTYPES
+from shardfold.sharding.segment import TORCH_DTYPES
+from shardfold.sharding.sharded_init import shard_module, sharded_init
 
 __all__ = ["Init"]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardfold.compat.deepspeed.zero.attributes import note
 from shardfold.compat.deepspeed.zero.gathered import GatheredParameters
-from shardfold.registry import model_of
+from shardfold.sharding.registry import model_of
 
 __all__ = ["DeepSpeedZeRoOffload", "note_parameters", "unwrap_model_for_generation"]
 

@@ -1,0 +1,313 @@
+"""WHERE what autograd saves for backward is meanwhile: kept, made again, or resting in host memory or on disk.
+
+    keep        on the device, as in plain PyTorch
+    recompute   a unit's inputs are kept; its forward runs again in backward (arXiv 1604.06174)
+    select      the same, but products of matrices, convolutions and attention are kept: what is cheap is made again
+    host        copies in (pinned) host memory, which come back one unit ahead of backward
+    disk        copies in a file, written and read by a thread
+    fit:12GiB   one of these for each unit, by what the first passes measure (see ``planner``)
+
+A mode holds for a unit, or for a module that a rule of its own names. It takes the place of the module's ``forward``,
+so that hooks run once, outside of it; in backward the engine has gathered the unit by the time its forward runs again,
+so recomputation gathers nothing. Values are those without it, to the bit: random numbers, autocast and buffers are as
+they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.activations.fit import Planner
+from shardfold.activations.offload import Movers, counted, held
+from shardfold.activations.profile import Spot
+from shardfold.activations.recompute import KEPT, recomputing, without_filling
+from shardfold.activations.replaced import ReplacedForward
+from shardfold.errors import ConfigError, ModelError
+from shardfold.plan.layout import MODES, Activations, Layout
+from shardfold.plan.report import SavedReport, SavedRow
+from shardfold.plan.rules import EVERYTHING, Patterns, pairs, text_of
+from shardfold.sharding.pickling import replace_forward, restore_forward
+from shardfold.sharding.unit import Unit
+from shardfold.torch_internals import in_backward
+
+__all__ = ["MODES", "Activations", "Replacements", "in_table"]
+
+RECOMPUTED = ("recompute", "select")
+MOVED = ("host", "disk")
+FITTED = ("recompute", "select", "host", "disk", "keep")
+"""Modes that a budget chooses from; while it is measured, the first of those that apply is in force."""
+
+ONLY_INPUTS = (nn.Embedding, nn.Linear)
+"""Modules that save nothing but their inputs, so that making anything again saves nothing."""
+
+
+def in_table(layout: Layout, given: Any) -> tuple[Layout, Any]:
+    """The table of an engine whose argument is ``given``, and the rules that hold: those, or else the table's cell.
+
+    Raises:
+        ConfigError: the rules are none, or a mode is unknown.
+    """
+    if given is None:
+        return layout, layout.activations
+    rules = pairs(given, "activations", (str, Activations), "mode")
+    rest = next((value for pattern, value in rules if pattern == EVERYTHING), layout.activations)
+    return layout.replace(activations=rest), given
+
+
+class Replacements:
+    """The places of a model, for as long as an engine lives.
+
+    Args:
+        model: whose modules are meant.
+        given: the engine's argument: a mode, an :class:`Activations`, or ordered rules of these.
+        device: that trains.
+
+    Raises:
+        ConfigError: the rules are none, or a mode is unknown.
+        ModelError: a rule matches no module.
+    """
+
+    def __init__(self, model: nn.Module, given: Any, device: torch.device) -> None:
+        rules = pairs(given, "activations", (str, Activations), "mode")
+        self._model = model
+        self._values = [Activations.named(value) for _, value in rules]
+        self._patterns = Patterns([pattern for pattern, _ in rules], "activations")
+        self._patterns.check(model)
+        self.places: list[ReplacedForward] = []
+        self._movers = Movers(model, device)
+        self._units: Sequence[Unit] = ()
+        self._needs: Callable[[Unit], None] = lambda unit: None
+        self._device = device
+        self._planner: Planner | None = None
+        if budgets := {value.budget: value.mode for value in self._values if value.budget is not None}:
+            if len(budgets) > 1:
+                raise ConfigError(
+                    f"the rules of activations= have {' and '.join(map(repr, budgets.values()))}: a device has one "
+                    "budget, so give all of these rules the same."
+                )
+            self._planner = Planner(*budgets.popitem(), device, self._movers.tally)
+            self._planner.renewed = self._put
+
+    def attach(self, units: Sequence[Unit], needs: Callable[[Unit], None]) -> None:
+        """Puts forwards in place of those of these units, and takes away what was there.
+
+        Args:
+            units: of the model.
+            needs: called with a unit whose forward is about to run again.
+
+        Raises:
+            ModelError: parts of what is recomputed have a mode of their own, or nothing has the mode that is asked for.
+        """
+        self.remove()
+        self.places = list(self._find(units))
+        if not self.places and any(value.mode != "keep" for value in self._values):
+            asked = next(value.mode for value in self._values if value.mode != "keep")
+            raise ModelError(
+                f"activations={asked!r} applies to no unit of this model, in which nothing but single layers was "
+                "found: name its blocks with units=, or leave it out."
+            )
+        self._units, self._needs = units, needs
+        self._movers.follow([storage for unit in units for storage in unit.storages()])
+        if self._planner is not None:
+            for place in self.places:
+                place.spot = self._spot(place)
+            self._planner.follow([place.spot for place in self.places if place.spot], self._movers.stays)
+        self._put()
+
+    def _put(self) -> None:
+        """Puts the forwards of the present modes in place."""
+        measuring = self._planner is not None and self._planner.measuring
+        for place in self.places:
+            restore_forward(place.module)
+            own = place.module.forward
+            if place.spot is not None:
+                place.current = place.given.chosen(place.spot.mode)
+                own = without_filling(own)
+                if self._planner is not None and measuring:
+                    own = _looked_at(place, place.spot, own, self._planner)
+            if place.current.mode in MOVED:
+                replace_forward(place.module, _moving(place, own, self._movers))
+            elif place.current.mode in RECOMPUTED:
+                again = recomputing(place, own, self._needs, self._movers, whole=measuring)
+                replace_forward(place.module, again)
+            elif place.spot is not None:
+                replace_forward(place.module, own)
+
+    def _spot(self, place: ReplacedForward) -> Spot:
+        given = place.given
+        modes = tuple(mode for mode in FITTED if mode in self._among(given)) if given.budget is not None else ()
+        if isinstance(place.module, ONLY_INPUTS):
+            modes = tuple(mode for mode in modes if mode not in RECOMPUTED)
+        whole = any(place.module is module for module in place.unit.modules)
+        return Spot(
+            place.unit.name if whole else place.path, type(place.module), modes or (given.mode,), given.smallest,
+            KEPT | set(given.kept), lambda mode: self._movers.rate(mode, given.folder),
+        )  # fmt: skip
+
+    def _among(self, given: Activations) -> tuple[str, ...]:
+        """What a budget chooses from. On the CPU a copy in host memory saves nothing there."""
+        return given.among or ("keep", "recompute", "select", *(("host",) if self._device.type == "cuda" else ()))
+
+    def remove(self) -> None:
+        """Gives every module its own forward."""
+        for place in self.places:
+            restore_forward(place.module)
+        self.places = []
+
+    def close(self) -> None:
+        """Ends threads and gives back files."""
+        self._movers.close()
+
+    # -- a budget
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank has measured something that ranks are to agree on."""
+        return self._planner is not None and self._planner.waits
+
+    def agree(self, control: Callable[[list[float]], list[float]]) -> None:
+        """See :meth:`Planner.agree`; every rank calls it if one waits."""
+        if self._planner is not None:
+            self._planner.agree(control)
+
+    def begin_forward(self, inputs: Any) -> bool:
+        """See :class:`shardfold.engine.hooks.Replaced`.
+
+        Raises:
+            ModelError: what is to be measured is compiled.
+        """
+        if self._planner is None:
+            return False
+        for place in self.places:
+            if any(vars(module).get("_compiled_call_impl") is not None for module in place.inner):
+                raise ModelError(
+                    f"activations={place.given.mode!r} measures what runs, but {place.path!r} is compiled: name a mode "
+                    "instead, or compile nothing."
+                )
+        return self._planner.begin_forward(inputs)
+
+    def look(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]]:
+        assert self._planner is not None
+        return self._planner.look()
+
+    def end_forward(self, output: Any) -> None:
+        if self._planner is not None:
+            self._planner.end_forward(output)
+
+    def end_backward(self) -> None:
+        if self._planner is not None:
+            self._planner.end_backward()
+
+    # -- reports
+
+    def counted(self) -> AbstractContextManager[SavedReport]:
+        """See :meth:`Engine.activations`."""
+        return counted(self._model, self._units, self.described(), self._movers)
+
+    def held(self) -> tuple[SavedRow, ...]:
+        """See :attr:`MemoryReport.activations`."""
+        return held(self._units, self.described(), self._movers)
+
+    def described(self) -> dict[str, str]:
+        """What happens in each unit, by its name, where that is not ``keep``."""
+        said: dict[str, list[str]] = {}
+        for place in self.places:
+            mode = place.current.mode
+            if mode == "keep" and not place.left:
+                continue
+            if place.left or (mode in RECOMPUTED and place.leaves):
+                mode = "left to the model's own checkpointing"
+            whole = any(place.module is module for module in place.unit.modules)
+            said.setdefault(place.unit.name, []).append(mode if whole else f"{place.path}: {mode}")
+        return {name: ", ".join(modes) for name, modes in said.items()}
+
+    def explained(self) -> list[str]:
+        """What happens in units, in lines of text."""
+        lines = self._planner.described() if self._planner is not None else []
+        left = {n: mode for n, mode in self.described().items() if not lines or "left to" in mode}
+        if left:
+            lines += ["activations (of all others: keep):", *(f"  {name:<28}  {mode}" for name, mode in left.items())]
+        return lines
+
+    def _find(self, units: Sequence[Unit]) -> Iterator[ReplacedForward]:
+        rule = self._patterns.assign(self._model)
+        unit_of: dict[int, Unit] = {}
+        for unit in sorted(units, key=lambda unit: not unit.spec.root):  # the root's are those that no other has
+            for module in unit.modules:
+                unit_of.update({id(inner): unit for inner in module.modules()})
+        tops = {id(module) for unit in units if not unit.spec.root for module in unit.modules}
+        around: set[str] = {""}  # paths of what contains units
+        modules = dict(self._model.named_modules())
+        for path, module in modules.items():
+            if id(module) in tops:
+                around.update(path[:i] for i, letter in enumerate(path) if letter == ".")
+        found: dict[str, ReplacedForward] = {}
+        for path, module in modules.items():
+            outer = path.rpartition(".")[0]
+            number = rule[id(module)]
+            if path in around or (id(module) not in tops and number == rule[id(modules[outer])]):
+                continue
+            value, enclosing = self._values[number], _enclosing(found, path)
+            above = enclosing.current if enclosing is not None else None
+            if enclosing is not None and above is not None and (above.mode in RECOMPUTED or above.budget is not None):
+                raise ModelError(
+                    f"activations= has {value.mode!r} for {path!r} by its rule for "
+                    f"{text_of(self._patterns.patterns[number])}, and {above.mode!r} for {enclosing.path!r}, "
+                    "which contains it and is made again as a whole: leave one of them out."
+                )
+            modes = (value.mode,) if value.budget is None else self._among(value)
+            planned = self._planner is not None and id(module) in tops
+            if (modes == ("keep",) and not planned) or id(module) not in unit_of:
+                continue
+            if isinstance(module, ONLY_INPUTS) and not set(modes) & set(MOVED):
+                continue
+            found[path] = ReplacedForward(path, module, unit_of[id(module)], value)
+        yield from found.values()
+
+
+def _enclosing(places: dict[str, ReplacedForward], path: str) -> ReplacedForward | None:
+    while path:
+        path = path.rpartition(".")[0]
+        if path in places:
+            return places[path]
+    return None
+
+
+def _moving(place: ReplacedForward, forward: Callable[..., Any], movers: Movers) -> Callable[..., Any]:
+    given = place.current
+
+    @partial(torch.compiler.disable, recursive=False)  # what it calls is compiled, under the hooks of its frame
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        begun = movers.begin(place.unit.name, given.mode, given.folder, given.smallest, (args, kwargs))
+        place.left = begun is None
+        if begun is None:
+            return forward(*args, **kwargs)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            movers.end(begun, place.unit.name)
+
+    return run
+
+
+def _looked_at(place: ReplacedForward, spot: Spot, forward: Callable[..., Any], planner: Planner) -> Callable[..., Any]:
+    """A module's own forward, of which the planner learns."""
+
+    @torch.compiler.disable
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if place.left or place.leaves or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with (planner.again if in_backward() else planner.first)(spot, (args, kwargs)):
+            return forward(*args, **kwargs)
+
+    return run

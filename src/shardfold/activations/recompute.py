@@ -1,0 +1,183 @@
+"""Forwards that run again in backward: as they ran first to the bit, in random numbers, autocast, buffers, caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardfold.activations.offload import Movers, Results
+from shardfold.activations.replaced import ReplacedForward
+from shardfold.sharding.autograd import inside_checkpoint
+from shardfold.sharding.unit import Unit
+from shardfold.torch_internals import SELECTS, NormBase, tree_flatten, tree_unflatten
+
+__all__ = ["KEPT", "recomputing", "without_filling"]
+
+SMALL = 64 * 1024
+"""Bytes of the largest buffer that a forward may change, such as running statistics, and be recomputed as it was."""
+
+_ATEN = torch.ops.aten
+KEPT: frozenset[Any] = frozenset(
+    getattr(_ATEN, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_int_mm",
+        "_scaled_mm",
+        "_grouped_mm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    )
+    if hasattr(_ATEN, name)
+)
+"""Operations whose results ``select`` keeps."""
+
+
+def recomputing(
+    place: ReplacedForward, forward: Callable[..., Any], needs: Callable[[Unit], None], movers: Movers, *, whole: bool
+) -> Callable[..., Any]:
+    """``whole``: torch.compile does not look into it."""
+    kept = KEPT | set(place.current.kept) if place.current.mode == "select" else frozenset[Any]()
+    contexts: dict[str, Any] = {"context_fn": partial(_selective, kept), **SELECTS} if kept else {}
+    statistics = any(isinstance(module, NormBase) for module in place.inner)
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # torch.compile recomputes in the graph
+            return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        place.left = inside_checkpoint()
+        if place.left or place.leaves or any(_holds_something(value) for value in (*args, *kwargs.values())):
+            return forward(*args, **kwargs)
+        again = _Again(place, forward, needs, (args, kwargs))
+        counter = movers.counter if kept else None
+
+        def note(tensor: Tensor) -> None:  # as held while it is noted
+            if counter is not None:
+                again.counted.append(counter.count(place.unit.name, tensor))
+
+        with Results(kept, note) if counter is not None else nullcontext():
+            return checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
+
+    # A graph of torch.compile would count a batch in running statistics once more as it recomputes.
+    return torch.compiler.disable(run) if statistics or whole else run
+
+
+def _selective(kept: frozenset[Any]) -> Any:
+    """What a checkpoint runs forward and its recomputation under, so that results of ``kept`` are not made again."""
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class _Again:
+    """One forward, which runs now and once more in each backward.
+
+    Attributes:
+        leaves: the arguments, flat: a checkpoint looks for tensors, and so for the devices whose random numbers it
+            keeps, among positional arguments only.
+        counted: what is counted of results that are not made again.
+    """
+
+    def __init__(
+        self, place: ReplacedForward, forward: Callable[..., Any], needs: Callable[[Unit], None], call: tuple[Any, Any]
+    ) -> None:
+        self._place, self._forward, self._needs = place, forward, needs
+        self.leaves, self._shape = tree_flatten(call)
+        self.counted: list[Any] = []
+        self._before: list[_Buffer] | None = None  # until it has run
+
+    def __call__(self, *leaves: Any) -> Any:
+        # Each run fills an empty cache of its own, as running twice would fill one twice.
+        args, kwargs = tree_unflatten([_own(leaf) for leaf in leaves], self._shape)
+        if self._before is None:
+            buffers = list(_small_buffers(self._place.inner))
+            try:
+                return self._forward(*args, **kwargs)
+            finally:
+                self._before = [buffer for buffer in buffers if buffer.changed()]
+        self._needs(self._place.unit)
+        with _as_they_were(self._before):
+            return self._forward(*args, **kwargs)
+
+
+class _Buffer(NamedTuple):
+    """A buffer and its value before a forward."""
+
+    owner: dict[str, Tensor | None]
+    name: str
+    buffer: Tensor
+    version: int
+    value: Tensor
+    statistics: bool  # of a normalization, which PyTorch changes without a word
+
+    def changed(self) -> bool:
+        found = self.owner.get(self.name)
+        return self.statistics or found is not self.buffer or self.buffer._version != self.version
+
+
+def _small_buffers(modules: Sequence[nn.Module]) -> Iterator[_Buffer]:
+    for module in modules:
+        statistics = isinstance(module, NormBase) and module.training
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.nbytes <= SMALL:
+                value = buffer.detach().clone()
+                yield _Buffer(module._buffers, name, buffer, buffer._version, value, statistics)
+
+
+@contextmanager
+def _as_they_were(buffers: Sequence[_Buffer]) -> Iterator[None]:
+    """Inside, buffers have their values from before, and changes of them are lost: they were made once already."""
+    now = [buffer.owner.get(buffer.name) for buffer in buffers]
+    for buffer in buffers:
+        buffer.owner[buffer.name] = buffer.value.clone()
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, now, strict=True):
+            buffer.owner[buffer.name] = value
+
+
+def _holds_something(value: Any) -> bool:
+    """Whether it is a cache of keys and values (transformers') from before, which forward has to see and to fill."""
+    return _is_cache(value) and bool(int(value.get_seq_length()))
+
+
+def _own(value: Any) -> Any:
+    """A copy of an empty cache; anything else as it is."""
+    return deepcopy(value) if _is_cache(value) and not _holds_something(value) else value
+
+
+def without_filling(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that in training fills an empty cache of its own: units that are recomputed leave one empty, and would
+    take it for one from before if others filled it."""
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            args, kwargs = tuple(map(_own, args)), {name: _own(value) for name, value in kwargs.items()}
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def _is_cache(value: Any) -> bool:
+    return not isinstance(value, (Tensor, nn.Module)) and callable(getattr(value, "get_seq_length", None))

@@ -1,0 +1,45 @@
+"""A module whose forward is replaced, because an activation mode other than ``keep`` holds in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shardfold.activations.profile import Spot
+from shardfold.plan.layout import Activations
+from shardfold.sharding.unit import Unit
+
+__all__ = ["ReplacedForward"]
+
+
+@dataclass(eq=False)
+class ReplacedForward:
+    """A module whose forward is replaced.
+
+    Attributes:
+        path: of the module in the model.
+        unit: that it is, or is a part of.
+        inner: it and the modules in it.
+        left: it last ran inside of a checkpoint of the model's own, to which it is left.
+        given: what the rules say for it.
+        current: what holds now: the same, or what a budget chose.
+        spot: where there is a budget: what is planned for it.
+    """
+
+    path: str
+    module: nn.Module
+    unit: Unit
+    given: Activations
+    inner: list[nn.Module] = field(default_factory=list[nn.Module])
+    left: bool = False
+    spot: Spot | None = None
+
+    def __post_init__(self) -> None:
+        self.inner = list(self.module.modules())
+        self.current = self.given
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the model recomputes this, or parts of it, itself (``gradient_checkpointing`` of transformers)."""
+        return any(vars(module).get("gradient_checkpointing") for module in self.inner)

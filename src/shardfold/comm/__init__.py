@@ -1,0 +1,10 @@
+"""Between ranks: everything that is sent goes through one :class:`shardfold.comm.comm.Comm`.
+
+    mesh         who the other ranks are, by axis             transport   what carries tensors: Gloo, NCCL
+    agreement    what all do next; waiting that ends          near        ranks of one host read each other's memory
+    watchdog     where each rank is                           boards      what they tell each other there
+    meter        counts what is sent                          choice      which transport there is
+    comm         all of these in one                          coalesced   many tensors in one collective
+
+It imports ``plan`` and ``tiers``.
+"""

@@ -1,0 +1,442 @@
+"""How ranks agree on what comes next, and how none waits for ever for one that went elsewhere.
+
+``[Note: nothing is issued before it is agreed]`` Gloo ends the process when ranks bring different shapes to a
+collective, and gives wrong sums in silence when the shapes happen to be equal. So every collective of an engine has a
+number, and ranks can only disagree at two places, each of which asks before it acts:
+
+    meet       before each pass, step or gathered(): one small reduction tells whether all ranks are about to do the
+               same. Ranks that still evaluate, or that need units which their last pass has given back already, are
+               helped by the others; else all raise, each naming what every rank asked for.
+    ask        while the order of units is not known: a small reduction tells who needs which unit next.
+
+A rank that waits for a meeting of one engine while another rank needs more of a pass of a second engine takes part in
+that when it sees so, and goes on waiting.
+
+What cannot be asked (a collective of the user's own in the middle, a rank that left) shows as ranks that do not move:
+see ``watch``. Waiting is done in slices; after each, a rank reads whether somebody gave up and what the others do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from hashlib import sha256
+from logging import getLogger
+from os import getpid
+from time import monotonic, perf_counter
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from shardfold.comm.mesh import DataMesh
+from shardfold.comm.watchdog import Watch, Whereabouts
+from shardfold.errors import CollectiveError, ConfigError, OrderError, UsageError
+
+__all__ = ["Agreement", "Meeting"]
+
+SLICE = timedelta(seconds=1)
+# Places in a message; MORE holds the section's number + 1. Behind the flags: a hash and its complement, then bits.
+MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, FLAGS, HEADER = 0, 1, 2, 3, 4, 5, 9
+CODE = 4  # bytes of the hash
+BITS = HEADER + 2 * CODE
+SHORT = 200  # characters of what ranks compare that are shown where it differs
+SETTLE = 2.0  # seconds that published whereabouts are behind what they tell of
+LOG = getLogger("shardfold")
+
+
+class Meeting(NamedTuple):
+    """What a meeting found.
+
+    Attributes:
+        together: all ranks, or those that are being helped and this is one of them, do what they asked for.
+        flags: those that any rank set.
+        more: if this rank is asked to help: the section of which others need more; None: they evaluate.
+    """
+
+    together: bool
+    flags: list[int]
+    more: int | None = None
+
+
+class Agreement:
+    """The collectives of one engine on one rank, by number.
+
+    Args:
+        mesh: the ranks and their store.
+        patience: seconds until ranks that wait for each other in vain raise.
+        limit: seconds until a collective that nobody gave up is an error.
+    """
+
+    def __init__(self, mesh: DataMesh, patience: float, limit: float) -> None:
+        self._mesh = mesh
+        self._patience, self.limit = patience, limit
+        self.sequence = 0  # collectives issued by this engine so far
+        self.places = 0  # how many bits a round of asking has at most
+        self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
+        self.waited = 0.0  # seconds that the host waited for collectives
+        self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=8)
+        self._detail = ""  # what the last of them is for on this rank
+        self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
+        self.take_part: Callable[[], bool] = lambda: False  # see Watched
+        self._dead: str | None = None  # the sentence with which this engine was given up
+        self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
+        self._warned = False
+        self._process = getpid()
+        self._watch: Watch | None = None
+        if mesh.world > 1:
+            self._watch = Watch.of(mesh.default_store, mesh.rank, mesh.world)
+            self._watch.join(mesh.name, self)
+
+    def close(self) -> None:
+        """The other ranks learn that this one has left."""
+        if self._watch is not None:
+            if self._mesh.store is not None:  # a mesh is closed by itself when the interpreter exits
+                with suppress(RuntimeError):  # the process that served the store may have died
+                    self._mesh.store.set(f"left/{self._mesh.rank}", "")
+            self._watch.leave(self._mesh.name)
+            self._watch = None
+
+    @property
+    def doing(self) -> str:
+        return self._detail or str(self._log[-1][1])
+
+    def issue(self, what: Any, detail: str = "") -> None:
+        """Gives the next collective its number; ``what`` prints as its name, which is the same on every rank."""
+        if self._dead is not None:
+            raise OrderError(self._dead)
+        if getpid() != self._process:
+            raise UsageError(
+                f"{what}: this process was forked from one that has an engine, whose connections to the other ranks "
+                "it cannot use; make an engine in each process that trains."
+            )
+        self.sequence += 1
+        self._log.append((self.sequence, what))
+        self._detail, self._needs_help = detail, False
+
+    # -- asking before acting
+
+    def meet(
+        self,
+        what: str,
+        *,
+        evaluating: bool = False,
+        evaluated: bool = False,
+        more: int | None = None,
+        flags: Sequence[bool] = (),
+    ) -> Meeting:
+        """Whether all ranks are about to do ``what``.
+
+        Ranks may evaluate different numbers of batches: when one asks for a forward in evaluation and all have
+        evaluated since the last step, those who want something else help it and meet again. So they do when one needs
+        more of the pass that the others have ended.
+
+        Args:
+            what: the same text on every rank, or it is a disagreement.
+            evaluating: whether ``what`` is a forward in evaluation.
+            evaluated: whether this rank evaluated since the last step.
+            more: the number of the section that this rank needs more of.
+            flags: up to 4, of which the answer tells whether any rank set them.
+
+        Raises:
+            OrderError: on every rank, naming what each asked for.
+        """
+        said = self._say([1, 0, evaluating, 0 if more is None else more + 1, not evaluated], what, flags)
+        if said[MEETS] and said[ASKS]:
+            raise self._disagree(what)
+        if all(said[i] == 255 - said[i + CODE] for i in range(HEADER, HEADER + CODE)):  # the least is the greatest
+            return Meeting(True, said[FLAGS:HEADER])
+        if said[MORE]:
+            return Meeting(more is not None, said[FLAGS:HEADER], said[MORE] - 1)
+        if said[EVALUATES] and not said[NOT_EVALUATED]:
+            return Meeting(evaluating, said[FLAGS:HEADER])
+        raise self._disagree(what)
+
+    def ask(self, bits: Sequence[bool]) -> list[int]:
+        """One round of asking: for each place whether any rank set it."""
+        what = "more of the pass under way"
+        said = self._say([0, 1, 0, 0, 0], what, (), bits)
+        if said[MEETS]:
+            raise self._disagree(what)
+        return said[BITS : BITS + len(bits)]
+
+    def _say(self, kind: Sequence[int], what: str, flags: Sequence[bool], bits: Sequence[bool] = ()) -> list[int]:
+        """The greatest over all ranks of each byte of a message; of one form for meetings and for asking, because ranks
+        that do not do the same must find that out from it."""
+        code = crc32(what.encode()).to_bytes(CODE, "big")
+        padded = [*flags, *[False] * (HEADER - FLAGS - len(flags))]
+        values = [*map(int, kind), *map(int, padded), *code, *(255 - byte for byte in code), *map(int, bits)]
+        if self._mesh.world == 1:
+            return values
+        tensor = torch.zeros(BITS + self.places, dtype=torch.uint8)
+        tensor[: len(values)] = torch.tensor(values, dtype=torch.uint8)
+        self.issue("a message", f"the meeting before {what}" if kind[MEETS] else f"a round of asking for {what}")
+        self._needs_help = bool(kind[MORE])
+        self.wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._mesh.control, async_op=True), control=True)
+        self.control_bytes += tensor.nbytes
+        return tensor.tolist()
+
+    def _disagree(self, what: str) -> OrderError:
+        number = self.sequence
+        asked = self.exchange(f"meeting/{number}", what)
+        return self._give_up(
+            f"after operation {number - 1} the ranks are about to do different things: {_by_text(asked)}. Every "
+            "rank must run the same passes, steps and gathered() in one order; to run a part on some ranks only "
+            "(evaluation, generation, saving) do it inside `with engine.gathered():` that all ranks enter."
+        )
+
+    def same(self, parts: Mapping[str, str]) -> None:
+        """Every rank must say the same of each part; long texts are compared by their hash.
+
+        Raises:
+            ConfigError: on every rank, naming the first part that differs and the ranks whose is not rank 0's.
+        """
+        short = {what: len(text) <= SHORT for what, text in parts.items()}
+        mine = {what: text if short[what] else sha256(text.encode()).hexdigest() for what, text in parts.items()}
+        said = [json.loads(text) for text in self.exchange(f"same/{self.sequence}", json.dumps(mine))]
+        for what in parts:
+            other = [rank for rank, values in enumerate(said) if values.get(what) != said[0].get(what)]
+            if other:
+                values = f" ({said[other[0]].get(what)} and {said[0].get(what)})" if short[what] else ""
+                raise ConfigError(
+                    f"{what} of rank {', '.join(map(str, other))} differ from rank 0's{values}: build the same model "
+                    "with the same arguments on every rank."
+                )
+
+    def exchange(self, key: str, value: str) -> list[str]:
+        """What every rank says under ``key``, by rank.
+
+        Raises:
+            OrderError: another rank gave up, or ranks wait for each other in vain.
+            CollectiveError: a rank is gone.
+        """
+        store = self._mesh.store
+        if store is None:
+            return [value]
+        store.set(f"{key}/{self._mesh.rank}", value)
+        # Through the group and not the store: it notices at once that a rank is gone.
+        here = torch.zeros(1, dtype=torch.uint8)
+        self.issue("an exchange of words", f"what every rank says of {key!r}")
+        self.wait(dist.all_reduce(here, dist.ReduceOp.MAX, group=self._mesh.control, async_op=True), control=True)
+        self.control_bytes += here.nbytes
+        return [store.get(f"{key}/{rank}").decode() for rank in range(self._mesh.world)]
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """If ``what`` fails on this rank, the others, which wait for it, raise too and say why."""
+        try:
+            yield
+        except (OrderError, CollectiveError):  # which the others know of
+            raise
+        except Exception as error:
+            if self._mesh.store is not None and self.aborted() is None:
+                with suppress(RuntimeError):  # the process that served the store may have died
+                    self._mesh.store.set("abort", f"{what} failed on rank {self._mesh.rank}: {error}")
+            raise
+
+    @staticmethod
+    def _pause(store: Any, keys: list[str]) -> None:
+        try:
+            store.wait(keys, SLICE)
+        except (RuntimeError, ValueError):  # the slice is over: DistStoreError is a RuntimeError
+            return
+
+    # -- waiting
+
+    def wait(self, work: Any, *, control: bool = False) -> None:
+        """Waits for a collective; for data on NCCL that orders streams only.
+
+        Raises:
+            OrderError: ranks wait for each other in vain, or another gave up.
+            CollectiveError: it failed, or took longer than the limit.
+        """
+        if self._mesh.backend == "nccl" and not control:
+            work.wait()
+            return
+        begun = perf_counter()
+        try:
+            self._wait(work, monotonic())
+        finally:
+            self.waited += perf_counter() - begun
+
+    def _wait(self, work: Any, begun: float) -> None:
+        published = False
+        while True:
+            try:
+                work.wait(SLICE)
+                break
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower():
+                    raise self._failure(error) from error
+            if not published:
+                self._publish(self.doing)
+                published = True
+            published = not self._help_elsewhere()
+            if published:
+                self._look(begun)
+        if published and self._watch is not None:
+            self._watch.clear()
+            self._watch.waiting = False
+
+    def _failure(self, error: RuntimeError) -> Exception:
+        """Why a collective failed, as far as the store knows."""
+        what = f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, failed"
+        try:
+            self._check()
+            left = [r for r in range(self._mesh.world) if self._mesh.store.check([f"left/{r}"])]
+        except (RuntimeError, ValueError) as gone:  # the store went with its rank
+            if isinstance(gone, OrderError):
+                return gone
+            left = []
+        if left:
+            return CollectiveError(f"{what}: rank {', '.join(map(str, left))} has closed its engine.")
+        return CollectiveError(
+            f"{what} ({str(error).splitlines()[0]}); another rank has probably died or left the training loop: look at "
+            "its output."
+        )
+
+    def _publish(self, what: str) -> None:
+        assert self._watch is not None
+        self._watch.waiting = True
+        log = [(number, str(entry)) for number, entry in self._log]
+        self._watch.publish("wait", what, engine=self._mesh.name, log=log, needs_help=self._needs_help)
+        self._unmoved: tuple[Any, float] = (None, 0.0)
+        self._warned = False
+
+    def _help_elsewhere(self) -> bool:
+        """Whether another rank needed more of a pass of another engine, and got it.
+
+        That rank comes to where this one waits only when it has it, and this one would come to that engine's next
+        meeting only behind it.
+        """
+        assert self._watch is not None
+        for entry in self._watch.read().values():
+            if entry.engine != self._mesh.name and self._watch.help(entry):
+                self._watch.clear()
+                self._watch.waiting = False
+                return True
+        return False
+
+    def _look(self, begun: float) -> None:
+        """After a slice in vain: raises if waiting on makes no sense."""
+        assert self._watch is not None
+        self._check()
+        others, now = self._watch.read(), monotonic()
+        self._find_contradiction(others)
+        state: Any = tuple((rank, entry.nonce) for rank, entry in sorted(others.items()))
+        if state != self._unmoved[0]:
+            self._unmoved = state, now
+        stuck = len(others) + 1 == self._mesh.world and all(entry.blocked for entry in others.values())
+        if stuck and now - self._unmoved[1] > max(1.0, self._patience - 2 * SETTLE) and self._nothing_moves(others):
+            self._abort(f"no rank can go on: {self._describe(others)}.")
+        if now - begun > self._patience and not self._warned:
+            self._warned = True
+            LOG.warning(
+                "waiting for %.0f s: %s.%s", now - begun, self._describe(others), " Still waiting." * (not stuck)
+            )
+        if now - begun > self.limit:
+            message = (
+                f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, did not finish within "
+                f"{self.limit:.0f} s: {self._describe(others)}."
+            )
+            self._mesh.store.set("abort", message)
+            self._dead, self._mesh.gave_up = message, True
+            raise CollectiveError(message)
+
+    def _find_contradiction(self, others: dict[int, Whereabouts]) -> None:
+        """What proves by itself that this rank and another will never meet."""
+        for rank, other in others.items():
+            if other.engine != self._mesh.name:
+                continue
+            theirs = dict(other.log)
+            for number, entry in self._log:
+                if number in theirs and theirs[number] != str(entry):
+                    mine = f"{entry} on rank {self._mesh.rank}"
+                    self._abort(f"operation {number} is {mine} but {theirs[number]} on rank {rank}.")
+
+    def _nothing_moves(self, others: dict[int, Whereabouts]) -> bool:
+        """Every rank is blocked. False if it may be that a collective that all have issued is just slow."""
+        name = self._mesh.name
+        if any(entry.kind != "wait" for entry in others.values()):
+            return True
+        assert self._watch is not None
+        counts = [self._watch.issued(), *(entry.issued for entry in others.values())]
+        waits = [(entry.engine, max(n for n, _ in entry.log)) for entry in others.values()] + [(name, self.sequence)]
+        return not any(all(count.get(engine, 0) >= number for count in counts) for engine, number in waits)
+
+    def _describe(self, others: dict[int, Whereabouts]) -> str:
+        texts = {self._mesh.rank: f"waits for operation {self.sequence}, {self.doing}"}
+        for rank, entry in others.items():
+            last = max((number for number, _ in entry.log), default=entry.issued.get(self._mesh.name, 0))
+            texts[rank] = {
+                "wait": f"waits for operation {last}, {entry.what}{self._of_engine(entry.engine)}",
+                "user": f"is in {entry.what}, after operation {last}",
+                "busy": f"is {entry.what}, after operation {last}",
+            }.get(entry.kind, f"has {entry.kind}")
+        return _by_text([texts.get(rank, "moves") for rank in range(self._mesh.world)])
+
+    def _of_engine(self, name: str) -> str:
+        return f" (of engine {name}, where this is {self._mesh.name})" if name != self._mesh.name else ""
+
+    # -- giving up
+
+    def aborted(self) -> str | None:
+        """The sentence with which some rank gave this engine up."""
+        store = self._mesh.store
+        return store.get("abort").decode() if store is not None and store.check(["abort"]) else None
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this rank raised that sentence."""
+        return self._dead is not None
+
+    def _check(self) -> None:
+        """Raises what another rank gave up with, if one did."""
+        message = self.aborted()
+        if message is not None:
+            self._wake()
+            raise self._give_up(message)
+
+    def _give_up(self, message: str) -> OrderError:
+        self._dead, self._mesh.gave_up = message, True
+        return OrderError(message)
+
+    def _abort(self, message: str) -> None:
+        """Raises ``message`` here and, at their next look, on all other ranks."""
+        if self.aborted() is None:
+            self._mesh.store.set("abort", message)
+        self._wake()
+        raise self._give_up(self.aborted() or message)
+
+    def _wake(self) -> None:
+        """Ranks in collectives of the user's own end when this rank leaves the user's groups; first they shall know
+        why (see ``watch``)."""
+        assert self._watch is not None
+        deadline = monotonic() + 3 * SETTLE
+        stuck = [entry.kind for entry in self._watch.read().values() if entry.kind in ("user", "gave up")]
+        if not stuck:
+            return
+        while "user" in stuck and monotonic() < deadline:
+            self._pause(self._mesh.store, ["never"])
+            stuck = [entry.kind for entry in self._watch.read().values()]
+        LOG.error(
+            "rank %d leaves all process groups, because other ranks wait in one of them and would never end: from here "
+            "on it cannot use torch.distributed. %s",
+            self._mesh.rank, self.aborted(),
+        )  # fmt: skip
+        self._mesh.abandon()
+
+
+def _by_text(texts: Sequence[str]) -> str:
+    """``rank 0: ...; ranks 1, 2: ...``"""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who[:16]))}{' ...' * (len(who) > 16)}: {text}"
+        for text, who in ranks.items()
+    )

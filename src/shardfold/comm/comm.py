@@ -1,0 +1,121 @@
+"""One rank's way to the others: everything that is sent goes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfold.comm.agreement import Agreement
+from shardfold.comm.choice import data_wire
+from shardfold.comm.mesh import DataMesh
+from shardfold.comm.meter import Meter
+from shardfold.comm.transport import Pending, PlainWire
+from shardfold.plan.layout import Axes
+from shardfold.plan.program import Op
+from shardfold.tiers.device import DeviceStore
+
+__all__ = ["Comm"]
+
+
+@dataclass(eq=False)
+class Comm:
+    """Made once for whatever spans ranks: an engine, or parameters that are split before there is one.
+
+    Attributes:
+        mesh: who the other ranks are, and the process groups of each axis.
+        agreement: what comes next, and waiting that ends.
+        transport: carries tensors.
+        meter: counts their bytes.
+        memory: of the device that the tensors are on.
+    """
+
+    mesh: DataMesh
+    agreement: Agreement
+    transport: PlainWire
+    meter: Meter
+    memory: DeviceStore
+
+    @classmethod
+    def of(cls, mesh: DataMesh, agreement: Agreement, memory: DeviceStore) -> Comm:
+        """With the transport that the backend and the device of ``mesh`` have; every rank calls it."""
+        transport = data_wire(
+            mesh.backend, memory.device, mesh.groups(), mesh.rank, empty=memory.empty, recycle=memory.recycle,
+            exchange=agreement.exchange, waiter=agreement.wait,
+        )  # fmt: skip
+        return cls(mesh, agreement, transport, Meter(mesh), memory)
+
+    def collective(
+        self,
+        op: Op,
+        flat: Tensor,
+        *,
+        pending: list[Pending],
+        out: Tensor | None = None,
+        add: bool = False,
+        lasting: Tensor | None = None,
+    ) -> None:
+        """Hands one flat to the transport, as ``op`` says, and counts what this rank sends; ``pending`` gets what is to
+        be waited for. ``out``, ``add`` and ``lasting``: see the transport."""
+        self.agreement.issue(op)
+        group = self.mesh.group(op.axes)
+        if op.verb != "ALL_GATHER":
+            self.memory.after_compute()
+        with self.memory.side():
+            if op.verb == "ALL_GATHER":
+                pending.append(self.transport.all_gather(flat, group, lasting=lasting))
+            elif op.verb == "REDUCE_SCATTER":
+                assert out is not None
+                pending.append(self.transport.reduce_scatter(flat, out, group, add=add))
+            else:
+                pending.append(self.transport.all_reduce(flat, group))
+        self.meter.count(op, flat)
+
+    def control(self, values: list[float], op: Any) -> list[float]:
+        """A few numbers reduced over all ranks, on the host."""
+        if self.mesh.world == 1:
+            return values
+        return self._reduced(torch.tensor(values, dtype=torch.float64), op, "a control message").tolist()
+
+    def any_rank(self, flags: list[bool], what: str) -> list[bool]:
+        """Which of the ``flags`` any rank set; ``what`` it is about, for messages."""
+        if self.mesh.world == 1:
+            return flags
+        said = self._reduced(torch.tensor(flags, dtype=torch.uint8), dist.ReduceOp.MAX, what)
+        return [bool(bit) for bit in said.tolist()]
+
+    def _reduced(self, tensor: Tensor, op: Any, what: str) -> Tensor:
+        self.agreement.issue(what)
+        work = dist.all_reduce(tensor, op, group=self.mesh.control, async_op=True)
+        self.agreement.wait(work, control=True)
+        self.meter.control(tensor.nbytes)
+        return tensor
+
+    def number(self, value: Tensor, over: Axes, op: Any, what: str) -> None:
+        """Reduces a 0-d tensor over axes, in place, where the tensors are."""
+        self.agreement.issue(what)
+        self.agreement.wait(dist.all_reduce(value, op, group=self.mesh.group(over), async_op=True))
+        self.meter.control(value.nbytes)
+
+    def broadcast(self, values: Tensor, what: str, source: int = 0, *, detail: str = "") -> None:
+        """Gives every rank the values of ``source``, in place; nothing on one rank."""
+        if self.mesh.world > 1:
+            self.agreement.issue(what, detail)
+            self.agreement.wait(dist.broadcast(values, group_src=source, group=self.mesh.everyone, async_op=True))
+
+    def leave(self) -> None:
+        """At the end of whatever it was made for, when nobody refers to that any more."""
+        self.agreement.close()
+        self.mesh.leave()
+
+    def close(self, between: Callable[[], object] = lambda: None) -> None:
+        """Ends it on this rank; ``between`` is done when the others know and the groups are there still."""
+        self.agreement.close()  # first, so that whoever finds the transport closed knows why
+        self.transport.close()
+        between()
+        self.mesh.close()
+        self.memory.close()

@@ -1,0 +1,299 @@
+"""The ranks: axis names and sizes, this rank's place, and every process group. No other file makes one.
+
+``torchrun``'s environment is honoured, an already initialized ``torch.distributed`` is adopted, and one process
+without either just works: then there are no groups at all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from shardfold.errors import LayoutError, UsageError, did_you_mean
+from shardfold.plan.layout import DATA_AXES, Axes
+from shardfold.torch_internals import all_groups, default_store
+
+__all__ = ["DataMesh", "default_backend", "pick_device", "resolve_sizes", "start_group"]
+
+UNSENT = 2**31 - 1  # the tag of a message that nobody sends
+
+
+def resolve_sizes(world: int, mesh: Mapping[str, int] | None, local: int | None = None) -> dict[str, int]:
+    """Sizes of ``inter`` and ``intra`` whose product is ``world``.
+
+    Args:
+        world: number of ranks.
+        mesh: sizes by axis name; an axis left out takes what remains. None: ``intra`` is the ranks of one node.
+        local: ranks per node, if known.
+
+    Raises:
+        LayoutError: an axis is unknown or the sizes do not multiply up.
+    """
+    if mesh is None:
+        intra = local if local and world % local == 0 else world
+        return {"inter": world // intra, "intra": intra}
+    for axis in mesh:
+        if axis not in DATA_AXES:
+            raise LayoutError(f"mesh names the axis {axis!r}, which is unknown.{did_you_mean(axis, DATA_AXES)}")
+    sizes = {axis: int(mesh.get(axis, 0)) for axis in DATA_AXES}
+    given = prod(size for size in sizes.values() if size)
+    if any(size < 0 for size in sizes.values()) or world % given or (all(sizes.values()) and given != world):
+        raise LayoutError(
+            f"mesh {' x '.join(f'{axis}={size}' for axis, size in mesh.items())} does not multiply up to the "
+            f"{world} rank{'s' if world > 1 else ''} there are: change the sizes or the number of ranks."
+        )
+    if not sizes["inter"] and not sizes["intra"]:
+        return {"inter": 1, "intra": world}
+    return {axis: size or world // given for axis, size in sizes.items()}
+
+
+def pick_device(device: str | torch.device | None = None) -> torch.device:
+    """The device asked for, else this local rank's GPU, else the CPU. Ranks beyond the number of GPUs share them."""
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+class DataMesh:
+    """This rank's place among the data-parallel ranks, and the groups of each combination of axes.
+
+    Attributes:
+        sizes: ``{"inter": n, "intra": m}``, ``inter`` is the slow link.
+        coords: this rank's coordinate on each axis; rank = inter * m + intra.
+        name: of this mesh among those of the process, equal on all ranks.
+        store: a key-value store shared by all ranks, private to this mesh; None for one rank.
+        default_store: the one of the process's default group.
+        control: a Gloo group of all ranks for small facts that the host needs.
+        gave_up: whether this rank raised because ranks cannot go on together.
+    """
+
+    def __init__(self, sizes: Mapping[str, int] | None, device: torch.device, timeout: timedelta) -> None:
+        started = _start(device, timeout)
+        self.distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.distributed else 0
+        self.world = dist.get_world_size() if self.distributed else 1
+        local = os.environ.get("LOCAL_WORLD_SIZE")
+        self.sizes = resolve_sizes(self.world, sizes, int(local) if local else None)
+        self.coords = {"inter": self.rank // self.sizes["intra"], "intra": self.rank % self.sizes["intra"]}
+        self.name = ""
+        self.gave_up = False
+        self.store: Any = None
+        self.default_store: Any = None
+        self._groups: dict[Axes, Any] = {}
+        self._made: list[Any] = []  # groups that are this mesh's own
+        self._process = os.getpid()
+        self.control: Any = None
+        _PROCESS.add(self, started=started)
+        if self.world > 1:
+            # The default store is the only key-value store that every rank is known to share.
+            default = default_store()
+            # Counted in the store, not in the process: a process may have been in other groups before.
+            self.name = str(default.add(f"shardfold/engines/{self.rank}", 1))
+            self.default_store = default
+            self.store = dist.distributed_c10d.PrefixStore(f"shardfold/{self.name}", default)
+            self._make_groups(timeout)
+
+    def _make_groups(self, timeout: timedelta) -> None:
+        inter, intra = self.sizes["inter"], self.sizes["intra"]
+        # What the host needs to know travels on the CPU: no device synchronization. It never shares a Gloo group with
+        # collectives of the user's own, because Gloo pairs collectives by their number within a group.
+        self.control = self._new_group(None, timeout, "gloo")
+        whole = tuple(axis for axis in DATA_AXES if self.sizes[axis] > 1)
+        self._groups[whole] = self.control if self.backend == "gloo" else dist.group.WORLD
+        if len(whole) == 2:
+            rows = [[i * intra + j for j in range(intra)] for i in range(inter)]
+            columns = [[i * intra + j for i in range(inter)] for j in range(intra)]
+            for axis, lists in (("intra", rows), ("inter", columns)):
+                for ranks in lists:  # every rank makes every group, in the same order
+                    group = self._new_group(ranks, timeout)
+                    if self.rank in ranks:
+                        self._groups[(axis,)] = group
+
+    def _new_group(self, ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> Any:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        if ranks is None or self.rank in ranks:
+            self._made.append(group)
+        return group
+
+    def open_group(self, timeout: timedelta) -> Any:
+        """A Gloo group of all ranks for messages between two of them, until :meth:`close_group`; all ranks call it."""
+        return self._new_group(None, timeout, "gloo")
+
+    def close_group(self, group: Any) -> None:
+        """Gives back what :meth:`open_group` made."""
+        self._made.remove(group)
+        dist.destroy_process_group(group)
+
+    @property
+    def backend(self) -> str:
+        """``gloo`` or ``nccl``; composite names (``cpu:gloo,cuda:nccl``) are read by the part that moves tensors."""
+        if not self.distributed:
+            return "none"
+        return "nccl" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "gloo"
+
+    @property
+    def everyone(self) -> Any:
+        """The group of all ranks that carries data."""
+        return self.group(DATA_AXES)
+
+    def group(self, axes: Axes) -> Any:
+        """The process group of the ranks that differ from this one on ``axes`` only, in row-major order."""
+        if axes in self._groups:
+            return self._groups[axes]
+        return self._groups[tuple(axis for axis in axes if self.sizes[axis] > 1)]
+
+    def groups(self) -> list[tuple[Any, list[int]]]:
+        """Every group that carries data, with its ranks; in one order on all ranks."""
+        return [(group, dist.get_process_group_ranks(group)) for group in self._groups.values()]
+
+    def parts(self, axes: Iterable[str]) -> int:
+        return prod(self.sizes[axis] for axis in axes)
+
+    def close(self) -> None:
+        """Gives back the groups of this mesh; the last one of the process leaves ``torch.distributed`` as the first
+        found it.
+
+        A group that outlives the interpreter ends the process with SIGABRT now and then: a thread of Gloo's lets go of
+        a tensor when Python is no longer there to take it back. So no reference to a group may stay, and a mesh that
+        nobody closes is closed when the interpreter exits.
+        """
+        self.leave()
+        if os.getpid() == self._process:
+            _PROCESS.end_if_unused()
+
+    def leave(self) -> None:
+        """As :meth:`close`, at a moment that ranks do not share: a default group that a mesh started stays, as its
+        store may be what others still talk over, until a mesh is closed or the interpreter exits."""
+        if os.getpid() != self._process:  # forked: the threads that serve the groups are in the other process
+            return
+        self._groups.clear()
+        self.control = self.store = self.default_store = None
+        while self._made:
+            group = self._made.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        _PROCESS.open.discard(self)
+
+    def abandon(self) -> None:
+        """Leaves all groups but those of meshes, so that ranks stuck in collectives of the user's own wake up.
+
+        A mesh's groups may have collectives under way, and closing one of those would wait for them.
+        """
+        if dist.is_initialized():
+            ours = [group for mesh in _PROCESS.open for group in mesh._made]
+            for group in all_groups():
+                if not any(group is own for own in ours):
+                    _disconnect(group)
+            _PROCESS.started = False
+            dist.destroy_process_group()
+
+
+class _Process:
+    """What the meshes of this process share.
+
+    Attributes:
+        open: those that are not closed.
+        started: whether it was a mesh that initialized ``torch.distributed``.
+        starts: how often, so far.
+    """
+
+    def __init__(self) -> None:
+        self.open: set[DataMesh] = set()
+        self.started = False
+        self.starts = 0
+        self._pid = os.getpid()
+
+    def add(self, mesh: DataMesh, *, started: bool) -> None:
+        if self._pid != os.getpid():  # forked: what is open is the other process's
+            self._pid, self.started = os.getpid(), False
+            self.open.clear()
+        self.open.add(mesh)
+        self.started |= started
+        atexit.unregister(self.close)
+        atexit.register(self.close)  # once more, because what is registered last runs first
+
+    def end_if_unused(self) -> None:
+        if self.started and not self.open:
+            self.started = False
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def close(self) -> None:
+        """The interpreter exits. A rank that another one waits for in a group of the user's will not come there: it
+        wakes up, or the two would wait for each other, this one for what it has under way in a mesh's group."""
+        for mesh in list(self.open):
+            if mesh.gave_up and self._pid == os.getpid():
+                mesh.abandon()
+        for mesh in list(self.open):
+            mesh.leave()
+        if self._pid == os.getpid():
+            self.end_if_unused()
+
+
+_PROCESS = _Process()
+
+
+def _disconnect(group: Any) -> None:
+    """Ends the connections of a group over Gloo: every rank that waits in it, or will, raises.
+
+    Destroying a group does that only when the last reference to it goes, and there are more than the user's: the
+    signatures of ``torch.distributed.nn`` keep the default group that was there when they were imported. But a receive
+    that is given up takes the connections of its group with it.
+    """
+    size = group.size()
+    if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
+        return  # of NCCL, destroying it is enough
+    with suppress(RuntimeError):  # that it was given up, or that the connections are gone already
+        group.recv([torch.empty(1)], (group.rank() + 1) % size, UNSENT).wait(timedelta(milliseconds=1))
+
+
+def _start(device: torch.device, timeout: timedelta) -> bool:
+    """Initializes ``torch.distributed`` from the environment if there are several ranks; True if it was done here."""
+    if not dist.is_available() or dist.is_initialized():
+        return False
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return False
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"WORLD_SIZE is {world} but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: "
+            "start the script with torchrun or `shardfold train`, or unset WORLD_SIZE."
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    where: dict[str, Any] = {}
+    if _PROCESS.starts:
+        # torchrun's store outlives a group, and what the last one said of its addresses is still in it.
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store = dist.distributed_c10d.PrefixStore(f"shardfold/start/{_PROCESS.starts}", store)
+        where = {"store": store, "rank": rank, "world_size": size}
+    start_group(default_backend(device), timeout, **where)
+    _PROCESS.starts += 1
+    return True
+
+
+def default_backend(device: torch.device) -> str:
+    """``nccl`` where every rank of this machine has a GPU, else ``gloo``: NCCL refuses two ranks on one GPU."""
+    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > max(torch.cuda.device_count(), 1)
+    return "nccl" if device.type == "cuda" and not shared else "gloo"
+
+
+def start_group(backend: str, timeout: timedelta, **where: Any) -> None:
+    """Initializes ``torch.distributed``; ``where`` is what ``init_process_group`` is told of ranks and stores."""
+    # The first torch.optim optimizer imports torch._dynamo, and what that import does keeps every group there is
+    # alive for good: destroy_process_group would not end its threads (see DataMesh.close). So it comes first.
+    importlib.import_module("torch._dynamo")
+    dist.init_process_group(backend, timeout=timeout, **where)

@@ -1,0 +1,115 @@
+"""Counts the bytes this rank hands to collectives, as they are handed over."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from shardfold.comm.mesh import DataMesh
+from shardfold.plan.cost import Sent, ring_bytes
+from shardfold.plan.program import Op
+from shardfold.plan.report import TrafficReport, TrafficRow
+
+__all__ = ["Meter"]
+
+Counts = defaultdict[Sent, list[int]]  # [calls, bytes]
+
+
+def _counts() -> Counts:
+    return defaultdict(lambda: [0, 0])
+
+
+class Meter:
+    """Bytes and calls of one step.
+
+    A forward counts towards the step once its backward begins; one that has none (evaluation) counts as asked for.
+    """
+
+    def __init__(self, mesh: DataMesh) -> None:
+        self._mesh = mesh
+        self._forward, self._step, self._last = _counts(), _counts(), _counts()
+        self._known: dict[tuple[Op, int], tuple[Sent, int]] = {}  # what operations on so many bytes count as
+        self._sections: Counter[str] = Counter()
+        self._control = self._asked = self._asked_calls = 0
+        self._last_control = self._last_asked = self._last_asked_calls = 0
+        self.last_sections: Counter[str] = Counter()
+        self._in_forward = False
+
+    def begin_forward(self) -> None:
+        self._count_forward_as_asked()
+        self._in_forward = True
+
+    def begin_backward(self, section: str) -> None:
+        """A backward by that section of the program begins; the forward before it was its own."""
+        if self._in_forward:
+            self._sections["forward"] += 1
+        self._in_forward = False
+        self._sections[section] += 1
+        for kind, (calls, sent) in self._forward.items():
+            self._add(self._step, kind, calls, sent)
+        self._forward.clear()
+
+    def begin_step(self) -> None:
+        """A forward that no backward followed was asked for; what comes now is the step's."""
+        self._count_forward_as_asked()
+        self._in_forward = False
+
+    def _count_forward_as_asked(self) -> None:
+        self._asked += sum(sent for _, sent in self._forward.values())
+        self._asked_calls += sum(calls for calls, _ in self._forward.values())
+        self._forward.clear()
+
+    def end_step(self, *, skipped: bool = False) -> None:
+        self._sections["step"] += not skipped
+        self._last, self._step = self._step, _counts()
+        self.last_sections, self._sections = self._sections, Counter()
+        self._last_control, self._control = self._control, 0
+        self._last_asked, self._asked = self._asked, 0
+        self._last_asked_calls, self._asked_calls = self._asked_calls, 0
+
+    def forget_last(self) -> None:
+        """The program is another one now: what the last step sent cannot be compared with it."""
+        self._last, self.last_sections = _counts(), Counter()
+
+    def count(self, op: Op, flat: Tensor, *, asked: bool = False) -> None:
+        """One collective by ``op`` on a whole tensor ``flat``."""
+        key = op, flat.nbytes
+        if key not in self._known:
+            sent = int(ring_bytes(op.verb, flat.nbytes, self._mesh.parts(op.axes)))
+            self._known[key] = Sent(op.journey, op.verb, op.axes), sent
+        kind, sent = self._known[key]
+        if asked:
+            self._asked += sent
+            self._asked_calls += 1
+        else:
+            into = self._forward if self._in_forward else self._step
+            self._add(into, kind, 1, sent)
+
+    def exchange(self, kind: Sent, num_bytes: int) -> None:
+        """One collective of the step in which this rank sends that many bytes to others."""
+        self._add(self._step, kind, 1, num_bytes)
+
+    def control(self, num_bytes: int) -> None:
+        """A small reduction of that many bytes; a ring sends them about twice."""
+        self._control += int(ring_bytes("ALL_REDUCE", num_bytes, self._mesh.world))
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """Calls and bytes that were asked for since the last step."""
+        return self._asked_calls, self._asked
+
+    def report(self, predicted: Mapping[Sent, tuple[int, float]]) -> TrafficReport:
+        """The last completed step beside what the program predicts for the passes it had."""
+        rows = []
+        for kind in sorted({*self._last, *predicted}):
+            calls, sent = self._last.get(kind, [0, 0])
+            program = predicted[kind][1] if kind in predicted else 0.0
+            rows.append(TrafficRow(*kind, calls, program, sent))
+        return TrafficReport(tuple(rows), self._last_control, self._last_asked, self._last_asked_calls)
+
+    @staticmethod
+    def _add(into: Counts, kind: Sent, calls: int, sent: int) -> None:
+        into[kind][0] += calls
+        into[kind][1] += sent

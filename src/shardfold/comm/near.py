@@ -1,0 +1,380 @@
+"""The near wire: ranks of one host read each other's memory.
+
+A Gloo collective between two processes of one host goes through sockets: each byte is copied into the kernel and out of
+it, in segments, by threads that take the cores from the computation. Linux can copy straight from another process's
+memory into one's own (``process_vm_readv``, "cross memory attach"; MPI libraries do the same for large messages). A
+gather then moves each byte once, a reduce-scatter adds while a block is in cache and needs no temporary, and the sum is
+in rank order, bit for bit what the Gloo wire gives.
+
+``[Note: who may read when]`` Collectives on a group are numbered on every rank alike. For each number a rank keeps one
+entry on its *board*, a few pages that the others read the same way:
+
+    ready    the number, once this rank's data of that collective is in place
+    address  where it lies
+    done     the number, once this rank has read what it needs of the others
+
+A rank reads from another when that one is ready, and changes or frees its own buffer when all others are done. Nobody
+sends: waiting is looking at the boards of the others, first at once and then less and less often. It is done in slices,
+like waiting for a Gloo collective, so that ranks that never meet are found in the same way. A process that is gone
+shows as one that cannot be read, and is done with all that it read; an engine that was closed says so on its board. So
+a rank may leave as soon as a pass is over for it, while others still look. What its own thread does not wait for yet, a
+second thread of the process carries on with, so that no rank depends on what another does meanwhile.
+
+It is used on the CPU where every rank of the group can read every other: Linux on x86-64 (whose stores become visible
+in order), one host, one network and process namespace, no rule of the kernel against it. ``SHARDFOLD_NEAR=0`` switches
+it off. Else, the Gloo wire carries the group.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import sleep
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfold.comm.boards import (
+    DONE,
+    READY,
+    Group,
+    Mark,
+    give_back,
+    look_until,
+    neighbours,
+    noted,
+    profiled,
+    wait_for,
+)
+from shardfold.comm.transport import GlooWire, Pending, PlainWire, Waiter, sum_into
+from shardfold.torch_internals import storage_key
+
+__all__ = ["NearWire"]
+
+BLOCK = 256 * 1024
+"""Bytes that are summed at a time: with the others' they fit a core's cache."""
+
+PAUSE = 2e-3
+"""Seconds between the deeds of the thread that carries on."""
+
+_Phase = tuple[int, Callable[[int], None]]
+
+
+class _Reading(Pending):
+    """A collective in one or two phases, in each of which this rank reads from the others.
+
+    Args:
+        group: of it.
+        phases: number and deed of each, done when the others have posted that number; a deed may post the next.
+        read: what the others read from this rank; kept until they have.
+        lasting: it stays as it is until :meth:`NearWire.settle`.
+        at_once: what this rank reads is ready, whatever the others have posted.
+    """
+
+    def __init__(
+        self, group: Group, phases: Sequence[_Phase], read: Tensor, *, lasting: bool = False, at_once: bool = False
+    ) -> None:
+        super().__init__([])
+        self._read: Tensor | None = read
+        self.group, self._phases, self._lasting = group, list(phases), lasting
+        self._mark = None if at_once else Mark(group, phases[0][0], READY)
+        self._lock = threading.Lock()
+        self._last = phases[-1][0]
+
+    def advance(self) -> bool:
+        """Goes as far as the others allow; whether this rank has read all. False while another thread is at it."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            while self._phases and (self._mark is None or self._mark.is_completed()):
+                number, deed = self._phases[0]
+                deed(number)
+                self.group.done(number)
+                del self._phases[0]
+                if self._phases:
+                    self._mark = Mark(self.group, self._phases[0][0], READY)
+            return not self._phases
+        finally:
+            self._lock.release()
+
+    def note(self) -> None:
+        """A profiler is to see what this reads and sums, as ``near:gather`` and ``near:reduce``."""
+        for i, (number, deed) in enumerate(self._phases):
+            self._phases[i] = number, noted("near:gather" if "read" in deed.__name__ else "near:reduce", deed)
+
+    def done(self) -> bool:
+        try:
+            return self.advance()
+        except RuntimeError:  # a process has ended, which waiting is to raise
+            return False
+
+    def arrive(self, waiter: Waiter) -> None:
+        wait_for(_Arrival(self), waiter)
+
+    def wait(self, waiter: Waiter) -> None:
+        self.arrive(waiter)
+        if not self._lasting:
+            self.settle(waiter)
+
+    def settle(self, waiter: Waiter) -> None:
+        """Returns when no other rank reads from this one any more."""
+        if self._read is not None:
+            self.arrive(waiter)
+            wait_for(Mark(self.group, self._last, DONE), waiter)
+            self._read = None
+
+
+class _Arrival(NamedTuple):
+    """That this rank has read what a collective brings; waited for like a ``torch.distributed`` work."""
+
+    reading: _Reading
+
+    def is_completed(self) -> bool:
+        return self.reading.advance()
+
+    def wait(self, timeout: timedelta) -> None:
+        """Returns when it is so.
+
+        Raises:
+            RuntimeError: "timed out"; or another process has ended or closed its engine.
+        """
+        look_until(self.reading.advance, timeout)
+
+
+class _Adder:
+    """Sums what several ranks have, with a room for a block of each."""
+
+    def __init__(self) -> None:
+        self._lock, self._block = threading.Lock(), torch.empty(0)
+
+    def sum(self, near: Group, number: int, full: Tensor, start: int, out: Tensor, add: bool) -> None:
+        """Sums the ranks' ``full[start : start + len(out)]`` in rank order, block by block."""
+        with self._lock, torch.no_grad():
+            step = BLOCK // full.itemsize
+            if self._block.dtype != full.dtype or self._block.numel() < near.size * step:
+                self._block = torch.empty(near.size * step, dtype=full.dtype)
+            rooms = self._block.view(-1, step)[: near.size]
+            addresses = near.addresses(number)
+            # With three ranks and more a partial sum would overwrite this rank's own row where that is ``out`` itself.
+            aside = near.size > 2 and storage_key(out.untyped_storage()) == storage_key(full.untyped_storage())
+            for a in range(0, out.numel(), step):
+                size = min(step, out.numel() - a)
+                rows: list[Tensor] = []
+                for i in range(near.size):
+                    row = rooms[i, :size]
+                    if i != near.me:
+                        address = addresses[i] + (start + a) * full.itemsize
+                        near.read(i, address, row.data_ptr(), size * full.itemsize)
+                    elif aside:
+                        row.copy_(full[start + a : start + a + size])
+                    else:
+                        row = full[start + a : start + a + size]
+                    rows.append(row)
+                sum_into(out[a : a + size], rows, add)
+
+
+class _Carrier:
+    """The thread that goes on with collectives that nobody waits for yet; one per process, while a wire is in use."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._wake = threading.Condition()
+        self._readings: list[_Reading] = []
+        self._thread: threading.Thread | None = None
+        self._users, self._process = 0, os.getpid()
+
+    def join(self) -> None:
+        """One wire more is in use."""
+        if self._process != os.getpid():  # a fork has no threads but the one that called it, and locks as they were
+            self._forget()
+        with self._wake:
+            self._users += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="shardfold-near", daemon=True)
+                self._thread.start()
+
+    def leave(self) -> None:
+        """One wire less. (No waiting: a garbage collection may call this at any moment.)"""
+        if self._process == os.getpid():
+            with self._wake:
+                self._users -= 1
+                self._wake.notify()
+
+    def end(self) -> None:
+        """The thread has ended when this returns, if no wire is in use."""
+        thread = self._thread
+        if not self._users and thread is not None and self._process == os.getpid():
+            thread.join()
+
+    def take(self, reading: _Reading) -> None:
+        with self._wake:
+            self._readings.append(reading)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while self._users and not self._readings:
+                    self._wake.wait()
+                if not self._users:
+                    self._thread = None
+                    self._readings.clear()
+                    return
+            sleep(PAUSE)  # most are waited for at once
+            self._advance()
+
+    def _advance(self) -> None:  # by itself, so that the thread holds on to nothing while it waits
+        with self._wake:
+            readings = list(self._readings)
+        over = {id(reading) for reading in readings if self._is_over(reading)}
+        with self._wake:
+            self._readings = [reading for reading in self._readings if id(reading) not in over]
+
+    @staticmethod
+    def _is_over(reading: _Reading) -> bool:
+        # Of any kind: here an exception would end what carries all other readings. None is lost, as a phase that failed
+        # is not over: whoever waits for this reading does it again, and raises what that raises.
+        try:
+            return reading.group.closed or reading.advance()
+        except Exception:
+            return True
+
+
+_carrier = _Carrier()
+
+
+def _leave(board: mmap.mmap, groups: Sequence[Group]) -> None:
+    for group in groups:
+        group.close()
+    give_back(board)
+    _carrier.leave()
+
+
+class NearWire(PlainWire):
+    """Reads from neighbours where a group has only such; else the Gloo wire carries it.
+
+    Args:
+        gloo: carries the other groups.
+        groups: all groups that this rank is in, with their ranks.
+        rank: this one.
+        exchange: ``exchange(key, text)`` gives every rank's text.
+        waiter: waits for the other ranks to have read what lies where something new shall be written.
+    """
+
+    def __init__(
+        self,
+        gloo: GlooWire,
+        groups: Sequence[tuple[Any, Sequence[int]]],
+        rank: int,
+        exchange: Callable[[str, str], list[str]],
+        waiter: Waiter,
+    ) -> None:
+        self._gloo = gloo
+        self._near: dict[int, Group] = {}
+        self._unsettled: list[_Reading] = []
+        self._adder = _Adder()
+        self._known: dict[int, dict[int, int]] = {}
+        self._leave: Callable[[], object] | None = None
+        self._groups = len(groups)
+        near, board = neighbours(rank, [ranks for _, ranks in groups], exchange, waiter)
+        if board is not None:
+            self._near = {id(group): one for (group, _), one in zip(groups, near, strict=True) if one is not None}
+            _carrier.join()
+            self._leave = weakref.finalize(self, _leave, board, list(self._near.values()))
+
+    def near(self, group: Any) -> bool:
+        """Whether a group is carried by reading."""
+        return id(group) in self._near
+
+    def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
+        near = self._near.get(id(group))
+        if near is None:
+            return self._gloo.all_gather(full, group)
+        chunk, number = full.nbytes // near.size, near.number()
+        source = full[near.me * (full.numel() // near.size) :] if lasting is None else lasting
+        near.post(number, source.data_ptr())
+        # What lasts is ready on all ranks when a pass begins and lies where it lay, so it needs no waiting.
+        table = self._known
+        known = table.get(source.data_ptr()) if lasting is not None else None
+
+        def read_chunks(number: int) -> None:
+            start, addresses = full.data_ptr(), known or near.addresses(number)
+            for other in near.others:
+                near.read(other, addresses[other], start + other * chunk, chunk)
+            if lasting is not None and known is None:
+                table[lasting.data_ptr()] = addresses
+
+        if lasting is None:
+            return self._begin(_Reading(near, [(number, read_chunks)], full))
+        reading = _Reading(near, [(number, read_chunks)], lasting, lasting=True, at_once=known is not None)
+        self._unsettled.append(reading)
+        return self._begin(reading)
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, group: Any, *, add: bool) -> Pending:
+        near = self._near.get(id(group))
+        if near is None:
+            return self._gloo.reduce_scatter(full, out, group, add=add)
+        chunk, number, adder = full.numel() // near.size, near.number(), self._adder
+        near.post(number, full.data_ptr())
+
+        def sum_chunk(number: int) -> None:
+            adder.sum(near, number, full, near.me * chunk, out, add)
+
+        return self._begin(_Reading(near, [(number, sum_chunk)], full))
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
+        near = self._near.get(id(group))
+        if near is None:
+            return self._gloo.all_reduce(tensor, group)
+        chunk = -(-tensor.numel() // near.size)
+        bounds = [min(i * chunk, tensor.numel()) for i in range(near.size + 1)]
+        first, second, adder = near.number(), near.number(), self._adder
+        near.post(first, tensor.data_ptr())
+
+        def sum_own(number: int) -> None:
+            start, stop = bounds[near.me], bounds[near.me + 1]
+            adder.sum(near, number, tensor, start, tensor[start:stop], False)
+            near.post(second, tensor.data_ptr())
+
+        def read_sums(number: int) -> None:
+            addresses = near.addresses(number)
+            for other in near.others:
+                start, stop = (bound * tensor.itemsize for bound in bounds[other : other + 2])
+                near.read(other, addresses[other] + start, tensor.data_ptr() + start, stop - start)
+
+        return self._begin(_Reading(near, [(first, sum_own), (second, read_sums)], tensor))
+
+    def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
+        return self._gloo.exchange(sent, to, received, by, group)
+
+    def settle(self, waiter: Waiter) -> None:
+        for reading in self._unsettled:
+            reading.settle(waiter)
+        self._unsettled.clear()
+
+    def forget(self) -> None:
+        self._known.clear()
+
+    def close(self) -> None:
+        if self._leave is not None:
+            self._leave()
+            _carrier.end()
+
+    def temporary(self, num_bytes: int, ranks: int) -> int:
+        if len(self._near) < self._groups:
+            return self._gloo.temporary(num_bytes, ranks)
+        return min(num_bytes, ranks * BLOCK)
+
+    @staticmethod
+    def _begin(reading: _Reading) -> _Reading:
+        if profiled():
+            reading.note()
+        _carrier.take(reading)
+        return reading

@@ -1,0 +1,275 @@
+"""Who is stuck, and where: one thread per process that looks when the main thread has not moved for a while.
+
+While training runs this costs one wake-up a second and no message. A rank that waits for a collective says so in the
+store after the first second (:meth:`Watch.publish`); what a rank does that is *not* in one of the engine's waits is
+read off its main thread's stack by this thread: a collective of the user's own (``torch.distributed`` called from
+outside of Shardfold), or simply the line it is at. From what all ranks published a waiting rank can tell whether
+another is late or will never come.
+
+A rank that is stuck in a collective of the user's own cannot read the sentence with which the others gave up; this
+thread reads it and has it raised there (as an asynchronous exception, when the broken collective returns).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import linecache
+import sys
+import threading
+import weakref
+from dataclasses import asdict, dataclass, field
+from logging import getLogger
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from shardfold.errors import OrderError
+from shardfold.torch_internals import default_store
+
+__all__ = ["Watch", "Whereabouts"]
+
+TICK = 1.0  # seconds between two looks
+STILL = 2  # looks without a move until a collective of the user's own is published
+BUSY = 5  # looks without a move until anything else is
+HERE = str(Path(__file__).parent.parent)
+MODULES = str(Path(HERE, "nn"))  # their collectives are the model's, as if the user had written them
+LOG = getLogger("shardfold")
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What one rank published.
+
+    Attributes:
+        kind: ``wait`` (for a collective of an engine), ``user`` (in a collective of the user's own), ``busy``
+            (elsewhere), ``gave up`` (told to raise).
+        what: where, for people.
+        engine: whose collective.
+        issued: collectives issued so far, by engine.
+        log: the last of them, ``[number, text]``, of that engine.
+        nonce: differs from one publication to the next.
+        needs_help: whether it waits for the others to take part in what it still needs of a pass.
+    """
+
+    kind: str
+    what: str
+    engine: str = ""
+    issued: dict[str, int] = field(default_factory=dict)
+    log: list[tuple[int, str]] = field(default_factory=list)
+    nonce: int = 0
+    needs_help: bool = False
+
+    @property
+    def blocked(self) -> bool:
+        return self.kind in ("wait", "user")
+
+
+class Watched(Protocol):
+    """What is asked of an engine."""
+
+    sequence: int  # collectives issued so far
+
+    def take_part(self) -> bool:
+        """Takes part in what another rank still needs of a pass; False if this rank is in one itself."""
+        ...
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this rank raised that sentence."""
+        ...
+
+    def aborted(self) -> str | None:
+        """The sentence with which some rank gave it up."""
+        ...
+
+
+_watches: dict[int, Watch] = {}  # by the id of their store, which they keep alive; those with engines
+
+
+class Watch:
+    """This process's thread, its entry in the store, and everybody else's.
+
+    Args:
+        store: shared by all ranks and by all engines of this process.
+        rank, world: this rank and how many there are.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self._store, self.rank, self.world = store, rank, world
+        self._keys = [f"shardfold/watch/{r}" for r in range(world)]
+        self._engines: dict[str, weakref.ref[Watched]] = {}
+        self._main = threading.get_ident()
+        self._lock = threading.Lock()
+        self._nonce = 0
+        self._said: str = ""  # the kind of what is published now
+        self.waiting = False  # whether the main thread is in one of the engine's own waits
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, store: Any, rank: int, world: int) -> Watch:
+        """The one of this process for that store."""
+        return _watches.get(id(store)) or cls(store, rank, world)
+
+    # -- engines come and go
+
+    def join(self, engine: str, watched: Watched) -> None:
+        """An engine is made; one that nobody closes leaves when it is collected."""
+        self._engines[engine] = weakref.ref(watched)
+        weakref.finalize(watched, self.leave, engine).atexit = False
+        _watches[id(self._store)] = self
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name="shardfold-watch", daemon=True)
+            self._thread.start()
+
+    def leave(self, engine: str) -> None:
+        """An engine is closed; with the last of them the thread ends."""
+        self._engines.pop(engine, None)
+        if not self._engines and self._thread is not None:
+            self._stop.set()
+            if threading.current_thread() is not self._thread:  # it may be the one that collects
+                self._thread.join()
+            self._thread = None
+            _watches.pop(id(self._store), None)
+
+    # -- the store
+
+    def issued(self) -> dict[str, int]:
+        """How many collectives each engine of this process has issued."""
+        return {name: watched.sequence for name, watched in self._present()}
+
+    def help(self, entry: Whereabouts) -> bool:
+        """Takes part in what the rank that published ``entry`` still needs of a pass, if this one has not yet."""
+        watched = dict(self._present()).get(entry.engine)
+        if not entry.needs_help or watched is None or watched.gave_up or not entry.log:
+            return False
+        if watched.sequence + 1 != max(number for number, _ in entry.log):  # of a meeting that this rank has been at
+            return False
+        return watched.take_part()
+
+    def _present(self) -> list[tuple[str, Watched]]:
+        return [(name, watched) for name, ref in list(self._engines.items()) if (watched := ref()) is not None]
+
+    def publish(
+        self,
+        kind: str,
+        what: str,
+        *,
+        engine: str = "",
+        log: list[tuple[int, str]] | None = None,
+        needs_help: bool = False,
+    ) -> None:
+        """Says where this rank is; stays until :meth:`clear`."""
+        with self._lock:
+            self._nonce += 1
+            entry = Whereabouts(kind, what, engine, self.issued(), log or [], self._nonce, needs_help)
+            self._store.set(self._keys[self.rank], json.dumps(asdict(entry)))
+            self._said = kind
+
+    def clear(self) -> None:
+        """This rank moves again."""
+        with self._lock:
+            if self._said:
+                self._said = ""
+                self._store.set(self._keys[self.rank], "")
+
+    def read(self) -> dict[int, Whereabouts]:
+        """What the other ranks have published, by rank; a rank that moves has published nothing."""
+        found: dict[int, Whereabouts] = {}
+        for rank, key in enumerate(self._keys):
+            if rank != self.rank and self._store.check([key]) and (text := self._store.get(key).decode()):
+                entry = json.loads(text)
+                found[rank] = Whereabouts(**{**entry, "log": [(n, what) for n, what in entry["log"]]})
+        return found
+
+    # -- the thread
+
+    def _run(self) -> None:
+        still, before = 0, -1
+        while not self._stop.wait(TICK) and not self._is_over():
+            moved = sum(self.issued().values())
+            still = still + 1 if moved == before and not self.waiting else 0
+            before = moved
+            try:
+                self._look(still)
+            except RuntimeError:  # of the store (some kinds raise no DistError): its rank is gone, and with it the run
+                return
+
+    def _is_over(self) -> bool:
+        """Whether the process group is no longer the one that this thread was started for."""
+        return not dist.is_initialized() or default_store() is not self._store
+
+    def _look(self, still: int) -> None:
+        if still == 0:
+            if self._said in ("user", "busy"):
+                self.clear()
+            return
+        if any(watched.gave_up for _, watched in self._present()):
+            # It raised already. Where the user's code now waits for the others, as in a ``finally:``, it shall: they
+            # raise too and come there, so it is not to be woken, nor another exception to hide the first.
+            return
+        frame = sys._current_frames().get(self._main)
+        called = _user_collective(frame)
+        if called is None:
+            if self._said == "user":
+                self.clear()
+            if still == BUSY:
+                self.publish("busy", f"at {_place(frame)}")
+        elif still >= STILL and self._said != "user":
+            self.publish("user", called)
+        elif self._said == "user":
+            for _, watched in self._present():
+                if (message := watched.aborted()) is not None:
+                    self._raise_in_main(message)
+                    return
+
+    def _raise_in_main(self, message: str) -> None:
+        """[Note: a rank in a user's collective] ends when another rank leaves the group; this is what it then raises,
+        because what Gloo says ("connection closed by peer") names nothing."""
+        LOG.error(message)
+
+        class GaveUp(OrderError):
+            def __init__(self) -> None:
+                super().__init__(message)
+
+        GaveUp.__name__ = GaveUp.__qualname__ = OrderError.__name__
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), ctypes.py_object(GaveUp))
+        self.publish("gave up", message)
+        self._stop.set()
+
+
+def _user_collective(frame: FrameType | None) -> str | None:
+    """The call of ``torch.distributed`` that the stack ends in, if nothing of Shardfold's made it."""
+    inside: str | None = None
+    innermost = frame
+    while frame is not None:
+        name, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+        if name.startswith(("torch.distributed", "torch.nn.parallel.distributed")):
+            inside = frame.f_code.co_name if not frame.f_code.co_name.startswith(("wrapper", "_")) else inside
+        elif frame is innermost and not _is_ours(file) and ".wait(" in linecache.getline(file, frame.f_lineno):
+            return f"the wait for a work, at {_place(frame)}"  # of C++, else its own frame would be the innermost
+        elif inside is None or _is_ours(file):
+            return None
+        else:
+            return f"torch.distributed.{inside}, called at {_place(frame)}"
+        frame = frame.f_back
+    return None
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(HERE) and not file.startswith(MODULES)
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line that is neither torch's nor Python's own."""
+    inner = frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "site-packages" not in file and "dist-packages" not in file and not file.startswith(("<", sys.base_prefix)):
+            return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return f"{Path(inner.f_code.co_filename).name}:{inner.f_lineno}" if inner is not None else "an unknown line"

@@ -1,0 +1,57 @@
+"""What every rank has to be given alike: an engine compares it when it is made, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardfold.plan.layout import Layout
+from shardfold.plan.placement import UnitSpec
+
+__all__ = ["given"]
+
+
+def given(
+    layout: Layout,
+    units: Sequence[UnitSpec | None],
+    optimizer: Optimizer | None,
+    schedule: Any,
+    accumulate: int,
+    clip: Any,
+    loss_scale: Any,
+) -> dict[str, str]:
+    """By what it is, a text that is equal on two ranks exactly if they were given the same.
+
+    Functions are left out: nothing tells whether those of two processes do the same. So is where activations are kept,
+    in which ranks may differ.
+    """
+    groups = [] if optimizer is None else [_settings(group) for group in optimizer.param_groups]
+    return {
+        "the layout or the precision": repr(layout.replace(activations="keep")),
+        "the model's parameters, the units or the optimizer's groups": repr(list(units)),
+        "the optimizer": type(optimizer).__name__ if optimizer is not None else "none",
+        "the schedule": type(schedule).__name__ if schedule is not None else "none",  # which adds to the settings
+        "the optimizer's settings": ", ".join(dict.fromkeys(groups)),
+        "accumulate=": str(accumulate),
+        "the clipping": str(clip),
+        "the loss scale": str(loss_scale),
+    }
+
+
+def _settings(group: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={_value(value)}" for name, value in group.items() if name != "params" and _plain(value))
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_plain, value))
+    return (
+        value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, Tensor) and not value.dim())
+    )
+
+
+def _value(value: Any) -> str:
+    return repr(value.item() if isinstance(value, Tensor) else value)

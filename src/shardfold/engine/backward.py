@@ -1,0 +1,71 @@
+"""From a loss to gradients: its weight, the loss scale, and what errors of autograd mean here."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardfold.engine.runner import Runner
+from shardfold.numerics.alarm import Alarm
+from shardfold.numerics.scaling import Scaler, scaled
+from shardfold.numerics.token_weights import Shares
+from shardfold.sharding.model import ShardedModel
+
+__all__ = ["Backward"]
+
+
+class Backward:
+    """Runs the backwards of one engine.
+
+    Args:
+        model: that forward ran.
+        runner: its passes.
+        scaler: of the loss, or None.
+        alarm: notes the losses.
+        shares: notes their weights.
+    """
+
+    def __init__(
+        self, model: ShardedModel, runner: Runner, scaler: Scaler | None, alarm: Alarm, shares: Shares
+    ) -> None:
+        self._model, self._runner, self._scaler, self._alarm, self._shares = model, runner, scaler, alarm, shares
+
+    def run(self, loss: Tensor, weight: float | None, retain_graph: bool) -> None:
+        """See :meth:`Engine.backward`."""
+        if weight != 0:
+            self._alarm.note(loss)
+        loss = self._times_scale(self._shares.weighed(loss, weight, first=not self._model.run.micro_batch))
+        self._runner.scaled = True
+        try:
+            loss.backward(retain_graph=retain_graph)
+        except RuntimeError as error:
+            split = any(unit.split for unit in self._model.units)
+            if "modified by an inplace operation" not in str(error) or not split:
+                raise
+            raise RuntimeError(
+                f"{error} Under a layout that splits parameters this also happens when backward reaches a unit by a "
+                "tensor that its forward did not return (kept on the side, or made under engine.gathered()): return "
+                "it from the unit's forward, or choose units= so that the unit contains its use."
+            ) from error
+        finally:
+            self._runner.scaled = False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """See :meth:`Engine.scale`."""
+        if self._scaler is None:
+            return loss
+        self._alarm.note(loss)
+        loss, runner = self._times_scale(loss), self._runner
+
+        def begin(_: Tensor) -> None:
+            runner.scaled = True  # until this backward ends
+
+        loss.register_hook(begin)
+        return loss
+
+    def _times_scale(self, loss: Tensor) -> Tensor:
+        handlers = self._runner.handlers
+        if self._scaler is None:
+            return loss
+        if not self._model.run.micro_batch and handlers.lifted != self._scaler.scale:
+            handlers.set_factors()
+        return scaled(loss, handlers.lifted)

@@ -1,0 +1,615 @@
+# Long because what users call is explained here, where they look for it; what the calls do is in other files.
+"""HOW: the interpreter. Events come in, operations go out, a handler per verb acts.
+
+    layout + units --lower--> program --apply(schedule)--> runs --events move them--> handlers
+
+The engine holds no knowledge of stages: what is gathered, reduced or freed, over which axes and when, is in the
+program. What is here is what users call, and the life of a step:
+
+    forward     each unit is full before its F marker and given back behind it              (``runner``)
+    backward    gradients are scaled by 1 / (ranks * accumulate) as they arrive and written into their slot; a unit
+                whose gradients are all there is reduced; at END the rest is                  (``runner``)
+    step        ranks agree which parameters any of them used; norm; update; gather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardfold.activations.modes import Activations, Replacements, in_table
+from shardfold.checkpoint.base import Base
+from shardfold.checkpoint.job import Saving
+from shardfold.checkpoint.load import LoadReport, load
+from shardfold.checkpoint.save import Saver
+from shardfold.checkpoint.stored import readable
+from shardfold.comm.agreement import Agreement
+from shardfold.comm.comm import Comm
+from shardfold.comm.mesh import DataMesh, pick_device
+from shardfold.engine.alike import given
+from shardfold.engine.arguments import check_accumulate, check_schedule, make_schedule
+from shardfold.engine.backward import Backward
+from shardfold.engine.gate import PassGate
+from shardfold.engine.handlers import Handlers, check_supported
+from shardfold.engine.hooks import Hooks
+from shardfold.engine.reports import Reports
+from shardfold.engine.runner import Runner
+from shardfold.engine.stats import Clock, Stats
+from shardfold.engine.step import Stepper
+from shardfold.engine.tf32 import hold_tf32
+from shardfold.errors import UsageError
+from shardfold.numerics.alarm import Alarm
+from shardfold.numerics.clipping import Clip, one_clip
+from shardfold.numerics.scaling import LossScale, make_scaler
+from shardfold.numerics.token_weights import Shares
+from shardfold.optim.sharded import ShardedOptimizer, build
+from shardfold.plan import presets
+from shardfold.plan.layout import Layout, Precision
+from shardfold.plan.passes import Schedule
+from shardfold.plan.program import Program
+from shardfold.plan.report import MemoryReport, SavedReport, StepReport, TrafficReport
+from shardfold.plan.rules import Rules
+from shardfold.sharding import ownership
+from shardfold.sharding.changes import Changes
+from shardfold.sharding.gathered import gathered
+from shardfold.sharding.loans import refuse_during
+from shardfold.sharding.materialize import Weights, buffer_dtypes, make_units, move_buffers
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.partitioned import announce
+from shardfold.sharding.registry import owner_of
+from shardfold.sharding.run_state import RunState
+from shardfold.sharding.segment import TORCH_DTYPES
+from shardfold.sharding.unit import Life, Unit
+from shardfold.sharding.whole_state import load_state, state_dict
+from shardfold.tiers.device import DeviceStore
+
+__all__ = ["Engine", "engine_of"]
+
+
+class Engine:
+    """Trains ``model`` under a layout.
+
+    Args:
+        model: may have been built under :func:`shardfold.meta_init`. Its parameter objects stay the same.
+        optimizer: a ``torch.optim`` class with its arguments (``partial(AdamW, lr=3e-4)``), a function that makes an
+            optimizer of a list of parameters, or an optimizer that has not stepped; its groups are kept. None: the
+            engine only runs forward.
+        layout: a preset's name or a :class:`Layout`.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"bf16-pure"`` or a :class:`Precision`, for parameters of the
+            floating dtype that most elements have; those of others, and of fp64, keep their own dtype in every state.
+            Or ordered rules of these, ``{path pattern or class: policy, ..., "*": policy}``, of which the first that
+            matches a module holds for it and all inside.
+        activations: short for the cell of ``layout``, what happens to what autograd saves in each unit: a mode, an
+            :class:`Activations`, or ordered rules of these, as of ``precision``. None: as the layout says.
+        accumulate: micro-batches per optimizer step.
+        clip_norm: the largest norm of all gradients, short for ``clip=Clip(norm=...)``; None does not clip.
+        clip: by another norm, or by value; see :class:`Clip`.
+        loss_scale: a number, or a :class:`LossScale`, which moves; None: ``LossScale()`` where compute or autocast is
+            fp16, else none.
+        schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer, or is one of it; stepped after each update.
+        mesh: sizes of ``inter`` and ``intra``, e.g. ``{"intra": 8}``; None: ``intra`` is the ranks of one node.
+        units: which modules are units, by path pattern or class; None finds them.
+        weights: a state dict, safetensors (a file or a folder) or a checkpoint, read into the shards tensor by tensor.
+        timing: how far ahead units are gathered.
+        device: None: this local rank's GPU if there is one, else the CPU.
+        seed: of the initial values of a model built under ``meta_init``.
+        patience: seconds until ranks that run parts of the model in contradicting orders raise.
+        limit: seconds until a collective that does not finish raises.
+        debug: freed memory is filled with NaN instead, so that stale aliases show.
+
+    Raises:
+        ConfigError, LayoutError, ModelError: the arguments contradict each other or the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: Any = None,
+        layout: str | Layout = "zero3",
+        precision: str | Precision | Mapping[Any, str | Precision] | Sequence[tuple[Any, str | Precision]] = "fp32",
+        activations: str | Activations | Mapping[Any, str | Activations] | Sequence[Any] | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip: Clip | None = None,
+        loss_scale: float | LossScale | None = None,
+        schedule: Any = None,
+        mesh: Mapping[str, int] | None = None,
+        units: Sequence[str | type[nn.Module]] | None = None,
+        weights: Any = None,
+        timing: Schedule | None = None,
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        patience: float = 10.0,
+        limit: float = 1800.0,
+        debug: bool = False,
+    ) -> None:
+        check_accumulate(accumulate)
+        check_schedule(schedule, optimizer)
+        table, activations = in_table(presets.named(layout), activations)
+        place = pick_device(device)
+        announce(model.parameters(), "an engine of their model")
+        data_mesh = DataMesh(mesh, place, timedelta(seconds=limit))
+        self.clip, self.timing = one_clip(clip_norm, clip), timing or Schedule()
+        rules = Rules(precision, table, data_mesh.sizes)
+        rules.check(model)
+        self._replaced = Replacements(model, activations, place)
+        for bound in rules.layouts:
+            check_supported(bound)
+        tf32 = rules.default.tf32
+        self._tf32 = hold_tf32(self, tf32) if tf32 is not None else None
+        self.loss_scale = make_scaler(loss_scale, rules.precisions)
+        agreement = Agreement(data_mesh, patience, limit)
+        self._finalizer = ownership.look_after(self, data_mesh, agreement)
+        ownership.claim(model, agreement)
+        comm = Comm.of(data_mesh, agreement, DeviceStore(place, debug=debug))
+        made = build(optimizer, model) if optimizer is not None else None
+        run = RunState(make_schedule(schedule, made), self.loss_scale)
+        self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, run, made, owner=self)
+        self._changes = Changes(self.sharded, units, seed, made_here=not isinstance(optimizer, torch.optim.Optimizer))
+        self._make_units(weights, accumulate, seed)
+        self._updater = self._make_updater(seed)
+        self._make_passes(table, accumulate)
+        for unit in self.units:  # the root was kept until all ties were made
+            if unit.split and unit.life is Life.GATHERED:
+                unit.release()
+        self._changes.renew()
+
+    def _make_units(self, weights: Any, accumulate: int, seed: int) -> None:
+        """Cuts the model, once all ranks are known to have the same, and gives each rank its shards."""
+        sharded = self.sharded
+        model, comm, agreement = sharded.module, sharded.comm, sharded.comm.agreement
+        cuts = self._changes.cut()
+        alike = given(
+            sharded.layout, [c.spec for c in cuts], sharded.optimizer, sharded.run.schedule, accumulate, self.clip,
+            self.loss_scale.rule if self.loss_scale is not None else None,
+        )  # fmt: skip
+        with agreement.told("making an engine"):
+            values = Weights(readable(weights), model) if weights is not None else None
+            agreement.same(alike)
+            if values is not None:
+                values.load_buffers(model)
+            move_buffers(dict(model.named_modules()), comm, buffer_dtypes(sharded.rules, model))
+            sharded.units = make_units(model, cuts, sharded.layout, comm, values, seed)
+
+    def _make_updater(self, seed: int) -> ShardedOptimizer | None:
+        sharded = self.sharded
+        if sharded.optimizer is None:
+            return None
+        stochastic = seed if any(p.rounding == "stochastic" for p in sharded.rules.precisions) else None
+        dtype = sharded.layout.moments.dtype
+        updater = ShardedOptimizer(sharded.optimizer, sharded.units, dtype, self.timing.block, stochastic)
+        sharded.updater = updater
+        return updater
+
+    def _make_passes(self, table: Layout, accumulate: int) -> None:
+        """What runs forward, backward and step, and what tells of them."""
+        sharded, precision = self.sharded, self.sharded.rules.default
+        handlers = Handlers(
+            sharded.layout, sharded.comm, sharded.units, self._updater, self.clip,
+            scale=1.0 / (self.world_size * accumulate), timing=self.timing, loss_scale=self.loss_scale,
+        )  # fmt: skip
+        clips = self.clip is not None and self.clip.norm is not None
+        self.alarm, shares, self._clock = (
+            Alarm(sharded, self.loss_scale, self.clip),
+            Shares(),
+            Clock(sharded.comm.agreement.waited),
+        )
+        runner = self._runner = Runner(sharded, handlers, self.timing, accumulate, clip=clips)
+        #: Some parameters follow the policy of the model as a whole.
+        policy = any(not segment.spec.own and segment.spec.table is None for segment in sharded.segments())
+        narrow = TORCH_DTYPES[precision.compute] if policy and precision.compute in ("bf16", "fp16") else None
+        autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
+        self._hooks = Hooks(
+            sharded.module, sharded.units, runner, cast=narrow, casts=sharded.rules.mixed, autocast=autocast,
+            replaced=self._replaced,
+        )  # fmt: skip
+        gate = self._gate = PassGate(runner, self._hooks, self._changes)
+        sharded.gate = gate
+        runner.forget, runner.inside, runner.follow = self._hooks.forget, self._hooks.inside, gate.follow
+        self._backward = Backward(sharded, runner, self.loss_scale, self.alarm, shares)
+        self._stepper = None if self._updater is None else Stepper(
+            sharded, self._updater, runner, self._changes, self.loss_scale, self.alarm, shares, self._replaced,
+            self._clock,
+        )  # fmt: skip
+        self._reports = Reports(sharded, table, self._updater, runner, self._replaced, self._clock)
+        self.saver, self._base, self._loads = Saver(sharded), Base(sharded), 0
+
+    # -- what there is
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.sharded.module
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The user's, whose groups hold this rank's pieces."""
+        return self.sharded.optimizer
+
+    @property
+    def schedule(self) -> Any:
+        """Of the learning rate."""
+        return self.sharded.run.schedule
+
+    @property
+    def layout(self) -> Layout:
+        """The table, bound to the main precision."""
+        return self.sharded.layout
+
+    @property
+    def precision(self) -> Precision:
+        """The main one."""
+        return self.sharded.rules.default
+
+    @property
+    def device(self) -> torch.device:
+        return self.sharded.device
+
+    @property
+    def mesh(self) -> DataMesh:
+        return self.sharded.comm.mesh
+
+    @property
+    def rank(self) -> int:
+        return self.sharded.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.sharded.world_size
+
+    @property
+    def units(self) -> list[Unit]:
+        """In definition order."""
+        return self.sharded.units
+
+    @property
+    def steps(self) -> int:
+        """Updates so far."""
+        return self.sharded.run.steps
+
+    @property
+    def closed(self) -> str:
+        """Why the engine is closed; empty while it is not."""
+        return self.sharded.closed
+
+    @property
+    def program(self) -> Program:
+        """What runs, by section; the order of units is the recorded one."""
+        return self._runner.orders.program
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the units as their forward in training runs them; definition order until that is known."""
+        return self._runner.orders.forward()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "an engine cannot be copied or pickled, as it holds process groups and shards: copy or save engine.module "
+            "inside `with engine.gathered():`, or save engine.state_dict()."
+        )
+
+    def __repr__(self) -> str:
+        return self._reports.described()
+
+    # -- the user's side
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model's forward."""
+        self._gate.refuse_closed("engine(...)")
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, weight: float | None = None, retain_graph: bool = False) -> None:
+        """Runs backward; without a loss scale the same as ``loss.backward()``, which under one is refused.
+
+        The loss is not divided: gradients are, as they arrive. With a ``weight``, such as the number of tokens that a
+        mean was taken over, the step's gradient is the weighted mean over all micro-batches of all ranks.
+        """
+        self._gate.refuse_closed("engine.backward()")
+        self._backward.run(loss, weight, retain_graph)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for a ``backward()`` of your own; the same loss where there is no scale."""
+        self._gate.refuse_closed("engine.scale()")
+        return self._backward.scale(loss)
+
+    def step(self, *, tokens: float | None = None, samples: float | None = None) -> StepReport:
+        """The optimizer step, at an accumulation boundary; before it, nothing happens.
+
+        ``tokens`` and ``samples`` are how many this rank has processed since the last call, for :meth:`stats`.
+
+        Raises:
+            UsageError: no optimizer, no backward since the last step, or whole values are lent.
+            NonFiniteError: gradients overflow although the loss scale is at its floor (``LossScale.patience``).
+        """
+        if self._stepper is None:
+            raise UsageError("engine.step() needs an optimizer: pass optimizer= to the Engine.")
+        self._gate.refuse_closed("engine.step()")
+        runner = self._runner
+        runner.settle("engine.step()")
+        self._gate.refuse_broken("engine.step()")
+        self.saver.tell()
+        if self.micro_batch == 0:
+            raise UsageError("engine.step() with no backward since the last step: call engine.backward(loss).")
+        self._clock.told(tokens, samples)
+        runner.close_micro_batches()
+        if not self.gradients_ready:
+            return StepReport(self.steps, updated=False, loss_scale=runner.handlers.lifted)
+        refuse_during(self.sharded.loans, "engine.step()")
+        self._gate.secure()
+        return self._stepper.step()
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per step; when it is set, the gradients that come are divided by it, the same on all ranks."""
+        return self._runner.accumulate
+
+    @accumulate.setter
+    def accumulate(self, accumulate: int) -> None:
+        check_accumulate(accumulate)
+        handlers = self._runner.handlers
+        self._runner.accumulate, handlers.scale = accumulate, 1.0 / (self.world_size * accumulate)
+        handlers.set_factors()
+
+    @property
+    def last_micro_batch(self) -> bool | None:
+        """Whether the next backward is the last before a step, on all ranks alike; None: each ``accumulate``-th is. Set
+        to True behind a backward that was not, it lets :meth:`step` reduce what that left."""
+        return self._runner.last
+
+    @last_micro_batch.setter
+    def last_micro_batch(self, last: bool | None) -> None:
+        self._runner.last = last
+
+    @property
+    def micro_batch(self) -> int:
+        """Backwards since the last step."""
+        return self.sharded.run.micro_batch
+
+    @property
+    def attempt(self) -> int:
+        """Which step gradients are collected for; skipped steps and those whose gradients were dropped count."""
+        return self.sharded.run.attempt
+
+    @property
+    def gradients_ready(self) -> bool:
+        """Whether the last backward was that before a step: gradients are summed over ranks and micro-batches."""
+        return self.sharded.run.gradients_ready
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside send nothing; gradients wait, whole, for the next backward outside."""
+        self._gate.refuse_closed("engine.no_sync()")
+        before, self._runner.synchronize = self._runner.synchronize, False
+        try:
+            yield
+        finally:
+            self._runner.synchronize = before
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients since the last step."""
+        self._gate.refuse_closed("engine.zero_grad()")
+        self._gate.zero_grad()
+
+    def reset(self) -> None:
+        """Back to a clean state after an exception in forward or backward; gradients since the last step are lost.
+
+        Every rank must call it, or do what calls it by itself: the next forward, step or :meth:`gathered`.
+        """
+        self._gate.refuse_closed("engine.reset()")
+        self._runner.reset()
+
+    @contextmanager
+    def gathered(self, *names: str, write: bool = False, of: str = "params") -> Iterator[Any]:
+        """Whole values of the named parameters (all, if none is named), on every rank; gathered at once.
+
+        Yields the value for one name, else a dict by name. They are the parameters themselves: inside, the model runs
+        with no communication at all and ranks may do different things. ``of="grads"`` (as DDP has them before
+        ``step()``, not clipped), ``"master"`` or a state of the optimizer (``"exp_avg"``) gives copies in their own
+        dtype instead; None where there is nothing. With ``write=True`` rank 0's values are everyone's at the end.
+
+        Raises:
+            ModelError, ConfigError: a name, or ``of``, is unknown; the message suggests the nearest.
+            UsageError: frozen, or gradients not summed yet; at the end: changed without ``write=True`` or on another
+                rank than 0 only, or another rank left by an exception: then nothing is written.
+        """
+        self._gate.refuse_closed("engine.gathered()")
+        if not self._runner.under_way:
+            self._gate.follow()
+        with gathered(self.sharded, names, write=write, of=of) as values:
+            try:
+                yield values
+            finally:
+                self._gate.secure()
+        if not self._runner.under_way:
+            self._gate.follow()
+
+    def state_dict(self, *, frozen: str = "keep") -> dict[str, Tensor]:
+        """All parameters (in the master's precision) and persistent buffers, on the CPU of every rank.
+
+        Tied names have one tensor. ``frozen="skip"`` leaves out what the optimizer does not have.
+        """
+        self._gate.meet(f"engine.state_dict(frozen={frozen!r})", follow=True)
+        self._gate.secure()
+        return state_dict(self.sharded, frozen)
+
+    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Takes parameters and buffers from a full state dict that every rank has; the optimizer's state stays.
+
+        Raises:
+            ModelError: a shape differs, or (strict) names are missing or unexpected; all are listed.
+        """
+        self._gate.refuse_closed("engine.load_state_dict()")
+        self._runner.settle("engine.load_state_dict()")
+        self._gate.follow()
+        load_state(self.sharded, state, strict=strict)
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
+        wait: bool = False,
+        busy: str = "wait",
+        keep: int | None = None,
+        nonfinite: str = "warn",
+        frozen: str = "keep",
+        latest: bool = True,
+        gradients: str = "refuse",
+        shared: bool | None = None,
+    ) -> Saving | None:
+        """Writes a checkpoint of the whole run that any layout, precision and number of ranks can load.
+
+        Every rank calls it, and writes its own part. Training goes on as soon as that is copied to host memory; the
+        checkpoint is there, and ``latest`` beside it names it, when all parts are on the disk, or never.
+
+        Args:
+            path: the checkpoint's folder. What was there is replaced.
+            state: more to keep, rank 0's, by name: numbers, strings, lists, dicts, tensors, or objects with
+                ``state_dict()``, such as a sampler.
+            rank_state: the same of each rank.
+            wait: returns when the checkpoint is there; takes no memory for a copy.
+            busy: while an earlier save is under way: ``"wait"`` for it, or ``"skip"`` this one.
+            keep: checkpoints that stay in the folder around ``path``, with this one; None removes none.
+            nonfinite: weights or buffers that are inf or NaN are logged and written (``"warn"``), or the save fails
+                (``"raise"``).
+            frozen: ``"skip"`` leaves out parameters that the optimizer does not have, such as the base of an adapter,
+                and keeps a checksum of each, with which :meth:`load` compares the base that it finds.
+            latest: False leaves the file ``latest`` as it is.
+            gradients: between the micro-batches of a step: ``"refuse"`` to save, or ``"leave"`` out what has come.
+            shared: whether all hosts see the same folder. True: else the save fails. False: each keeps its own part,
+                perhaps below another folder. None: whichever is so, with a warning where they do not.
+
+        Returns:
+            The save, to ask or to wait for; None if it was skipped. A failure in the background is logged, and raised
+            by ``wait()``.
+
+        Raises:
+            CheckpointError: it cannot be written; what was there before is as it was.
+            UsageError: between the micro-batches of a step, or while values are lent.
+        """
+        self._gate.meet(f"engine.save(frozen={frozen!r})", follow=True)
+        self._gate.secure()
+        self._gate.refuse_broken("engine.save()")
+        return self.saver.save(
+            path, state=state or {}, rank_state=rank_state or {}, wait=wait, busy=busy, keep=keep, nonfinite=nonfinite,
+            left_out=self._base.left_out(frozen), latest=latest, gradients=gradients, shared=shared,
+        )  # fmt: skip
+
+    def load(
+        self,
+        path: str | Path,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> LoadReport:
+        """Goes on where a checkpoint was written, whatever layout, precision and number of ranks wrote it.
+
+        Args:
+            path: a checkpoint, or a folder of checkpoints, whose latest is taken.
+            weights_only: parameters and buffers only; the optimizer and the rest of the run stay as they are.
+            strict: False loads what fits; names and states that do not are in the report. Shapes have to fit anyway.
+            rename: from the checkpoint's names to the model's: regular expressions and what they are replaced with, in
+                order, or a function.
+            state: objects with ``load_state_dict()``, by the names they were saved under.
+
+        Raises:
+            CheckpointError: on all ranks: there is none, it is not complete or damaged, ranks find different ones, or
+                it does not fit: all that is missing, unexpected or of another shape is listed; or the state is of an
+                optimizer of another kind, or of other groups; or what was left out has other values here.
+        """
+        self._gate.meet(f"engine.load(weights_only={weights_only})", follow=True)
+        self._gate.secure()
+        self._loads += 1
+        return load(
+            self.sharded, path, weights_only=weights_only, strict=strict, rename=rename, state=state, number=self._loads
+        )
+
+    def _refuse_broken(self, call: str) -> None:
+        if self.sharded.run.broken:
+            raise UsageError(f"{call}: {self.sharded.run.broken}: load another checkpoint before going on.")
+
+    def memory(self) -> MemoryReport:
+        """Bytes held on this rank by state and tier, walked from live storages, beside what the table says."""
+        return self._reports.memory()
+
+    def activations(self) -> AbstractContextManager[SavedReport]:
+        """Inside, bytes that autograd saves in each unit are counted; the report is complete at the end."""
+        return self._replaced.counted()
+
+    def traffic(self) -> TrafficReport:
+        """Bytes this rank sent in the last step, by journey and axes, beside what the program says."""
+        return self._reports.traffic()
+
+    def stats(self, *, peak_flops: float | None = None) -> Stats:
+        """Times, rates, waiting, bytes sent and held, as data; ``peak_flops`` of this rank's device is for the MFU."""
+        return self._reports.stats(peak_flops)
+
+    def explain(self) -> str:
+        """The table, the units and the program, as text."""
+        return self._reports.explained()
+
+    def mean(self, value: float | Tensor) -> float:
+        """The mean of a number over all ranks; a control message."""
+        self._gate.meet("engine.mean()")
+        return self.sharded.comm.control([float(value)], dist.ReduceOp.SUM)[0] / self.world_size
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """The largest of each number over all ranks; a control message."""
+        self._gate.meet("engine.agree()")
+        return self.sharded.comm.control(list(values), dist.ReduceOp.MAX)
+
+    def close(self) -> None:
+        """Waits for a save under way, takes the hooks off the model, gives back what the engine changed in the process.
+
+        Where this rank has all values (on one rank, under layouts that do not split parameters, inside ``gathered()``)
+        they stay in the model, in the compute dtype; elsewhere they are gone: see :meth:`release`. Nothing is sent.
+        """
+        self._end("")
+
+    def release(self, *, of: str = "params") -> nn.Module:
+        """Closes the engine and leaves the model a plain module with whole parameters on every rank, which all call it.
+
+        Plain PyTorch trains it, or another engine. ``of="master"``: trained parameters become the master's values in
+        its dtype. Gradients since the last step and the optimizer's state are dropped.
+
+        Raises:
+            UsageError: while values are lent.
+        """
+        return ownership.release(self.sharded, of, self._end)
+
+    def close_split(self, reason: str = "") -> None:
+        """Closes the engine and leaves what it held in parts as under :func:`shardfold.sharded_init`, for another
+        engine to take over; all ranks call it. ``reason``: what calls of this one raise with."""
+        ownership.close_split(self.sharded, lambda _: self._end(reason))
+
+    def _end(self, reason: str) -> None:
+        if self.closed:
+            return
+        self.saver.close()
+        if self._updater is not None:
+            self._updater.close()
+        if self._tf32 is not None:
+            self._tf32()
+        self._changes.close()
+        self.alarm.close()
+        self._hooks.remove()
+        self._replaced.close()
+        self.sharded.comm.close(self._finalizer.detach)
+        ownership.mark_closed(self.sharded, reason)
+
+
+def engine_of(parameter: nn.Parameter) -> Engine | None:
+    """The engine that holds ``parameter`` in one of its units, or None; one that was closed holds nothing."""
+    return owner_of(parameter)

@@ -1,0 +1,97 @@
+"""The gate of an engine's passes (see ``sharded_model.Gate``): when something beside them may be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from shardfold.engine.hooks import Hooks
+from shardfold.engine.runner import Runner
+from shardfold.errors import UsageError
+from shardfold.sharding import rebuild
+from shardfold.sharding.changes import Changes, needed, secure
+from shardfold.sharding.unit import Unit
+
+__all__ = ["PassGate"]
+
+
+class PassGate:
+    """Between the passes of one engine.
+
+    Args:
+        runner: runs them.
+        hooks: hear the model.
+        changes: whether the model still is what its units were made of.
+    """
+
+    def __init__(self, runner: Runner, hooks: Hooks, changes: Changes) -> None:
+        self._runner, self._hooks, self._changes = runner, hooks, changes
+        self._model = runner.model
+
+    @property
+    def under_way(self) -> bool:
+        return self._runner.under_way
+
+    def refuse_closed(self, call: str) -> None:
+        """
+        Raises:
+            UsageError: the engine is closed.
+        """
+        if self._model.closed:
+            raise UsageError(f"{call}: {self._model.closed}.")
+
+    def refuse_broken(self, call: str) -> None:
+        """
+        Raises:
+            UsageError: the values are of no run.
+        """
+        if self._model.run.broken:
+            raise UsageError(f"{call}: {self._model.run.broken}: load another checkpoint before going on.")
+
+    def meet(self, what: str, *, follow: bool = False) -> None:
+        self.refuse_closed(what)
+        self._runner.settle(what)
+        if follow:
+            self.follow()
+        self._runner.meet(what)
+
+    def follow(self) -> None:
+        if needed(self._changes):
+            rebuild.apply(self._changes)
+
+    def secure(self) -> None:
+        secure(self._changes)
+
+    def enter(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._hooks.enter(method, args, kwargs)
+
+    def hold(self, units: Sequence[Unit]) -> bool:
+        return self._runner.hold(units)
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        self._hooks.attach(units)
+
+    def take(self, units: Sequence[Unit]) -> None:
+        self._runner.handlers.renew(units)
+        self._model.comm.meter.forget_last()
+        self._hooks.attach(units)
+        self._runner.buffers.follow(self._model.module)
+        self._runner.renew(units)
+
+    def used(self) -> dict[str, list[list[bool]]]:
+        used, _, _ = self._runner.handlers.agree_on_use()
+        return used
+
+    def sum_late(self) -> dict[str, list[list[bool]]]:
+        with self._runner.visible.hidden():
+            used, late, _ = self._runner.handlers.agree_on_use()
+            self._runner.reduce_late(late)
+        return used
+
+    def zero_grad(self) -> None:
+        self._runner.settle("engine.zero_grad()")
+        self._runner.zero_grad()
+
+    def gradients_hidden(self) -> AbstractContextManager[None]:
+        return self._runner.visible.hidden()

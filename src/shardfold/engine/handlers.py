@@ -1,0 +1,246 @@
+"""A handler per verb: what the operations of a program do to units, transports and memory.
+
+An operation is bound to its handler once, when a program is compiled; a running step only calls what is bound.
+Handlers know how to do a thing and never when: the program says that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardfold.comm.comm import Comm
+from shardfold.comm.transport import drain
+from shardfold.engine.norms import Norms
+from shardfold.errors import ConfigError
+from shardfold.numerics.clipping import Clip
+from shardfold.numerics.scaling import Scaler
+from shardfold.optim.link import RankLink
+from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.plan.layout import DATA_AXES, Layout, Tier
+from shardfold.plan.passes import Schedule
+from shardfold.plan.program import MARKERS, Op
+from shardfold.sharding.gradients import Gradients
+from shardfold.sharding.segment import Segment
+from shardfold.sharding.unit import Life, Unit
+
+__all__ = ["Handlers", "check_supported"]
+
+
+class Handlers:
+    """The handlers of one engine.
+
+    Attributes:
+        detours: names of units gathered on demand (no operation of the program frees them), or that were still in use
+            where the program frees them: freed at the end of the pass or of their forward.
+        repeated: names of units that a pass gathers more than once: what is read of them is what is in the flat, which
+            a forward may have written into meanwhile.
+        backward_follows: whether the forward under way is one of training.
+        norms: of the gradients.
+        scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
+        lifted: the loss scale that gradients have until they are unscaled.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        comm: Comm,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer | None,
+        clip: Clip | None,
+        scale: float,
+        timing: Schedule,
+        loss_scale: Scaler | None = None,
+    ) -> None:
+        self.layout, self.comm = layout, comm
+        self.units = {unit.name: unit for unit in units}
+        self.optimizer = optimizer
+        if optimizer is not None:
+            optimizer.connect(RankLink(layout.master.over, comm))
+        self.norms = Norms(clip, layout.master.over, comm, self.trainable)
+        self.detours: set[str] = set()
+        self.repeated: set[str] = set()
+        self.backward_follows = True
+        self.scale, self.loss_scale = scale, loss_scale
+        self.lifted = 1.0
+        on_gpu = comm.memory.device.type == "cuda"
+        self._overlap = on_gpu if timing.reduces_in_flight is None else timing.reduces_in_flight > 0
+        self._sending: Gradients | None = None  # of the unit whose gradients are on their way
+        self.set_factors()
+
+    def renew(self, units: Sequence[Unit]) -> None:
+        """These are the units from now on."""
+        self.units = {unit.name: unit for unit in units}
+        self.comm.transport.forget()
+        self.detours.clear()
+        self._sending = None
+        self.set_factors()
+
+    def trainable(self) -> Iterator[Segment]:
+        """The segments that are updated."""
+        return (segment for unit in self.units.values() for segment in unit.trainable)
+
+    def set_factors(self, share: float = 1.0) -> None:
+        """[Note: where gradients are unscaled] As they arrive they are cast to what they travel in and multiplied by
+        1 / (ranks * micro-batches * loss scale): everything that reads them later sees true values. Only where they
+        travel or accumulate in fp16, which could not hold those, do they stay scaled until the update. ``share``
+        multiplies those that have arrived."""
+        self.norms.forget_part()
+        self.lifted = scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        for segment in self.trainable():
+            late = torch.float16 in (segment.dtypes["reduce"], segment.dtypes["grads"])
+            segment.factor = self.scale if late else self.scale / scale
+            segment.unscale = share / scale if late else share
+
+    def bind(self, section: str, op: Op) -> Callable[[], None] | None:
+        """What the operation does in that section; None for a marker.
+
+        Raises:
+            ValueError: there is no handler for it.
+        """
+        if op.verb in MARKERS:
+            return None
+        if op.verb == "NORM":
+            return self.norms.take
+        unit = self.units[op.unit]
+        match op.verb:
+            case "ALL_GATHER" if section == "step":
+                return partial(self.gather_updated, unit, op)
+            case "ALL_GATHER":
+                return partial(self.gather, unit, op, self.layout.held is not None and section != "forward")
+            case "REDUCE_SCATTER" | "ALL_REDUCE":
+                return partial(self.reduce, unit, op)
+            case "CAST":
+                return partial(self.cast, unit)
+            case "FREE":
+                return partial(self.free, unit)
+            case "HOLD":
+                return partial(self.hold, unit)
+            case "UPDATE":
+                return partial(self.update, unit)
+            case _:
+                raise ValueError(f"the program has {op.verb!r}, which no handler does.")
+
+    # -- parameters
+
+    def finish_gather(self, unit: Unit) -> None:
+        unit.end_gather(self.comm.agreement.wait)
+
+    def cast(self, unit: Unit) -> None:
+        if unit.pins or unit.life is not Life.RESTING:
+            return
+        unit.begin_gather()
+        with self.comm.memory.side(), torch.no_grad():
+            for segment in unit.segments:
+                segment.fill_own_range()
+
+    def gather(self, unit: Unit, op: Op, held: bool) -> None:
+        if unit.pins:
+            return
+        again = unit.life is Life.GATHERED
+        if unit.life is Life.RESTING:
+            unit.begin_gather()
+            with self.comm.memory.side(), torch.no_grad():
+                for segment in unit.segments:
+                    if held and segment.held is not None and segment.held_range is not None:
+                        segment.flat[segment.held_range[0] : segment.held_range[1]].copy_(segment.held)
+                    else:
+                        segment.fill_own_range()
+        for segment in unit.segments:
+            lasting = segment.rest if not held and segment.split and unit.name not in self.repeated else None
+            self.comm.collective(op, segment.flat, pending=unit.filling, lasting=lasting)
+        if again:
+            drain(unit.filling, self.comm.agreement.wait)
+
+    def hold(self, unit: Unit) -> None:
+        if not self.backward_follows:
+            return
+        if unit.life is Life.GATHERING:
+            self.finish_gather(unit)
+        with torch.no_grad():
+            for segment in unit.segments:
+                if segment.held is not None and segment.held_range is not None:
+                    segment.held.copy_(segment.flat[segment.held_range[0] : segment.held_range[1]])
+
+    def free(self, unit: Unit) -> None:
+        if unit.life is Life.GATHERING:
+            self.finish_gather(unit)
+        if unit.pins or unit.running:  # held by gathered(), or called from inside another unit: freed later
+            self.detours.add(unit.name)
+        elif unit.life is Life.GATHERED and unit.split:
+            unit.release()
+
+    def release_detours(self) -> None:
+        """At the end of a pass: what was kept longer than the program thought is given back."""
+        for name in sorted(self.detours):
+            self.free(self.units[name])
+        self.detours.clear()
+
+    def accept(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
+        """Takes a gradient."""
+        unit.gradients.accept(place, grad, self._sending, self.comm.agreement.wait)
+
+    def reduce(self, unit: Unit, op: Op) -> None:
+        """Sends a unit's gradients; an all-reduce behind a reduce-scatter goes on with what that gave."""
+        gradients = unit.gradients
+        if self._sending is not gradients and self._sending is not None:  # those of one unit at a time
+            self._sending.arrive(self.comm.agreement.wait)
+        self._sending = gradients
+        collective = partial(self.comm.collective, op, pending=gradients.sending)
+        if op.verb == "ALL_REDUCE" and self.layout.master.over:
+            gradients.send_scattered(collective, self.comm.agreement.wait)
+            return
+        gradients.send(collective if op.verb == "REDUCE_SCATTER" else None, collective)
+        if not self._overlap:
+            gradients.arrive(self.comm.agreement.wait)
+
+    def update(self, unit: Unit) -> None:
+        assert self.optimizer is not None
+        with torch.no_grad():
+            self.optimizer.update(unit)
+
+    def gather_updated(self, unit: Unit, op: Op) -> None:
+        self.comm.memory.after_compute()
+        for segment in unit.trainable:
+            assert segment.rest is not None
+            self.comm.collective(op, segment.rest, pending=unit.filling)
+
+    # -- agreement
+
+    def agree_on_use(self, *flags: bool) -> tuple[dict[str, list[list[bool]]], list[Unit], list[bool]]:
+        """Which parameters any rank used in this step, which units have late gradients on any rank, and which of the
+        ``flags`` any set."""
+        units = list(self.units.values())
+        mine = [flag for unit in units for row in unit.gradients.used for flag in row]
+        mine += [unit.gradients.unsent for unit in units]
+        bit = iter(self.comm.any_rank([*mine, *flags], "the agreement on used parameters"))
+        used = {u.name: [list(itertools.islice(bit, len(row))) for row in u.gradients.used] for u in units}
+        late = [unit for unit in units if next(bit)]
+        return used, late, list(bit)
+
+
+def check_supported(layout: Layout) -> None:
+    """Refuses bound tables that can be planned with but that this version does not run.
+
+    Raises:
+        ConfigError: with one sentence.
+    """
+    for name, cell in layout.cells().items():
+        if len(cell.over) > 1 and cell.over != tuple(axis for axis in DATA_AXES if axis in cell.over):
+            raise ConfigError(
+                f"{name} is split over {'+'.join(cell.over)}; this version splits over {'+'.join(DATA_AXES)} in that "
+                "order only."
+            )
+        if cell.tier is not Tier.DEVICE:
+            raise ConfigError(
+                f"{name} rests in the {cell.tier} tier, which this version's engine does not have; use device."
+            )
+    if layout.moments.dtype != layout.master.dtype:
+        raise ConfigError(
+            f"moments are {layout.moments.dtype} but master is {layout.master.dtype}: "
+            "this version updates both in one dtype; make them equal."
+        )

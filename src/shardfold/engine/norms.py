@@ -1,0 +1,95 @@
+"""The norm of all gradients of a step, what it is clipped by, and whether anything overflowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import inf
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfold.comm.comm import Comm
+from shardfold.errors import NonFiniteError
+from shardfold.numerics.clipping import Clip, clip_coefficient, norm_of, norm_part
+from shardfold.numerics.scaling import all_finite
+from shardfold.plan.layout import Axes
+from shardfold.sharding.segment import Segment
+
+__all__ = ["Norms"]
+
+
+class Norms:
+    """Looks at the gradients of one engine's shards.
+
+    Args:
+        clip: what is asked for; None: nothing is clipped.
+        over: the axes that master is split over.
+        comm: to sum over these.
+        trainable: the segments as they are now.
+
+    Attributes:
+        norm: 0-d tensor, what the last NORM of the program gave; None if it takes none.
+        coefficient: 0-d tensor that this step's gradients are multiplied by; None: they are not.
+    """
+
+    def __init__(self, clip: Clip | None, over: Axes, comm: Comm, trainable: Callable[[], Iterable[Segment]]) -> None:
+        self.clip = clip
+        self._over, self._comm, self._trainable = over, comm, trainable
+        self.norm: Tensor | None = None
+        self.coefficient: Tensor | None = None
+        self._part: Tensor | None = None  # of the norm, where looking for overflows has summed it already
+
+    def begin_step(self) -> None:
+        self.norm = self.coefficient = None
+
+    def forget_part(self) -> None:
+        """What was summed was multiplied by other factors."""
+        self._part = None
+
+    def overflowed(self) -> bool:
+        """Whether a gradient of this rank's shards is inf or NaN; where a norm is taken, out of the norm's own sums."""
+        if self.clip is not None and self.clip.norm is not None:
+            self._part = self._part_of_norm(self.clip.p)
+            if bool(torch.isfinite(self._part)):
+                return False
+        return not all_finite([segment.master_grads for segment in self._trainable()])
+
+    def _part_of_norm(self, p: float) -> Tensor:
+        device = self._comm.memory.device
+        by_unscale: dict[float, list[Tensor]] = {}
+        for segment in self._trainable():
+            by_unscale.setdefault(segment.unscale, []).append(segment.master_grads)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for unscale, flats in by_unscale.items():
+            part = norm_part(flats, p, device)
+            total = torch.maximum(total, part * unscale) if p == inf else total + part * unscale**p
+        return total
+
+    def take(self) -> None:
+        """
+        Raises:
+            NonFiniteError: the norm is inf or NaN and ``Clip.error_if_nonfinite`` is set.
+        """
+        clip = self.clip
+        assert clip is not None and clip.norm is not None
+        total = self._part if self._part is not None else self._part_of_norm(clip.p)
+        self._part = None
+        if self._over:
+            how = dist.ReduceOp.MAX if clip.p == inf else dist.ReduceOp.SUM
+            self._comm.number(total, self._over, how, "the sum of norms")
+        self.norm = norm_of(total, clip.p)
+        if clip.error_if_nonfinite and not bool(torch.isfinite(self.norm)):
+            raise NonFiniteError(
+                f"the norm of all gradients is {float(self.norm)} and Clip(error_if_nonfinite=True): nothing was "
+                "updated; engine.zero_grad() drops these gradients."
+            )
+        self.coefficient = clip_coefficient(self.norm, clip.norm) if clip.norm < inf else None
+
+    def clip_values(self) -> None:
+        """Cuts every element of this rank's gradients to the range of ``Clip.value``, if there is one."""
+        if self.clip is None or self.clip.value is None:
+            return
+        for segment in self._trainable():
+            limit = self.clip.value / segment.unscale
+            segment.master_grads.clamp_(-limit, limit)

@@ -1,0 +1,171 @@
+"""In which order units run, as far as it is known, and the programs and tracks that are made of it.
+
+Orders are kept for forward in training, forward in evaluation and backward; each is made of what all ranks ran in a
+pass that asked before each unit (see ``runs``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from logging import getLogger
+
+from shardfold.comm.comm import Comm
+from shardfold.engine.handlers import Handlers
+from shardfold.engine.passes import AskedRun, Bound
+from shardfold.engine.track import Track
+from shardfold.errors import OrderError
+from shardfold.plan import passes, program
+from shardfold.plan.layout import Layout
+from shardfold.plan.order import contradiction, describe, merge_orders, with_missing
+from shardfold.plan.passes import Schedule
+from shardfold.plan.program import COLLECTIVES, Op, Program
+from shardfold.sharding.unit import Unit
+
+__all__ = ["SECTIONS", "Orders", "mode_of"]
+
+SECTIONS = ("train", "eval", "backward", "last", "quiet")
+RECORDINGS = 8  # a model that changes its order more often than this is asked at every unit
+LOG = getLogger("shardfold")
+
+
+def mode_of(section: str) -> str:
+    """Which order a section follows."""
+    return section if section in ("train", "eval") else "backward"
+
+
+def _kind(section: str) -> str:
+    """The section as handlers know it."""
+    return "forward" if section in ("train", "eval") else section
+
+
+def _repeated(order: Sequence[str]) -> set[str]:
+    return {name for name, count in Counter(order).items() if count > 1}
+
+
+class Orders:
+    """The orders of one engine's units.
+
+    Args:
+        layout: bound.
+        comm: over which ranks tell what they ran.
+        handlers: that operations are bound to.
+        timing: how far ahead units are gathered.
+        clip: whether the program takes a norm.
+
+    Attributes:
+        units: in definition order.
+        roots: names of those that are held through a pass.
+        late: names of those that are reduced at the end of backward, as gradients came behind their reduction.
+        touched: names of those whose weights this rank's model reads outside of their forward.
+        found: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
+        program: what runs, for display and for counting.
+        tracks: the program's sections, ready to run.
+    """
+
+    def __init__(self, layout: Layout, comm: Comm, handlers: Handlers, timing: Schedule, *, clip: bool) -> None:
+        self._layout, self._comm, self._handlers, self._timing, self._clip = layout, comm, handlers, timing, clip
+        self.units: list[Unit] = []
+        self.roots: set[str] = set()
+        self.late: set[str] = set()
+        self.touched: set[str] = set()
+
+    def renew(self, units: Sequence[Unit]) -> None:
+        """These are the units from now on; in which order they run is to be found out."""
+        self.units = list(units)
+        names = {unit.name for unit in units}
+        self.roots = (self.roots & names) | {unit.name for unit in units if unit.spec.root}
+        self.found: dict[str, list[str] | None] = dict.fromkeys(("train", "eval", "backward"))
+        self._seen: dict[str, list[list[str]]] = {"train": [], "eval": [], "backward": []}
+        self._recordings = dict.fromkeys(self.found, 0)
+        self.late &= names
+        self.touched &= names
+        self.compile()
+
+    def compile(self) -> None:
+        """Lowers the layout for the present orders and binds every operation to its handler."""
+        self._comm.agreement.places = 2 * len(self.units) + 1
+        specs = [replace(unit.spec, root=unit.name in self.roots) for unit in self.units]
+        inner = [unit.name for unit in self.units if unit.name not in self.roots]
+        lower = partial(program.lower, self._layout, specs, self._comm.mesh.sizes, clip=self._clip)
+        train = self._with_missing(self.found["train"], inner)
+        back = self._with_missing(self.found["backward"], train[::-1])
+        evaluation = self._with_missing(self.found["eval"], train)
+        shape = partial(passes.apply, schedule=self._timing, late=frozenset(self.late))
+        self._handlers.repeated = {name for order in (train, back, evaluation) for name in _repeated(order)}
+        self.program: Program = shape(lower(forward=train, backward=back))
+        self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
+            name: lower().section("forward" if name in ("train", "eval") else name) for name in SECTIONS
+        }
+        sections = {name: self.program.section(name) for name in ("backward", "last", "quiet", "step")}
+        sections["train"] = self.program.forward
+        sections["eval"] = shape(lower(forward=evaluation)).forward
+        self.tracks = {
+            name: Track(name, ops, partial(self._handlers.bind, _kind(name))) for name, ops in sections.items()
+        }
+        self._collective = {name: any(op.verb in COLLECTIVES for op in ops) for name, ops in sections.items()}
+
+    def sends(self, section: str) -> bool:
+        """Whether the section has collectives."""
+        return self._collective[section]
+
+    def bound(self, section: str) -> list[Bound]:
+        """The section's operations in definition order, each with what it does."""
+        return [(op, self._handlers.bind(_kind(section), op)) for op in self._lists[section]]
+
+    def known(self, section: str) -> bool:
+        """Whether the section has an order that is worth following."""
+        mode = mode_of(section)
+        return self.found[mode] is not None and self._recordings[mode] <= RECORDINGS
+
+    def forward(self) -> list[str]:
+        """Roots, then the others as they run in training."""
+        inner = [unit.name for unit in self.units if unit.name not in self.roots]
+        return [*sorted(self.roots), *self._with_missing(self.found["train"], inner)]
+
+    def _with_missing(self, order: list[str] | None, known: list[str]) -> list[str]:
+        if order is None:
+            return list(known)
+        inner = [name for name in order if name not in self.roots]
+        whole = with_missing(inner, list(dict.fromkeys(known)))
+        return [name for i, name in enumerate(whole) if i == 0 or whole[i - 1] != name]
+
+    def add_late(self, units: Sequence[Unit]) -> None:
+        """From the next step on these are reduced at the end of backward."""
+        names = {unit.name for unit in units} - self.late
+        if names:
+            self.late |= names
+            self.compile()
+
+    def adopt(self, mode: str, run: AskedRun) -> None:
+        """Makes the order of the next passes out of what each rank ran in this one.
+
+        Raises:
+            OrderError: on all ranks: two of them contradict each other.
+        """
+        self.touched |= {unit.name for unit in run.touched}
+        if self._timing.order == "any":
+            return
+        agreement = self._comm.agreement
+        own = [name for name in run.own if name not in self.roots]
+        mine = json.dumps([own, sorted(self.touched - self.roots)])
+        said = [json.loads(text) for text in agreement.exchange(f"order/{agreement.sequence}", mine)]
+        held = {name for _, touched in said for name in touched}
+        if held:
+            names = ", ".join(sorted(held))
+            LOG.info("held through each pass from now on, because other modules read their weights: %s", names)
+            self.roots |= held
+        orders = [[name for name in order if name not in self.roots] for order, _ in said]
+        if mode != "backward" and (found := contradiction(orders)) is not None:
+            raise OrderError(describe(*found))
+        self._seen[mode] += [
+            order for order in map(list, dict.fromkeys(map(tuple, orders))) if order not in self._seen[mode]
+        ]
+        known = [unit.name for unit in self.units]
+        merged = merge_orders(self._seen[mode], known if mode != "backward" else known[::-1])
+        self.found[mode] = merged if merged is not None else run.record
+        self._recordings[mode] += 1
+        self.compile()

@@ -1,0 +1,279 @@
+"""One pass over the model, forward or backward: which operations an event brings about on this rank and on all others.
+
+    RecordedRun   the order of units is known: every rank goes through the same list of operations, prefetched and
+                  overlapped; a rank that leaves units out issues their operations in passing
+    AskedRun      it is not known yet: before a unit is gathered or reduced, one small message tells what each rank
+                  needs, and all take part in all of it; what was needed is the record for the passes after it
+    IdleRun       there is nothing to issue (one rank, or whole parameters in a forward)
+
+A run is told of the units that this rank enters, leaves and has all gradients of; it issues collectives in an order
+that is the same on all ranks, however different their own ways through the model are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from shardfold.comm.agreement import Agreement
+from shardfold.engine.handlers import Handlers
+from shardfold.engine.track import Track
+from shardfold.plan.passes import FETCHES
+from shardfold.plan.program import REDUCTIONS, Op
+from shardfold.sharding.unit import Life, Unit
+
+__all__ = ["AskedRun", "Bound", "IdleRun", "RecordedRun", "Run"]
+
+Call = Callable[[], None]
+Bound = tuple[Op, Call | None]
+"""An operation and what it does; None: a marker."""
+
+
+class Run(Protocol):
+    """What a pass is told. ``own`` is the order in which this rank ran its units."""
+
+    own: list[str]
+
+    def begin(self) -> None:
+        """The pass begins; roots are gathered."""
+        ...
+
+    def enter(self, unit: Unit) -> None:
+        """This rank needs the unit's values now."""
+        ...
+
+    def leave(self, unit: Unit) -> None:
+        """A forward of one of the unit's modules is over."""
+        ...
+
+    def complete(self, unit: Unit) -> None:
+        """All gradients of the unit are there."""
+        ...
+
+    def finish(self) -> None:
+        """This rank needs nothing more; returns when no rank does."""
+        ...
+
+
+class IdleRun:
+    """Nothing is gathered or reduced."""
+
+    def __init__(self) -> None:
+        self.own: list[str] = []
+
+    def begin(self) -> None: ...
+    def enter(self, unit: Unit) -> None: ...
+    def leave(self, unit: Unit) -> None: ...
+    def complete(self, unit: Unit) -> None: ...
+    def finish(self) -> None: ...
+
+
+class RecordedRun:
+    """Follows a track.
+
+    Args:
+        verb: ``F`` or ``B``.
+        track: of the section that runs.
+        roots: units that are held through the pass.
+        handlers: to give back what was kept longer than the program thought.
+        deviate: called with a unit that is needed behind the track's position.
+    """
+
+    def __init__(
+        self, verb: str, track: Track, roots: Sequence[Unit], handlers: Handlers, deviate: Callable[[Unit], None]
+    ) -> None:
+        self.own: list[str] = []
+        self.track = track
+        self._verb, self._roots, self._handlers, self._deviate = verb, roots, handlers, deviate
+        self._held = {unit.name for unit in roots}
+
+    def begin(self) -> None:
+        self.track.restart()
+        for unit in self._roots:
+            self.track.reach(self._verb, unit.name)
+            if unit.life is Life.GATHERING:
+                self._handlers.finish_gather(unit)
+            elif unit.life is Life.RESTING:  # forward kept it full, but an earlier backward gave it back
+                self._deviate(unit)
+                return
+
+    def enter(self, unit: Unit) -> None:
+        if unit.name in self._held or (self.track.at(self._verb, unit.name) and unit.life is Life.GATHERED):
+            return  # a root, or once more and no other unit came between
+        self.own.append(unit.name)
+        self.track.reach(self._verb, unit.name)
+        if unit.life is Life.RESTING:
+            self._deviate(unit)
+        elif unit.life is Life.GATHERING:
+            self._handlers.finish_gather(unit)
+
+    def leave(self, unit: Unit) -> None:
+        # What the program has behind the unit waits until the next one begins: it may run again.
+        detours = self._handlers.detours
+        if unit.name in detours and not unit.running:
+            detours.discard(unit.name)
+            self._handlers.free(unit)
+
+    def complete(self, unit: Unit) -> None:
+        if not unit.split:
+            self.own.append(unit.name)
+        if self.track.at("B", unit.name) or self.track.reach("B", unit.name):
+            self.track.follow(REDUCTIONS)
+
+    def finish(self) -> None:
+        self.track.finish()
+        self._handlers.release_detours()
+
+
+class AskedRun:
+    """Asks before every unit.
+
+    Args:
+        verb: ``F`` or ``B``.
+        ops: this section's operations in definition order (reversed for backward), each bound.
+        units: by name; those that are not roots are asked for.
+        roots: names of the units that are held through the pass.
+        agreement: carries the rounds of asking.
+        handlers: to gather, finish and free.
+        refill: what fills a unit that this section expects to be full, because forward kept it, and that is not:
+            an earlier backward of the same forward gave it back.
+        own: what this rank ran already, when this run goes on where a recorded one has ended too early.
+        nested: this pass runs inside another, which holds units of its own.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        ops: Sequence[Bound],
+        units: Mapping[str, Unit],
+        roots: set[str],
+        agreement: Agreement,
+        handlers: Handlers,
+        *,
+        refill: Sequence[Bound] = (),
+        own: Sequence[str] | None = None,
+        nested: bool = False,
+    ) -> None:
+        self.own: list[str] = list(own or ())
+        self.record: list[str] = []  # what all ranks asked for, in order
+        self.touched: list[Unit] = []  # units read outside of their own forward: held to the end of the pass
+        self._verb, self._agreement, self._handlers = verb, agreement, handlers
+        self._units, self._roots = units, roots
+        self._places = list(dict.fromkeys(op.unit for op, _ in ops if op.unit in units and op.unit not in roots))
+        self._enter: dict[str, list[Call]] = {name: [] for name in units}
+        self._leave: dict[str, list[Call]] = {name: [] for name in units}
+        self._reduce: dict[str, list[Call]] = {name: [] for name in units}
+        sorts = {**dict.fromkeys(REDUCTIONS, self._reduce), "CAST": self._enter, "ALL_GATHER": self._enter}
+        for op, call in ops:
+            if call is not None and op.unit in units:
+                sorts.get(op.verb, self._leave)[op.unit].append(call)
+        self._full = {name for name in units if not self._enter[name]}
+        for op, call in refill:
+            if call is not None and op.unit in self._full and op.verb in FETCHES:
+                self._enter[op.unit].append(call)
+        self._gathers = any(self._enter[name] for name in self._places)
+        self._left: dict[str, Unit] = {}  # no longer used here; given back when another is gathered
+        self._ready: set[str] = set()
+        # What a recorded run has reduced is not reduced again here but, if more came, at the step.
+        self._reduced: set[str] = set(units) if own is not None else set()
+        self._last: Unit | None = None
+        self._kept = {u.name for u in units.values() if nested and u.life is not Life.RESTING}
+
+    def begin(self) -> None:
+        for name in self._places_of_roots():
+            if name not in self._full or self._units[name].life is Life.RESTING:
+                self._call(self._enter, name)
+            if self._units[name].life is Life.GATHERING:
+                self._handlers.finish_gather(self._units[name])
+
+    def enter(self, unit: Unit) -> None:
+        self._left.pop(unit.name, None)
+        if unit.name in self._roots or (unit is self._last and unit.life is Life.GATHERED):
+            return
+        self.own.append(unit.name)
+        if self._verb == "B" and self._last is not None and self._last is not unit:
+            self._left[self._last.name] = self._last
+        self._last = unit
+        if unit.life is Life.RESTING:
+            self._round(unit)
+        elif unit.life is Life.GATHERING:
+            self._handlers.finish_gather(unit)
+
+    def touch(self, unit: Unit) -> None:
+        """The unit's values are read by another module's forward: they stay until the pass is over."""
+        last = self._last
+        self.enter(unit)
+        self._last = last
+        unit.running += 1
+        self.touched.append(unit)
+
+    def leave(self, unit: Unit) -> None:
+        if not unit.running and self._verb == "F" and unit.name not in self._roots:
+            self._left[unit.name] = unit
+
+    def complete(self, unit: Unit) -> None:
+        if not self._reduce[unit.name]:
+            return
+        self._ready.add(unit.name)
+        if not unit.split:  # no unit will be asked for behind it
+            self.own.append(unit.name)
+            self._round(None)
+
+    def finish(self) -> None:
+        for unit in self.touched:
+            unit.running -= 1
+        while self._round(None, done=True):
+            pass
+        for name in self._places:
+            if name not in self._reduced:
+                self._call(self._reduce, name)
+        for name, unit in self._units.items():
+            if unit.split and name not in self._roots and unit.life is not Life.RESTING:
+                self._give_back(unit)
+        for name in self._places_of_roots():
+            if name not in self._kept:
+                if name not in self._reduced:
+                    self._call(self._reduce, name)
+                self._call(self._leave, name)
+        self._handlers.release_detours()
+
+    def _round(self, wanted: Unit | None, *, done: bool = False) -> bool:
+        """One message; then every rank takes part in what any rank asked for. False when nobody needs anything."""
+        for unit in list(self._left.values()):
+            self._give_back(unit)
+        self._left.clear()
+        places = self._places
+        bits = [wanted is not None and name == wanted.name for name in places]
+        bits += [name in self._ready for name in places]
+        self._ready.clear()
+        said = self._agreement.ask([*bits, not done])
+        asked = [name for name, bit in zip(places, said, strict=False) if bit]
+        ready = [name for name, bit in zip(places, said[len(places) :], strict=False) if bit]
+        for name in ready:
+            if name not in self._reduced:  # what comes behind the reduction is reduced once more at the step
+                self._reduced.add(name)
+                self._call(self._reduce, name)
+        for name in asked:
+            unit = self._units[name]
+            used_here = unit.life is not Life.RESTING
+            self._call(self._enter, name)
+            if unit.life is Life.GATHERING:
+                self._handlers.finish_gather(unit)
+            if unit is not wanted and not used_here:
+                self._give_back(unit)
+        for name in asked if self._gathers else ready:
+            if not self.record or self.record[-1] != name:
+                self.record.append(name)
+        return any(said)
+
+    def _give_back(self, unit: Unit) -> None:
+        if not unit.running and unit.name not in self._kept:
+            self._call(self._leave, unit.name)
+
+    def _places_of_roots(self) -> list[str]:
+        return [name for name in self._units if name in self._roots]
+
+    @staticmethod
+    def _call(calls: Mapping[str, list[Call]], name: str) -> None:
+        for call in calls[name]:
+            call()

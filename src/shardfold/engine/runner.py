@@ -1,0 +1,509 @@
+"""Events in, operations out: which pass is running, in which order, and what surrounds it.
+
+A pass (a forward, a backward) is a *run* (see ``runs``): it follows the recorded order of units where there is one and
+asks before each unit where there is none. Orders are kept for forward in training, forward in evaluation and backward;
+each is made of what all ranks ran in an asked run.
+
+Every pass that issues collectives begins with a meeting, in which ranks find out that they are about to do different
+things before they do them. A rank that waits there while others still evaluate helps them: it takes part in the
+collectives of their forward and computes nothing.
+
+``[Note: late gradients]`` A gradient may arrive after its unit was reduced: another rank took another branch, or a
+second backward follows. It waits in the unit's incoming buffer; at the step all ranks agree (in the same small
+reduction that agrees on used parameters) to reduce such units once more. Sums are linear, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import get_ident
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+from shardfold.engine.handlers import Handlers
+from shardfold.engine.orders import SECTIONS, Orders, mode_of
+from shardfold.engine.passes import AskedRun, IdleRun, RecordedRun, Run
+from shardfold.engine.visible import VisibleGradients
+from shardfold.errors import UsageError
+from shardfold.optim.guard import Guard
+from shardfold.plan.passes import Schedule
+from shardfold.plan.program import REDUCTIONS
+from shardfold.sharding.buffers import Buffers
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.unit import Life, Unit
+from shardfold.torch_internals import in_backward
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Receives the hooks' events (see ``hooks.Listener``).
+
+    Args:
+        model: whose run counts backwards and steps.
+        handlers: that operations are bound to.
+        timing: how far ahead units are gathered.
+        accumulate: micro-batches per step.
+        clip: whether the program takes a norm.
+
+    Attributes:
+        orders: in which units run, and the programs.
+        visible: gradients as users see them.
+        last: whether the next backward is the last before a step; None: each ``accumulate``-th is.
+        synchronize: False inside ``no_sync()``.
+        scaled: whether the backward under way is that of a loss that the engine scaled.
+    """
+
+    def __init__(
+        self, model: ShardedModel, handlers: Handlers, timing: Schedule, accumulate: int, *, clip: bool
+    ) -> None:
+        self.model, self.handlers, self.accumulate = model, handlers, accumulate
+        self.comm, self.agreement = model.comm, model.comm.agreement
+        self.orders = Orders(model.layout, model.comm, handlers, timing, clip=clip)
+        self.visible = VisibleGradients(model)
+        self.buffers = Buffers(model.module, model.comm)
+        self._state = model.run
+        self._boundary_before = False
+        self.last: bool | None = None
+        self.synchronize = True
+        self.scaled = False
+        take_part = WeakMethod(self._take_part)  # the agreement must not keep the engine
+        self.agreement.take_part = lambda: (take := take_part()) is not None and take()
+        self._evaluated = False  # since the last step
+        self._delivered = False  # whether this backward gave gradients
+        self._asked_backward = False  # whether a backward of this step was an asked run
+        self._grad_forward = True
+        self._run: Run | None = None  # of the pass under way
+        self._section = ""
+        self._thread = get_ident()  # that runs forward
+        self._full: set[str] = set()  # units that a forward found full: of two forwards before one backward
+        self._own: list[str] = []  # what this rank ran in the pass before
+        self.forget: Callable[[], None] = lambda: None  # the hooks forget what was under way
+        self.inside: Callable[[], bool] = lambda: False  # whether the hooks find this thread inside of a pass
+        self.follow: Callable[[], None] = lambda: None  # makes units anew where the model changed
+        self._interrupted = False  # an exception left the model's forward
+        self._outer: list[tuple[Run, str]] = []  # forwards that a backward inside of them interrupts
+        self.renew(model.units)
+        update = handlers.optimizer
+        if update is not None:
+            update.guard = Guard(update.torch_optimizer, self._optimizer_zero_grad)
+
+    def renew(self, units: Sequence[Unit]) -> None:
+        """These are the units from now on."""
+        self.units = list(units)
+        self.by_name = {unit.name: unit for unit in units}
+        for unit in units:
+            unit.on_touch = partial(self.touch, unit)
+        self.orders.renew(units)
+
+    @property
+    def roots(self) -> set[str]:
+        """Names of the units that are held through a pass."""
+        return self.orders.roots
+
+    def _start(self, section: str, *, nested: bool = False) -> Run:
+        """A run of that section, which is now the one under way."""
+        self._section = section
+        verb = "F" if section in ("train", "eval") else "B"
+        if not self.orders.sends(section):
+            return IdleRun()
+        roots = [unit for unit in self.units if unit.name in self.roots]
+        if not nested and self.orders.known(section):
+            return RecordedRun(verb, self.orders.tracks[section], roots, self.handlers, self._deviate)
+        return self._asked(section, nested=nested)
+
+    def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> AskedRun:
+        verb = "F" if section in ("train", "eval") else "B"
+        return AskedRun(
+            verb, self.orders.bound(section), self.by_name, set(self.roots), self.agreement, self.handlers,
+            refill=self.orders.bound("train"), own=own, nested=nested,
+        )  # fmt: skip
+
+    def _deviate(self, unit: Unit) -> None:
+        """A unit is needed that the recorded order has passed."""
+        assert self._run is not None
+        if unit.name not in self.roots:
+            self._run.own.pop()
+        self._go_on_asking().enter(unit)
+
+    def _go_on_asking(self) -> AskedRun:
+        """[Note: more of a pass] The recorded run is finished as by a rank that needs nothing more, so that all ranks
+        end it together; what this rank still needs it asks for in a second run, in which the others, who wait at
+        their next meeting, take part."""
+        run, section = self._run, self._section
+        assert isinstance(run, RecordedRun)
+        run.finish()
+        self.meet(f"more of {_title(section)}", more=SECTIONS.index(section))
+        again = self._asked(section, own=run.own)
+        self._run, self._section = again, section
+        again.begin()
+        return again
+
+    def _finish(self) -> None:
+        """Ends the run under way on all ranks; what an asked run found becomes the order of the next."""
+        run, section = self._run, self._section
+        assert run is not None
+        run.finish()
+        self.comm.transport.settle(self.agreement.wait)
+        self._run = None
+        self._own = run.own
+        if isinstance(run, AskedRun) and not self._outer:
+            self._asked_backward |= mode_of(section) == "backward"
+            self.orders.adopt(mode_of(section), run)
+
+    # -- meetings
+
+    def meet(
+        self, what: str, *, evaluating: bool = False, more: int | None = None, flags: Sequence[bool] = ()
+    ) -> Sequence[bool | int]:
+        """All ranks are about to do ``what``; ranks that still evaluate, or need more of a pass, are helped first.
+
+        Raises:
+            OrderError: they are not.
+        """
+        if self.comm.mesh.world == 1:
+            return flags
+        while True:
+            evaluated = self._evaluated or evaluating
+            met = self.agreement.meet(what, evaluating=evaluating, evaluated=evaluated, more=more, flags=flags)
+            if met.together:
+                return met.flags
+            if met.more is not None:
+                self._help_on(SECTIONS[met.more])
+            else:
+                self._help_evaluate(met.flags)
+
+    def _take_part(self) -> bool:
+        """This rank waits in another engine, and a rank needs more of a pass that this one has ended here."""
+        if self.under_way:
+            return False
+        met = self.agreement.meet("another engine's turn", evaluated=self._evaluated)
+        if met.more is not None:
+            self._help_on(SECTIONS[met.more])
+        return True
+
+    def _help_on(self, section: str) -> None:
+        """Takes part in what other ranks still need of the pass that this rank has ended."""
+        outer, self._run = self._run, self._asked(section, own=self._own)
+        before, self._section = self._section, section
+        self._run.begin()
+        self._finish()
+        self._run, self._section = outer, before
+
+    def _help_evaluate(self, flags: Sequence[int]) -> None:
+        """Takes part in the forward of ranks that evaluate more batches than this one."""
+        self.buffers.synchronize(any(flags[:1]))
+        self.comm.meter.begin_forward()
+        self.handlers.backward_follows = False
+        self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
+        self._run = self._start("eval")
+        self._run.begin()
+        self._finish()
+        self._free_all()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass runs, or was interrupted and is not settled."""
+        return self._run is not None or self._interrupted
+
+    def settle(self, what: str = "this call") -> None:
+        """Ends what an exception interrupted, so that all ranks are where a pass begins.
+
+        Raises:
+            UsageError: ``what`` was called inside of a pass, which goes on.
+        """
+        if not self.under_way:
+            return
+        if self.inside():
+            raise UsageError(f"{what} inside of the model's forward or backward: call it between passes.")
+        self.reset()
+
+    def interrupt(self) -> None:
+        """An exception leaves the model's forward."""
+        self._interrupted = True
+
+    def reset(self) -> None:
+        """Back to a clean state; gradients since the last step are lost.
+
+        The interrupted pass is finished without computing: other ranks may have been further, or may still be in it.
+        """
+        self._interrupted = self.scaled = False
+        self.forget()
+        outer, self._outer = self._outer, []
+        for unit in self.units:
+            unit.running = 0
+        for run, section in [(self._run, self._section), *reversed(outer)]:
+            if run is not None:
+                if isinstance(run, AskedRun):
+                    run.touched.clear()
+                self._run, self._section = run, section
+                self._finish()
+        self.handlers.detours.clear()
+        for unit in self.units:
+            if unit.life is Life.GATHERING:
+                unit.end_gather(self.agreement.wait)
+            if unit.split and unit.life is Life.GATHERED and not unit.pins:
+                unit.release()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients since the last step."""
+        self._state.micro_batch, self._state.gradients_ready = 0, False
+        self._state.attempt += 1
+        self.visible.forget()
+        for unit in self.units:
+            unit.gradients.arrive(self.agreement.wait)
+            unit.forget_gradients()
+            for segment in unit.trainable:
+                for parameter in segment.parameters:
+                    parameter.grad = None
+
+    def _optimizer_zero_grad(self, set_to_none: bool) -> None:
+        self.settle("optimizer.zero_grad()")
+        self.visible.drop(zero=not set_to_none)
+
+    # -- forward events
+
+    def begin_forward(self) -> None:
+        if self.under_way:  # of an interrupted pass: the hooks deliver no forward inside of another
+            self.reset()
+        self._thread = get_ident()
+        self.follow()
+        grad = torch.is_grad_enabled()
+        section = "train" if grad else "eval"
+        local = all(unit.pins or not unit.split for unit in self.units) and any(unit.pins for unit in self.units)
+        changed = False
+        if self.comm.mesh.world > 1 and not local and (self.orders.sends(section) or self.buffers.due):
+            what = f"a forward pass {'in training' if grad else 'in evaluation (without gradients)'}"
+            changed = bool(self.meet(what, evaluating=not grad, flags=[self.buffers.changed()])[0])
+            self.buffers.synchronize(changed)
+        if grad and self.synchronize and not local:
+            self.buffers.due = self.buffers.any
+        self._evaluated |= not grad
+        self.comm.meter.begin_forward()
+        self._grad_forward = grad
+        # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
+        # The same for a checkpoint around the whole model, which leaves only the training mode to tell.
+        self.handlers.backward_follows = grad or self.model.module.training
+        self.comm.memory.after_compute()
+        self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
+        self._run = IdleRun() if local else self._start(section)
+        self._run.begin()
+
+    def end_forward(self) -> None:
+        if self._run is not None:
+            self._finish()
+        if not self._grad_forward:  # nothing will need what a layout keeps for backward
+            self._free_all()
+
+    def _free_all(self) -> None:
+        for unit in self.units:
+            if unit.name not in self._full:
+                self.handlers.free(unit)
+        self.handlers.detours.clear()
+
+    def enter_forward(self, unit: Unit) -> None:
+        if self._run is None:
+            if unit.life is Life.RESTING:
+                raise UsageError(
+                    f"{unit.name!r} ran outside of its model's forward: call the model itself, make the method that "
+                    "runs it a forward too, as in sf.register_forward(model, 'encode'), or wrap the call in "
+                    "`with engine.gathered():`."
+                )
+            unit.running += 1
+            return
+        self._run.enter(unit)
+        unit.running += 1
+
+    def leave_forward(self, unit: Unit, *, interrupted: bool = False, aliased: bool = False) -> None:
+        """``interrupted``: by an exception. ``aliased``: what it returned is a view of one of its weights."""
+        unit.running -= 1
+        if self._run is None or interrupted:
+            return
+        if aliased and unit.name not in self.roots:
+            self.touch(unit)
+        else:
+            self._run.leave(unit)
+
+    def touch(self, unit: Unit) -> bool:
+        """A freed weight is read outside of its unit's forward: gathers it if a pass is under way."""
+        if self._run is None or isinstance(self._run, IdleRun) or not self._in_its_thread():
+            return False
+        if unit.life is Life.GATHERING:
+            self.handlers.finish_gather(unit)
+        if in_backward():
+            self._run.enter(unit)
+            return True
+        if isinstance(self._run, RecordedRun):
+            self._go_on_asking()
+        assert isinstance(self._run, AskedRun)
+        self._run.touch(unit)
+        return True
+
+    def _in_its_thread(self) -> bool:
+        """Whether the caller is what the pass runs: another thread that reads a weight must issue no collectives."""
+        return in_backward() or get_ident() == self._thread
+
+    def hold(self, units: Sequence[Unit]) -> bool:
+        """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
+        if self._run is None or self._interrupted or not self._in_its_thread():
+            return False
+        for unit in units:
+            if unit.life is Life.GATHERING:
+                self.handlers.finish_gather(unit)
+            if unit.life is Life.RESTING and not self.touch(unit):
+                return False
+        return True
+
+    # -- backward events
+
+    def begin_backward(self, *, create_graph: bool = False) -> None:
+        if create_graph and any(unit.split and not unit.pins for unit in self.units):
+            raise UsageError(
+                "gradients of gradients (create_graph=True) need the weights longer than a layout that splits "
+                "parameters keeps them: run forward and both backwards inside `with engine.gathered():`, or choose a "
+                "layout that keeps parameters whole (ddp, zero1, zero2)."
+            )
+        if self._interrupted:
+            self.reset()
+        self._delivered, self._boundary_before = False, self._state.gradients_ready
+        nested = self._run is not None
+        last = self.last if self.last is not None else self._state.micro_batch + 1 >= self.accumulate
+        self._state.gradients_ready = not nested and self.synchronize and last
+        section = "quiet" if nested or not self.synchronize else "last" if self._state.gradients_ready else "backward"
+        if self.orders.sends(section):
+            count = (
+                f"{self._state.micro_batch + 1} of {self.accumulate}"
+                if self.last is None
+                else f"{self._state.micro_batch + 1}"
+            )
+            kind = "inside a forward" if nested else count + ", the last" * (self.last is True)
+            self.meet(f"a backward pass ({kind}{'' if self.synchronize else ', no_sync'})")
+        if self._run is not None:  # torch.autograd.grad inside of the model's forward
+            self._outer.append((self._run, self._section))
+        self.comm.meter.begin_backward(section)
+        self.comm.memory.after_compute()
+        self.visible.hide()
+        for unit in self.units:
+            unit.gradients.seen.clear()
+        self._run = self._start(section, nested=nested)
+        self._run.begin()
+        if isinstance(self._run, AskedRun):
+            for name in sorted(self.orders.touched - self.roots):
+                self._run.touch(self.by_name[name])
+
+    def enter_backward(self, unit: Unit) -> None:
+        unit.check_current()
+        if self._run is not None:
+            self._run.enter(unit)
+
+    def remembers(self, unit: Unit | None = None) -> bool:
+        """Whether a forward (of a unit, or of the model) marks the weights that it saves.
+
+        All of an asked run do, until it is known which units need that.
+        """
+        if unit is not None:
+            return unit.aside
+        return isinstance(self._run, AskedRun) or any(u.aside for u in self.units if u.spec.root)
+
+    def saved(self, unit: Unit) -> None:
+        """A weight was saved for backward by a module outside of its unit's forward: it is held like one that was freed
+        when it was read."""
+        if not unit.running and unit.name not in self.roots and isinstance(self._run, AskedRun):
+            self._run.touch(unit)
+
+    def enter_aside(self, unit: Unit) -> None:
+        unit.aside = True
+        self.enter_backward(unit)
+
+    def gradient(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
+        """``place``: number of the trainable segment and of the slot."""
+        if not self._delivered:
+            self._deliver_first()
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if torch.is_grad_enabled():  # create_graph=True: otherwise entering no_grad() would cost as much as the rest
+            with torch.no_grad():
+                self.handlers.accept(unit, place, grad)
+        else:
+            self.handlers.accept(unit, place, grad)
+        gradients = unit.gradients
+        gradients.seen.add(place)
+        if len(gradients.seen) == gradients.count and self._run is not None and unit.name not in self.roots:
+            self._run.complete(unit)
+
+    def gradient_dropped(self) -> None:
+        """A gradient came, and a hook of the user's took it away: the backward counts as a micro-batch all the same."""
+        if not self._delivered:
+            self._deliver_first()
+
+    def _deliver_first(self) -> None:
+        """The first gradient of a backward."""
+        if not self.scaled and self.handlers.lifted != 1.0:
+            raise UsageError(
+                "loss.backward() under a loss scale gives gradients that are not scaled, of which fp16 loses the small "
+                "ones: call engine.backward(loss), which scales the loss."
+            )
+        self._delivered = True
+
+    def end_backward(self) -> None:
+        if self._run is not None:
+            self._finish()
+        if self._outer:
+            self._run, self._section = self._outer.pop()
+        else:
+            self.scaled = False
+        if self._delivered:
+            self._state.micro_batch += 1
+        else:  # torch.autograd.grad: no parameter's gradient was asked for, so this was no micro-batch
+            self._state.gradients_ready = self._boundary_before
+        for unit in self.units:
+            unit.gradients.arrive(self.agreement.wait)
+            unit.gradients.flush()
+        self.comm.memory.forget_spares()
+        self.visible.show()
+
+    # -- the step
+
+    def close_micro_batches(self) -> None:
+        """Before a step behind a backward that was not known to be the last: what only that would have reduced."""
+        if self._state.gradients_ready or not self.last:
+            return
+        self.visible.hide()
+        self.meet("the end of the micro-batches")
+        done = {(op.unit, op.verb) for op in self.orders.program.backward}
+        for op in self.orders.program.last:
+            if op.verb in REDUCTIONS and (op.unit, op.verb) not in done:
+                self.handlers.reduce(self.by_name[op.unit], op)
+        for unit in self.units:
+            unit.gradients.arrive(self.agreement.wait)
+        self._state.gradients_ready = True
+
+    def reduce_late(self, late: Sequence[Unit]) -> None:
+        """[Note: late gradients]: one more reduction for these units, now and, from the next step on, at the end."""
+        ops = {op for op in self.orders.program.last if op.verb in REDUCTIONS}
+        for unit in late:
+            for op in sorted(ops, key=lambda op: REDUCTIONS.index(op.verb)):
+                if op.unit == unit.name:
+                    self.handlers.reduce(unit, op)
+            unit.gradients.arrive(self.agreement.wait)
+        if not self._asked_backward:
+            self.orders.add_late(late)
+
+    def end_step(self, *, skipped: bool = False) -> None:
+        """The gradients have been used, or overflowed."""
+        self._state.micro_batch, self._state.gradients_ready = 0, False
+        self.visible.forget()
+        self._state.attempt += 1
+        self._evaluated = self._asked_backward = False
+        self.comm.meter.control(self.agreement.control_bytes)
+        self.agreement.control_bytes = 0
+        self.comm.meter.end_step(skipped=skipped)
+
+
+def _title(section: str) -> str:
+    forwards = {"train": "a forward pass in training", "eval": "a forward pass in evaluation"}
+    return forwards.get(section, "a backward pass")

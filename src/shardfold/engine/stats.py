@@ -1,0 +1,139 @@
+"""What a step costs, as data: its time, what of it was waiting, what it sent and held, and how that compares.
+
+One ``Clock`` per engine takes a lap at each update; everything else is computed when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+from shardfold.errors import ConfigError
+from shardfold.plan.report import MemoryReport, TrafficReport
+
+__all__ = ["Clock", "Stats"]
+
+WINDOW = 50
+"""Steps that medians are taken over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What an engine knows of its last steps. Everything is this rank's; asking sends nothing.
+
+    Medians are over the last 50 steps, each from the end of one update to the end of the next, whatever the program did
+    between them. None: not known yet, or not told.
+
+    Attributes:
+        steps: optimizer steps so far.
+        skipped: steps whose update was left out (always 0 without a loss scale).
+        step_seconds: median time of a step; None before the second.
+        tokens_per_second: of this rank, the median over steps that were told by ``engine.step(tokens=...)``.
+        samples_per_second: the same for ``engine.step(samples=...)``.
+        mfu: model FLOPs utilization, between 0 and 1, of the device whose ``peak_flops`` were given.
+        mfu_formula: how ``mfu`` is computed, with its numbers; without them where they are not known.
+        exposed_seconds: median time per step that this rank's main thread waited for other ranks and for bytes; None
+            on NCCL, where waiting orders streams and the host does not see it.
+        traffic: bytes sent in the last step, by journey, operation and axes.
+        memory: bytes held at this moment, by state.
+        transient_peak: the most bytes besides the states at rest, activations included; None on the CPU, where
+            nothing counts them.
+    """
+
+    steps: int
+    skipped: int
+    step_seconds: float | None
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    mfu: float | None
+    mfu_formula: str
+    exposed_seconds: float | None
+    traffic: TrafficReport
+    memory: MemoryReport
+    transient_peak: int | None
+
+
+class Lap(NamedTuple):
+    """One step: ``seconds`` is None for the first, which has no beginning."""
+
+    seconds: float | None
+    tokens: float | None
+    samples: float | None
+    waited: float
+
+
+class Clock:
+    """Takes a lap at each update and remembers the last 50; ``waited``: seconds of waiting before the first."""
+
+    def __init__(self, waited: float = 0.0) -> None:
+        self.skipped = 0
+        self._laps: deque[Lap] = deque(maxlen=WINDOW)
+        self._last: float | None = None  # when the last update ended
+        self._waited = waited  # seconds of waiting until then
+        self._tokens: float | None = None
+        self._samples: float | None = None
+
+    def told(self, tokens: float | None, samples: float | None) -> None:
+        """Counts of one micro-batch; they add up until the update.
+
+        Raises:
+            ConfigError: a count is no number >= 0.
+        """
+        for name, count in (("tokens", tokens), ("samples", samples)):
+            if count is not None and not (isinstance(count, (int, float)) and count >= 0):
+                raise ConfigError(f"engine.step({name}={count!r}): it is how many this rank has processed, a number.")
+        if tokens is not None:
+            self._tokens = (self._tokens or 0.0) + tokens
+        if samples is not None:
+            self._samples = (self._samples or 0.0) + samples
+
+    def end_step(self, waited: float, *, skipped: bool = False) -> None:
+        """An update is done; ``waited`` is how many seconds the engine has waited in its life."""
+        now = perf_counter()
+        seconds = now - self._last if self._last is not None else None
+        self._laps.append(Lap(seconds, self._tokens, self._samples, waited - self._waited))
+        self._last, self._waited = now, waited
+        self._tokens = self._samples = None
+        self.skipped += skipped
+
+    @property
+    def step_seconds(self) -> float | None:
+        return _median(lap.seconds for lap in self._laps if lap.seconds is not None)
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        return _median(lap.waited for lap in self._laps)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return _median(lap.tokens / lap.seconds for lap in self._laps if lap.seconds and lap.tokens is not None)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        return _median(lap.samples / lap.seconds for lap in self._laps if lap.seconds and lap.samples is not None)
+
+    def mfu(self, trainable: int, frozen: int, peak_flops: float | None) -> tuple[float | None, str]:
+        """Model FLOPs utilization and its formula with its numbers.
+
+        A token costs 2 FLOPs per parameter in forward, 2 for the gradients of inputs and 2 for those of weights, which
+        frozen ones do not have; attention over positions and recomputation are left out.
+        """
+        if peak_flops is not None and not peak_flops > 0:
+            raise ConfigError(f"engine.stats(peak_flops={peak_flops!r}): it is a device's FLOP/s, a number > 0.")
+        tokens = self.tokens_per_second
+        rate = "tokens/s" if tokens is None else f"{tokens:.6g} tokens/s"
+        peak = "peak FLOP/s" if peak_flops is None else f"{peak_flops:.6g} peak FLOP/s"
+        frozen_part = f" + 4 x {frozen} frozen" if frozen else ""
+        formula = f"(6 x {trainable} trainable{frozen_part} parameters) x {rate} / {peak}"
+        if tokens is None or peak_flops is None:
+            return None, formula
+        return (6 * trainable + 4 * frozen) * tokens / peak_flops, formula
+
+
+def _median(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return median(known) if known else None

@@ -1,0 +1,149 @@
+"""The optimizer step: all ranks agree what was used and whether it is finite, then each updates what it owns.
+
+agree     which parameters any rank used, whether gradients overflowed on any, in one small message
+reduce    what came too late for backward
+follow    the program's section ``step``: NORM, then UPDATE and ALL_GATHER of each unit
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from shardfold.activations.modes import Replacements
+from shardfold.comm.transport import drain
+from shardfold.engine.runner import Runner
+from shardfold.engine.stats import Clock
+from shardfold.errors import NonFiniteError
+from shardfold.numerics.alarm import Alarm
+from shardfold.numerics.scaling import Scaler
+from shardfold.numerics.token_weights import Shares
+from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.plan.report import StepReport
+from shardfold.sharding.changes import Changes
+from shardfold.sharding.model import ShardedModel
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """Takes the steps of one engine.
+
+    Args:
+        model: whose shards are updated.
+        updater: that updates them.
+        runner: the passes, between which steps are taken.
+        changes: told that parameters have new values.
+        scaler: of the loss, or None.
+        alarm: looks for what is not finite.
+        shares: weights of the micro-batches.
+        replaced: forwards whose modes a budget may still choose.
+        clock: takes a lap.
+    """
+
+    def __init__(
+        self, model: ShardedModel, updater: ShardedOptimizer, runner: Runner, changes: Changes, scaler: Scaler | None,
+        alarm: Alarm, shares: Shares, replaced: Replacements, clock: Clock,
+    ) -> None:  # fmt: skip
+        self._model, self._updater, self._runner, self._changes = model, updater, runner, changes
+        self._scaler, self._alarm, self._shares, self._replaced, self._clock = scaler, alarm, shares, replaced, clock
+        self._handlers, self._norms = runner.handlers, runner.handlers.norms
+
+    def step(self) -> StepReport:
+        """See :meth:`Engine.step`; at the boundary, with gradients."""
+        model, run, runner, scaler = self._model, self._model.run, self._runner, self._scaler
+        assert model.optimizer is not None
+        lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
+        by_hand = runner.visible.before_step()
+        flags = [False, self._replaced.waits, by_hand]  # the first: of buffers
+        said = runner.meet("the optimizer step", flags=flags)
+        if said[1]:
+            self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX))
+        if said[2]:
+            runner.visible.compare()
+        scale = self._handlers.lifted
+        updated = self._update()
+        findings = self._alarm.report.findings if self._alarm.report is not None else ()
+        if scaler is not None:
+            scaler.update(not updated)
+            self._alarm.settle()
+        waited = model.comm.agreement.waited
+        if not updated:  # neither weights, moments, counts nor the schedule have moved
+            self._clock.end_step(waited, skipped=True)
+            if scaler is not None and scaler.exhausted:
+                raise self._alarm.failure()
+            return StepReport(run.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings)
+        run.steps += 1
+        model.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
+        if run.schedule is not None:
+            run.schedule.step()
+        for call in run.after_step:
+            call()
+        self._clock.end_step(model.comm.agreement.waited)
+        norm = self._norms.norm
+        return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings)
+
+    def _update(self) -> bool:
+        """The update; False if gradients overflowed on any rank, in which case no rank has changed anything."""
+        model, handlers, runner = self._model, self._handlers, self._runner
+        model.comm.meter.begin_step()
+        for unit in model.units:
+            unit.gradients.complete()  # one rank: nothing was sent, so nothing is complete
+        used, weighed, overflowed = self._agree()
+        if overflowed:
+            for unit in model.units:
+                unit.forget_gradients()
+            runner.end_step(skipped=True)
+            return False
+        if weighed:
+            sums = model.comm.control(self._shares.sums(), dist.ReduceOp.SUM)
+            handlers.set_factors(self._shares.factor(sums, model.world_size * runner.accumulate))
+        self._follow(used)
+        for unit in model.units:
+            drain(unit.filling, model.comm.agreement.wait)
+            unit.forget_gradients()
+            torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
+        self._changes.updated()
+        if weighed:
+            handlers.set_factors()
+        runner.end_step()
+        return True
+
+    def _agree(self) -> tuple[dict[str, list[list[bool]]], bool, bool]:
+        """Which parameters any rank used, whether micro-batches have weights on any, and whether any overflowed."""
+        scaler, norms, control = self._scaler, self._norms, self._model.comm.control
+        used, late, (overflowed, raised, weighed) = self._handlers.agree_on_use(
+            scaler is not None and norms.overflowed(), self._alarm.raised(), self._shares.any
+        )
+        self._runner.reduce_late(late)
+        if scaler is not None and late and not overflowed:  # what came late was not among what was looked at
+            overflowed = bool(control([float(norms.overflowed())], dist.ReduceOp.MAX)[0])
+        self._alarm.look(overflowed=overflowed, raised=raised)
+        return used, weighed, overflowed
+
+    def _follow(self, used: dict[str, list[list[bool]]]) -> None:
+        """Runs the program's section: norms, then updates.
+
+        Raises:
+            NonFiniteError: on every rank: the norm is not finite and ``Clip.error_if_nonfinite`` is set.
+        """
+        model, norms, track = self._model, self._norms, self._runner.orders.tracks["step"]
+        norms.begin_step()
+        track.restart()
+        norms.clip_values()
+        try:
+            track.follow(("NORM",))
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error}\n{self._alarm.examine()}") from None
+        coefficient = norms.coefficient
+        if coefficient is not None and model.device.type == "cpu" and float(coefficient) >= 1.0:
+            coefficient = None
+
+        def update() -> None:
+            with torch.no_grad():
+                self._updater.begin(model.units, used, coefficient)
+            track.finish()
+
+        self._updater.around(update)

@@ -1,0 +1,113 @@
+"""The gradients of all units as users see them, and what they do to these, the same on every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardfold.errors import UsageError
+from shardfold.sharding.gradients import Sums
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.shown import part
+from shardfold.torch_internals import no_subclass_functions
+
+__all__ = ["VisibleGradients"]
+
+EVERY = "all gradients"
+NOT_SUMMED = "which is summed over ranks in the last backward of a step only"
+
+
+class VisibleGradients:
+    """What is in ``parameter.grad`` between a backward and the step.
+
+    Attributes:
+        hints: whether what stands for a gradient that this rank does not have whole is shown in its place.
+    """
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        self.hints = True
+        self._by_hand: list[tuple[int, str, str]] = []  # behind which backward users did what to gradients
+
+    def show(self) -> None:
+        """Users find what has come since the last step in ``parameter.grad``, as far as this rank has it."""
+        model = self._model
+        over, mesh = model.layout.master.over, model.comm.mesh
+        pieces = f"which lies in pieces on {mesh.parts(over)} ranks" if over else ""
+        with no_subclass_functions():
+            for unit in model.units:
+                summed = unit.gradients.sums is not Sums.OWN and not unit.gradients.unsent
+                where = pieces or ("" if mesh.world == 1 or summed else NOT_SUMMED)
+                unit.shown.show(where if self.hints or not where else None)
+
+    def hide(self) -> None:
+        """Takes back what is shown, and what users did to it, before gradients come or are used."""
+        units = self._model.units
+        with no_subclass_functions():
+            touched = part([unit.shown for unit in units])
+            for unit in units:
+                if touched:
+                    self._by_hand += [(self._model.run.micro_batch, *change) for change in unit.shown.hide()]
+                else:
+                    unit.shown.forget()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Inside, what users did is in the gradients."""
+        self.hide()
+        yield
+        self.show()
+
+    def drop(self, *, zero: bool = False) -> None:
+        """Forgets the gradients that have come since the last step, or makes them ``zero``; it stays the same step."""
+        if not self._model.run.micro_batch:
+            return
+        self.hide()
+        for unit in self._model.units:
+            unit.gradients.drop_all(zero=zero)
+        self._by_hand.append((self._model.run.micro_batch, "zeroed" if zero else "dropped", EVERY))
+        self.show()
+
+    def forget(self) -> None:
+        """What users did belongs to a step that is over."""
+        self._by_hand.clear()
+
+    def before_step(self) -> bool:
+        """Takes what users did to gradients since the last step; whether they did anything."""
+        units, whole = self._model.units, not self._model.layout.master.over
+        with no_subclass_functions():
+            touched = part([unit.shown for unit in units], given=True)
+            for unit in units:
+                if not touched:
+                    unit.shown.forget()
+                    continue
+                for change in unit.shown.take_back(whole=whole):  # one by one: what follows may raise
+                    self._by_hand.append((self._model.run.micro_batch, *change))
+        return bool(self._by_hand)
+
+    def compare(self) -> None:
+        """Some rank's user changed gradients; a rank that did not use a parameter had nothing to drop, and follows.
+
+        Raises:
+            UsageError: on all ranks: they did not do the same, so that they would go on with different sums.
+        """
+        units, agreement = self._model.units, self._model.comm.agreement
+        used = [name for unit in units for name in unit.shown.used()]
+        text = json.dumps([self._by_hand, used, self._model.run.micro_batch])
+        said = [json.loads(text) for text in agreement.exchange(f"by hand/{agreement.sequence}", text)]
+        every = list(dict.fromkeys(tuple(change) for changes, _, _ in said for change in changes))
+        for change in every:
+            behind, verb, name = change
+            for rank, (changes, has, micro) in enumerate(said):
+                nothing_here = verb != "set" and behind == micro and name != EVERY and name not in has
+                if list(change) not in changes and not nothing_here:
+                    who = next(other for other, (done, _, _) in enumerate(said) if list(change) in done)
+                    raise UsageError(
+                        f"engine.step(): rank {who} {verb} {name if name == EVERY else f'the gradient of {name!r}'} "
+                        f"behind backward {behind} of this step, and rank {rank} did not: do the same on every rank, "
+                        "e.g. by what engine.agree() says. Nothing was updated; engine.zero_grad() drops all there is."
+                    )
+        missing = [(verb, name) for behind, verb, name in every if (behind, verb, name) not in self._by_hand]
+        for unit in units:
+            unit.shown.drop_also(missing)

@@ -1,0 +1,11 @@
+"""WHAT is kept where, and WHEN what runs: values that can be made, checked and printed where there is no process group.
+
+    layout       the table: a cell per state                presets      the tables that have names
+    rules        which precision holds where in a model     placement    which element lies on which rank
+    program      the table lowered to operations, as text   passes       what is done ahead, or later
+    order        one order out of those of several ranks    cost         bytes of states and of operations
+    explain      table, bytes and program as text           report       bytes held and sent, as data
+    sizes        numbers of bytes as text                   version
+
+It imports ``errors`` only.
+"""

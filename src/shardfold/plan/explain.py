@@ -1,0 +1,83 @@
+"""A layout in words: the table, the units, what they cost and the program that will run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardfold.plan.cost import Sent, state_bytes, traffic
+from shardfold.plan.layout import Layout, Mesh, Precision
+from shardfold.plan.passes import Schedule, apply
+from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
+from shardfold.plan.presets import named
+from shardfold.plan.program import Program, lower
+
+__all__ = ["explain", "explain_preset"]
+
+
+def explain(
+    table: Layout,
+    bound: Layout,
+    program: Program,
+    units: Sequence[UnitSpec],
+    mesh: Mesh,
+    held: Mapping[str, float],
+    micro_batches: int = 1,
+    update: Mapping[Sent, tuple[int, float]] | None = None,
+    parts: Sequence[tuple[str, Layout]] = (),
+    activations: Sequence[str] = (),
+) -> str:
+    """The table, the units, what they cost and the program, as text.
+
+    ``update`` is what the optimizer itself sends, ``parts`` what rules of ``precision=`` give to parts of the model,
+    ``activations`` what happens to what autograd saves in units, in lines.
+    """
+    lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
+    lines += ["", "on this mesh and in this precision:", str(bound)]
+    alias = bound.aliases()
+    if alias:
+        lines.append("same bytes: " + ", ".join(f"{a} is {b}" for a, b in alias.items()))
+    for patterns, part in parts:
+        lines += ["", f"in the precision of {patterns}:", str(part)]
+    lines += ["", f"{'unit':<28}{'parameters':>14}{'padding':>10}  segments"]
+    for unit in units:
+        numel, padding = sum(s.numel for s in unit.segments), sum(s.padding for s in unit.segments)
+        kinds = ", ".join(
+            f"{s.dtype}{' own' if s.own else ''}{'' if s.trainable else ' frozen'}" for s in unit.segments
+        )
+        held_long = "  (held through each pass)" if unit.root and bound.rest.over else ""
+        lines.append(f"{unit.name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}")
+    if activations:
+        lines += ["", *activations]
+    lines += ["", "bytes at rest on each rank:"]
+    lines += [f"  {state:<9}{num_bytes:>18,.0f}" for state, num_bytes in held.items()]
+    batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+    lines += ["", f"bytes sent by each rank in a step of {batches}:"]
+    every = {**traffic(program, bound, units, mesh, micro_batches=micro_batches), **(update or {})}
+    for kind, (calls, sent) in every.items():
+        lines.append(f"  {kind.journey:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
+    return "\n".join([*lines, "", str(program)])
+
+
+def explain_preset(
+    layout: str | Layout, *, mesh: Mesh, precision: str | Precision = "fp32", params: int = 1_000_000_000
+) -> str:
+    """As :func:`explain`, for a model of ``params`` parameters with AdamW, cut into a root of 2 % and two equal units.
+
+    What is held does not depend on the cut, and what is sent only on the sum; a real model has more units.
+
+    Raises:
+        LayoutError: the layout or precision is unknown, or does not fit the mesh.
+    """
+    policy = Precision.named(precision)
+    table = named(layout)
+    bound = table.bind(policy, mesh)
+    root = params // 50
+    sizes = {"(root)": root, "block.0": (params - root) // 2, "block.1": params - root - (params - root) // 2}
+    ranks = mesh["inter"] * mesh["intra"]
+    units = [
+        UnitSpec(name, (SegmentSpec((Slot("w", (n,), 0),), -(-n // ranks) * ranks, policy.compute),), name == "(root)")
+        for name, n in sizes.items()
+    ]
+    program = apply(lower(bound, units, mesh, clip=True), Schedule())
+    held = state_bytes(bound, units, mesh, padded=True)
+    return explain(table, bound, program, units, mesh, held)

@@ -1,0 +1,461 @@
+"""WHAT rests where: the table of states that every member of the ZeRO family is a value of.
+
+Data-parallel training keeps a few kinds of state for every parameter. A :class:`Layout` says for each kind over which
+mesh axes it is split, in which dtype, and in which tier it rests; and for the two journeys between rests (gather,
+reduce) what is on the wire. A :class:`Precision` says which dtypes the words ``compute``, ``grads``, ``reduce``,
+``master`` and ``moments`` mean. Nothing here knows a device, a process group or a stage.
+
+    state     what it is                                                 absent when
+    params    what forward and backward read                             None: master is cast while it is gathered
+    held      what stays between forward and backward                    None: as params
+    grads     accumulated gradients; split = reduced at once             the parameter is frozen
+    master    what the optimizer updates                                 the parameter is frozen
+    moments   the optimizer's own state, one cell per moment             the parameter is frozen
+
+and one of none: ``activations``, what autograd saves in forward for backward (:class:`Activations`).
+
+Sources: ZeRO (arXiv 1910.02054, section 5), ZeRO++ (arXiv 2306.10209, section 3), MiCS/HSDP (arXiv 2205.00119).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from math import prod
+from typing import Any
+
+from shardfold.errors import ConfigError, LayoutError, did_you_mean
+from shardfold.plan.sizes import parse_bytes
+
+__all__ = [
+    "DATA_AXES",
+    "ITEMSIZE",
+    "MODES",
+    "PRECISIONS",
+    "ROLES",
+    "Activations",
+    "Axes",
+    "Cell",
+    "Layout",
+    "Mesh",
+    "Precision",
+    "Tier",
+    "Wire",
+]
+
+Axes = tuple[str, ...]
+Mesh = Mapping[str, int]
+
+DATA_AXES: Axes = ("inter", "intra")
+"""The data-parallel axes, slow link first: ``inter`` between nodes, ``intra`` within one."""
+
+ITEMSIZE: Mapping[str, int] = {
+    "fp64": 8,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes per element of every dtype name that a table, a program or a segment may use."""
+
+ROLES = ("compute", "grads", "reduce", "master", "moments")
+"""The dtype words of a table; :class:`Precision` says what they mean."""
+
+STATES = ("params", "held", "grads", "master", "moments")
+WIRES = ("plain",)
+MODES = ("keep", "recompute", "select", "host", "disk")
+"""What can happen to what autograd saves; see :class:`Activations`."""
+
+
+class Tier(str, Enum):
+    """Where a state rests."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What the dtype words of a table mean. Values are dtype names of :data:`ITEMSIZE`.
+
+    ``reduce`` is the dtype on the wire of a gradient's journey and of the gradient buffer that feeds it; ``grads`` is
+    the dtype in which gradients accumulate.
+
+    Attributes:
+        autocast: forward runs under ``torch.autocast`` with this dtype (``bf16`` or ``fp16``); None: without.
+        buffers: ``"own"``: buffers keep their dtype. ``"compute"``: floating ones, but for fp64, follow ``compute``, as
+            some models read them together with activations and do not cast.
+        rounding: of a bf16 master and its moments after each update: ``"nearest"``, or ``"stochastic"``, which moves
+            weights also where an update is smaller than half of their last digit (arXiv 2010.06192).
+        tf32: whether matrix products and convolutions of fp32 tensors may round their inputs to TF32 (10 bits) on
+            NVIDIA GPUs, in the whole process while the engine lives; None: as PyTorch is set. On the CPU it does
+            nothing.
+    """
+
+    compute: str = "fp32"
+    grads: str = "fp32"
+    reduce: str = "fp32"
+    master: str = "fp32"
+    moments: str = "fp32"
+    autocast: str | None = None
+    buffers: str = "own"
+    rounding: str = "nearest"
+    tf32: bool | None = None
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The dtype name of each role of a table."""
+        return {role: getattr(self, role) for role in ROLES}
+
+    def __post_init__(self) -> None:
+        floats = ("bf16", "fp16", "fp32", "fp64")
+        for role in ROLES:
+            if (name := getattr(self, role)) not in floats:
+                raise LayoutError(f"Precision.{role} is {name!r}, which is no dtype.{did_you_mean(str(name), floats)}")
+        if self.autocast not in (None, "bf16", "fp16") or (self.autocast and self.compute != "fp32"):
+            raise LayoutError(
+                f"Precision.autocast is {self.autocast!r} with compute {self.compute!r}: autocast takes 'bf16' or "
+                "'fp16' over parameters in fp32; set compute='fp32', or leave autocast out."
+            )
+        if self.buffers not in ("own", "compute"):
+            near = did_you_mean(str(self.buffers), ("own", "compute"))
+            raise LayoutError(f"Precision.buffers is {self.buffers!r}, which is unknown.{near}")
+        if self.rounding not in ("nearest", "stochastic") or (self.rounding != "nearest" and self.master != "bf16"):
+            raise LayoutError(
+                f"Precision.rounding is {self.rounding!r} with a master in {self.master}: it is 'nearest', or "
+                "'stochastic' with master='bf16'."
+            )
+        if self.tf32 not in (None, True, False):
+            raise LayoutError(f"Precision.tf32 is {self.tf32!r}: it is True, False, or None for PyTorch's setting.")
+        if ITEMSIZE[self.master] < ITEMSIZE[self.compute]:
+            raise LayoutError(
+                f"Precision.master is {self.master} but compute is {self.compute}: "
+                "the optimizer cannot update a copy that is coarser than what forward reads; widen master."
+            )
+
+    @staticmethod
+    def named(name: str | Precision) -> Precision:
+        """The policy of that name (see :data:`PRECISIONS`), or the value itself.
+
+        Raises:
+            LayoutError: the name is unknown.
+        """
+        if isinstance(name, Precision):
+            return name
+        if name not in PRECISIONS:
+            raise LayoutError(f"precision {name!r} is unknown.{did_you_mean(str(name), PRECISIONS)}")
+        return PRECISIONS[name]
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(),
+    "bf16": Precision(compute="bf16"),
+    "fp16": Precision(compute="fp16"),
+    "bf16-autocast": Precision(autocast="bf16"),
+    "fp16-autocast": Precision(autocast="fp16"),
+    "bf16-pure": Precision(compute="bf16", grads="bf16", reduce="bf16", master="bf16", moments="bf16"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """How one state rests on each rank: ``over=()`` means that every rank holds all of it."""
+
+    over: Axes = ()
+    dtype: str
+    tier: Tier = Tier.DEVICE
+
+    def parts(self, mesh: Mesh) -> int:
+        """Into how many equal shards the state is cut on that mesh."""
+        return prod(mesh[axis] for axis in self.over)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What happens to what autograd saves in the forward of a unit: the last cell of a table. Dtypes are those of the
+    operations.
+
+    Attributes:
+        mode: one of :data:`MODES`; or ``"fit:12GiB"``: for each unit the one with which what autograd saves takes at
+            most so many bytes of the device at once, on each rank, and the least time.
+        among: of ``fit``: the modes to choose from; none: ``keep``, ``recompute`` and ``select``, and on CUDA ``host``.
+        kept: of ``select``: operations whose results are kept too, e.g. ``torch.ops.aten.silu.default``.
+        smallest: of ``host`` and ``disk``: bytes of the smallest tensor that is moved.
+        folder: of ``disk``: where the file is; None: the system's folder for temporary files.
+        over: mesh axes over which what is saved is split; none can be given yet.
+
+    Raises:
+        ConfigError: the mode is unknown, or a field does not go with it.
+    """
+
+    mode: str = "keep"
+    among: tuple[str, ...] = ()
+    kept: tuple[Any, ...] = ()
+    smallest: int = 64 * 1024
+    folder: str | None = None
+    over: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        fits = self.budget is not None
+        for mode in self.among:
+            if not fits or mode not in MODES:
+                raise ConfigError(
+                    f"Activations.among has {mode!r}, but names what 'fit:...' chooses from.{did_you_mean(mode, MODES)}"
+                )
+        if self.mode not in MODES and not fits:
+            raise ConfigError(f"activations={self.mode!r} is unknown.{did_you_mean(str(self.mode), MODES)}")
+        if self.over:
+            raise ConfigError(
+                f"Activations.over is {self.over!r}: activations cannot be split over mesh axes yet, so leave it out; "
+                "'recompute' and 'host' free the same memory."
+            )
+        if self.kept and self.mode != "select" and not fits:
+            raise ConfigError(f"Activations.kept says what 'select' keeps, but mode is {self.mode!r}: leave it out.")
+        if self.folder is not None and self.mode != "disk" and "disk" not in self.among:
+            raise ConfigError(f"Activations.folder is for 'disk', but mode is {self.mode!r}: leave it out.")
+        if self.smallest < 0:
+            raise ConfigError(f"Activations.smallest is {self.smallest}: it is a number of bytes, 0 or more.")
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes, of ``fit``.
+
+        Raises:
+            ConfigError: there is no such number.
+        """
+        word, colon, size = str(self.mode).partition(":")
+        if word != "fit":
+            return None
+        found = parse_bytes(size)
+        if not colon or found is None:
+            raise ConfigError(
+                f"activations={self.mode!r}: behind 'fit:' comes the budget in bytes, as in 'fit:12GiB' or 'fit:500MB'."
+            )
+        return found
+
+    def chosen(self, mode: str) -> Activations:
+        """The value for a unit for which that mode was chosen."""
+        kept, folder = self.kept if mode == "select" else (), self.folder if mode == "disk" else None
+        return replace(self, mode=mode, among=(), kept=kept, folder=folder)
+
+    @property
+    def tier(self) -> Tier | None:
+        """Where it rests between forward and backward; None: nowhere, or each unit has its own mode."""
+        return {"keep": Tier.DEVICE, "select": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}.get(self.mode)
+
+    @property
+    def fate(self) -> str:
+        """What becomes of it between forward and backward, as a table says it."""
+        words = {"recompute": "recomputed", "select": "recomputed, but products"}
+        return words.get(self.mode, str(self.tier or self.mode))
+
+    @staticmethod
+    def named(given: str | Activations) -> Activations:
+        """The value itself, or that of a mode's name.
+
+        Raises:
+            ConfigError: the name is unknown.
+        """
+        return given if isinstance(given, Activations) else Activations(mode=given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """What a collective puts on the link: ``dtype`` of its elements."""
+
+    name: str = "plain"
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.dtype}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One row of the ZeRO family. Values derive from each other with :meth:`replace` and :meth:`edit`.
+
+    Raises:
+        LayoutError: the table contradicts itself; the message says which two cells and how to mend them.
+    """
+
+    params: Cell | None = Cell(dtype="compute")
+    held: Cell | None = None
+    grads: Cell = Cell(dtype="grads")
+    master: Cell = Cell(dtype="master")
+    moments: Cell = Cell(dtype="moments")
+    activations: Activations = Activations()
+    gather: Wire = field(default=Wire(dtype="compute"))
+    reduce: Wire = field(default=Wire(dtype="reduce"))
+
+    @property
+    def rest(self) -> Cell:
+        """Where forward's parameters come from: ``params``, or ``master`` when there is no such copy."""
+        return self.params or self.master
+
+    @property
+    def kept(self) -> Cell:
+        """What is kept between forward and backward."""
+        return self.held or self.rest
+
+    def cells(self) -> dict[str, Cell]:
+        """The states of parameters that this table has, by name, in table order."""
+        named = {name: getattr(self, name) for name in STATES}
+        return {name: cell for name, cell in named.items() if cell is not None}
+
+    def replace(self, **changes: Any) -> Layout:
+        """A copy with other cells or wires."""
+        return replace(self, **changes)
+
+    def edit(self, *states: str, **changes: Any) -> Layout:
+        """A copy in which the named cells have other fields: ``edit("grads", over=("intra",))``,
+        ``edit("activations", mode="recompute")``."""
+        cells: dict[str, Any] = {**self.cells(), "activations": self.activations}
+        known = (*STATES, "activations")
+        for state in states:
+            if state not in known:
+                raise LayoutError(f"the table has no state {state!r}.{did_you_mean(state, known)}")
+            if state not in cells:
+                raise LayoutError(f"this table has no {state} to edit: give it a cell with replace({state}=Cell(...)).")
+        return replace(self, **{state: replace(cells[state], **changes) for state in states})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "activations", Activations.named(self.activations))  # a mode's name does too
+        for name, cell in self.cells().items():
+            if not isinstance(cell.over, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise LayoutError(f"{name} is split over {cell.over!r}: over= takes a tuple of axes, as in ('intra',).")
+            if len(set(cell.over)) != len(cell.over):
+                raise LayoutError(
+                    f"{name} is split over {_axes(cell.over)}, which names an axis twice: name each once."
+                )
+            _check_dtype(name, cell.dtype)
+            if cell.tier not in list(Tier):
+                near = did_you_mean(str(cell.tier), map(str, Tier))
+                raise LayoutError(f"{name} rests in tier {cell.tier!r}, which is unknown.{near}")
+        for name, wire in (("gather", self.gather), ("reduce", self.reduce)):
+            _check_dtype(name, wire.dtype)
+            if wire.name not in WIRES:
+                raise LayoutError(
+                    f"{name} goes by wire {wire.name!r}, which is unknown.{did_you_mean(wire.name, WIRES)}"
+                )
+        if self.master.over != self.moments.over:
+            raise LayoutError(
+                f"master is split over {_axes(self.master.over)} but moments over {_axes(self.moments.over)}: "
+                "the update reads both element by element, so split them alike."
+            )
+        if self.grads.over and self.grads.over != self.master.over:
+            raise LayoutError(
+                f"grads are split over {_axes(self.grads.over)} but master over {_axes(self.master.over)}: "
+                "the update needs a gradient for each element it owns, so split them alike or do not split grads."
+            )
+        rest = self.rest.over
+        if rest != self.master.over[: len(rest)]:
+            raise LayoutError(
+                f"params are split over {_axes(rest)} but master over {_axes(self.master.over)}: "
+                "the axes of params must be the first axes of master, so that an updated shard lies inside its rest."
+            )
+        if not set(self.kept.over) <= set(rest):
+            raise LayoutError(
+                f"held is split over {_axes(self.kept.over)} but params only over {_axes(rest)}: "
+                "backward cannot hold less than rests; drop the extra axes from held, or split params over them."
+            )
+
+    def bind(self, precision: Precision, mesh: Mesh) -> Layout:
+        """The table with its dtype words resolved and its axes of size 1 dropped.
+
+        Raises:
+            LayoutError: a cell is split over an axis that the mesh lacks, parameters rest or travel in another dtype
+                than compute, master is coarser than that, or gradients would have to change dtype in place to travel.
+        """
+        for name, cell in self.cells().items():
+            for axis in cell.over:
+                if axis not in mesh:
+                    raise LayoutError(
+                        f"{name} is split over {axis!r}, which the mesh does not have: "
+                        f"add it to mesh= or drop it from the layout.{did_you_mean(axis, mesh)}"
+                    )
+
+        def resolve(name: str) -> str:
+            return getattr(precision, name) if name in ROLES else name
+
+        def on_mesh(cell: Cell | None) -> Cell | None:
+            if cell is None:
+                return None
+            over = tuple(axis for axis in cell.over if mesh[axis] > 1)
+            return replace(cell, over=over, dtype=resolve(cell.dtype))
+
+        changes: dict[str, Any] = {f.name: on_mesh(getattr(self, f.name)) for f in fields(self)[:5]}
+        bound = replace(
+            self,
+            **changes,
+            gather=replace(self.gather, dtype=resolve(self.gather.dtype)),
+            reduce=replace(self.reduce, dtype=resolve(self.reduce.dtype)),
+        )
+        for name in ("params", "held", "gather"):
+            part: Cell | Wire | None = getattr(bound, name)
+            if part is not None and part.dtype != precision.compute:
+                raise LayoutError(
+                    f"{name} is {part.dtype} but Precision.compute is {precision.compute}: forward reads what rests as "
+                    f"it travels; give {name} the dtype 'compute' and choose Precision.compute."
+                )
+        if ITEMSIZE[bound.master.dtype] < ITEMSIZE[precision.compute]:
+            raise LayoutError(
+                f"master is {bound.master.dtype} but Precision.compute is {precision.compute}: "
+                "the optimizer cannot update a copy that is coarser than what forward reads; widen master."
+            )
+        if not bound.grads.over and bound.grads.dtype != bound.reduce.dtype and prod(mesh.values()) > 1:
+            raise LayoutError(
+                f"grads accumulate unreduced in {bound.grads.dtype} but travel as {bound.reduce.dtype}: they are "
+                "reduced where they lie, so give Precision.grads and Precision.reduce the same dtype or split grads."
+            )
+        if bound.params is None and not bound.master.over:  # nothing is gathered, so the cast copy stays
+            bound = replace(bound, params=Cell(dtype=bound.gather.dtype))
+        if bound.held is not None and bound.held.over == bound.rest.over:
+            bound = replace(bound, held=None)
+        return bound
+
+    def aliases(self, *, own: bool = False) -> dict[str, str]:
+        """States of a bound table that need no bytes of their own, and the state whose bytes they are.
+
+        In equal dtype ``master`` is the owner's range of ``params`` (fp32: ``zero1`` is 8 + 8/N bytes per parameter);
+        ``own`` is for parameters whose states all have one dtype anyway. A held copy that is not split is the gathered
+        buffer itself.
+        """
+        alias: dict[str, str] = {}
+        params = self.params
+        if params is not None and (own or params.dtype == self.master.dtype) and params.tier == self.master.tier:
+            alias["master"] = "params"
+        if self.held is not None and not self.held.over:
+            alias["held"] = "gathered"
+        return alias
+
+    def __str__(self) -> str:
+        lines = [f"{'state':<13}{'split over':<16}{'dtype':<10}memory"]
+        for name in STATES:
+            cell = getattr(self, name)
+            if cell is None:
+                whose = "params" if name == "held" and self.params else "master"
+                lines.append(f"{name:<13}same as {whose}{', cast while gathering' if name == 'params' else ''}")
+            else:
+                lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}")
+        saved = self.activations
+        lines.append(f"{'activations':<13}{_axes(saved.over):<16}{'as made':<10}{saved.fate}")
+        lines.append(f"communication: gather {self.gather}, reduce {self.reduce}")
+        return "\n".join(lines)
+
+
+def _check_dtype(name: str, dtype: str) -> None:
+    known = (*ROLES, *ITEMSIZE)
+    if dtype not in known:
+        raise LayoutError(f"{name} has dtype {dtype!r}, which is no dtype.{did_you_mean(dtype, known)}")
+
+
+def _axes(axes: Axes) -> str:
+    return "+".join(axes) if axes else "nothing"

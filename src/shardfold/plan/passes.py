@@ -1,0 +1,98 @@
+"""Passes over programs: each takes a list of operations and gives a list that does the same at better moments.
+
+How much and when is a :class:`Schedule`, a value of its own: the table says what is held and sent, the schedule only
+moves it in time. No pass adds, drops or changes a collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardfold.errors import ConfigError
+from shardfold.plan.program import MARKERS, Op, Program
+
+__all__ = ["Schedule", "apply", "defer_reduce", "prefetch"]
+
+FETCHES = ("CAST", "ALL_GATHER")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How far ahead things are done.
+
+    Attributes:
+        prefetch: how many units ahead of its use a unit is gathered; ``prefetch + 1`` units are full at a time.
+        reduces_in_flight: units whose gradients may be on their way while the next unit runs backward, 0 or 1; None
+            chooses by device: 1 on CUDA; 0 on the CPU, where sending takes the cores that backward needs.
+        block: elements that one call of a fused update handles; 0 chooses by device (256K on CPU, so that a block
+            stays in cache, and 64M on CUDA).
+        order: ``"recorded"``: the first passes find the order in which units run, later ones follow it; ranks may leave
+            units out but not run them in contradicting orders. ``"any"``: ranks ask each other before every unit, which
+            costs a small message each time and allows everything.
+
+    Raises:
+        ConfigError: a value is negative or unknown.
+    """
+
+    prefetch: int = 1
+    reduces_in_flight: int | None = None
+    block: int = 0
+    order: str = "recorded"
+
+    def __post_init__(self) -> None:
+        if self.order not in ("recorded", "any"):
+            raise ConfigError(f"Schedule.order is {self.order!r}: it is 'recorded' or 'any'.")
+        if self.reduces_in_flight not in (None, 0, 1):
+            raise ConfigError(f"Schedule.reduces_in_flight is {self.reduces_in_flight}: it is 0, 1 or None.")
+        for name in ("prefetch", "block"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"Schedule.{name} is {getattr(self, name)}: it cannot be negative.")
+
+
+def prefetch(ops: tuple[Op, ...], depth: int) -> tuple[Op, ...]:
+    """Moves the fetching of each unit ``depth`` markers earlier; never before the pass begins or the unit is freed."""
+    if depth == 0:
+        return ops
+    groups = _between_markers(ops)
+    fetched: list[list[Op]] = [
+        [] for _ in groups
+    ]  # by the group they move to; the last follows END and fetches nothing
+    freed: dict[str, int] = {}  # the group in which a unit was freed last
+    for i, group in enumerate(groups):
+        for op in group:
+            if op.verb == "FREE":
+                freed[op.unit] = i
+            elif op.verb in FETCHES:
+                fetched[max(0, i - depth, freed.get(op.unit, 0))].append(op)
+    out: list[Op] = []
+    for group, fetches in zip(groups, fetched, strict=True):
+        out.extend(op for op in group if op.verb not in (*FETCHES, *MARKERS))
+        out.extend(fetches)
+        out.extend(op for op in group if op.verb in MARKERS)
+    return tuple(out)
+
+
+def defer_reduce(ops: tuple[Op, ...], units: frozenset[str]) -> tuple[Op, ...]:
+    """Moves the reductions of ``units`` behind END, for units whose gradients are complete only then."""
+    late = tuple(op for op in ops if op.verb in ("REDUCE_SCATTER", "ALL_REDUCE") and op.unit in units)
+    return tuple(op for op in ops if op not in late) + late
+
+
+def apply(program: Program, schedule: Schedule, late: frozenset[str] = frozenset()) -> Program:
+    """The program that will run: ``program`` with the schedule's passes and ``late`` units reduced at the end."""
+    return Program(
+        forward=prefetch(program.forward, schedule.prefetch),
+        backward=defer_reduce(prefetch(program.backward, schedule.prefetch), late),
+        last=defer_reduce(prefetch(program.last, schedule.prefetch), late),
+        step=program.step,
+    )
+
+
+def _between_markers(ops: tuple[Op, ...]) -> list[list[Op]]:
+    """Groups that end with their marker; the last one has none."""
+    groups: list[list[Op]] = [[]]
+    for op in ops:
+        groups[-1].append(op)
+        if op.verb in MARKERS:
+            groups.append([])
+    return groups

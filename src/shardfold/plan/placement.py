@@ -1,0 +1,137 @@
+"""WHERE each element lies: offsets, padding, owners and ranges. Index arithmetic only.
+
+Parameters that move together form a unit; within it, those of equal dtype, trainability and hyper-parameters form a
+segment. A segment is a flat vector in which every parameter has a fixed, aligned slot, padded at its end so that
+every shard is one contiguous range of equal length:
+
+    |<------------------------------ length ----------------------------->|
+    | slot 0 |pad| slot 1 ........ |pad| slot 2 |          tail            |
+    |<-- shard 0 -->|<-- shard 1 -->|<-- shard 2 -->|<---- shard 3 ------->|
+
+All states of a segment share these offsets, so a shard of ``master`` and a shard of ``grads`` match element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from shardfold.plan.layout import Axes, Layout, Mesh
+
+__all__ = ["ALIGN_BYTES", "Piece", "SegmentSpec", "Slot", "UnitSpec", "pack", "shard_index", "shard_range"]
+
+ALIGN_BYTES = 256
+"""Every parameter and every shard starts at a multiple of this many bytes of the smallest state."""
+
+
+class Slot(NamedTuple):
+    """A parameter's place in its segment: ``[offset, offset + numel)``."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class Piece(NamedTuple):
+    """The part of one slot that lies in one range: elements ``[start, stop)`` of the segment."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class SegmentSpec:
+    """Parameters of one unit with equal dtype, trainability and hyper-parameter group, laid out flat.
+
+    ``length`` is in elements and includes all padding; it divides evenly by the number of data-parallel ranks.
+    ``own``: every state and both journeys are in ``dtype``, whatever the precision policy says. ``table``: the bound
+    layout of its part of the model, where rules of ``precision=`` give that another than the rest's.
+    """
+
+    slots: tuple[Slot, ...]
+    length: int
+    dtype: str
+    trainable: bool = True
+    group: int = 0
+    own: bool = False
+    table: Layout | None = None
+
+    def dtype_for(self, what: str, layout: Layout) -> str:
+        """The dtype of ``grads``, ``master``, ``moments``, ``gather`` or ``reduce`` of this segment under a bound
+        ``layout``."""
+        return self.dtype if self.own else getattr(self.table or layout, what).dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of parameters, without padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def padding(self) -> int:
+        return self.length - self.numel
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The parts of slots inside ``[start, stop)``, in order; empty slots have none."""
+        for i, slot in enumerate(self.slots):
+            a, b = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            if a < b:
+                yield Piece(i, a, b)
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """Parameters that move together. ``root``: held from the start to the end of a pass."""
+
+    name: str
+    segments: tuple[SegmentSpec, ...]
+    root: bool = False
+
+    @property
+    def trainable(self) -> bool:
+        return any(segment.trainable for segment in self.segments)
+
+    def dtypes_for(self, what: str, layout: Layout, *, frozen: bool = False) -> str:
+        """The dtypes of ``gather``, ``reduce`` or ``grads`` of its segments under a bound ``layout``, each once, joined
+        by ``+``; ``frozen``: of those that are not trained too."""
+        moved = [segment for segment in self.segments if segment.trainable or frozen]
+        return "+".join(dict.fromkeys(segment.dtype_for(what, layout) for segment in moved))
+
+
+def pack(shapes: Mapping[str, Sequence[int]], parts: int, align: int) -> tuple[tuple[Slot, ...], int]:
+    """Slots for parameters in the given order, and the padded length, both in elements.
+
+    Each slot starts at a multiple of ``align``; the length is a multiple of ``parts * align`` and never 0. Padding is
+    therefore below ``align`` per parameter plus ``parts * align`` (just that for a segment of nothing).
+    """
+    slots: list[Slot] = []
+    end = 0
+    for name, shape in shapes.items():
+        slots.append(Slot(name, tuple(shape), end))
+        end = _round_up(end + prod(shape), align)
+    return tuple(slots), max(_round_up(end, parts * align), parts * align)
+
+
+def shard_index(over: Axes, mesh: Mesh, coords: Mapping[str, int]) -> int:
+    """Which shard belongs to the rank at ``coords``: row-major over the axes of ``over``."""
+    index = 0
+    for axis in over:
+        index = index * mesh[axis] + coords[axis]
+    return index
+
+
+def shard_range(length: int, over: Axes, mesh: Mesh, coords: Mapping[str, int]) -> tuple[int, int]:
+    """The half-open range of a flat of ``length`` elements that rests on the rank at ``coords``."""
+    size = length // prod(mesh[axis] for axis in over)
+    start = size * shard_index(over, mesh, coords)
+    return start, start + size
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to

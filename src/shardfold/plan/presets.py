@@ -1,0 +1,49 @@
+"""The names people know, as values of the table: one line and one paper each.
+
+Every preset is derived from another with ``edit`` or ``replace``; none of them is a branch anywhere else.
+"""
+
+from __future__ import annotations
+
+from shardfold.errors import LayoutError, did_you_mean
+from shardfold.plan.layout import DATA_AXES, Cell, Layout
+
+__all__ = ["PRESETS", "ddp", "fsdp2", "hpz", "hsdp", "named", "zero1", "zero2", "zero3"]
+
+#: Everything on every rank (Li et al., arXiv 2006.15704).
+ddp = Layout()
+#: Optimizer states split (ZeRO, arXiv 1910.02054, section 5.1).
+zero1 = ddp.edit("master", "moments", over=DATA_AXES)
+#: Gradients split too, reduced as they appear (section 5.2).
+zero2 = zero1.edit("grads", over=DATA_AXES)
+#: Parameters split too, gathered unit by unit (section 5.3).
+zero3 = zero2.edit("params", over=DATA_AXES)
+#: Only the master copy rests; it is cast while it is gathered (PyTorch FSDP2's idea; arXiv 2304.11277).
+fsdp2 = zero3.replace(params=None)
+#: Everything split within a node and replicated between nodes (MiCS, arXiv 2205.00119; PyTorch HSDP).
+hsdp = ddp.edit("params", "grads", "master", "moments", over=("intra",))
+#: ``zero3`` with a second copy split within a node for backward (hpZ of ZeRO++, arXiv 2306.10209, section 3.2).
+hpz = zero3.replace(held=Cell(dtype="compute", over=("intra",)))
+
+PRESETS: dict[str, Layout] = {
+    "ddp": ddp,
+    "zero1": zero1,
+    "zero2": zero2,
+    "zero3": zero3,
+    "fsdp2": fsdp2,
+    "hsdp": hsdp,
+    "hpz": hpz,
+}
+
+
+def named(layout: str | Layout) -> Layout:
+    """The preset of that name, or the layout itself.
+
+    Raises:
+        LayoutError: the name is unknown; the message suggests the nearest.
+    """
+    if isinstance(layout, Layout):
+        return layout
+    if layout not in PRESETS:
+        raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(str(layout), PRESETS)}")
+    return PRESETS[layout]

@@ -1,0 +1,209 @@
+"""What an engine says about itself: bytes held beside the table, bytes sent beside the program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardfold.plan.layout import Axes
+from shardfold.plan.sizes import human
+
+__all__ = [
+    "KINDS",
+    "Finding",
+    "MemoryReport",
+    "MemoryRow",
+    "SavedReport",
+    "SavedRow",
+    "StepReport",
+    "TrafficReport",
+    "TrafficRow",
+]
+
+
+KINDS = ("parameter", "buffer", "output", "loss", "gradient of the output", "gradient", "state")
+"""What can be found, causes before what they spoil."""
+
+
+class MemoryRow(NamedTuple):
+    """One state in one tier on this rank, in bytes: ``held`` are live storages, each counted once."""
+
+    state: str
+    tier: str
+    table: float
+    padding: float
+    held: int
+
+
+class SavedRow(NamedTuple):
+    """What autograd saved in forwards of one unit, in bytes of storages: on the ``device``, where each counts once and
+    for the unit that saved it first, and ``outside``, in host memory or on disk."""
+
+    unit: str
+    mode: str
+    device: int
+    outside: int
+
+
+class MemoryReport(NamedTuple):
+    """States at rest, and at this moment ``transient``, gathered flats and gradients on their way, and ``activations``,
+    what autograd holds, of units for which it holds anything.
+
+    What rests outside, and what is back from there, is always known. What stays on the device is known inside of
+    ``with engine.activations():``, of forwards since it was entered, because knowing takes a hook on each tensor that
+    autograd saves.
+    """
+
+    rows: tuple[MemoryRow, ...]
+    transient: int
+    activations: tuple[SavedRow, ...] = ()
+
+    @property
+    def held(self) -> int:
+        """Bytes of all states at rest."""
+        return sum(row.held for row in self.rows)
+
+    @property
+    def table(self) -> float:
+        """What the table says, without padding."""
+        return sum(row.table for row in self.rows)
+
+    @property
+    def padding(self) -> float:
+        return sum(row.padding for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{'state':<10}{'memory':<8}{'table':>12}{'padding':>12}{'held':>12}"]
+        for row in self.rows:
+            lines.append(
+                f"{row.state:<10}{row.tier:<8}{human(row.table):>12}{human(row.padding):>12}{human(row.held):>12}"
+            )
+        lines.append(f"{'all':<18}{human(self.table):>12}{human(self.padding):>12}{human(self.held):>12}")
+        lines.append(f"in use now besides: {human(self.transient)}")
+        return "\n".join([*lines, *(_saved_lines(self.activations) if self.activations else ())])
+
+
+class SavedReport:
+    """What autograd saved for backward on this rank, without parameters and buffers.
+
+    Attributes:
+        rows: the root first, then the other units.
+        peak: the most bytes of what rests outside that were on the device at once, in forward or backward.
+    """
+
+    def __init__(self) -> None:
+        self.rows: tuple[SavedRow, ...] = ()
+        self.peak = 0
+
+    @property
+    def device(self) -> int:
+        return sum(row.device for row in self.rows)
+
+    @property
+    def outside(self) -> int:
+        return sum(row.outside for row in self.rows)
+
+    def __str__(self) -> str:
+        return "\n".join([*_saved_lines(self.rows), f"at once on the device of what is outside: {human(self.peak)}"])
+
+
+def _saved_lines(rows: Sequence[SavedRow]) -> list[str]:
+    lines = [f"{'unit':<28}  {'activations':<14}{'device':>12}{'outside':>12}"]
+    for row in rows:
+        lines.append(f"{row.unit:<28}  {row.mode:<14}{human(row.device):>12}{human(row.outside):>12}")
+    device, outside = sum(row.device for row in rows), sum(row.outside for row in rows)
+    return [*lines, f"{'all':<44}{human(device):>12}{human(outside):>12}"]
+
+
+class TrafficRow(NamedTuple):
+    """One kind of collective in the last step: calls and bytes this rank sent, beside what the program says."""
+
+    journey: str
+    op: str
+    axes: Axes
+    calls: int
+    program: float
+    sent: int
+
+
+class TrafficReport(NamedTuple):
+    """Collectives of the last completed step. ``control`` bytes (norms, used parameters) and ``asked`` bytes
+    (``gathered()``, ``state_dict()``, evaluation since the step began; by ``asked_calls`` collectives) are apart."""
+
+    rows: tuple[TrafficRow, ...]
+    control: int
+    asked: int
+    asked_calls: int = 0
+
+    @property
+    def sent(self) -> int:
+        return sum(row.sent for row in self.rows)
+
+    @property
+    def program(self) -> float:
+        return sum(row.program for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{'kind':<9}{'operation':<16}{'axes':<14}{'calls':>6}{'program':>13}{'sent':>13}"]
+        for row in self.rows:
+            axes = "+".join(row.axes)
+            lines.append(
+                f"{row.journey:<9}{row.op:<16}{axes:<14}{row.calls:>6}{human(row.program):>13}{human(row.sent):>13}"
+            )
+        by = f" by {self.asked_calls} collectives" if self.asked_calls else ""
+        lines.append(f"control {human(self.control)}, asked for besides {human(self.asked)}{by}")
+        return "\n".join(lines)
+
+
+class Finding(NamedTuple):
+    """Something that is inf or NaN.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        name: of the module (outputs), parameter, buffer, or optimizer state (``exp_avg of head.weight``).
+        rank: that has it; of a gradient the rank whose shard it is in, which need not be the one it came from.
+        step: the update that was to be, counted from 1.
+        micro_batch: counted from 0 within the step, where it is known.
+        num_elements: how many of it, where they were counted.
+    """
+
+    kind: str
+    name: str
+    rank: int
+    step: int
+    micro_batch: int | None = None
+    num_elements: int | None = None
+
+    def __str__(self) -> str:
+        what = f"the {self.kind} of {self.name}" if self.kind in KINDS[2:5:2] else f"{self.kind} {self.name}".strip()
+        batch = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
+        count = "" if self.num_elements is None else f" ({self.num_elements} elements)"
+        return f"{what} on rank {self.rank}, step {self.step}{batch}{count}"
+
+
+class StepReport(NamedTuple):
+    """What ``engine.step()`` did.
+
+    Attributes:
+        step: optimizer steps so far.
+        updated: whether this call updated the weights: it was the accumulation boundary, and nothing overflowed.
+        skipped: whether an update was due but left out, on every rank (always False without a loss scale).
+        lr: learning rate of the first group in this update.
+        loss_scale: that of this step's losses; 1.0 without one.
+        norm: 0-d tensor, the norm of all gradients before clipping; None if the engine does not clip.
+        findings: what was inf or NaN on any rank, the likely cause first, where the step was skipped, or where a loss
+            of it was not finite and those of the step before were; the same on every rank.
+    """
+
+    step: int
+    updated: bool
+    skipped: bool = False
+    lr: float | None = None
+    loss_scale: float = 1.0
+    norm: object = None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm as a number; on CUDA asking for it waits for the device."""
+        return None if self.norm is None else float(self.norm)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,65 @@
+"""Buffers are rank 0's on every rank, as under DDP.
+
+DDP broadcasts all buffers before each forward that follows a training forward. The same values come out of sending them
+only when some rank changed one (the statistics of a batch normalization change in every training forward, rotary
+tables and masks never do), and that costs nothing to find out: the meeting before a forward carries one flag for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.comm.comm import Comm
+
+__all__ = ["Buffers"]
+
+
+class Buffers:
+    """The buffers of a model on this rank.
+
+    Attributes:
+        any: whether there are any.
+        due: whether the forward before this one was one of training, so that they may differ between ranks.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm) -> None:
+        self._comm = comm
+        self.due = False
+        self.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Looks for the model's buffers anew; their present values count as known, unless one was changed before."""
+        changed = self.changed()
+        modules = list(model.modules())
+        self._places = [(module, name) for module in modules for name, b in module._buffers.items() if b is not None]
+        self.any = bool(self._places)
+        self._known = [] if changed else self._state()
+
+    def changed(self) -> bool:
+        """Whether this rank changed one since they were last equal."""
+        return self.due and self._state() != self._known
+
+    def synchronize(self, changed: bool) -> None:
+        """Gives every rank rank 0's values if any rank changed one."""
+        self.due = False
+        if not changed or self._comm.mesh.world == 1:
+            return
+        buffers = [buffer for buffer in self._present() if buffer.numel()]
+        with torch.no_grad():
+            # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
+            flat = torch.cat([b.contiguous().reshape(-1).view(torch.uint8) for b in buffers])
+            self._comm.broadcast(flat, "the broadcast of buffers")
+            if self._comm.mesh.rank:
+                for buffer, part in zip(buffers, flat.split([b.numel() * b.itemsize for b in buffers]), strict=True):
+                    value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned for its dtype
+                    if not torch.equal(value, buffer):
+                        buffer.copy_(value)
+        self._known = self._state()
+
+    def _present(self) -> list[Tensor]:
+        found = (module._buffers.get(name) for module, name in self._places)
+        return [buffer for buffer in found if buffer is not None]
+
+    def _state(self) -> list[tuple[int, int]]:
+        return [(id(buffer), buffer._version) for buffer in self._present()]

@@ -1,0 +1,221 @@
+"""The gradients of one unit since the last step: where they lie, and how far they are summed.
+
+    arriving     autograd made them; they wait as they are while another unit's are on their way
+    incoming     a buffer that the next reduction sends, where gradients cannot be sent from where they rest
+    resting      a buffer over ``grads`` itself, where those are not split
+    sending      what the transport works on; a buffer lives until its operations are done
+    grads        of each segment: what the step uses (see ``segment``)
+
+What ``grads`` hold is one enum, :class:`Sums`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardfold.comm.transport import Pending, Waiter, drain
+from shardfold.sharding.gradient_buffer import GradientBuffer
+from shardfold.sharding.segment import Segment
+from shardfold.tiers.device import DeviceStore
+
+__all__ = ["Gradients", "Place", "Sums"]
+
+Place = tuple[int, int]
+"""The number of the trainable segment, and of the slot."""
+
+
+class Sums(Enum):
+    """Over which ranks ``grads`` are summed."""
+
+    OWN = "over none: this rank's own, if any came"
+    REDUCED = "over the axes of the first reduction of the step"
+    TWICE = "over those, and over the axes of a second one (HSDP)"
+
+
+class Gradients:
+    """The gradients of a unit.
+
+    Args:
+        segments: its trainable segments.
+        store: makes buffers, and takes them back.
+
+    Attributes:
+        sums: what ``grads`` hold.
+        resting: over ``grads``, where they are not split; None where they are.
+        incoming: in the dtype in which gradients are sent; None while none is there.
+        arriving: place and gradient, while there is no room for ``incoming``.
+        sending: operations on their way.
+        extra: by segment: a second reduce-scatter's result of a step that has :attr:`Sums.TWICE` already; it is added
+            to ``grads`` when it is summed over the other axes too.
+        seen: places whose gradient came in this backward.
+        used: by segment and slot, whether a gradient came since the last step.
+        count: of all places.
+    """
+
+    def __init__(self, segments: Sequence[Segment], store: DeviceStore) -> None:
+        self.segments = list(segments)
+        self.sums = Sums.OWN
+        self.resting: GradientBuffer | None = None
+        self.incoming: GradientBuffer | None = None
+        self.arriving: list[tuple[Place, Tensor]] = []
+        self.sending: list[Pending] = []
+        self.extra: list[Tensor] | None = None
+        self.seen: set[Place] = set()
+        self.used = [[False] * len(segment.parameters) for segment in self.segments]
+        self.count = sum(map(len, self.used))
+        self._store = store
+
+    def rest(self, *, adopt: bool) -> None:
+        """``grads`` are whole on this rank: gradients are added where they rest. ``adopt``: see GradientBuffer."""
+        flats = [segment.grads for segment in self.segments if segment.grads is not None]
+        self.resting = GradientBuffer(self.segments, flats, adopt=adopt)
+        for flat in flats if adopt else ():  # until something reads it, it needs no memory
+            self._store.vacate(flat)
+
+    def give_up(self) -> None:
+        """The unit is no more: nothing here keeps memory."""
+        self.resting = None
+        for segment in self.segments:
+            segment.adopted.clear()
+        self.segments = []
+
+    # -- arriving
+
+    def accept(self, place: Place, grad: Tensor, other: Gradients | None, waiter: Waiter) -> None:
+        """Takes a gradient. While those of an ``other`` unit are on their way it stays as autograd made it, so that no
+        more than two units' gradients are in memory."""
+        segment, slot = place
+        self.used[segment][slot] = True
+        if other is not None and other is not self and other.sending and self.incoming is None and self.resting is None:
+            if not all(pending.done() for pending in other.sending):
+                self.arriving.append((place, grad))
+                return
+            other.arrive(waiter)
+        if self.arriving:
+            self._take_arriving()
+        self._add(place, grad)
+
+    def _take_arriving(self) -> None:
+        """Each is given back as soon as it is copied."""
+        while self.arriving:
+            self._add(*self.arriving.pop(0))
+
+    def _add(self, place: Place, grad: Tensor) -> None:
+        segment, slot = place
+        scale = self.segments[segment].factor
+        if self.resting is not None and self.sums is Sums.OWN:
+            self.resting.add(segment, slot, grad, scale)
+            return
+        if self.incoming is None:
+            self.incoming = self.new_buffer()
+        self.incoming.add(segment, slot, grad, scale)
+
+    def new_buffer(self) -> GradientBuffer:
+        """What gradients are copied into in the dtype in which they are sent."""
+        flats = [self._store.empty(s.spec.length, s.dtypes["reduce"]) for s in self.segments]
+        return GradientBuffer(self.segments, flats)
+
+    def flush(self) -> None:
+        """At the end of a pass: no gradient waits to be copied."""
+        for buffer in (self.resting, self.incoming):
+            if buffer is not None:
+                buffer.flush()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether gradients are here that no reduction has taken."""
+        return self.incoming is not None or bool(self.arriving)
+
+    # -- sending
+
+    def send(self, scatter: Callable[..., None] | None, all_reduce: Callable[[Tensor], None]) -> None:
+        """Hands the gradients to one of two: ``scatter(flat, out=, add=)``, or, without it, ``all_reduce(flat)``; both
+        append to :attr:`sending`. Behind it only what is there keeps the buffer alive."""
+        buffer = self.resting
+        with torch.no_grad():
+            self._take_arriving()
+            if buffer is None or self.sums is not Sums.OWN:
+                buffer = self.incoming or self.new_buffer()
+                self.incoming = None
+            buffer.complete()
+        add = self.sums is not Sums.OWN
+        if self.sums is Sums.OWN:
+            self.sums = Sums.REDUCED
+        if self.sums is Sums.TWICE and self.extra is None:
+            self.extra = [torch.zeros_like(segment.master_grads) for segment in self.segments]
+        for segment, flat, out in zip(self.segments, buffer.flats, self._scattered(), strict=True):
+            if scatter is not None:
+                scatter(flat, out=out, add=add)
+            else:
+                all_reduce(flat)
+                if add:
+                    self.sending.append(Pending([], partial(segment.add_to_grads, flat)))
+        if buffer is not self.resting:
+            self.sending.append(Pending([], partial(self._recycle, buffer)))
+
+    def send_scattered(self, all_reduce: Callable[[Tensor], None], waiter: Waiter) -> None:
+        """The second of two reductions: sums the scattered gradients over the other axes (HSDP)."""
+        self.arrive(waiter)
+        for segment, target in zip(self.segments, self._scattered(), strict=True):
+            all_reduce(target)
+            if self.extra is not None:
+                self.sending.append(Pending([], partial(segment.master_grads.add_, target)))
+        self.sums, self.extra = Sums.TWICE, None
+
+    def _scattered(self) -> list[Tensor]:
+        return self.extra or [segment.master_grads for segment in self.segments]
+
+    def _recycle(self, buffer: GradientBuffer) -> None:
+        for flat in buffer.flats:
+            self._store.recycle(flat)
+
+    def arrive(self, waiter: Waiter) -> None:
+        """The sums are in ``grads``; the buffers they came from are given back."""
+        drain(self.sending, waiter)
+
+    def complete(self) -> None:
+        """Before the step: where nothing was sent, what no gradient reached is zero."""
+        if self.resting is not None and self.sums is Sums.OWN:
+            self.resting.complete()
+
+    # -- forgetting
+
+    def drop(self, place: Place, *, zero: bool = False) -> None:
+        """Forgets the gradient of one parameter, or makes it ``zero``: with that an update still counts."""
+        segment, slot = place
+        held = self.segments[segment]
+        self.used[segment][slot] = zero and self.used[segment][slot]
+        self.arriving = [late for late in self.arriving if late[0] != place]
+        if self.incoming is not None:
+            self.incoming.drop(segment, slot)
+        with torch.no_grad():
+            if self.resting is not None:
+                if self.resting.touched[segment][slot] or self.sums is not Sums.OWN:
+                    self.resting.views[segment][slot].zero_()
+                self.resting.drop(segment, slot)
+            elif self.sums is not Sums.OWN:
+                held.master_grads[held.own_piece(slot)[0]].zero_()
+            if self.extra is not None:
+                self.extra[segment][held.own_piece(slot)[0]].zero_()
+
+    def drop_all(self, *, zero: bool = False) -> None:
+        """Forgets the gradients of all parameters, or makes them ``zero``."""
+        for i, used in enumerate(self.used):
+            for slot in range(len(used)):  # also what only other ranks used: their sums are here
+                self.drop((i, slot), zero=zero)
+
+    def forget(self) -> None:
+        """As before the first backward of a step."""
+        self.incoming = self.extra = None
+        self.arriving.clear()
+        self.sums = Sums.OWN
+        self.seen.clear()
+        for used in self.used:
+            used[:] = [False] * len(used)
+        if self.resting is not None:
+            self.resting.clear()

@@ -1,0 +1,356 @@
+"""Models too big to build: construct without memory, then make real unit by unit, keeping only this rank's shard.
+
+Under :func:`meta_init` parameters are created on the meta device (shape and dtype, no memory); buffers are real, so
+tables that a constructor computes are right. The engine then gives one unit at a time its memory, fills it, keeps its
+own shard and gives the rest back: a rank never holds more than its shards, the root and one unit.
+
+Values come from, in this order: ``weights=`` (a state dict, or safetensors files); the model's own
+``_init_weights(module)`` (transformers); each module's ``reset_parameters()``. Random numbers are drawn from a
+generator seeded by ``(seed, path of the module)``, so they do not depend on the layout or the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardfold.comm.comm import Comm
+from shardfold.errors import ModelError, UsageError, did_you_mean
+from shardfold.plan.layout import Layout
+from shardfold.plan.rules import Rules
+from shardfold.sharding.partition import Cut
+from shardfold.sharding.partitioned import hand_over
+from shardfold.sharding.segment import TORCH_DTYPES, Segment
+from shardfold.sharding.unit import Unit
+
+__all__ = ["Weights", "buffer_dtypes", "make_units", "meta_init", "move_buffers"]
+
+FIRST = "the broadcast of the first values of {}"
+
+
+LOST = (
+    "which has no memory inside of meta_init(), so they would be lost: pass them as weights= (a state dict or a path) "
+    "when making the engine, or build and load the model inside of sf.sharded_init()."
+)
+
+
+LOST = (
+    "which has no memory inside of meta_init(), so they would be lost: pass them as weights= (a state dict or a path) "
+    "when making the engine, or build and load the model inside of sf.sharded_init()."
+)
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Inside, parameters of new modules take no memory; an engine makes them real shard by shard.
+
+    A parameter that is put in the place of one behind its module's constructor keeps its values.
+
+    Raises:
+        UsageError: values are copied into a parameter that has no memory, and would be lost (``load_state_dict``).
+    """
+    register, load = nn.Module.register_parameter, nn.Module.load_state_dict
+
+    def refuse(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        hollow = next((name for name, p in self.named_parameters() if p.is_meta), None)
+        if hollow is not None and not assign and not _constructing():
+            raise UsageError(f"load_state_dict() would copy values into {hollow!r}, {LOST}")
+        return load(self, state_dict, strict=strict, assign=assign)
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta and (name not in self._parameters or _constructing()):
+            param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter, nn.Module.load_state_dict = on_meta, refuse
+    try:
+        with _RefuseCopies():
+            yield
+    finally:
+        nn.Module.register_parameter, nn.Module.load_state_dict = register, load
+
+
+class _RefuseCopies(TorchFunctionMode):
+    """Copying into a meta tensor does nothing, and says nothing. Constructors may: what they do to values is done again
+    when there is memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and args[0].is_meta and len(args) > 1 and not args[1].is_meta and not _constructing():
+            raise UsageError(f"copy_() would copy values into a tensor of shape {tuple(args[0].shape)}, {LOST}")
+        return func(*args, **(kwargs or {}))
+
+
+def _constructing() -> bool:
+    """Whether the constructor of a module is under way."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def make_units(
+    model: nn.Module,
+    cuts: Iterable[Cut],
+    layout: Layout,
+    comm: Comm,
+    weights: Weights | None,
+    seed: int,
+) -> list[Unit]:
+    """Makes the units of a model real, one after the other; each rests when the next one begins.
+
+    The root stays gathered (the caller releases it): modules of other units may be tied to it.
+    """
+    units: list[Unit] = []
+    mesh = comm.mesh
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:  # they keep weak references to their weights, and such tensors cannot be made real
+        module._flat_weight_refs = []
+    for c in cuts:
+        assert c.spec is not None
+        segments = [
+            Segment(spec, members, layout, mesh.sizes, mesh.coords, comm.memory)
+            for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
+        ]
+        unit = Unit(c.spec, segments, comm.memory, c.modules)
+        _give_values(unit, model, layout, comm, weights, seed)
+        if unit.trainable and not layout.grads.over:
+            unit.gradients.rest(adopt=mesh.world == 1 and comm.memory.device.type == "cpu")
+        if unit.split and not c.spec.root:
+            unit.release()
+        units.append(unit)
+    for module in recurrent:
+        module._flat_weight_refs = [weakref.ref(w) if w is not None else None for w in module._flat_weights]
+    return units
+
+
+def _give_values(
+    unit: Unit,
+    model: nn.Module,
+    layout: Layout,
+    comm: Comm,
+    weights: Weights | None,
+    seed: int,
+) -> None:
+    """Makes the states of a unit. Values are made, and reach the master, in its dtype: in that of the parameters they
+    would be rounded, and the first steps be those of another model than AMP, or FSDP2, trains."""
+    hand_over(parameter for _, parameter in unit.parameters())
+    exact = [segment.exact_flat() for segment in unit.segments]
+    empty = _bind_parameters(unit, exact)
+    if empty or weights is not None:
+        _initialize(unit, model, empty, weights, seed)
+    for segment, flat in zip(unit.segments, exact, strict=True):
+        comm.broadcast(
+            flat, f"broadcast {unit.name}", detail=FIRST.format(unit.name)
+        )  # as DDP does: rank 0's values are everyone's
+        segment.bind(layout, comm.mesh.sizes, comm.mesh.coords, flat)
+
+
+def move_buffers(
+    modules: Mapping[str, nn.Module],
+    comm: Comm,
+    dtypes: Mapping[int, torch.dtype],
+) -> None:
+    """Moves the own buffers of modules (by path) to the device and gives every rank rank 0's values, as DDP does.
+
+    ``dtypes`` has that of a module's floating buffers from now on, but for fp64, by its ``id``; others keep their own.
+
+    Raises:
+        ModelError: a buffer was made of a parameter that had no memory, and no weights gave it values.
+    """
+    buffers = {
+        id(buffer): (f"{path}.{name}" if path else name, buffer)
+        for path, module in modules.items()
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+    if left := [name for name, buffer in buffers.values() if buffer.is_meta]:
+        raise ModelError(
+            f"nothing gives values to the buffer{'s' * (len(left) > 1)} {', '.join(left)}, made from parameters that "
+            "had no memory yet: pass weights= that have them, or make them from shapes in the constructor."
+        )
+    for module in modules.values():
+        dtype = dtypes.get(id(module))
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            casts = dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64
+            module._buffers[name] = buffer.to(comm.memory.device, dtype if casts else buffer.dtype)
+    if comm.mesh.world > 1:
+        for buffer in {id(b): b for module in modules.values() for b in module.buffers(recurse=False)}.values():
+            # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
+            values = buffer.detach().clone(memory_format=torch.contiguous_format)
+            if values.numel():
+                comm.broadcast(
+                    values.reshape(-1).view(torch.uint8), "broadcast the buffers", detail=FIRST.format("the buffers")
+                )
+                if comm.mesh.rank and not torch.equal(values, buffer):
+                    buffer.copy_(values)
+
+
+def buffer_dtypes(rules: Rules, model: nn.Module) -> dict[int, torch.dtype]:
+    """The dtype of the floating buffers of each module whose policy says one, by ``id``."""
+    rule = [TORCH_DTYPES[p.compute] if p.buffers == "compute" else None for p in rules.precisions]
+    found = {key: rule[number] for key, number in rules.assign(model).items()}
+    return {key: dtype for key, dtype in found.items() if dtype is not None}
+
+
+def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:
+    """Makes every parameter of the unit a view of its segment's flat among ``flats``; returns the names of those that
+    had no values yet.
+
+    The parameter objects stay the same: optimizers, ties and users' references hold.
+    """
+    empty: set[str] = set()
+    for segment, flat in zip(unit.segments, flats, strict=True):
+        for slot, parameter, view in zip(segment.spec.slots, segment.parameters, segment.views_of(flat), strict=True):
+            if parameter.is_meta:
+                empty.add(slot.name)
+                fresh = nn.Parameter(view.new_empty(0), requires_grad=False)
+                try:
+                    torch.utils.swap_tensors(parameter, fresh.requires_grad_(parameter.requires_grad))
+                except RuntimeError as error:
+                    raise ModelError(
+                        f"parameter {slot.name!r}, built under meta_init(), cannot be made real while something keeps "
+                        "a weak reference to it: build this model without meta_init()."
+                    ) from error
+            else:
+                view.copy_(parameter.detach())
+            # Through .data the parameter keeps a version counter of its own: filling the flat again is no change.
+            parameter.data = view
+        for start, stop in segment.gaps:
+            flat[start:stop].zero_()
+    return empty
+
+
+def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights | None, seed: int) -> None:
+    """Gives values to the parameters of a (gathered) unit that have none.
+
+    Raises:
+        ModelError: some get none; all are named.
+    """
+    values = dict(unit.parameters())
+    with torch.no_grad():
+        for name in empty:
+            if values[name].is_floating_point():
+                values[name].fill_(float("nan"))  # so that what nobody initializes is found
+        if weights is not None:
+            for name, parameter in values.items():
+                value = weights.read(weights.name_of(name))
+                if value.shape != parameter.shape:
+                    raise ModelError(
+                        f"weights give {name!r} the shape {tuple(value.shape)}, but the model's is "
+                        f"{tuple(parameter.shape)}."
+                    )
+                parameter.copy_(value)
+            empty = set()
+        if empty:
+            _reset(unit, model, {id(values[name]) for name in empty}, seed)
+        left = [name for name in sorted(empty) if values[name].is_floating_point() and values[name].isnan().any()]
+    if left:
+        raise ModelError(
+            f"nothing initializes {', '.join(left)}: give the module that owns it a reset_parameters() method that "
+            "sets every parameter, or pass weights=."
+        )
+
+
+def _reset(unit: Unit, model: nn.Module, wanted: set[int], seed: int) -> None:
+    of_model = getattr(model, "_init_weights", None)
+    for path, module in model.named_modules():
+        if not any(id(p) in wanted for p in module._parameters.values() if p is not None):
+            continue
+        own = getattr(module, "reset_parameters", None)
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(zlib.crc32(f"{seed}/{path}".encode()))
+            if callable(of_model):
+                of_model(module)
+            elif callable(own):
+                own()
+
+
+class Weights:
+    """Values of parameters by name, read one at a time, so that a rank holds one besides its shards.
+
+    Args:
+        source: a mapping of tensors, a safetensors file, or a folder of them (with or without an index).
+        model: every parameter must have a value under one of its names (a tied one has several), and every value a
+            parameter or buffer.
+
+    Raises:
+        ModelError: the path has no weights, or names are missing or unexpected; all are listed.
+    """
+
+    def __init__(self, source: Any, model: nn.Module) -> None:
+        self._source = source if isinstance(source, Mapping) else None
+        self._files: dict[str, Path] = {} if isinstance(source, Mapping) else _find_files(Path(source))
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        given = set(self._source if self._source is not None else self._files)
+        self._stored = {group[0]: next((n for n in group if n in given), None) for group in names.values()}
+        missing = sorted(name for name, stored in self._stored.items() if stored is None)
+        known = {name for group in names.values() for name in group} | {name for name, _ in model.named_buffers()}
+        unexpected = sorted(given - known)
+        if missing or unexpected:
+            raise ModelError(
+                f"weights= does not fit the model: missing {', '.join(missing) or 'nothing'}; unexpected "
+                f"{', '.join(unexpected) or 'nothing'}."
+            )
+
+    def name_of(self, parameter: str) -> str:
+        """The name under which a parameter's values are stored."""
+        stored = self._stored[parameter]
+        assert stored is not None
+        return stored
+
+    def read(self, name: str) -> Tensor:
+        if self._source is not None:
+            return self._source[name]
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    def load_buffers(self, model: nn.Module) -> None:
+        """Gives values to the buffers that have any stored."""
+        given = self._source if self._source is not None else self._files
+        for prefix, module in model.named_modules():
+            for name, buffer in list(module._buffers.items()):
+                path = f"{prefix}.{name}" if prefix else name
+                if buffer is None or path not in given:
+                    continue
+                if buffer.is_meta:
+                    module._buffers[name] = self.read(path).to(buffer.dtype, copy=True)
+                else:
+                    buffer.copy_(self.read(path))
+
+
+def _find_files(path: Path) -> dict[str, Path]:
+    """Which safetensors file holds each tensor."""
+    from safetensors import safe_open
+
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        beside = [p.name for p in path.parent.glob("*.safetensors")]
+        near = did_you_mean(path.name, beside) if beside else ""
+        raise ModelError(f"weights={str(path)!r} holds no safetensors file.{near}")
+    index = path / "model.safetensors.index.json"
+    if path.is_dir() and index.is_file():
+        return {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    where: dict[str, Path] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            where.update(dict.fromkeys(opened.keys(), file))
+    return where

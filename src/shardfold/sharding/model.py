@@ -1,0 +1,177 @@
+"""A model that is split over ranks: what works on it is given this, and nothing of who trains it.
+
+module     what the user built         units      its parameters, split
+comm       the way to other ranks      gate       when something beside passes may be done
+optimizer  the user's, or None         updater    the same over shards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardfold.comm.comm import Comm
+from shardfold.plan.layout import Layout
+from shardfold.plan.report import MemoryRow
+from shardfold.plan.rules import Rules
+from shardfold.sharding.loans import Loan
+from shardfold.sharding.run_state import RunState
+from shardfold.sharding.segment import Segment
+from shardfold.sharding.unit import Unit
+
+__all__ = ["Gate", "Owner", "ShardedModel", "Updater"]
+
+
+class Gate(Protocol):
+    """What the passes of a model offer to what is done beside them."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass runs, or was interrupted and is not settled."""
+        ...
+
+    def meet(self, what: str, *, follow: bool = False) -> None:
+        """All ranks are about to do ``what`` between passes, or all raise; ``follow`` the model first if it changed."""
+        ...
+
+    def follow(self) -> None:
+        """Makes units anew where the structure of the model changed."""
+        ...
+
+    def enter(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a method of the model (or of a part of it) as a forward."""
+        ...
+
+    def hold(self, units: Sequence[Unit]) -> bool:
+        """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
+        ...
+
+    def secure(self) -> None:
+        """Reads in what was written into parameters beside a finer master, and by ``parameter.data = x``."""
+        ...
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        """The parameters of these units are heard again."""
+        ...
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """These are the units from now on."""
+        ...
+
+    def used(self) -> dict[str, list[list[bool]]]:
+        """Which parameters any rank used since the last step, by unit, trainable segment and slot."""
+        ...
+
+    def sum_late(self) -> dict[str, list[list[bool]]]:
+        """The same, with all gradients summed that came late."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients since the last step."""
+        ...
+
+    def gradients_hidden(self) -> AbstractContextManager[None]:
+        """Inside, what users did to ``parameter.grad`` is in the gradients."""
+        ...
+
+
+class Updater(Protocol):
+    """An optimizer over shards, as what changes, lends, saves and loads them asks it."""
+
+    @property
+    def fused(self) -> bool: ...
+    def adapt(self) -> None: ...
+    def strangers(self) -> list[tuple[int, nn.Parameter]]: ...
+    def point_groups(self, units: Sequence[Unit]) -> None: ...
+    def add(self, unit: Unit) -> None: ...
+    def drop(self, unit: Unit) -> None: ...
+    def describe(self, segment: Segment) -> dict[int, tuple[int, dict[str, Any]]]: ...
+    def has_state(self, segment: Segment, slot: int, name: str) -> bool: ...
+    def needs(self, segment: Segment, slot: int) -> set[str] | None: ...
+    def state_dtypes(self) -> dict[str, torch.dtype]: ...
+    def state_shard(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor: ...
+    def stored(self, segment: Segment, slot: int) -> Iterator[tuple[str, int, Tensor]]: ...
+    def kept_once(self, segment: Segment, slot: int) -> dict[str, Any]: ...
+    def take_state(self, segment: Segment, slot: int, name: str, values: Tensor, *, changed: bool = False) -> None: ...
+    def take_value(self, segment: Segment, slot: int, name: str, value: Any) -> None: ...
+    def forget(self, segment: Segment, slot: int) -> None: ...
+    def moment(self, segment: Segment, name: str) -> Tensor | None: ...
+    def take_piece(self, segment: Segment, slot: int, name: str, shard: Tensor) -> None: ...
+
+
+@dataclass(eq=False)
+class ShardedModel:
+    """A model, its units, and what carries them.
+
+    Attributes:
+        module: the user's.
+        rules: which precision holds where.
+        layout: the table, bound to the main precision.
+        comm: the way to the other ranks.
+        run: where training is.
+        optimizer: the user's, whose groups hold this rank's pieces; None: nothing is trained.
+        units: in definition order.
+        updater: the optimizer over shards.
+        loans: whole values that are lent: no update meanwhile.
+        rows: of memory that the table does not have.
+        followed: structures that it has followed so far.
+        closed: why nothing can be done with it any more.
+        owner: who trains it, and lives as long as the model does.
+    """
+
+    module: nn.Module
+    rules: Rules
+    layout: Layout
+    comm: Comm
+    run: RunState
+    optimizer: Optimizer | None = None
+    units: list[Unit] = field(default_factory=list[Unit])
+    updater: Updater | None = None
+    loans: list[Loan] = field(default_factory=list[Loan])
+    rows: list[Callable[[], MemoryRow]] = field(default_factory=list[Callable[[], MemoryRow]])
+    followed: int = 0
+    closed: str = ""
+    owner: Any = None
+    _gate: Gate | None = None
+
+    @property
+    def gate(self) -> Gate:
+        assert self._gate is not None, "the passes of this model are not made yet"
+        return self._gate
+
+    @gate.setter
+    def gate(self, gate: Gate) -> None:
+        self._gate = gate
+
+    @property
+    def device(self) -> torch.device:
+        return self.comm.memory.device
+
+    @property
+    def rank(self) -> int:
+        return self.comm.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.mesh.world
+
+    def segments(self) -> Iterator[Segment]:
+        """All of them, unit by unit."""
+        return (segment for unit in self.units for segment in unit.segments)
+
+    def trainable(self) -> Iterator[Segment]:
+        """Those with master and moments."""
+        return (segment for unit in self.units for segment in unit.trainable)
+
+
+class Owner(Protocol):
+    """Who trains a model, as users hold it: an engine."""
+
+    @property
+    def sharded(self) -> ShardedModel: ...

@@ -1,0 +1,287 @@
+"""Cuts a model into units: which parameters move together.
+
+Units are found in this order; the first that applies wins.
+
+1. ``units=`` names modules, by path patterns (``"encoder.layers.*"``) or classes.
+2. Classes in a ``_no_split_modules`` of the model or of a part of it (transformers models have one).
+3. Repeated blocks: children of one ``ModuleList``, ``Sequential`` or ``ModuleDict`` that share their class with a
+   sibling. The outermost win, so a block's own lists stay inside it.
+
+Then every ``Embedding`` and ``Linear`` outside of these that holds at least as much as 1/16 of all parameters is a
+unit of its own (an embedding, a head), and the rest is the root, which is held through a whole pass. A parameter
+that several units share belongs to the root too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from shardfold.errors import ModelError, did_you_mean
+from shardfold.plan.layout import ITEMSIZE, Mesh
+from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
+from shardfold.plan.rules import Rules
+from shardfold.sharding.freed import FreedParameter
+from shardfold.sharding.segment import dtype_name, rest_itemsize
+
+__all__ = ["ROOT", "Cut", "cut", "main_dtypes"]
+
+ROOT = "(root)"
+
+
+@dataclass
+class Cut:
+    """One unit to be: its modules, and its parameters by segment in the order of their slots."""
+
+    name: str
+    modules: list[nn.Module]
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    spec: UnitSpec | None = None
+    by_segment: list[list[nn.Parameter]] = field(default_factory=list)
+
+
+def cut(
+    model: nn.Module,
+    units: Sequence[str | type[nn.Module]] | None,
+    groups: dict[int, int],
+    rules: Rules,
+    mesh: Mesh,
+    keeps: Callable[[nn.Parameter, int], bool] | None = None,
+    align: int = 1,
+) -> list[Cut]:
+    """The units of a model in definition order, with their places laid out.
+
+    Args:
+        model: the whole model.
+        units: paths or classes of the modules that are units; None: found as the module's docstring says.
+        groups: hyper-parameter group of each parameter that has states, by ``id``; others are frozen.
+        rules: of precision. Of the parameters that follow one, those of the main dtype take its dtypes; others keep
+            their own (see :func:`main_dtypes`).
+        mesh: axis sizes.
+        keeps: whether a parameter, which follows that rule, keeps its own dtype; None: if it has another than the
+            main one.
+        align: a power of 2; no rank boundary cuts so many elements of a trainable parameter, counted from its start.
+
+    Raises:
+        ModelError: a pattern matches nothing, units nest, a parameter has a dtype that cannot be split or no shape
+            yet, elements share memory, or a tied parameter follows several rules.
+    """
+    _check_memory(model)
+    chosen = _named(model, units) if units is not None else _found(model)
+    cuts = [Cut(name, [module]) for name, module in chosen]
+    root = Cut(ROOT, [model])
+    _assign(model, cuts, root)
+    found = [c for c in (root, *cuts) if c.parameters]
+    number = rule_numbers(model, rules)
+    main = main_dtypes(model, rules)
+    for c in found:
+        _lay_out(c, groups, rules, number, mesh, keeps or (lambda p, rule: p.dtype != main.get(rule)), align)
+    return found
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Every parameter must have a shape, and every element its own memory: flats would silently untie them."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{name!r} has no shape yet, because its lazy module has not run: run the model once before making the "
+                "engine."
+            )
+    ranges: list[tuple[str, int, int, str]] = []  # device, first byte, last byte + 1, name
+    for name, p in model.named_parameters():
+        if p.is_meta or isinstance(p, FreedParameter) or not p.numel():
+            continue
+        if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
+            raise ModelError(
+                f"{name!r} is an expanded tensor, so its elements share memory and cannot be updated one by one: give "
+                "it memory of its own with nn.Parameter(tensor.clone())."
+            )
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+        if extent == p.numel():  # of others, elements may lie between those of another parameter
+            ranges.append((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name))
+    for (device, _, end, name), (other_device, start, _, other) in pairwise(sorted(ranges)):
+        if device == other_device and start < end:
+            raise ModelError(
+                f"{name!r} and {other!r} share memory but are two parameters: to tie them assign the parameter itself "
+                "(head.weight = embedding.weight), else clone one."
+            )
+
+
+def _named(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> list[tuple[str, nn.Module]]:
+    modules = dict(model.named_modules())
+    chosen: dict[str, nn.Module] = {}
+    for wanted in units:
+        if isinstance(wanted, str):
+            hits = {name: m for name, m in modules.items() if name and fnmatchcase(name, wanted)}
+        else:
+            hits = {name: m for name, m in modules.items() if isinstance(m, wanted)}
+        if not hits:
+            text = wanted if isinstance(wanted, str) else wanted.__name__
+            raise ModelError(
+                f"units= names {text!r}, which matches no module.{did_you_mean(text, list(modules)[1:12])}"
+            )
+        depth = min(name.count(".") for name in hits) if isinstance(wanted, str) else None
+        chosen.update({name: m for name, m in hits.items() if depth is None or name.count(".") == depth})
+    ordered = [(name, module) for name, module in modules.items() if name in chosen]
+    for outer, _ in ordered:
+        for inner, _ in ordered:
+            if inner.startswith(outer + "."):
+                raise ModelError(f"units= names {inner!r} inside {outer!r}: units cannot nest; name only one of them.")
+    return ordered
+
+
+def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    whole = {name for module in model.modules() for name in _as_names(getattr(module, "_no_split_modules", None))}
+    chosen: list[tuple[str, nn.Module]] = []
+    taken: set[int] = set()
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        repeated: Counter[type] = Counter()
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            repeated.update(type(child) for child in module.children())
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            if id(child) in taken:
+                continue
+            has_parameters = next(child.parameters(), None) is not None
+            container = isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+            block = type(child).__name__ in whole if whole else repeated[type(child)] > 1 and not _is_plain_list(child)
+            if has_parameters and block:
+                chosen.append((path, child))
+                taken.add(id(child))
+            elif has_parameters or container:
+                visit(path, child)
+
+    visit("", model)
+    chosen.extend(_large_leaves(model, chosen))
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return sorted(chosen, key=lambda pair: order[pair[0]])
+
+
+def _as_names(value: Any) -> Iterable[str]:
+    return [value] if isinstance(value, str) else [v for v in (value or ()) if isinstance(v, str)]
+
+
+def _is_plain_list(module: nn.Module) -> bool:
+    """A list has no forward of its own, so no event says when it runs."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+
+
+def _large_leaves(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    inside = {id(m) for _, unit in chosen for m in unit.modules()}
+    total = sum(p.numel() for p in model.parameters())
+    leaves = []
+    for name, module in model.named_modules():
+        plain = type(module) in (nn.Embedding, nn.Linear)  # a subclass may be used in another way than by its forward
+        size = sum(p.numel() for p in module.parameters(recurse=False))
+        if name and plain and id(module) not in inside and size * 16 >= total:
+            leaves.append((name, module))
+    return leaves
+
+
+def _assign(model: nn.Module, cuts: list[Cut], root: Cut) -> None:
+    """Gives each parameter object to the one unit whose modules use it, or to the root if several do."""
+    owner: dict[int, Cut] = {}
+    for c in cuts:
+        for module in c.modules:
+            for m in module.modules():
+                owner[id(m)] = c if owner.get(id(m), c) is c else root  # a module that two units share
+    users: dict[int, list[Cut]] = defaultdict(list)
+    names: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            names.setdefault(id(parameter), (f"{prefix}.{name}" if prefix else name, parameter))
+            c = owner.get(id(module), root)
+            if c not in users[id(parameter)]:
+                users[id(parameter)].append(c)
+    for key, (name, parameter) in names.items():
+        home = users[key][0] if len(users[key]) == 1 else root
+        home.parameters[name] = parameter
+
+
+def rule_numbers(model: nn.Module, rules: Rules) -> dict[int, int]:
+    """The number of the rule that each parameter follows, by ``id``.
+
+    Raises:
+        ModelError: a tied parameter is in parts of several policies.
+    """
+    of_module = rules.assign(model)
+    found: dict[int, tuple[int, str]] = {}
+    for path, module in model.named_modules():
+        rule = of_module[id(module)]
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{path}.{name}" if path else name
+            first, other = found.setdefault(id(parameter), (rule, full))
+            if rules.precisions[first] != rules.precisions[rule]:
+                raise ModelError(
+                    f"{other!r} and {full!r} are one parameter, but precision= has different policies for them: give "
+                    "both modules the same."
+                )
+    return {key: rule for key, (rule, _) in found.items()}
+
+
+def main_dtypes(model: nn.Module, rules: Rules) -> dict[int, torch.dtype]:
+    """The floating dtype that each rule replaces, by its number: the one that most elements have that follow it.
+
+    A parameter of another dtype was given it on purpose, and fp64 is never given up: these keep their own dtype in all
+    states and on the wire, as in plain PyTorch. Rules that apply to nothing have none.
+    """
+    elements: defaultdict[int, Counter[torch.dtype]] = defaultdict(Counter)
+    number = rule_numbers(model, rules)
+    for parameter in model.parameters():
+        if not is_lazy(parameter) and parameter.is_floating_point():
+            elements[number[id(parameter)]][parameter.dtype] += parameter.numel()
+    main = {rule: max(of, key=lambda dtype: (of[dtype], dtype.itemsize)) for rule, of in elements.items()}
+    return {rule: dtype for rule, dtype in main.items() if dtype != torch.float64}
+
+
+def _lay_out(
+    c: Cut,
+    groups: dict[int, int],
+    rules: Rules,
+    number: dict[int, int],
+    mesh: Mesh,
+    own_dtype: Callable[[nn.Parameter, int], bool],
+    align: int,
+) -> None:
+    """Sorts the parameters into segments by (dtype, own, trainable, group, policy) and gives each its slot."""
+    parts = 1
+    for size in mesh.values():
+        parts *= size
+    policy = [rules.layouts.index(layout) for layout in rules.layouts]  # rules may say the same
+    segments: dict[tuple[str, bool, bool, int, int], dict[str, nn.Parameter]] = defaultdict(dict)
+    for name, parameter in c.parameters.items():
+        own = dtype_name(parameter.dtype)
+        if own is None or parameter.is_complex():
+            raise ModelError(
+                f"parameter {name!r} has dtype {parameter.dtype}, which cannot be split; known: {', '.join(ITEMSIZE)}."
+            )
+        rule = number[id(parameter)]
+        precision = rules.precisions[rule]
+        keeps = own_dtype(parameter, rule) and any(role != own for role in precision.dtypes.values())
+        trainable = id(parameter) in groups
+        group = groups.get(id(parameter), 0)
+        key = (own if keeps else precision.compute, keeps, trainable, group, policy[-1 if keeps else rule])
+        segments[key][name] = parameter
+    specs: list[SegmentSpec] = []
+    for (dtype, keeps, trainable, group, rule), members in segments.items():
+        layout = rules.layouts[rule]
+        least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
+        step = max(1, least, align if trainable else 1)
+        slots, length = pack({name: p.shape for name, p in members.items()}, parts, step)
+        table = layout if rule != policy[-1] else None
+        specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table))
+        c.by_segment.append(list(members.values()))
+    c.spec = UnitSpec(c.name, tuple(specs), root=c.name == ROOT)

@@ -1,0 +1,76 @@
+"""Where a run is: what a checkpoint keeps beside the model, and the counters that everybody reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from shardfold.sharding.segment import Segment
+from shardfold.sharding.unit import Unit
+
+__all__ = ["Mirror", "RunState", "Schedule", "Stateful"]
+
+
+class Stateful(Protocol):
+    """What a checkpoint keeps and gives back: a schedule of the learning rate, a loss scale."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
+
+
+class Schedule(Stateful, Protocol):
+    """A schedule of the learning rate, such as those of ``torch.optim.lr_scheduler``."""
+
+    def step(self) -> Any: ...
+
+
+class Mirror(Protocol):
+    """A copy of what is trained, split as master is and updated behind it, such as an average.
+
+    Attributes:
+        updates: how many it has seen.
+    """
+
+    updates: int
+
+    def add(self, unit: Unit) -> None:
+        """The unit is new."""
+        ...
+
+    def drop(self, unit: Unit) -> None:
+        """The unit is no more."""
+        ...
+
+    def shard(self, segment: Segment) -> Tensor:
+        """Of a segment's master range, ``(length / parts,)``."""
+        ...
+
+
+@dataclass(eq=False)
+class RunState:
+    """The state of a run.
+
+    Attributes:
+        schedule: of the learning rate, or None.
+        loss_scale: the same where gradients are scaled.
+        steps: updates so far.
+        attempt: ends of gradients so far: steps, done or skipped, and gradients that were dropped.
+        micro_batch: backwards since the last step.
+        gradients_ready: whether the last of them was that before a step, so that gradients are summed.
+        averages: copies that follow the updates.
+        after_step: called after each update.
+        broken: why the values are of no run, if they are not.
+    """
+
+    schedule: Schedule | None = None
+    loss_scale: Stateful | None = None
+    steps: int = 0
+    attempt: int = 0
+    micro_batch: int = 0
+    gradients_ready: bool = False
+    averages: list[Mirror] = field(default_factory=list[Mirror])
+    after_step: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    broken: str = ""

@@ -1,0 +1,276 @@
+"""A segment: parameters of equal dtype, trainability and hyper-parameters, and the flat tensors they are views of.
+
+[Note: the tensors of a segment] (no other word is used for any of them)
+
+    flat      (length,)            compute dtype; every parameter is a view of it. Its memory is there only while the
+                                   unit is gathered, if params rest split.
+    rest      (length / parts,)    this rank's range of params (a view of flat where params are not split)
+    held      (length / parts,)    this rank's range of the copy that backward gathers (hpZ)
+    grads     (length / parts,)    accumulated gradients, in the grads dtype (whole where they are not split)
+    master    (length / parts,)    what the optimizer updates (a view of rest where both have one dtype)
+    moments   by the optimizer     laid out as master
+
+    incoming  (length,)            gradients of one pass that are still to be reduced (see GradientBuffer)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.plan.layout import ITEMSIZE, ROLES, Layout, Mesh
+from shardfold.plan.placement import SegmentSpec, shard_range
+from shardfold.tiers.device import DeviceStore
+from shardfold.torch_internals import storage_key
+
+_version = attrgetter("_version")
+
+__all__ = ["TORCH_DTYPES", "Segment", "dtype_name", "rest_itemsize"]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """The table's name of a dtype, or None if it has none."""
+    return next((name for name, value in TORCH_DTYPES.items() if value == dtype), None)
+
+
+class Segment:
+    """Parameters of equal dtype, trainability and hyper-parameters, as views of one flat."""
+
+    def __init__(
+        self,
+        spec: SegmentSpec,
+        parameters: list[nn.Parameter],
+        layout: Layout,
+        mesh: Mesh,
+        coords: Mesh,
+        store: DeviceStore,
+    ) -> None:
+        self.spec = spec
+        self.parameters = parameters
+        self.dtype = TORCH_DTYPES[spec.dtype]
+        self.dtypes = {what: TORCH_DTYPES[spec.dtype_for(what, layout)] for what in ROLES if what != "compute"}
+        rest_over = layout.rest.over
+        self.rest_range = shard_range(spec.length, rest_over, mesh, coords)
+        self.master_range = shard_range(spec.length, layout.master.over, mesh, coords)
+        self.flat = store.empty(spec.length, self.dtype)
+        self.gaps = _gaps(spec)
+        self._filled = [i for i, slot in enumerate(spec.slots) if slot.numel]
+        self._byte_offsets = [spec.slots[i].offset * self.flat.itemsize for i in self._filled]
+        self._places = [(s.shape, torch.empty(s.shape, device="meta").stride(), s.offset) for s in spec.slots]
+        ranges = sorted(
+            [(s.offset, s.offset + s.numel, 0, i) for i, s in enumerate(spec.slots)]
+            + [(*gap, 1, 0) for gap in self.gaps]
+        )
+        self._sizes = [stop - start for start, stop, _, _ in ranges]
+        self._slots_at = [i for i, (_, _, gap, _) in enumerate(ranges) if not gap]
+        self._gaps_at = [i for i, (_, _, gap, _) in enumerate(ranges) if gap]
+        self.rest: Tensor | None = None
+        self.held: Tensor | None = None
+        self.held_range: tuple[int, int] | None = None
+        self.gradient_flat: Tensor | None = None  # ``grads``, behind what is adopted
+        self.adopted: dict[int, Tensor] = {}  # by slot: gradients as autograd made them, still to be copied
+        self.master: Tensor | None = None
+        self.factor = 1.0  # what each gradient is multiplied by as it arrives
+        self.unscale = 1.0  # what its sums are still to be multiplied by; not 1 only for fp16 under a loss scale
+
+    @property
+    def split(self) -> bool:
+        """Whether the flat's memory comes and goes."""
+        return self.rest_range != (0, self.spec.length)
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Views of a flat of this segment's length, one per parameter, with its shape."""
+        start = flat.storage_offset()
+        return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in self._places]
+
+    def view_of(self, slot: int) -> Tensor:
+        """The flat's view of one parameter, with its shape."""
+        shape, strides, offset = self._places[slot]
+        return self.flat.as_strided(shape, strides, self.flat.storage_offset() + offset)
+
+    def versions(self) -> list[int]:
+        """Of each parameter: changes when its values are written in place."""
+        return list(map(_version, self.parameters))
+
+    def written(self, found: Sequence[int]) -> list[int]:
+        """Slots of the parameters that were written since these versions were found, or that lie elsewhere now."""
+        versions, start = self.versions(), self.flat.data_ptr()
+        there = [start + offset for offset in self._byte_offsets]
+        pointers = [self.parameters[slot].data_ptr() for slot in self._filled]
+        if versions == found and pointers == there:
+            return []
+        moved = {slot for slot, at, home in zip(self._filled, pointers, there, strict=True) if at != home}
+        return [i for i, (old, new) in enumerate(zip(found, versions, strict=True)) if old != new or i in moved]
+
+    def unseen_writes(self, written: Sequence[int]) -> str:
+        """The name of a parameter of which this rank's part is another in the flat than at rest; empty: of none."""
+        source = self.rest if self.rest is not None else self.master
+        assert source is not None
+        start, stop = self.rest_range
+        if torch.equal(self.flat[start:stop], source.to(self.dtype)):
+            return ""
+        for slot, spec in enumerate(self.spec.slots):
+            piece, part = self._overlap(slot, self.rest_range)
+            if slot not in written and not torch.equal(
+                self.view_of(slot).reshape(-1)[part], source[piece].to(self.dtype)
+            ):
+                return spec.name
+        return ""
+
+    def parts_of(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """As :meth:`views_of`, and the ranges of padding; made in one call, because each by itself costs as much as
+        copying a small parameter's gradient."""
+        parts = torch.unsafe_split_with_sizes(flat, self._sizes)
+        views = [
+            parts[i] if len(shape) == 1 else parts[i].view(shape)
+            for i, (shape, _, _) in zip(self._slots_at, self._places, strict=True)
+        ]
+        return views, [parts[i] for i in self._gaps_at]
+
+    def exact_flat(self) -> Tensor:
+        """A flat for values as the master will have them, ``(length,)``; where that has the parameters' dtype, or there
+        is none, the flat itself."""
+        master = self.dtypes["master"]
+        if not self.spec.trainable or master == self.dtype:
+            return self.flat
+        return torch.empty(self.spec.length, dtype=master, device=self.flat.device)
+
+    def bind(self, layout: Layout, mesh: Mesh, coords: Mesh, exact: Tensor) -> None:
+        """Makes the states that rest, and the flat, from the values in ``exact`` (see :meth:`exact_flat`)."""
+        spec, flat = self.spec, self.flat
+        if exact is not flat:
+            flat.copy_(exact)
+            for parameter, view in zip(self.parameters, self.views_of(flat), strict=True):
+                parameter.data = view
+        start, stop = self.rest_range
+        keeps_copy = layout.params is not None or not spec.trainable
+        if not self.split:
+            self.rest = flat
+        elif keeps_copy:
+            self.rest = flat[start:stop].clone()
+        if layout.held is not None and layout.held.over:
+            self.held_range = shard_range(spec.length, layout.held.over, mesh, coords)
+            self.held = flat[self.held_range[0] : self.held_range[1]].clone()
+        if not spec.trainable:
+            return
+        a, b = self.master_range
+        master = self.dtypes["master"]
+        if self.rest is not None and self.dtype == master and layout.params is not None:
+            self.master = self.rest[a - start : b - start]
+        else:
+            self.master = exact[a:b].to(master, copy=True)
+        size = spec.length if not layout.grads.over else spec.length // layout.grads.parts(mesh)
+        self.gradient_flat = torch.zeros(size, dtype=self.dtypes["grads"], device=flat.device)
+
+    @property
+    def grads(self) -> Tensor | None:
+        """Accumulated gradients, all of them in one flat."""
+        if self.adopted:
+            assert self.gradient_flat is not None
+            views = self.views_of(self.gradient_flat)
+            with torch.no_grad():
+                for slot, grad in self.adopted.items():
+                    views[slot].copy_(grad)
+                    if self.parameters[slot].grad is grad:
+                        self.parameters[slot].grad = views[slot]
+            self.adopted.clear()
+        return self.gradient_flat
+
+    @property
+    def master_grads(self) -> Tensor:
+        """The gradients of this rank's master range, ``(length / parts,)``."""
+        grads = self.grads
+        assert grads is not None
+        if grads.numel() == self.spec.length:
+            return grads[self.master_range[0] : self.master_range[1]]
+        return grads
+
+    @property
+    def compute_range(self) -> Tensor | None:
+        """The compute-dtype copy of the master range, where there is one; ``(length / parts,)``."""
+        if self.rest is None:
+            return None
+        offset = self.rest_range[0]
+        return self.rest[self.master_range[0] - offset : self.master_range[1] - offset]
+
+    def add_to_grads(self, flat: Tensor) -> None:
+        grads = self.grads
+        assert grads is not None
+        grads.add_(flat)
+
+    def fill_own_range(self) -> None:
+        """Writes this rank's shard into its range of the flat, ready for a gather; casts if only master rests."""
+        source = self.rest if self.rest is not None else self.master
+        assert source is not None
+        if source is not self.flat:
+            self.flat[self.rest_range[0] : self.rest_range[1]].copy_(source)
+
+    def take(self, slot: int, values: Tensor, *, exact: bool = True) -> None:
+        """Takes a parameter's values (all of them, any shape) into every state that mirrors it; nothing is sent.
+
+        ``exact=False``: where a finer master already rounds to the new value, it keeps its own digits.
+        """
+        values = values.detach().reshape(-1)
+        targets = [(self.rest, self.rest_range), (self.held, self.held_range)]
+        if not self.master_is_rest:
+            targets.append((self.master, self.master_range))
+        for target, bounds in targets:
+            if target is None or bounds is None:
+                continue
+            piece, part = self._overlap(slot, bounds)
+            old, new = target[piece], values[part]
+            if exact or target is not self.master:
+                old.copy_(new)
+            else:
+                old.copy_(torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
+
+    def own_piece(self, slot: int) -> tuple[slice, slice]:
+        """Where this rank's master range meets a parameter: in the shard, and in the parameter; both may be empty."""
+        return self._overlap(slot, self.master_range)
+
+    def _overlap(self, slot: int, bounds: tuple[int, int]) -> tuple[slice, slice]:
+        offset, numel = self.spec.slots[slot].offset, self.spec.slots[slot].numel
+        a = min(max(offset, bounds[0]), bounds[1])
+        b = max(min(offset + numel, bounds[1]), a)
+        return slice(a - bounds[0], b - bounds[0]), slice(a - offset, b - offset)
+
+    @property
+    def master_is_rest(self) -> bool:
+        """Whether master and rest are the same bytes."""
+        return (
+            self.rest is not None
+            and self.master is not None
+            and storage_key(self.rest.untyped_storage()) == storage_key(self.master.untyped_storage())
+        )
+
+
+def _gaps(spec: SegmentSpec) -> list[tuple[int, int]]:
+    """The ranges of padding, in elements."""
+    gaps: list[tuple[int, int]] = []
+    end = 0
+    for slot in spec.slots:
+        if slot.offset > end:
+            gaps.append((end, slot.offset))
+        end = slot.offset + slot.numel
+    if spec.length > end:
+        gaps.append((end, spec.length))
+    return gaps
+
+
+def rest_itemsize(layout: Layout) -> int:
+    """Bytes of the narrowest element that a bound layout keeps: what alignment is counted in."""
+    return min(ITEMSIZE[cell.dtype] for cell in layout.cells().values())

@@ -1,0 +1,223 @@
+"""A unit: parameters that move together; its segments hold them (see ``segment``).
+
+A unit's life is one enum; the transitions are three lines each and an illegal one raises.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+
+from shardfold.comm.transport import Pending, Waiter
+from shardfold.errors import UsageError
+from shardfold.plan.placement import UnitSpec
+from shardfold.sharding.freed import seal, unseal
+from shardfold.sharding.gradients import Gradients
+from shardfold.sharding.segment import Segment
+from shardfold.sharding.shown import ShownGradients
+from shardfold.tiers.device import DeviceStore
+from shardfold.torch_internals import set_versions, storage_key
+
+__all__ = ["CLOSED_WAY", "Life", "Unit"]
+
+
+class Life(Enum):
+    """Where the values of a unit's parameters are."""
+
+    RESTING = "only this rank's shard is in memory"
+    GATHERING = "the flat has its memory and is being filled"
+    GATHERED = "all values are in the flat"
+
+
+CLOSED_WAY = (
+    "its engine is closed, so the rest of it is gone: engine.release() in place of engine.close() would have left a "
+    "plain model; build the model anew and load a state dict or a checkpoint"
+)
+"""Ends the message of a parameter that was split when its engine was closed."""
+
+
+class _Touch:
+    """What a freed parameter asks when it is touched. A parameter that autograd holds must not hold the engine."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self) -> bool:
+        unit = self._unit()
+        return unit is not None and unit.touch()
+
+    @property
+    def way(self) -> str | None:
+        """What helps where the engine does not: it was closed, and is nothing's any more."""
+        unit = self._unit()
+        return CLOSED_WAY if unit is None or unit.closed else None
+
+    @property
+    def hollow(self) -> bool:
+        unit = self._unit()
+        return unit is not None and unit.hollow
+
+
+class Unit:
+    """Parameters that move together: their segments, their life, and what is on its way for them."""
+
+    def __init__(self, spec: UnitSpec, segments: list[Segment], store: DeviceStore, modules: list[nn.Module]) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.segments = segments
+        self.trainable = [segment for segment in segments if segment.spec.trainable]
+        self.modules = modules
+        self.split = any(segment.split for segment in segments)
+        self.life = Life.GATHERED
+        self.pinned_here = False  # it was engine.gathered() that gathered it
+        self.pins = 0  # engine.gathered() holds the unit this many times over
+        self.running = 0  # forwards of its modules that are under way
+        self.aside = False  # a backward reached it by another way than its outputs
+        self.filling: list[Pending] = []
+        self._lending: list[tuple[Pending, Waiter]] = []  # of which others may still read what this rank gave
+        self.gradients = Gradients(self.trainable, store)
+        self.shown = ShownGradients(self.gradients)
+        self.replaced = False  # the model changed, and its parameters are other units' now
+        self.closed = False  # its engine is: what is split stays so
+        self._store = store
+        self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
+        self.hollow = False  # reading the data of a parameter that is freed gives no elements instead of raising
+        self._touch = _Touch(self)
+        self._found: list[list[int]] = []  # versions of the parameters that are split, when the unit was gathered
+
+    def storages(self) -> set[int]:
+        """What identifies the memory of the flats."""
+        return {storage_key(segment.flat.untyped_storage()) for segment in self.segments}
+
+    @property
+    def version(self) -> int:
+        """Changes when a parameter's values are changed, but not when the flat is freed and filled again."""
+        return sum(parameter._version for segment in self.segments for parameter in segment.parameters)
+
+    # -- life
+
+    def touch(self) -> bool:
+        """A parameter is read while it is freed; whether its values are there now."""
+        return self.life is Life.GATHERED or (self.on_touch is not None and self.on_touch())
+
+    def begin_gather(self) -> None:
+        """RESTING -> GATHERING: the flat gets its memory and this rank's shard."""
+        self._expect(Life.RESTING)
+        for segment in self.segments:
+            if segment.split:
+                self._store.give(segment.flat)
+        self.life = Life.GATHERING
+
+    def end_gather(self, waiter: Waiter) -> None:
+        """GATHERING -> GATHERED: the values are there and the parameters may be touched."""
+        self._expect(Life.GATHERING)
+        for pending in self.filling:
+            pending.arrive(waiter)
+        self._lending, self.filling = [(pending, waiter) for pending in self.filling], []
+        self.open()
+        self._found = [segment.versions() for segment in self.segments if segment.split]
+        self.life = Life.GATHERED
+
+    def settle(self) -> None:
+        """Waits until no other rank reads the flat, from which the last gather gave."""
+        while self._lending:
+            pending, waiter = self._lending.pop()
+            pending.wait(waiter)
+
+    def release(self, *, keep: bool = True) -> None:
+        """GATHERED -> RESTING: the parameters are sealed and the flat's memory is given back.
+
+        ``keep``: what the model wrote into its parameters since the gather stays, as this rank's part of it.
+        """
+        self._expect(Life.GATHERED)
+        if keep and self._found:
+            self._keep_written()
+        self._found = []
+        self.settle()
+        for segment in self.segments:
+            if segment.split:
+                for slot, parameter in zip(segment.spec.slots, segment.parameters, strict=True):
+                    seal(parameter, slot.name, self._touch)
+                # A backward that reads the values without asking for them first must not find freed memory: it sees a
+                # version that is not the one it saved, and autograd raises. ``open`` takes this back.
+                torch.autograd.graph.increment_version(segment.parameters)
+                self._store.take_back(segment.flat)
+        self.life = Life.RESTING
+
+    def _keep_written(self) -> None:
+        """[Note: weights written in forward] Under DDP each rank writes into its own copy. Here each keeps its part of
+        what it wrote, before the flat goes: the same wherever ranks write the same. The others have read what they need
+        of this rank by then, and read a unit that runs twice in a pass from its flat (``Handlers.repeated``).
+
+        Raises:
+            UsageError: ``parameter.data = x`` with another shape, dtype or device.
+        """
+        split = (segment for segment in self.segments if segment.split)
+        for segment, found in zip(split, self._found, strict=True):
+            written = segment.written(found)
+            for pending, waiter in self._lending if written else ():  # others may read the shard that is written now
+                pending.settle(waiter)
+            for slot in written:
+                parameter, view = segment.parameters[slot], segment.view_of(slot)
+                if parameter.data_ptr() != view.data_ptr():
+                    if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
+                        raise UsageError(
+                            f"{segment.spec.slots[slot].name!r} got .data of another shape, dtype or device inside of "
+                            "the model's forward or backward: change it between steps."
+                        )
+                    with torch.no_grad():
+                        view.copy_(parameter.detach())
+                    parameter.data = view
+                segment.take(slot, view, exact=False)
+            if self._store.debug and (unseen := segment.unseen_writes(written)):
+                raise UsageError(
+                    f"{unseen!r} was written by way of .data inside of the model's forward or backward, which leaves "
+                    "no trace and would be lost: write into the parameter itself, under torch.no_grad()."
+                )
+
+    def _expect(self, life: Life) -> None:
+        if self.life is not life:
+            raise UsageError(
+                f"unit {self.name!r} is {self.life.name} ({self.life.value}) where it must be {life.name}: "
+                "call engine.reset() if an earlier pass ended in an exception."
+            )
+
+    def open(self) -> None:
+        for segment in self.segments:
+            if segment.split:
+                for parameter in segment.parameters:
+                    unseal(parameter)
+                if self.life is Life.GATHERING:
+                    _take_back_version(segment.parameters)
+
+    def check_current(self) -> None:
+        """A backward arrives.
+
+        Raises:
+            UsageError: its forward was that of a model that has changed since.
+        """
+        if self.replaced:
+            raise UsageError(
+                f"backward reached {self.name!r} through a forward that ran before the structure of the model changed: "
+                "call backward before the change, or forward after it."
+            )
+
+    def forget_gradients(self) -> None:
+        """As before the first backward of a step."""
+        self.shown.forget()
+        self.gradients.forget()
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for segment in self.segments:
+            for slot, parameter in zip(segment.spec.slots, segment.parameters, strict=True):
+                yield slot.name, parameter
+
+
+def _take_back_version(parameters: Sequence[nn.Parameter]) -> None:
+    """One version less: filling a flat again is no change of its values, while updates in between still count."""
+    versions = tuple(parameter._version - 1 for parameter in parameters)
+    set_versions(tuple(parameters), versions)

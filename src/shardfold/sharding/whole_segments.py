@@ -1,0 +1,85 @@
+"""All values of a state that is split: of whole segments, or of single parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfold.comm.coalesced import BATCH, Stretch, as_bytes, complete, exchange
+from shardfold.comm.comm import Comm
+from shardfold.plan.layout import Axes
+from shardfold.plan.placement import shard_index
+from shardfold.sharding.segment import Segment
+
+__all__ = ["Slice", "gather_slices", "whole_segments"]
+
+
+class Slice(NamedTuple):
+    """A parameter's part of a state of its segment: ``shard`` is this rank's range of it, ``(length / parts,)``."""
+
+    segment: Segment
+    slot: int
+    shard: Tensor
+
+
+def gather_slices(comm: Comm, slices: Sequence[Slice], over: Axes, what: str) -> list[Tensor]:
+    """New tensors with all values of parameters' states that are split ``over`` axes, in their shapes and dtypes."""
+    sizes, parts = comm.mesh.sizes, comm.mesh.parts(over)
+    me = shard_index(over, sizes, comm.mesh.coords)
+    whole: list[Tensor] = []
+    rows: list[list[Stretch]] = [[] for _ in range(parts)]
+    for i, (segment, number, shard) in enumerate(slices):
+        slot, dtype = segment.spec.slots[number], shard.dtype
+        whole.append(torch.empty(slot.shape, dtype=dtype, device=shard.device))
+        length = segment.spec.length // parts
+        for r in range(parts):
+            a, b = max(slot.offset, r * length), min(slot.offset + slot.numel, (r + 1) * length)
+            if a < b:
+                rows[r].append(Stretch(i, (a - slot.offset) * dtype.itemsize, (b - slot.offset) * dtype.itemsize))
+                if r == me:
+                    whole[i].view(-1)[a - slot.offset : b - slot.offset].copy_(shard[a - r * length : b - r * length])
+    exchange(comm, [as_bytes(tensor) for tensor in whole], rows, over, what)
+    return whole
+
+
+def whole_segments(
+    comm: Comm, shards: Iterable[tuple[Segment, Tensor, Axes]], what: str
+) -> Iterator[tuple[Segment, Tensor]]:
+    """``(segment, flat)`` for each ``(segment, shard, over)``: all its values ``(length,)``; 16 MiB, or one, at a time.
+
+    Where nothing is split, ``flat`` is the shard itself.
+    """
+    batch: list[tuple[Segment, Tensor, Axes]] = []
+    for item in shards:
+        if batch and (item[2] != batch[0][2] or _whole_bytes([*batch, item]) > BATCH // 4):
+            yield from _whole_batch(comm, batch, what)
+            batch = []
+        batch.append(item)
+    yield from _whole_batch(comm, batch, what)
+
+
+def _whole_bytes(batch: Sequence[tuple[Segment, Tensor, Axes]]) -> int:
+    return sum(segment.spec.length * shard.itemsize for segment, shard, _ in batch)
+
+
+def _whole_batch(
+    comm: Comm, batch: Sequence[tuple[Segment, Tensor, Axes]], what: str
+) -> Iterator[tuple[Segment, Tensor]]:
+    if not batch:
+        return
+    over = batch[0][2]
+    index = shard_index(over, comm.mesh.sizes, comm.mesh.coords)
+    flats: list[Tensor] = []
+    for segment, shard, _ in batch:
+        if shard.numel() == segment.spec.length:
+            flats.append(shard.detach())
+            continue
+        flat = torch.empty(segment.spec.length, dtype=shard.dtype, device=shard.device)
+        flat[index * shard.numel() : (index + 1) * shard.numel()].copy_(shard)
+        flats.append(flat)
+    complete(comm, flats, over, what)
+    for (segment, _, _), flat in zip(batch, flats, strict=True):
+        yield segment, flat

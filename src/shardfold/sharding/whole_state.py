@@ -1,0 +1,120 @@
+"""A model's whole values out of shards, and back: state dicts, and the names of what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.errors import ConfigError, ModelError
+from shardfold.plan.layout import Axes
+from shardfold.sharding.loans import refuse_during
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.segment import Segment
+from shardfold.sharding.whole_segments import whole_segments
+
+__all__ = ["buffers_of", "load_state", "most_precise", "named_state", "names_of", "state_dict"]
+
+
+def state_dict(model: ShardedModel, frozen: str) -> dict[str, Tensor]:
+    """See :meth:`Engine.state_dict`; 16 MiB, or one segment, are whole at a time.
+
+    Raises:
+        ConfigError: ``frozen`` is neither ``"keep"`` nor ``"skip"``.
+    """
+    if frozen not in ("keep", "skip"):
+        raise ConfigError(f"engine.state_dict(frozen={frozen!r}): frozen parameters are kept ('keep') or not ('skip').")
+    whole: dict[int, Tensor] = {}
+    segments = [s for unit in model.units for s in unit.segments if frozen == "keep" or s.spec.trainable]
+    copies = [(segment, most_precise(model, segment)) for segment in segments]
+    shards = [(segment, kept, over) for segment, (kept, _, over) in copies]
+    for segment, flat in whole_segments(model.comm, shards, "engine.state_dict()"):
+        values = flat.cpu()
+        for parameter, view in zip(segment.parameters, segment.views_of(values), strict=True):
+            whole[id(parameter)] = view.clone()
+    return named_state(model.module, whole)
+
+
+def load_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool) -> None:
+    """See :meth:`Engine.load_state_dict`; nothing is changed if anything does not fit."""
+    refuse_during(model.loans, "engine.load_state_dict()")
+    parameters = dict(model.module.named_parameters(remove_duplicate=False))
+    buffers = {name: buffer for first, (buffer, also) in buffers_of(model.module).items() for name in (first, *also)}
+    known: dict[str, Tensor] = {**parameters, **buffers}
+    missing, unexpected = sorted(set(known) - set(state)), sorted(set(state) - set(known))
+    if strict and (missing or unexpected):
+        raise ModelError(
+            f"the state dict does not fit the model: missing {', '.join(missing) or 'nothing'}; unexpected "
+            f"{', '.join(unexpected) or 'nothing'}; pass strict=False to load what fits."
+        )
+    for name in state.keys() & known.keys():
+        if state[name].shape != known[name].shape:
+            raise ModelError(
+                f"the state dict gives {name!r} the shape {tuple(state[name].shape)}, "
+                f"but the model's is {tuple(known[name].shape)}."
+            )
+    with torch.no_grad():
+        by_id = {id(parameters[name]): state[name] for name in state.keys() & parameters.keys()}
+        for unit in model.units:
+            for segment in unit.segments:
+                for slot, parameter in enumerate(segment.parameters):
+                    if id(parameter) in by_id:
+                        segment.take(slot, by_id[id(parameter)])
+            torch.autograd.graph.increment_version([parameter for _, parameter in unit.parameters()])
+        for name in state.keys() & buffers.keys():
+            buffers[name].copy_(state[name])
+
+
+def most_precise(model: ShardedModel, segment: Segment) -> tuple[Tensor, tuple[int, int], Axes]:
+    """The copy of the weights that is kept, its range of the segment, and the axes that it is split over."""
+    if segment.master is not None:
+        return segment.master, segment.master_range, model.layout.master.over
+    assert segment.rest is not None
+    return segment.rest, segment.rest_range, model.layout.rest.over
+
+
+# -- names
+
+
+def names_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Further names of parameters, by the first."""
+    first: dict[int, str] = {}
+    also: dict[str, tuple[str, ...]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        home = first.setdefault(id(parameter), name)
+        if home != name:
+            also[home] = (*also.get(home, ()), name)
+    return also
+
+
+def buffers_of(module: nn.Module) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
+    """Persistent buffers, each with its further names, by the first."""
+    first: dict[int, str] = {}
+    found: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, buffer in part._buffers.items():
+            if buffer is None or name in part._non_persistent_buffers_set:
+                continue
+            full = f"{path}.{name}" if path else name
+            home = first.setdefault(id(buffer), full)
+            if home == full:
+                found[full] = (buffer, ())
+            elif full not in found[home][1]:
+                found[home] = (buffer, (*found[home][1], full))
+    return found
+
+
+def named_state(module: nn.Module, whole: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """A state dict of ``module``: parameters that are in ``whole`` by ``id``, persistent buffers as they are, on the
+    CPU."""
+    state: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) in whole:
+                state[dot + name] = whole[id(parameter)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                state[dot + name] = buffer.detach().cpu().clone()
+    return state

@@ -1,0 +1,132 @@
+"""A process that is one rank of one contender: ``python -m shardfold.tools.bench.rank NAME RANK``.
+
+The first line of standard input are the settings; each line after it is an order, answered in one line of JSON. Between
+orders it waits on its pipe and takes no time of the others; it ends with the pipe. What libraries print goes to
+standard error.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from shardfold.tools.bench import contenders, models, sides
+from shardfold.tools.bench.measure import clear_peak, held_bytes, minor_faults, peak_bytes, resident_bytes
+from shardfold.tools.bench.settings import Settings
+from shardfold.tools.bench.traces import profiled
+
+__all__ = ["Rank", "main"]
+
+
+class Rank:
+    """The model under one contender, warmed up; what it does on order is a method.
+
+    Memory is in bytes above what was resident before the model was built.
+    """
+
+    def __init__(self, name: str, number: int, settings: Settings) -> None:
+        torch.set_num_threads(1)
+        contender = contenders.find(name)
+        self._device = torch.device("cpu")
+        if settings.device == "cuda":
+            self._device = torch.device("cuda", number % torch.cuda.device_count())
+            torch.cuda.set_device(self._device)
+        sides.prepare(contender, settings, self._device)
+        batches = models.batches(settings, number)
+        self._batches = [tuple(each.to(self._device) for each in batch) for batch in batches]
+        gc.collect()
+        clear_peak(self._device)
+        self._before = resident_bytes(self._device)
+        self._side = sides.build(contender, settings, models.build(settings), self._device)
+        self._set_up_peak = peak_bytes(self._device)
+        gc.collect()
+        clear_peak(self._device)
+        self._steps = 0
+        for _ in range(settings.warm):
+            self._step()
+
+    def ready(self) -> dict[str, Any]:
+        """What it says of itself when it is warm; ``needs`` is all it took at its peak, libraries included."""
+        peaks = [each for each in (self._set_up_peak, peak_bytes(self._device)) if each is not None]
+        optimizer = self._side.optimizer
+        fused = getattr(optimizer, "defaults", {}).get("fused")
+        return {
+            "needs": max(peaks, default=0),
+            "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}, fused={fused}",
+            "versions": {
+                package: version
+                for package in ("torch", "deepspeed")
+                if (version := getattr(sys.modules.get(package), "__version__", None))
+            },
+        }
+
+    def turn(self, steps: int) -> dict[str, Any]:
+        """One step that is not timed, then ``steps`` that are, in seconds each."""
+        losses = [self._step()[2]]
+        seconds, compute = [], []
+        faults = minor_faults()
+        for _ in range(steps):
+            whole, part, loss = self._step()
+            seconds.append(whole)
+            compute.append(part)
+            losses.append(loss)
+        faults = minor_faults() - faults
+        return {
+            "seconds": seconds,
+            "compute": compute,
+            "losses": [loss.item() for loss in losses],
+            "last_step": self._steps,
+            "faults": faults / steps,
+            "held": held_bytes(),
+            "resident": self._above(resident_bytes(self._device)),
+            "peak": self._above(peak_bytes(self._device)),
+            "set_up_peak": self._above(self._set_up_peak),
+            "handed": self._side.traffic() if self._side.traffic is not None else None,
+        }
+
+    def profile(self, steps: int) -> dict[str, Any]:
+        """The events of the last of ``steps`` steps."""
+        for _ in range(steps - 1):
+            self._step()
+        batch = self._batches[self._steps % len(self._batches)]
+        self._steps += 1
+        return profiled(lambda: self._side.compute(batch), self._side.update)
+
+    def _step(self) -> tuple[float, float, torch.Tensor]:
+        """Seconds of a step and of its forward and backward (on CUDA: of the host's part), and the loss."""
+        batch = self._batches[self._steps % len(self._batches)]
+        begin = perf_counter()
+        loss = self._side.compute(batch)
+        computed = perf_counter()
+        self._side.update()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        end = perf_counter()
+        self._steps += 1
+        return end - begin, computed - begin, loss
+
+    def _above(self, number: int | None) -> int | None:
+        return None if number is None or self._before is None else number - self._before
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    rank = Rank(sys.argv[1], int(sys.argv[2]), Settings(**json.loads(sys.stdin.readline())))
+    print(json.dumps(rank.ready()), file=answers)
+    for line in sys.stdin:
+        order, *arguments = json.loads(line)
+        print(json.dumps(getattr(rank, order)(*arguments)), file=answers)
+    # Nothing to save, and destructors of process groups may wait for ranks that are gone.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""What was measured, and what follows from it: medians, ratios, losses compared. Pure functions of recorded numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+from shardfold.tools.bench.contenders import Contender, default_reference
+from shardfold.tools.bench.settings import UNITS, Settings
+
+__all__ = ["Failure", "Measured", "Row", "Turn", "UnitRow", "as_json", "loss_difference", "rows", "unit_rows"]
+
+EVENTS = 4  # of a unit in a step: its forward begins and ends, its backward begins, its gradients are complete
+
+
+class Failure(NamedTuple):
+    """Why a contender has no (more) figures, and the last lines it wrote to standard error."""
+
+    reason: str
+    said: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn of one contender: what each rank measured, and bytes on the loopback device per rank and step."""
+
+    round: int
+    ranks: list[dict[str, Any]]
+    sent: float | None
+
+    def steps(self, field: str = "seconds") -> list[float]:
+        """Seconds of each step by the slowest rank."""
+        return [max(each) for each in zip(*(rank[field] for rank in self.ranks), strict=True)]
+
+    @property
+    def seconds(self) -> float:
+        return median(self.steps())
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The mean loss of all ranks by the number of the step."""
+        means = [sum(each) / len(each) for each in zip(*(rank["losses"] for rank in self.ranks), strict=True)]
+        last = self.ranks[0]["last_step"]
+        return {last - len(means) + 1 + i: mean for i, mean in enumerate(means)}
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """All turns so far. ``restarted`` are those that did not fit into memory beside the others."""
+
+    settings: Settings
+    contenders: list[Contender]
+    turns: dict[str, list[Turn]] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
+    optimizers: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    restarted: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.turns = {each.name: [] for each in self.contenders}
+
+    def complete(self) -> dict[str, list[Turn]]:
+        """Turns of those that have not failed and had at least one."""
+        return {name: turns for name, turns in self.turns.items() if turns and name not in self.failures}
+
+    def reference(self, asked: str | None = None) -> str | None:
+        """The one that was asked for, or the fastest of the usual ones; None before there is any."""
+        complete = self.complete()
+        if asked in complete:
+            return asked
+        usual = default_reference(list(complete), self.settings)
+        return min(usual, key=lambda name: median(turn.seconds for turn in complete[name]), default=None)
+
+
+class Row(NamedTuple):
+    """One contender: medians over rounds. Seconds; bytes of the rank that has most; ``sent`` per rank and step."""
+
+    name: str
+    step: float
+    low: float
+    high: float
+    ratio: float
+    held: float
+    resident: float | None
+    peak: float | None
+    set_up_peak: float | None
+    sent: float | None
+    handed: float | None
+    faults: float
+
+
+class UnitRow(NamedTuple):
+    """One contender of the job ``units``: microseconds above the reference in the same round."""
+
+    name: str
+    compute: float
+    per_event: float
+    low: float
+    high: float
+    update: float
+
+
+def middle_half(values: Sequence[float]) -> tuple[float, float]:
+    """The quartiles."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def rows(measured: Measured, reference: str) -> list[Row]:
+    """A row per contender that has not failed; ratios are taken round by round, and their median is given."""
+    complete = measured.complete()
+    base = {turn.round: turn.seconds for turn in complete[reference]}
+    found = []
+    for name, turns in complete.items():
+        seconds = [turn.seconds for turn in turns]
+        ratios = [turn.seconds / base[turn.round] for turn in turns if turn.round in base]
+        found.append(
+            Row(
+                name=name,
+                step=median(seconds),
+                low=middle_half(seconds)[0],
+                high=middle_half(seconds)[1],
+                ratio=median(ratios) if ratios else float("nan"),
+                held=_of_ranks(turns, "held") or 0.0,
+                resident=_of_ranks(turns, "resident"),
+                peak=_of_ranks(turns, "peak"),
+                set_up_peak=_of_ranks(turns, "set_up_peak"),
+                sent=_median([turn.sent for turn in turns]),
+                handed=_of_ranks(turns, "handed"),
+                faults=_of_ranks(turns, "faults") or 0.0,
+            )
+        )
+    return found
+
+
+def _of_ranks(turns: Sequence[Turn], field: str) -> float | None:
+    """The largest over ranks, the median over rounds."""
+    values = [[rank[field] for rank in turn.ranks] for turn in turns]
+    return None if any(None in each for each in values) else median(max(each) for each in values)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def unit_rows(measured: Measured, reference: str) -> list[UnitRow]:
+    """What a step takes above the reference, divided by the events of its units."""
+    complete = measured.complete()
+    parts = {
+        name: {t.round: (median(t.steps("compute")), t.seconds - median(t.steps("compute"))) for t in turns}
+        for name, turns in complete.items()
+    }
+    base = parts.pop(reference)
+    found = []
+    for name, mine in parts.items():
+        common = [number for number in mine if number in base]
+        compute = [(mine[number][0] - base[number][0]) * 1e6 for number in common]
+        update = [(mine[number][1] - base[number][1]) * 1e6 for number in common]
+        low, high = (value / EVENTS / UNITS for value in middle_half(compute))
+        found.append(UnitRow(name, median(compute), median(compute) / EVENTS / UNITS, low, high, median(update)))
+    return found
+
+
+def loss_difference(measured: Measured) -> tuple[int, float, tuple[str, str]] | None:
+    """The last step that all have made, the largest relative difference of its losses, and between whom.
+
+    None where there are no two contenders.
+    """
+    by_name = {
+        name: {step: loss for turn in turns for step, loss in turn.losses.items()}
+        for name, turns in measured.complete().items()
+    }
+    if len(by_name) < 2:
+        return None
+    step = max(set.intersection(*(set(losses) for losses in by_name.values())))
+    ends = sorted((losses[step], name) for name, losses in by_name.items())
+    (low, one), (high, other) = ends[0], ends[-1]
+    if any(not isfinite(loss) for loss, _ in ends):
+        return step, float("inf"), (one, other)
+    return step, (high - low) / max(abs(high), abs(low), 1e-30), (one, other)
+
+
+def as_json(measured: Measured, reference: str | None) -> dict[str, Any]:
+    """Everything, raw: each rank's seconds of each step of each round, and the rows that follow."""
+    difference = loss_difference(measured)
+    return {
+        "settings": measured.settings.as_json(),
+        "reference": reference,
+        "rows": [row._asdict() for row in rows(measured, reference)] if reference else [],
+        "units": [row._asdict() for row in unit_rows(measured, reference)]
+        if reference and measured.settings.job == "units"
+        else [],
+        "loss": None
+        if difference is None
+        else {"step": difference[0], "largest_relative_difference": difference[1], "between": difference[2]},
+        "failures": {name: failure._asdict() for name, failure in measured.failures.items()},
+        "restarted_each_turn": sorted(measured.restarted),
+        "optimizers": measured.optimizers,
+        "turns": {
+            name: [{"round": turn.round, "sent": turn.sent, "ranks": turn.ranks} for turn in turns]
+            for name, turns in measured.turns.items()
+        },
+    }

@@ -1,0 +1,112 @@
+"""What is run, how large and how often. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import log
+from typing import Any
+
+from shardfold.errors import ConfigError, did_you_mean
+from shardfold.tools.recipes.config import GPTConfig
+
+__all__ = ["JOBS", "UNITS", "Settings", "gpt_shape"]
+
+JOBS = ("gpt", "tensors", "units")
+UNITS = 64  # of the job `units`
+CHOICES = {
+    "job": JOBS,
+    "precision": ("fp32", "bf16"),
+    "device": ("cpu", "cuda"),
+    "optimizer": ("adamw", "sgd"),
+}
+AT_LEAST = {"rows": 1, "context": 1, "ranks": 1, "rounds": 1, "steps": 1, "warm": 1, "timeout": 1}
+
+#: (layers, d_model, heads) of the GPT, from a fifth of a million to half a billion parameters.
+SHAPES = (
+    (3, 64, 4),
+    (5, 128, 4),
+    (8, 320, 5),
+    (10, 448, 7),
+    (13, 544, 8),
+    (14, 768, 12),
+    (16, 1024, 16),
+    (21, 1408, 22),
+)
+
+
+def gpt_shape(params: float, context: int) -> GPTConfig:
+    """The shape whose number of parameters is nearest to ``params``.
+
+    Raises:
+        ConfigError: the nearest is off by more than a factor of 2.
+    """
+    shapes = [GPTConfig(layers=a, d_model=b, heads=c, context=context) for a, b, c in SHAPES]
+    nearest = min(shapes, key=lambda shape: abs(log(shape.num_parameters / params)))
+    if not 0.5 <= nearest.num_parameters / params <= 2:
+        raise ConfigError(
+            f"params is {params:g}, but the gpt job has {shapes[0].num_parameters:,} to "
+            f"{shapes[-1].num_parameters:,} parameters: give a number in that range."
+        )
+    return nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One benchmark.
+
+    Attributes:
+        job: ``gpt``, ``tensors`` or ``units``.
+        params: about how many parameters the GPT has.
+        rows: sequences per rank and step.
+        context: tokens per sequence.
+        ranks: processes of each contender, on this machine.
+        precision: ``fp32`` or ``bf16``.
+        device: ``cpu`` (Gloo, one thread per rank) or ``cuda`` (NCCL, one GPU per rank).
+        optimizer: ``adamw`` (fused) or ``sgd`` (without momentum).
+        rounds: turns of each contender.
+        steps: timed steps of a turn; one more comes before them.
+        warm: steps before the first turn.
+        timeout: seconds until a contender that does not answer is given up.
+
+    Raises:
+        ConfigError: a value is unknown or too small.
+    """
+
+    job: str = "gpt"
+    params: float = 46e6
+    rows: int = 1
+    context: int = 64
+    ranks: int = 2
+    precision: str = "fp32"
+    device: str = "cpu"
+    optimizer: str = "adamw"
+    rounds: int = 5
+    steps: int = 5
+    warm: int = 3
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} is {value!r}, which is unknown.{did_you_mean(str(value), choices)}")
+        for name, least in AT_LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least {least}.")
+        if self.job == "gpt":
+            gpt_shape(self.params, self.context)
+
+    def title(self) -> str:
+        """The settings in one line."""
+        of_gpt = ""
+        if self.job == "gpt":
+            shape = gpt_shape(self.params, self.context)
+            of_gpt = (
+                f" of {shape.num_parameters / 1e6:.1f}M parameters ({shape.layers} layers, d_model {shape.d_model}, "
+                f"{shape.heads} heads), {self.rows} x {self.context} tokens per rank"
+            )
+        plural = "s" if self.ranks > 1 else ""
+        return f"{self.job}{of_gpt}, {self.ranks} rank{plural}, {self.precision}, {self.optimizer}, {self.device}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,247 @@
+"""The command `shardfold`.
+
+Bad input ends in one sentence on standard error and status 2; a traceback comes with --debug only. Nothing here imports
+torch before a command truly needs it, so that help and refusals are immediate.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+import shardfold
+from shardfold import launch
+from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
+from shardfold.plan import presets
+from shardfold.tools import cli_ckpt, cli_run, extras
+from shardfold.tools.observe.printable import printable
+from shardfold.tools.recipes.config import TrainConfig, read_settings, resumed_settings
+from shardfold.tools.recipes.folder import claimed
+
+__all__ = ["app", "main"]
+
+FAILED = 1
+MOST_PARAMS = 1e18
+RECIPES = ("lm",)
+METAVARS = {"int": "INTEGER", "float": "NUMBER", "Path": "PATH", "str": "TEXT", "Literal": "TEXT"}
+
+app = typer.Typer(
+    name="shardfold",
+    help="ZeRO-style sharded training for PyTorch.",
+    epilog="For example: shardfold train --layout zero3 --procs 2",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        print(f"shardfold {shardfold.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """ZeRO-style sharded training for PyTorch."""
+
+
+def train(
+    invocation: typer.Context,
+    recipe: Annotated[str, typer.Argument(help=f"What to train: {', '.join(RECIPES)}.")] = "lm",
+    config: Annotated[
+        Path | None, typer.Option(help="TOML or JSON file with any of these settings; options given here win.")
+    ] = None,
+    **options: Any,
+) -> None:
+    """Train a built-in recipe and report what it held, sent and learned.
+
+    With no arguments: a byte-level GPT on the Python standard library's sources, on 2 local processes.
+    """
+    if recipe not in RECIPES:
+        raise ConfigError(f"there is no recipe {recipe!r}.{did_you_mean(recipe, RECIPES)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    if config is not None:
+        given = TrainConfig.load(read_settings(config), where=str(config)).model_dump(exclude_unset=True) | given
+    if "resume" in given:
+        given = resumed_settings(Path(given["resume"]), given)
+    settings = TrainConfig.load(given, where="the command line")
+    if settings.data is not None and not settings.data.expanduser().exists():
+        raise ConfigError(f"there is no file or folder {str(settings.data)!r}: give --data the path of some text.")
+    if settings.procs > 1 and not launch.is_rank():
+        with claimed(settings.out) as folder:
+            # Resolved once, here: every rank then reads the same settings, whatever file or clock they came from.
+            resolved = {**given, "out": folder}
+            arguments = [f"{option_name(name)}={value}" for name, value in resolved.items() if name != "procs"]
+            debug = ["--debug"] if invocation.obj else []
+            raise typer.Exit(launch.launch_local(["train", recipe, *arguments, *debug], settings.procs))
+    from shardfold.tools.recipes import lm
+
+    raise typer.Exit(lm.train(settings).exit_status)
+
+
+def option_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def with_settings(command: Any) -> Any:
+    """Give the command one option per field of TrainConfig, so that each is written down once, beside its meaning."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    for name, field in TrainConfig.model_fields.items():
+        default = "" if field.default is None else f" (default {field.default})"
+        words = [word for kind, word in METAVARS.items() if kind in str(field.annotation)]
+        # Values stay text: TrainConfig judges them, in the same words as those of a config file.
+        option = typer.Option(option_name(name), help=f"{field.description}{default}", metavar=words[0])
+        annotation = Annotated[str | None, option]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    command.__signature__ = signature.replace(parameters=parameters)
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+app.command(epilog="For example: shardfold train lm --layout zero2 --steps 200 --data my-texts/")(with_settings(train))
+
+
+@app.command(
+    epilog="For example: shardfold explain zero3 --ranks 64 --nodes 8 --precision bf16 --params 7e9; or: "
+    "shardfold explain --config ds_config.json --ranks 16"
+)
+def explain(
+    layout: Annotated[str, typer.Argument(help=f"A layout's name: {', '.join(presets.PRESETS)}.")] = "zero3",
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that the ranks are spread over evenly.")] = 1,
+    precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",
+    params: Annotated[float, typer.Option(min=1, max=MOST_PARAMS, help="Number of parameters.")] = 1e9,
+    config: Annotated[
+        Path | None, typer.Option(help="A DeepSpeed JSON: what it becomes, instead of a layout and a precision.")
+    ] = None,
+) -> None:
+    """Show a layout's table and program, and what they cost; or every value that a DeepSpeed config sets."""
+    presets.named(layout)
+    if ranks % nodes:
+        raise ConfigError(f"{ranks} ranks do not spread evenly over {nodes} nodes: choose --ranks as a multiple.")
+    mesh = {"inter": nodes, "intra": ranks // nodes}
+    if config is not None:
+        from shardfold.compat.deepspeed.config_text import explain_config
+
+        print(explain_config(config, mesh=mesh, params=int(params)))
+        return
+    from shardfold.plan.explain import explain_preset
+
+    print(explain_preset(layout, mesh=mesh, precision=precision, params=int(params)))
+
+
+@app.command(epilog="For example: shardfold bench gpt --params 46e6 --only torch-ddp,'zero*' --rounds 5")
+def bench(
+    job: Annotated[
+        str, typer.Argument(help="gpt, tensors (2,000 small ones) or units (64 almost empty ones).")
+    ] = "gpt",
+    params: Annotated[float, typer.Option(min=1, help="Parameters of the GPT, about: 10e6 to 500e6.")] = 46e6,
+    rows: Annotated[int, typer.Option(help="Sequences per rank and step.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 64,
+    ranks: Annotated[int | None, typer.Option(help="Processes per contender (default 2; 1 for units).")] = None,
+    precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    optimizer: Annotated[str, typer.Option(help="adamw (fused) or sgd.")] = "adamw",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(help="Turns of each contender.")] = 5,
+    steps: Annotated[int, typer.Option(help="Timed steps of a turn.")] = 5,
+    warm: Annotated[int, typer.Option(help="Steps before the first turn.")] = 3,
+    timeout: Annotated[float, typer.Option(help="Seconds until a contender that is silent is given up.")] = 300.0,
+    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name or pattern; may be repeated.")] = None,
+    without: Annotated[list[str] | None, typer.Option(help="Contenders to leave out, by name or pattern.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="What the others are divided by (default torch-ddp; 1 rank: fastest bare loop).")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write every measurement to this file.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table in Markdown.")] = False,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Instead: draw one step of two contenders into this PNG (zero3, torch-fsdp2).")
+    ] = None,
+) -> None:
+    """Run one job under each layout and each installed peer, in turns, and compare time, memory and bytes sent."""
+    from shardfold.tools.bench import command
+    from shardfold.tools.bench.settings import Settings
+
+    settings = Settings(
+        job=job, params=params, rows=rows, context=context, ranks=ranks or (1 if job == "units" else 2),
+        precision=precision, optimizer=optimizer, device=device, rounds=rounds, steps=steps, warm=warm, timeout=timeout,
+    )  # fmt: skip
+    chosen, others = command.words(only), command.words(without)
+    if timeline is not None:
+        command.draw_timeline(settings, chosen, timeline)
+        return
+    trusted = command.bench(settings, chosen, others, reference=reference, json_file=json, as_markdown=markdown)
+    raise typer.Exit(0 if trusted else FAILED)
+
+
+app.add_typer(cli_ckpt.app, name="ckpt")
+cli_run.register(app)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the command line and end the process with its status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # After `run` there may be a script's own --debug: what is ours stands before.
+    ours = arguments.index("run") if "run" in arguments[:2] else len(arguments)
+    debug = "--debug" in arguments[:ours]
+    try:
+        status = command_of(app).main(
+            [each for place, each in enumerate(arguments) if place >= ours or each != "--debug"],
+            prog_name="shardfold",
+            standalone_mode=False,
+            obj=debug,  # for the command that starts others
+        )
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            traceback.print_exc()
+        status = refuse(error)
+    sys.exit(status or 0)
+
+
+def command_of(application: typer.Typer) -> Any:
+    """Return the command to call; its help shows no `<bool>` behind flags."""
+    commands: list[Any] = [typer.main.get_command(application)]
+    first = commands[0]
+    while commands:
+        command = commands.pop()
+        commands += getattr(command, "commands", {}).values()
+        for each in (*command.params, command.get_help_option(typer.Context(command))):
+            if getattr(each, "is_flag", False) and each.metavar is None:
+                each.metavar = ""
+    return first
+
+
+def refuse(error: BaseException) -> int:
+    """Say in one sentence what is wrong and return the exit status."""
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return launch.INTERRUPTED
+    # The parser's own errors: typer has moved their classes between its versions, but never renamed this method.
+    parser_message = getattr(error, "format_message", None)
+    if parser_message is not None:
+        message = parser_message().strip().replace("Input should be", "it should be")
+        # With no arguments at all the parser has shown the help, and its message is empty.
+        if message:
+            message = printable(message)
+            print(f"Error: {message}{'' if message.endswith(('.', ')', '?')) else '.'}", file=sys.stderr)
+        return launch.SAID
+    if isinstance(error, ShardfoldError):
+        print(f"Error: {printable(str(error))}", file=sys.stderr)
+        return launch.SAID
+    if isinstance(error, ModuleNotFoundError) and (said := extras.sentence("this command", error)):
+        print(f"Error: {said}", file=sys.stderr)
+        return launch.SAID
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    print(f"Error: {type(error).__name__}: {printable(first)} (--debug shows the traceback)", file=sys.stderr)
+    return FAILED

@@ -1,0 +1,30 @@
+"""Where the command `shardfold` begins: without the packages that it needs it says in one sentence how to get them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import NoReturn
+
+from shardfold.tools import extras
+
+__all__ = ["main"]
+
+SAID = 2  # as in shardfold.launch: one sentence has said what is wrong
+
+
+def main() -> NoReturn:
+    """Run the command line and end the process with its status."""
+    try:
+        for package in (name for name, extra in extras.EXTRAS.items() if extra == "cli"):
+            # Asked for here, as some are imported only once ranks run.
+            if importlib.util.find_spec(package) is None:
+                raise ModuleNotFoundError(name=package)
+        from shardfold.tools import cli
+    except ModuleNotFoundError as error:
+        said = extras.sentence("the command shardfold", error)
+        if said is None:
+            raise
+        print(f"Error: {said}", file=sys.stderr)
+        sys.exit(SAID)
+    cli.main()

@@ -1,0 +1,141 @@
+"""The tables that a run ends with: what it learned, what it held, what it sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shardfold.tools.observe.formats import format_bytes
+from shardfold.tools.observe.printable import printable
+
+__all__ = ["MemoryRow", "TrafficRow", "memory_table", "print_whole", "printable", "quality_table", "traffic_table"]
+
+BAR_WIDTH = 24
+WIDEST = 10_000  # columns; no table comes near it
+
+
+class MemoryRow(Protocol):
+    """Bytes of one state on this rank: by the formula, the padding on top of it, and what is really held."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def table(self) -> float: ...
+    @property
+    def padding(self) -> float: ...
+    @property
+    def held(self) -> int: ...
+
+
+class TrafficRow(Protocol):
+    """Bytes that one kind of collective sent from this rank in a step, by the program and counted."""
+
+    @property
+    def journey(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def program(self) -> float: ...
+    @property
+    def sent(self) -> int: ...
+
+
+def new_table() -> Table:
+    return Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+
+
+class Whole:
+    """A table at its own width, whatever the console's: a narrow terminal then wraps its lines, and cuts no figure."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        needed = Measurement.get(console, options.update(max_width=WIDEST), self._table).maximum
+        yield from console.render(self._table, options.update(max_width=max(needed, options.max_width)))
+
+
+def headed(title: str, table: Table) -> Group:
+    """A table under its title; to be printed by :func:`print_whole`."""
+    # A table's own title is wrapped to the table's width, which may be narrow.
+    return Group("", Text(title, style="bold"), Whole(table))
+
+
+def print_whole(console: Console, *groups: Group) -> None:
+    """Print tables, no line of which is cut."""
+    console.print(*groups, sep="", crop=False)
+
+
+def quality_table(bits: Mapping[str, float]) -> Group:
+    """Show bits per byte of the model, which comes first, beside the baselines; less is better."""
+    table = new_table()
+    table.add_column("", no_wrap=True)
+    table.add_column("bits", justify="right")
+    table.add_column("", no_wrap=True)
+    most = max(bits.values())
+    for place, (name, value) in enumerate(bits.items()):
+        style = "bold cyan" if place == 0 else "dim"
+        bar = ProgressBar(most, value, BAR_WIDTH, complete_style=style, finished_style=style)
+        table.add_row(Text(name, style=style), Text(f"{value:.3f}", style=style), bar)
+    return headed("Bits per byte on held-out text (less is better)", table)
+
+
+def exact(predicted: float, found: float) -> Text:
+    """Mark whether what was found is what was predicted."""
+    return Text("=", style="green") if round(predicted) == round(found) else Text("differs", style="bold red")
+
+
+def memory_table(rows: Sequence[MemoryRow]) -> Group:
+    """Show bytes per rank by state: predicted (the table's formula, plus named padding) beside held."""
+    table = new_table()
+    table.add_column("state")
+    table.add_column("memory")
+    for name in ("formula", "padding", "predicted"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    table.add_column("held", justify="right")
+    for row in rows:
+        predicted = row.table + row.padding
+        cells = [format_bytes(value) for value in (row.table, row.padding, predicted)]
+        table.add_row(row.state, str(row.tier), *cells, exact(predicted, row.held), format_bytes(row.held))
+    sums = [sum(row.table for row in rows), sum(row.padding for row in rows)]
+    held = sum(row.held for row in rows)
+    cells = [format_bytes(value) for value in (*sums, sum(sums))]
+    table.add_row("total", "", *cells, exact(sum(sums), held), format_bytes(held), style="bold")
+    return headed("Bytes per rank by state", table)
+
+
+def traffic_table(rows: Sequence[TrafficRow], control: float) -> Group:
+    """Show bytes sent per step and rank by journey: predicted by the program beside counted at the collectives."""
+    table = new_table()
+    for name in ("kind", "operation", "mesh axes"):
+        table.add_column(name)
+    for name in ("calls", "predicted", "", "sent"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.journey,
+            row.op,
+            " x ".join(row.axes),
+            str(row.calls),
+            format_bytes(row.program),
+            exact(row.program, row.sent),
+            format_bytes(row.sent),
+        )
+    program, sent = sum(row.program for row in rows), sum(row.sent for row in rows)
+    calls = str(sum(row.calls for row in rows))
+    table.add_row("total", "", "", calls, format_bytes(program), exact(program, sent), format_bytes(sent), style="bold")
+    table.add_row("control", "", "", "", "", "", format_bytes(control), style="dim")
+    return headed("Bytes sent per rank and step", table)

@@ -1,0 +1,231 @@
+"""The settings of the language-model recipe: the shape of the model and the run around it.
+
+Imports no torch, so that the command line can print its help and refuse bad values at once. Every setting is written
+down here only: its default, its bounds and its help text serve the Python API, config files and the command line alike.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shardfold.errors import ConfigError, did_you_mean
+from shardfold.plan import presets
+
+SHAPE = ("d_model", "layers", "heads", "context")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Shape of a byte-level GPT decoder."""
+
+    d_model: int
+    layers: int
+    heads: int
+    context: int
+    vocab: int = 256
+    d_ff: int = 0
+    """Width of the feed-forward layer; 0 derives 8/3 d_model, rounded up to a multiple of 32 (SwiGLU's convention)."""
+    tied: bool = False
+    """Whether the head shares the embedding's weight."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("d_ff", "tied") else 1
+            if value < least:
+                raise ConfigError(f"{field.name} is {value}, but must be at least {least}.")
+        if self.d_model % self.heads:
+            raise ConfigError(
+                f"d_model {self.d_model} does not divide into {self.heads} heads: choose a multiple of {self.heads}."
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"d_model {self.d_model} over {self.heads} heads gives {self.head_dim} dims per head, but rotary "
+                "positions need an even number: choose other heads."
+            )
+        if self.d_ff == 0:
+            object.__setattr__(self, "d_ff", -(-8 * self.d_model // (3 * 32)) * 32)
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def num_parameters(self) -> int:
+        block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff + 2 * self.d_model
+        tables = (1 if self.tied else 2) * self.vocab * self.d_model
+        return self.layers * block + tables + self.d_model
+
+    @classmethod
+    def named(cls, name: str, **overrides: int) -> GPTConfig:
+        """Return the size called `name`, with some of its fields replaced.
+
+        A wider or narrower `d_model` derives `d_ff` anew.
+        """
+        if name not in SIZES:
+            raise ConfigError(f"there is no model size {name!r}.{did_you_mean(name, SIZES)}")
+        known = [field.name for field in fields(cls)]
+        for key in overrides:
+            if key not in known:
+                raise ConfigError(f"a model has no setting {key!r}.{did_you_mean(key, known)}")
+        settings: dict[str, Any] = {**SIZES[name], **overrides}
+        return cls(**settings)
+
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"d_model": 64, "layers": 2, "heads": 2, "context": 64},
+    "demo": {"d_model": 128, "layers": 4, "heads": 4, "context": 128},
+    "small": {"d_model": 384, "layers": 6, "heads": 6, "context": 512},
+    "base": {"d_model": 768, "layers": 12, "heads": 12, "context": 1024},
+    "medium": {"d_model": 1024, "layers": 24, "heads": 16, "context": 1024},
+    "large": {"d_model": 1536, "layers": 24, "heads": 16, "context": 2048},
+    "xl": {"d_model": 2048, "layers": 20, "heads": 16, "context": 2048},
+}
+"""From 0.1 M parameters (`tiny`) to 1.0 G (`xl`); `demo` is trained in minutes on two CPU cores."""
+
+
+class TrainConfig(BaseModel):
+    """Everything that decides a run. Field descriptions are the command line's help."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    procs: int = Field(2, ge=1, le=4096, description="Processes on this machine; torchrun's own count wins.")
+    size: str = Field("demo", description=f"Model size: {', '.join(SIZES)}.")
+    d_model: int | None = Field(None, ge=1, le=2**20, description="Width of the model, in place of the size's own.")
+    layers: int | None = Field(None, ge=1, le=2**12, description="Number of blocks, in place of the size's own.")
+    heads: int | None = Field(None, ge=1, le=2**12, description="Attention heads, in place of the size's own.")
+    context: int | None = Field(None, ge=2, le=2**30, description="Bytes of context, in place of the size's own.")
+    data: Path | None = Field(
+        None, description="A file or folder of text; without it, the Python standard library's own sources."
+    )
+    layout: str = Field("zero3", description=f"How state is split over ranks: {', '.join(presets.PRESETS)}.")
+    precision: Literal["fp32", "bf16", "fp16", "bf16-pure", "bf16-autocast", "fp16-autocast"] = Field(
+        "fp32",
+        description="Arithmetic of forward and backward: fp32, bf16, fp16 (under a loss scale), bf16-autocast, "
+        "fp16-autocast; bf16-pure: all states in bf16 too.",
+    )
+    steps: int = Field(600, ge=1, description="Optimizer steps.")
+    micro_batch: int = Field(8, ge=1, description="Sequences per rank and micro-batch.")
+    accumulate: int = Field(1, ge=1, description="Micro-batches per optimizer step.")
+    lr: float = Field(4e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
+    warmup: int = Field(50, ge=0, description="Steps over which the learning rate rises; a cosine falls after it.")
+    weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
+    clip_norm: float = Field(1.0, ge=0, allow_inf_nan=False, description="Largest gradient norm; 0 does not clip.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of parameters, batches and sample.")
+    eval_every: int = Field(100, ge=0, description="Steps between held-out evaluations; 0 evaluates at the end only.")
+    eval_windows: int = Field(256, ge=1, description="Held-out windows that an evaluation reads.")
+    sample: int = Field(400, ge=0, description="Bytes of text to generate at the end.")
+    temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="Temperature of that text; 0 is greedy.")
+    save_every: int = Field(
+        0,
+        ge=0,
+        description="Steps between checkpoints in the run folder; with one at the end or at Ctrl-C. 0: none.",
+    )
+    keep: int = Field(2, ge=1, description="Checkpoints that stay.")
+    resume: Path | None = Field(
+        None, description="Run folder or checkpoint to go on from; its settings hold where none are given."
+    )
+    out: Path | None = Field(None, description="Run folder, new or empty; without it, runs/<timestamp>.")
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        self.model_shape()
+        presets.named(self.layout)
+        if self.warmup and self.warmup >= self.steps and "warmup" in self.model_fields_set:
+            raise ConfigError(f"warmup is {self.warmup} but the run has {self.steps} steps: warm up for fewer.")
+        return self
+
+    def model_shape(self) -> GPTConfig:
+        """Return the shape that `size` and its overrides name."""
+        overrides = {name: getattr(self, name) for name in SHAPE}
+        return GPTConfig.named(self.size, **{name: value for name, value in overrides.items() if value is not None})
+
+    def warmup_steps(self) -> int:
+        """Return `warmup`, or a tenth of a run that is too short for the default."""
+        return self.warmup if self.warmup < self.steps else self.steps // 10
+
+    @classmethod
+    def load(cls, settings: dict[str, Any], where: str = "the settings") -> TrainConfig:
+        """Validate plain values; the first that is wrong raises one sentence that names it and `where` it stands."""
+        for key in settings:
+            if key not in cls.model_fields:
+                raise ConfigError(f"{where}: there is no setting {key!r}.{did_you_mean(key, cls.model_fields)}")
+        try:
+            return cls(**settings)
+        except ValidationError as error:
+            first = error.errors()[0]
+            if not first["loc"]:  # a check of several settings at once, which wrote the sentence itself
+                raise ConfigError(first["msg"].removeprefix("Value error, ")) from None
+            name = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(f"{where}: {name} is {first['input']!r}, but {reason(first['msg'])}.") from None
+
+
+def reason(message: str) -> str:
+    """Turn pydantic's `Input should be x` into the end of a sentence."""
+    return message.replace("Input should be", "should be", 1).partition(", unable to parse")[0].rstrip(".")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings in a TOML or JSON file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        detail = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"the config file {str(path)!r} cannot be read: {detail}.") from None
+    try:
+        settings = json.loads(text) if path.suffix == ".json" else parse_toml(text)
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"the config file {str(path)!r} is not valid {kind}: {error}.") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"the config file {str(path)!r} should hold names and values, not {settings!r}.")
+    settings.pop("derived", None)  # what a run's config.json says that it came to
+    return settings
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+    return tomllib.loads(text)
+
+
+def resumed_settings(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run that `path` belongs to, a run folder or a checkpoint in one, under those given.
+
+    Raises:
+        ConfigError: there is nothing at `path`, or a setting that has to stay is given otherwise.
+    """
+    for folder in (path, *path.parents[:2]):
+        if (folder / "config.json").is_file():
+            first = read_settings(folder / "config.json")
+            break
+    else:
+        if not path.exists():
+            raise ConfigError(f"there is no run folder or checkpoint {str(path)!r} to resume from.")
+        return dict(given)
+    started = {name: value for name, value in first.items() if name not in ("resume", "out")}
+    settings = {**started, **given}
+    if "size" in given:  # the widths in a run's config.json are those of its size
+        settings = {name: value for name, value in settings.items() if name not in SHAPE or name in given}
+    before = TrainConfig.load(started, where=str(folder / "config.json"))
+    now = TrainConfig.load(settings, where="the command line")
+    fixed = {"seed": (before.seed, now.seed)}
+    fixed |= {name: (getattr(before.model_shape(), name), getattr(now.model_shape(), name)) for name in SHAPE}
+    for name, (was, wanted) in fixed.items():
+        if was != wanted:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"the run in {str(folder)!r} has {option} {was}, so it cannot go on with {wanted}: leave out {option}"
+                f"{' and --size' if 'size' in given and name in SHAPE else ''}, or begin a new run without --resume."
+            )
+    return settings

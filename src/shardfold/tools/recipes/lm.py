@@ -1,0 +1,476 @@
+"""Trains a byte-level GPT on text: read it top to bottom to see how an engine is used.
+
+Each rank runs `train`. It builds the model without memory, lets the engine shard it, and steps through the text in an
+order that is the same for any number of ranks. Now and then, and at the end, it measures bits per byte on held-out
+text. Rank 0 alone prints and writes: config.json, metrics.jsonl, loss.png, sample.txt and summary.json in the run
+folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+import shardfold as sf
+from shardfold.checkpoint.folders import IN_RUN
+from shardfold.comm.mesh import pick_device
+from shardfold.errors import ConfigError, ShardfoldError
+from shardfold.launch import GRACE_AFTER_SIGTERM, INTERRUPTED, is_rank
+from shardfold.launch.death import memory_limit
+from shardfold.tools.extras import sentence
+from shardfold.tools.observe import tables
+from shardfold.tools.observe.console import lenient_console
+from shardfold.tools.observe.formats import format_bytes, format_count, format_duration
+from shardfold.tools.observe.metrics import MetricsWriter, StepMetrics
+from shardfold.tools.observe.progress import Progress
+from shardfold.tools.recipes.config import SHAPE, TrainConfig
+from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
+from shardfold.tools.recipes.gpt import GPT, generate
+from shardfold.tools.recipes.memory import check_memory
+from shardfold.tools.recipes.text import Corpus, Windows, baselines, held_out_windows, load_corpus
+
+__all__ = ["Result", "TrainConfig", "train"]
+
+LN2 = math.log(2)
+EVAL_BATCH = 16  # windows that go through the model at once
+HASTY_WINDOWS = 32  # windows read by the evaluation after an interruption
+HASTY_SAMPLE = 64  # bytes of text generated then, at most
+LAST_WORDS = 5  # seconds to say that the time after SIGTERM is over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run came to; the same on every rank, but for `sample`, which rank 0 writes."""
+
+    steps: int
+    bits_per_byte: float
+    """On held-out text."""
+    baselines: dict[str, float]
+    """Bits per byte of counting, on the same bytes."""
+    seconds: float
+    interrupted: bool
+    out: Path
+    sample: bytes
+
+    @property
+    def exit_status(self) -> int:
+        return INTERRUPTED if self.interrupted else 0
+
+
+class StopSignal:
+    """Notes the first SIGINT or SIGTERM, so that the run can end at a step; the second ends the process at once.
+
+    After SIGTERM the process has a limited time, up to :meth:`release`: a thread then says so and ends it with status
+    143, in whatever it is; if what it writes to does not take the sentence, SIGALRM ends it.
+    """
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received = False
+        self.then = "a second Ctrl-C ends at once"
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> StopSignal:
+        self._before = {number: signal.signal(number, self._note) for number in self.NUMBERS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        if number == signal.SIGTERM:
+            self.then = f"what is not done {GRACE_AFTER_SIGTERM:g} seconds after SIGTERM is left out"
+            if not is_rank():  # a launcher counts the time of its ranks itself
+                self._timer = threading.Timer(GRACE_AFTER_SIGTERM, self._end)
+                self._timer.daemon = True
+                self._timer.start()
+                signal.alarm(math.ceil(GRACE_AFTER_SIGTERM) + LAST_WORDS)
+        for each in self.NUMBERS:
+            signal.signal(each, signal.SIG_DFL)
+
+    def release(self) -> None:
+        """The run is complete: its time counts no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            signal.alarm(0)
+
+    @staticmethod
+    def _end() -> None:
+        # Not by print: the main thread may hold the stream's lock.
+        said = f"Error: the run did not end within {GRACE_AFTER_SIGTERM:g} s of SIGTERM and was killed.\n"
+        with suppress(OSError):  # nobody reads it any more
+            os.write(2, said.encode())
+        os._exit(128 + signal.SIGTERM)
+
+
+class Position:
+    """What a checkpoint keeps of the sampler; a refusal of it is said in the words of the command line."""
+
+    def __init__(self, sampler: sf.Sampler, config: TrainConfig) -> None:
+        self.sampler, self.config = sampler, config
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        own = self.sampler.state_dict()
+        if state.get("length") != own["length"]:
+            raise ConfigError(
+                f"the checkpoint was trained on a text of {state.get('length'):,} windows, but this one has "
+                f"{own['length']:,}: give --data and --context as they were, or begin a new run without --resume."
+            )
+        if state.get("seed") != own["seed"]:
+            raise ConfigError(
+                f"the checkpoint was trained with --seed {state.get('seed')}, so it cannot go on with {own['seed']}: "
+                "leave out --seed, or begin a new run without --resume."
+            )
+        self.sampler.load_state_dict(state)
+
+
+class Run:
+    """One training: the engine, the text and the run folder.
+
+    Besides the engine, what a run is at is `done`, its optimizer steps, and the position of `sampler`: a checkpoint
+    keeps both.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, console: Console) -> None:
+        self.config = config
+        self.corpus = corpus
+        self.console = console
+        self.shape = config.model_shape()
+        self.text = Windows(corpus, context=self.shape.context)
+        with sf.meta_init():
+            self.model = GPT(self.shape)
+        self.engine = sf.Engine(
+            self.model,
+            optimizer=partial(torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay),
+            layout=config.layout,
+            precision=config.precision,
+            accumulate=config.accumulate,
+            clip_norm=config.clip_norm or None,
+            schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
+            seed=config.seed,
+        )
+        self.sampler = sf.Sampler(
+            len(self.text),
+            config.micro_batch,
+            seed=config.seed,
+            rank=self.engine.rank,
+            num_ranks=self.engine.world_size,
+            fill_last=True,
+        )
+        self.windows = held_out_windows(corpus, context=self.shape.context, number=config.eval_windows)
+        self.tokens_per_step = self.engine.world_size * config.accumulate * config.micro_batch * self.shape.context
+        self.done = self.begun_at = 0
+        self.history: list[StepMetrics] = []
+        self.stop = StopSignal()
+        self.interrupted = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.engine.rank == 0
+
+    def folder_of_all(self, folder: Path | None) -> Path:
+        """Return the run folder, which without `--out` rank 0 has named after the time and number of its start."""
+        if self.config.out is not None:
+            return folder or self.config.out
+        words = [] if folder is None else folder.name.split("-")
+        numbers = [float(word) for word in (words[0][:4], words[0][4:], *words[1:])] if words else []
+        year, day, moment, number = self.engine.agree([*numbers, *[0.0] * (4 - len(numbers))])
+        name = f"{year:04.0f}{day:04.0f}-{moment:06.0f}"
+        return Path("runs", f"{name}-{number:.0f}" if number else name)
+
+    def check_corpus(self) -> None:
+        """Refuse to train on different text on different machines, where batches would not be what they claim."""
+        digest = self.corpus.digest
+        parts = [float(digest >> 16), float(digest & 0xFFFF)]  # 16 bits each are exact in any float that is reduced
+        if self.engine.agree([*parts, *(-part for part in parts)]) != [*parts, *(-part for part in parts)]:
+            raise ConfigError(
+                f"the ranks read different text from {self.corpus.source}: give --data one folder that all of them see."
+            )
+
+    def resume(self, path: Path) -> str:
+        """Go on where a checkpoint was written, on any number of ranks; return a word on it."""
+        report = self.engine.load(path, state={"data": Position(self.sampler, self.config)})
+        self.done = self.begun_at = report.state["done"]
+        if self.done >= self.config.steps:
+            raise ConfigError(
+                f"{report.path} has done {self.done} of {self.config.steps} steps already: give more --steps to go on."
+            )
+        return "\n".join([f"Resumed from {report.path}, at step {self.done} of {self.config.steps}.", *report.notes])
+
+    def save(self, out: Path, *, wait: bool = False) -> None:
+        """Write a checkpoint into the run folder, beside the training unless it is the last."""
+        path = out / IN_RUN / f"step-{self.done:06d}"
+        self.engine.save(path, state={"data": self.sampler, "done": self.done}, keep=self.config.keep, wait=wait)
+
+    def batches(self) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches of windows, epoch after epoch, from the sampler's position on."""
+        while True:
+            yield from self.sampler
+
+    def step(self, batches: Iterator[list[int]]) -> StepMetrics:
+        """Do one optimizer step, over as many micro-batches as it accumulates."""
+        began = time.perf_counter()
+        loss = torch.zeros((), device=self.engine.device)
+        done = None
+        for indices in islice(batches, self.config.accumulate):
+            tokens, targets = self.text.batch(indices)
+            value = self.engine(tokens.to(self.engine.device), targets.to(self.engine.device))
+            self.engine.backward(value)
+            done = self.engine.step()
+            loss += value.detach()
+        assert done is not None and done.lr is not None
+        mean = self.engine.mean(loss.item() / self.config.accumulate)
+        scaler = self.engine.loss_scale
+        if not math.isfinite(mean) and scaler is None:  # a loss scale skips such steps, and gives up by itself
+            raise ShardfoldError(
+                f"the loss is {mean} at step {self.done + 1}: lower the learning rate (--lr, now {self.config.lr:g}) "
+                f"or clip gradients harder (--clip-norm, now {self.config.clip_norm:g})."
+            )
+        self.done += 1
+        now = time.perf_counter()
+        return StepMetrics(
+            step=self.done,
+            loss=mean,
+            bits_per_byte=mean / LN2,
+            lr=done.lr,
+            grad_norm=done.grad_norm,
+            tokens_per_s=self.tokens_per_step / (now - began),
+            seconds=now - self.began,
+            # Walking live storages every step would cost time, and at rest between steps nothing changes.
+            memory_bytes=self.history[-1].memory_bytes if self.history else self.engine.memory().held,
+            loss_scale=done.loss_scale if scaler is not None else None,
+            skipped=scaler.skipped if scaler is not None else 0,
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Return bits per byte on the held-out windows, which the ranks share out."""
+        mine = self.windows[self.engine.rank :: self.engine.world_size]
+        nats = 0.0
+        with self.engine.gathered():
+            for part in mine.split(EVAL_BATCH):
+                part = part.to(self.engine.device)
+                nats += self.model(part[:, :-1], part[:, 1:]).item() * len(part) * self.shape.context
+        everyone = self.engine.mean(nats) * self.engine.world_size
+        return everyone / (len(self.windows) * self.shape.context) / LN2
+
+    def train(self, progress: Progress, out: Path, writer: MetricsWriter | None) -> None:
+        """Step until the end, or until some rank was asked to stop; checkpoints go to `out`."""
+        self.began = time.perf_counter()
+        with self.stop as stop:
+            batches = self.batches()
+            while self.done < self.config.steps:
+                metrics = self.step(batches)
+                every = self.config.eval_every
+                if every and self.done % every == 0 and self.done < self.config.steps:
+                    bits = self.evaluate()
+                    metrics = StepMetrics(**{**vars(metrics), "held_out_bits_per_byte": bits})
+                self.history.append(metrics)
+                progress.update(metrics)
+                if writer:
+                    writer.write(metrics)
+                if self.config.save_every and self.done % self.config.save_every == 0 and self.done < self.config.steps:
+                    self.save(out)
+                # A signal may reach ranks in different steps: all stop at the first step after any rank saw it.
+                if self.engine.agree([float(stop.received)])[0] > 0:
+                    self.interrupted = True
+                    self.windows = self.windows[:: -(-len(self.windows) // HASTY_WINDOWS)]
+                    progress.note(f"Stopping after step {self.done}; {stop.then}.")
+                    break
+        if self.config.save_every:
+            self.save(out, wait=True)
+
+    def sample(self) -> bytes:
+        """Return generated text, on rank 0."""
+        prompt = b"def " if self.config.data is None else b"\n"
+        length = min(self.config.sample, HASTY_SAMPLE) if self.interrupted else self.config.sample
+        with self.engine.gathered():
+            if not (self.leads and length):
+                return b""
+            return prompt + generate(
+                self.model, prompt, length, temperature=self.config.temperature, seed=self.config.seed
+            )
+
+    def introduce(self) -> str:
+        """Return who trains on what, in two lines."""
+        config, shape, corpus = self.config, self.shape, self.corpus
+        files = f"{corpus.num_files} file{'s' if corpus.num_files > 1 else ''}"
+        skipped = f", {len(corpus.skipped)} skipped: {'; '.join(corpus.skipped[:3])}" if corpus.skipped else ""
+        skipped += " ..." if len(corpus.skipped) > 3 else ""
+        return (
+            f"GPT {config.size}, {format_count(shape.num_parameters)} parameters ({shape.layers} blocks of "
+            f"{shape.d_model}, context {shape.context}); {config.layout} over {ranks(self)} on "
+            f"{self.engine.device.type}, {config.precision}\n"
+            f"{format_bytes(len(corpus.train))} of {corpus.source} ({files}{skipped}); "
+            f"{format_bytes(len(corpus.held_out))} held out"
+        )
+
+
+def train(config: TrainConfig) -> Result:
+    """Train on this rank, together with the others if a launcher started several.
+
+    Raises:
+        ConfigError: the run folder is not empty, the text is too short, or the run cannot fit into memory; nothing is
+            left behind.
+        ShardfoldError: the checkpoint to go on from does not fit, or the loss is no longer finite.
+    """
+    leads = int(os.environ.get("RANK", "0")) == 0
+    mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
+    with mine as folder:
+        check_device(config)
+        run = Run(config, load_corpus(config.data), lenient_console())
+        run.check_corpus()
+        out = run.folder_of_all(folder)
+        resumed = run.resume(config.resume) if config.resume is not None else None
+        if not run.leads:
+            return run_and_report(run, out, None, resumed)
+        (out / "config.json").write_text(json.dumps(resolved(run), indent=2) + "\n", encoding="utf-8")
+        with MetricsWriter(out / "metrics.jsonl") as writer:
+            return run_and_report(run, out, writer, resumed)
+
+
+def check_device(config: TrainConfig) -> None:
+    """Refuse what cannot fit into this rank's device."""
+    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    device = pick_device()
+    if device.type == "cuda":
+        available = torch.cuda.get_device_properties(device).total_memory
+        sharing, where = -(-here // torch.cuda.device_count()), "a GPU"
+    else:
+        available, sharing, where = memory_limit(), here, "this machine"
+    check_memory(config, ranks=ranks, sharing=sharing, available=available, where=where)
+
+
+def run_and_report(run: Run, out: Path, writer: MetricsWriter | None, resumed: str | None) -> Result:
+    """Train, evaluate, write what came of it, and only then sample and print: a run is not lost at its last line."""
+    with Progress(run.config.steps, console=run.console, enabled=run.leads) as progress:
+        progress.note(run.introduce())
+        if resumed:
+            progress.note(resumed)
+        run.train(progress, out, writer)
+    bits = {f"GPT {run.config.size}": run.evaluate(), **baselines(run.corpus.train, run.windows)}
+    seconds = time.perf_counter() - run.began
+    said = write_results(run, out, bits, seconds) if run.leads else []
+    sample = run.sample()
+    if run.leads:
+        (out / "sample.txt").write_bytes(sample)
+        show(run, out, bits, seconds, sample, said)
+    run.engine.close()
+    run.stop.release()
+    model, *counted = bits.items()
+    return Result(
+        steps=run.done,
+        bits_per_byte=model[1],
+        baselines=dict(counted),
+        seconds=seconds,
+        interrupted=run.interrupted,
+        out=out,
+        sample=sample,
+    )
+
+
+def ranks(run: Run) -> str:
+    return f"{run.engine.world_size} rank{'s' if run.engine.world_size > 1 else ''}"
+
+
+def resolved(run: Run) -> dict[str, Any]:
+    """Return the settings with nothing left to choose: a config file for the same run, and what it came to."""
+    settings = run.config.model_dump(mode="json", exclude={"out", "data", "resume"}, exclude_none=True)
+    # As they are, and not as the model writes them: a path need not be UTF-8.
+    settings.update({name: str(path) for name in ("data", "resume") if (path := getattr(run.config, name)) is not None})
+    settings.update({name: getattr(run.shape, name) for name in SHAPE})
+    settings["procs"] = run.engine.world_size
+    settings["warmup"] = run.config.warmup_steps()
+    settings["derived"] = {
+        "d_ff": run.shape.d_ff,
+        "world_size": run.engine.world_size,
+        "device": str(run.engine.device),
+    }
+    return settings
+
+
+def write_results(run: Run, out: Path, bits: Mapping[str, float], seconds: float) -> list[str]:
+    """Write summary.json and loss.png; return what there is to say of it."""
+    memory, traffic = run.engine.memory(), run.engine.traffic()
+    (name, model), *counted = bits.items()
+    summary = {
+        "steps": run.done,
+        "skipped_steps": run.engine.stats().skipped,
+        "interrupted": run.interrupted,
+        "seconds": round(seconds, 3),
+        "resumed_at": run.begun_at,
+        "tokens": run.done * run.tokens_per_step,
+        "num_parameters": run.shape.num_parameters,
+        "world_size": run.engine.world_size,
+        "bits_per_byte": {"model": model, **dict(counted)},
+        "memory": [row._asdict() for row in memory.rows],
+        "traffic": [row._asdict() for row in traffic.rows],
+        "control_bytes": traffic.control,
+        "skipped_files": list(run.corpus.skipped),
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    try:
+        from shardfold.tools.observe.pictures import (
+            loss_picture,  # matplotlib takes a second to import: rank 0 alone pays it
+        )
+    except ModuleNotFoundError as error:
+        said = sentence("loss.png", error)
+        if said is None:
+            raise
+        return [f"There is no picture: {said}"]
+    held_out = [(m.step, m.held_out_bits_per_byte) for m in run.history if m.held_out_bits_per_byte is not None]
+    loss_picture(
+        out / "loss.png",
+        train=[(each.step, each.bits_per_byte) for each in run.history if math.isfinite(each.bits_per_byte)],
+        held_out=[*held_out, (run.done, model)],
+        baselines=dict(counted),
+        memory=memory.rows,
+        title=f"{name}, {format_count(run.shape.num_parameters)} parameters, {run.config.layout} on {ranks(run)}",
+    )
+    return []
+
+
+def show(run: Run, out: Path, bits: Mapping[str, float], seconds: float, sample: bytes, said: list[str]) -> None:
+    """Print the final report."""
+    console = run.console
+    memory, traffic = run.engine.memory(), run.engine.traffic()
+    steps = run.done - run.begun_at
+    pace = format_count(steps * run.tokens_per_step / seconds)
+    console.print(f"\n{steps} steps in {format_duration(seconds)}, {pace} tokens/s", highlight=False)
+    tables.print_whole(
+        console,
+        tables.quality_table(bits),
+        tables.memory_table(memory.rows),
+        tables.traffic_table(traffic.rows, traffic.control),
+    )
+    if sample:
+        console.print("\n[bold]A sample[/bold]")
+        console.print(Text(tables.printable(sample)), soft_wrap=True)
+    names = [each.name + "/" * each.is_dir() for each in sorted(out.iterdir(), key=lambda each: (each.is_dir(), each))]
+    console.print("\n".join(["", *said, f"Written to {out}: {', '.join(names)}"]), highlight=False, markup=False,
+                  soft_wrap=True)  # fmt: skip

@@ -1,0 +1,59 @@
+"""The least that a run needs of a device's memory, so that what cannot fit is refused before any of it is taken."""
+
+from __future__ import annotations
+
+from shardfold.errors import ConfigError
+from shardfold.plan import presets
+from shardfold.plan.cost import state_bytes
+from shardfold.plan.layout import Precision
+from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
+from shardfold.tools.observe.formats import format_bytes
+from shardfold.tools.recipes.config import GPTConfig, TrainConfig
+
+__all__ = ["check_memory", "saved_bytes", "states_bytes"]
+
+
+def states_bytes(config: TrainConfig, shape: GPTConfig, ranks: int) -> float:
+    """Return the bytes that parameters, gradients and optimizer states take on each of `ranks` between steps."""
+    policy = Precision.named(config.precision)
+    mesh = {"inter": 1, "intra": ranks}
+    numel = shape.num_parameters
+    segment = SegmentSpec((Slot("all", (numel,), 0),), numel, policy.compute)
+    bound = presets.named(config.layout).bind(policy, mesh)
+    return sum(state_bytes(bound, [UnitSpec("(root)", (segment,), True)], mesh).values())
+
+
+def saved_bytes(config: TrainConfig, shape: GPTConfig) -> float:
+    """Return bytes that backward needs of a micro-batch at least: the inputs of what each block multiplies."""
+    itemsize = 4 if config.precision == "fp32" else 2
+    tokens = config.micro_batch * shape.context
+    return tokens * (16.0 + itemsize * shape.layers * (7 * shape.d_model + 3 * shape.d_ff))
+
+
+def check_memory(config: TrainConfig, *, ranks: int, sharing: int, available: int, where: str) -> None:
+    """Refuse a run that cannot fit.
+
+    Args:
+        ranks: in all.
+        sharing: of them, those that share the memory.
+        available: its bytes; 0 if unknown.
+        where: what it is the memory of, for people.
+
+    Raises:
+        ConfigError: model and optimizer alone, or what backward needs besides, take more than there is.
+    """
+    shape = config.model_shape()
+    states = sharing * states_bytes(config, shape, ranks)
+    needed = states + sharing * saved_bytes(config, shape)
+    if not available or needed <= available:
+        return
+    there = f"{where} has {format_bytes(available)}"
+    if states > available:
+        raise ConfigError(
+            f"{shape.num_parameters:,} parameters under {config.layout} need {format_bytes(states)} here, but {there}: "
+            "choose a smaller --size (--d-model, --layers), another --layout, or more machines."
+        )
+    raise ConfigError(
+        f"a micro-batch of {config.micro_batch:,} sequences of {shape.context:,} bytes needs at least "
+        f"{format_bytes(needed)} here, but {there}: give a smaller --micro-batch (and --accumulate for the rest)."
+    )

@@ -1,1 +1,0 @@
-"""WIRES: how the bytes of a journey travel. A wire sees padded, aligned flat tensors and knows no layout."""
