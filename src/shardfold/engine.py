@@ -32,12 +32,14 @@ from shardfold.agreement import Agreement
 from shardfold.alike import given
 from shardfold.changes import Changes
 from shardfold.checkpoint.base import Base
+from shardfold.checkpoint.given import check_loadable, check_place, check_states
 from shardfold.checkpoint.job import Saving
 from shardfold.checkpoint.load import LoadReport, load
-from shardfold.checkpoint.save import Saver
+from shardfold.checkpoint.names import renamer
+from shardfold.checkpoint.save import Saver, check_options
 from shardfold.checkpoint.stored import readable
 from shardfold.early import announce
-from shardfold.errors import UsageError
+from shardfold.errors import ShardfoldError, UsageError
 from shardfold.gathered import gathered
 from shardfold.hooks import Hooks
 from shardfold.layout import Layout, Precision
@@ -364,7 +366,8 @@ class Engine:
         """Takes parameters and buffers from a full state dict that every rank has; the optimizer's state stays.
 
         Raises:
-            ModelError: a shape differs, or (strict) names are missing or unexpected; all are listed.
+            ModelError: a value is no tensor, a shape differs, or (strict) names are missing or unexpected; all are
+                listed. Nothing was changed.
         """
         self._refuse_closed("engine.load_state_dict()")
         self._runner.settle("engine.load_state_dict()")
@@ -413,10 +416,17 @@ class Engine:
             by ``wait()``.
 
         Raises:
+            ConfigError: on all ranks: an argument is of a wrong type or value on one of them.
             CheckpointError: it cannot be written; what was there before is as it was.
             UsageError: between the micro-batches of a step, or while values are lent.
         """
-        self._meet(f"engine.save(frozen={frozen!r})", follow=True)
+
+        def check() -> None:
+            check_place("engine.save()", path, "a checkpoint")
+            check_states("engine.save()", state=state, rank_state=rank_state)
+            check_options(busy, keep, nonfinite, gradients, shared)
+
+        self._meet(f"engine.save(frozen={frozen!r})", follow=True, check=check)
         rebuild.secure(self)
         self._refuse_broken("engine.save()")
         return self.saver.save(
@@ -444,11 +454,19 @@ class Engine:
             state: objects with ``load_state_dict()``, by the names they were saved under.
 
         Raises:
+            ConfigError: on all ranks: an argument is of a wrong type on one of them.
             CheckpointError: on all ranks: there is none, it is not complete or damaged, ranks find different ones, or
                 it does not fit: all that is missing, unexpected or of another shape is listed; or the state is of an
                 optimizer of another kind, or of other groups; or what was left out has other values here.
         """
-        self._meet(f"engine.load(weights_only={weights_only})", follow=True)
+
+        def check() -> None:
+            check_place("engine.load()", path, "a checkpoint or of a folder of checkpoints")
+            check_states("engine.load()", state=state)
+            check_loadable("engine.load()", state)
+            renamer(rename, "engine.load")
+
+        self._meet(f"engine.load(weights_only={weights_only})", follow=True, check=check)
         rebuild.secure(self)
         self._loads += 1
         return load(
@@ -521,10 +539,18 @@ class Engine:
         if self.closed:
             raise UsageError(f"{call}: {self.closed}.")
 
-    def _meet(self, what: str, *, follow: bool = False) -> None:
-        """All ranks are about to do ``what``, or all raise; ``follow`` the model first if it changed."""
+    def _meet(self, what: str, *, follow: bool = False, check: Callable[[], None] | None = None) -> None:
+        """All ranks are about to do ``what``, or all raise, also where ``check`` raises on one only: it sends nothing.
+        ``follow`` the model first if it changed."""
         self._refuse_closed(what)
         self._runner.settle(what)
         if follow:
             self._follow_model()
-        self._runner.meet(what)
+        error: ShardfoldError | None = None
+        try:
+            if check is not None:
+                check()
+        except ShardfoldError as raised:
+            error = raised
+        if self._runner.meet(what, flags=[error is not None])[0]:
+            self.agreement.refuse(what, error)

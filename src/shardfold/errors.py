@@ -77,7 +77,7 @@ class CollectiveError(ShardfoldError, RuntimeError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The one of ``choices`` that ``word`` is likely a slip of, whatever the letter case; None: it is like none of them.
+    """The one of ``choices`` that ``word`` is likely a slip of, in any letter case; None: it is like none of them.
 
     A name with an underscore in front, as comments have in JSON, is no slip of one without.
     """

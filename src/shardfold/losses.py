@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from shardfold.errors import UsageError
 from shardfold.numerics.scaling import scaled
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ __all__ = ["lift", "run_backward"]
 def run_backward(engine: Engine, loss: Tensor, weight: float | None, retain_graph: bool) -> None:
     """See :meth:`Engine.backward`."""
     runner = engine._runner
+    _check_loss("engine.backward()", loss)
     if weight != 0:
         engine.alarm.note(loss)
     loss = _times_scale(engine, engine.shares.weighed(loss, weight, first=not runner.micro))
@@ -37,6 +39,7 @@ def run_backward(engine: Engine, loss: Tensor, weight: float | None, retain_grap
 
 def lift(engine: Engine, loss: Tensor) -> Tensor:
     """See :meth:`Engine.scale`."""
+    _check_loss("engine.scale()", loss)
     if engine.loss_scale is None:
         return loss
     engine.alarm.note(loss)
@@ -47,6 +50,15 @@ def lift(engine: Engine, loss: Tensor) -> Tensor:
 
     loss.register_hook(begin)
     return loss
+
+
+def _check_loss(call: str, loss: object) -> None:
+    """
+    Raises:
+        UsageError: it is no tensor.
+    """
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"{call}: the loss is of type {type(loss).__name__}: give a tensor.")
 
 
 def _times_scale(engine: Engine, loss: Tensor) -> Tensor:

@@ -41,8 +41,9 @@ def collect(
                 if place.name not in left_out:
                     _of_parameter(engine, segment, slot, parts, index)
     tensors: dict[str, Tensor] = {}
-    tree = {"rng": rng_state(), "state": plain(rank_state)}
-    index.ranks = [encode(tree, "rank_state", tensors)]
+    tree = encode({"rng": rng_state()}, "rank_state", tensors)
+    tree["state"] = encode(plain(rank_state), "rank_state.state", tensors, "rank_state")
+    index.ranks = [tree]
     for name, tensor in tensors.items():
         parts.append(_whole("rank", "", name, tensor, rank=engine.rank))
     if engine.rank == 0:
@@ -69,8 +70,9 @@ def header(engine: Engine, state: Mapping[str, Any], left_out: Mapping[str, str]
         "schedule": engine.schedule.state_dict() if engine.schedule is not None else None,
         "loss_scale": engine.loss_scale.state_dict() if engine.loss_scale is not None else None,
         "averages": [{"updates": average.updates} for average in engine.averages],
-        "state": plain(state),
     }
+    tree = encode(run, "run", tensors)
+    tree["state"] = encode(plain(state), "run.state", tensors, "state")
     index = Index(
         step=engine.steps,
         written={
@@ -86,7 +88,7 @@ def header(engine: Engine, state: Mapping[str, Any], left_out: Mapping[str, str]
             Parameter(name, tuple(b.shape), NAMES[b.dtype], also) for name, (b, also) in buffers_of(engine).items()
         ],
         optimizer=_optimizer(engine, tensors),
-        run=encode(run, "run", tensors),
+        run=tree,
     )  # fmt: skip
     return index, tensors
 

@@ -35,7 +35,7 @@ from shardfold.report import MemoryRow
 if TYPE_CHECKING:
     from shardfold.engine import Engine
 
-__all__ = ["Saver"]
+__all__ = ["Saver", "check_options"]
 
 LOG = getLogger("shardfold")
 
@@ -70,7 +70,6 @@ class Saver:
         """See :meth:`Engine.save`."""
         begun = perf_counter()
         engine, target = self._engine, Path(os.path.abspath(path))
-        _check_options(busy, keep, nonfinite, gradients, shared)
         refuse_during(engine.loans, "engine.save()")
         if engine.micro_batch and gradients == "refuse":
             raise UsageError(
@@ -209,7 +208,11 @@ class Saver:
             LOG.error("%s", last.error)
 
 
-def _check_options(busy: str, keep: int | None, nonfinite: str, gradients: str, shared: bool | None) -> None:
+def check_options(busy: str, keep: int | None, nonfinite: str, gradients: str, shared: bool | None) -> None:
+    """
+    Raises:
+        ConfigError: one of the arguments of :meth:`Engine.save` is none of its values.
+    """
     if busy not in ("wait", "skip"):
         raise ConfigError(
             f"engine.save(busy={busy!r}): a save under way is waited for ('wait') or this one left out ('skip')."

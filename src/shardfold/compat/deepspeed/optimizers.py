@@ -55,7 +55,7 @@ def make_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) -
     """The schedule that ``{"type": type, "params": params}`` means, one of DeepSpeed's five or of PyTorch's.
 
     Raises:
-        DeepSpeedConfigError: the type or an argument is unknown, an argument is missing, or a value is out of its range.
+        DeepSpeedConfigError: the type or an argument is unknown, one is missing, or a value is out of its range.
     """
     name, arguments = _checked_schedule(type, params)
     with naming("scheduler.params", name, arguments):
