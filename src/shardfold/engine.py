@@ -260,7 +260,11 @@ class Engine:
         self._refuse_broken("engine.step()")
         self.saver.tell()
         if runner.micro == 0:
-            raise UsageError("engine.step() with no backward since the last step: call engine.backward(loss).")
+            by_hand = any(p.grad is not None for p in self.module.parameters())
+            raise UsageError(
+                "engine.step() with no backward since the last step: call engine.backward(loss)."
+                + " What was put into parameter.grad by hand counts with a backward only." * by_hand
+            )
         self._clock.told(tokens, samples)
         runner.close_micro_batches()
         if not runner.boundary:
