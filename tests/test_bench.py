@@ -94,7 +94,7 @@ def test_a_contender_that_dies_is_reported_and_the_others_go_on(capsys: pytest.C
         (["--only", "hpz"], "hpz was asked for and cannot take part: needs a multiple of 2 ranks, at least 4."),
         (["--only", "zero2", "--reference", "torch-ddp"], "the reference 'torch-ddp' does not take part"),
         (["--params", "7e9"], "give a number in that range"),
-        (["--precision", "fp8"], "Did you mean 'fp32'?"),
+        (["--precision", "fp8"], "Known: bf16, fp32."),
         (["--only", "zero3", "--timeline", "x.png"], "name two"),
         (["--json", "no-such-folder/x.json"], "no-such-folder"),
     ],

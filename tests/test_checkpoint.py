@@ -435,9 +435,9 @@ def _refusals(folder: str) -> None:
         ({"rename": {"(": ""}}, "is no pattern"),
         ({"rename": lambda name: name.replace("blocks.0", "blocks.1")}, "the same name"),
         ({"rename": {"^head": "tail"}}, "missing: head.bias, head.weight; unexpected: head.bias, head.weight"),
-        ({"state": {"loader": None}}, "no state of loader; it has sampler"),
+        ({"state": {"loader": nn.Identity()}}, "no state of loader; it has sampler"),
         # On one rank only: the others are told.
-        ({"state": {"loader": None} if engine.rank else {}}, "rank 1: " + f"{folder}/a has no state of loader"),
+        ({"state": {"loader": nn.ReLU()} if engine.rank else {}}, "rank 1: " + f"{folder}/a has no state of loader"),
         ({"rename": _raises if engine.rank else None}, "rank 1: KeyError: 'a mistake'"),
     ):
         said = _refused(engine, f"{folder}/a", **arguments)

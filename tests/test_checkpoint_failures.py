@@ -146,7 +146,7 @@ SAID = {
     "named latest": ["not named 'latest'", "choose another"],
     "raises on rank 0": ["rank 0: the sampler has no epoch"],
     "raises on rank 1": ["rank 1: the sampler has no epoch"],
-    "not encodable": ["rank 1: rank_state.state.data.lock is a lock, which a checkpoint does not take"],
+    "not encodable": ["rank 1: rank_state['data']['lock'] is a lock, which a checkpoint does not take"],
     "other places": ["ConfigError: ", "rank 0: ", "/b0", "rank 1: ", "/b1", "give every rank the same"],
     "other options": ["ConfigError: ", "rank 0: ", "keep=1", "rank 1: ", "keep=2"],
     "not finite": ["inf or NaN in norm.bias"],

@@ -172,7 +172,11 @@ def test_a_tree_comes_back_as_it_was(tree: Any) -> None:
 
 @pytest.mark.parametrize(
     ("value", "where"),
-    [(object(), "state is a object"), ({"a": [1, {2}]}, r"state\.a\[1\] is a set"), ({(1,): len}, r"state\[\(1,\)\]")],
+    [
+        (object(), "state is a object"),
+        ({"a": [1, {2}]}, r"state\['a'\]\[1\] is a set"),
+        ({(1,): len}, r"state\[\(1,\)\]"),
+    ],
 )
 def test_what_is_no_tree_is_named(value: Any, where: str) -> None:
     with pytest.raises(CheckpointError, match=where):

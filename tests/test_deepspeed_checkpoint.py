@@ -515,5 +515,7 @@ def test_the_run_of_deepspeed_is_left_as_it_is(tmp_path: Path):
     """A checkpoint beside DeepSpeed's would take ``latest`` from it."""
     source = save(Run(), tmp_path / "ds", 2, 2)
     with pytest.raises(CheckpointError, match="whose 'latest' is DeepSpeed's: choose another folder"):
+        import_from(source / f"global_step{STEPS}", source / "step-3")
+    with pytest.raises(CheckpointError, match=r"is inside of .*, which is read: nothing was written"):
         import_from(source, source / "step-3")
     assert (source / "latest").read_text() == f"global_step{STEPS}"

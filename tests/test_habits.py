@@ -317,6 +317,40 @@ def test_gradients_set_by_hand_are_those_of_the_step(ranks: Ranks, layout: str, 
     ranks.run(_set_by_hand, layout, world_size=size)
 
 
+def _only_by_hand(layout: str) -> str:
+    """What a step says of gradients without a backward. The weights are plain PyTorch's behind steps of gradients that
+    were set before a backward, which adds to them, and in place of those of a loss of zero."""
+    model, engine = make_model(), make_engine(layout, SGD)
+    plain = SGD(model.parameters())
+    for p in engine.module.parameters():
+        p.grad = torch.ones_like(p)
+    try:
+        engine.step()
+        said = "nothing"
+    except UsageError as error:
+        said = str(error)
+    model(rows(0)).square().mean().backward()
+    engine.backward(engine(rows(0)).square().mean())
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad += 1
+    engine.step(), plain.step()
+    engine.backward(sum((0 * p.sum() for p in engine.module.parameters()), torch.zeros(())))
+    for p in (*engine.module.parameters(), *model.parameters()):
+        p.grad = torch.full_like(p, 2.0)
+    engine.step(), plain.step()
+    assert_weights(engine, model)
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize(("layout", "size"), [("ddp", 2), ("zero3", 1)])
+def test_gradients_set_by_hand_need_a_backward(ranks: Ranks, layout: str, size: int) -> None:
+    """Without one the step refuses and says so; they are kept, and one of a loss of zero makes way for them."""
+    for said in ranks.run(_only_by_hand, layout, world_size=size):
+        assert said.startswith("engine.step() with no backward") and "by hand counts with a backward only" in said
+
+
 def _swap(a: Tensor, b: Tensor) -> None:
     a.grad, b.grad = b.grad, a.grad
 

@@ -9,10 +9,12 @@ import json
 import os
 import pickle
 import shutil
+import threading
 import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,7 +30,7 @@ from shardfold.checkpoint.trust import dump_object, load_object
 from shardfold.compat.deepspeed.initialize import initialize
 from shardfold.compat.deepspeed.saving import client_state_of
 from shardfold.compat.deepspeed.utils.zero_to_fp32 import get_model_state_file
-from shardfold.errors import CheckpointError
+from shardfold.errors import CheckpointError, ConfigError
 from shardfold.testing import Ranks
 from test_deepspeed_checkpoint import Run
 from test_deepspeed_checkpoint import save as save_as_theirs
@@ -69,7 +71,7 @@ HARMLESS: list[Any] = [
 @pytest.mark.parametrize("value", HARMLESS, ids=lambda value: type(value).__name__)
 def test_a_value_without_code_is_read(value: Any) -> None:
     """As it was, without trust, from the bytes that earlier versions wrote too."""
-    found = load_object(dump_object(value), "x")
+    found = load_object(dump_object(value, "x"), "x")
     assert found == value and (type(found) is type(value) or isinstance(value, PurePosixPath))
 
 
@@ -77,12 +79,16 @@ def test_what_the_user_allowed_stays_allowed() -> None:
     """Classes that were named to PyTorch are read, before and after: here they are not forgotten."""
     torch.serialization.add_safe_globals([Kind, argparse.Namespace])
     try:
-        assert load_object(dump_object(Kind.ONE), "x") is Kind.ONE
+        assert load_object(dump_object(Kind.ONE, "x"), "x") is Kind.ONE
         assert {Kind, argparse.Namespace} <= set(torch.serialization.get_safe_globals())
     finally:
         torch.serialization.clear_safe_globals()
+    with trusted():
+        data = dump_object(Kind.ONE, "x")
     with pytest.raises(CheckpointError, match=r"holds a test_hostile_objects\.Kind"):
-        load_object(dump_object(Kind.ONE), "x")
+        load_object(data, "x")
+    with pytest.raises(CheckpointError, match=r"x is a Kind, .*reading a test_hostile_objects\.Kind may run code"):
+        dump_object(Kind.ONE, "x")
 
 
 def call_of(name: str, argument: str) -> bytes:
@@ -145,7 +151,8 @@ def face_saves(folder: str, canary: str) -> tuple[Any, ...]:
     """What loading says of an object of the client's, without trust and with it."""
     engine, _, _, _ = initialize(model=build(), config=config(0))
     before = [p.detach().clone() for p in engine.module.parameters()]
-    engine.save_checkpoint(folder, tag="a", client_state={"epoch": 3, "mischief": Touch(Path(canary))})
+    with trusted():
+        engine.save_checkpoint(folder, tag="a", client_state={"epoch": 3, "mischief": Touch(Path(canary))})
     with torch.no_grad():
         for p in engine.module.parameters():
             p.add_(1)
@@ -175,6 +182,45 @@ def test_client_state_runs_nothing(ranks: Ranks, world_size: int, tmp_path: Path
     assert f"client_state['mischief'] of {tmp_path / 'ck' / 'a'} holds a os.makedirs" in said
     assert "with shardfold.checkpoint.trusted():" in said and said.count("\n") == 0
     assert kept and not ran and ran_then and loaded and client == ["epoch", "mischief"]
+
+
+def face_refuses(folder: str, canary: str) -> list[tuple[str, list[str]]]:
+    """What saving says of objects of the client's on rank 0, and what lies in the folder then."""
+    engine, _, _, _ = initialize(model=build(), config=config(0))
+    told: list[tuple[str, list[str]]] = []
+    for value in ({"deep": [1, Touch(Path(canary))]}, torch.Generator(), lambda: 0, threading.Lock()):
+        client = {"epoch": 3, "x": value} if engine.global_rank == 0 else {}
+        for inside in (False, True):
+            with trusted() if inside else nullcontext():
+                try:
+                    engine.save_checkpoint(folder, tag="a", client_state=client)
+                except (CheckpointError, ConfigError) as error:
+                    told.append((str(error), sorted(p.name for p in Path(folder).glob("*"))))
+                else:
+                    told.append(("saved", []))
+                    engine._core.sharded.gate.meet("the test")
+                    if engine.global_rank == 0:
+                        shutil.rmtree(folder)
+                    engine._core.sharded.gate.meet("the test")
+    engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_would_not_be_read_is_not_saved(ranks: Ranks, world_size: int, tmp_path: Path, canary: Path) -> None:
+    """On all ranks, before a file is written, with the keys of what is to blame: what reading would refuse is refused
+    outside of ``trusted()``, what cannot be pickled everywhere."""
+    for rank, told in enumerate(ranks.run(face_refuses, str(tmp_path / "ck"), str(canary), world_size=world_size)):
+        names = ["['x']['deep'][1] is a Touch", "['x'] is a Generator", "['x'] is a function", "['x'] is a lock"]
+        expected = [(name, inside) for name in names for inside in (False, True)]
+        for (name, inside), (said, left) in zip(expected, told, strict=True):
+            assert left == []
+            if inside and ("Touch" in name or "Generator" in name):
+                assert said == "saved"
+                continue
+            assert f"client_state{name}, which a checkpoint does not take" in said and "\n" not in said
+            assert rank == 0 or "rank 0: client_state" in said
+    assert not canary.exists()
 
 
 def values_come_back(folder: str) -> bool:

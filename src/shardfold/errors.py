@@ -29,7 +29,11 @@ __all__ = [
     "ShardfoldError",
     "UsageError",
     "did_you_mean",
+    "nearest",
 ]
+
+LIKE = 0.6
+"""Of 1, from which on a word counts as a slip of another: twice the letters they share, of all letters of both."""
 
 
 class ShardfoldError(Exception):
@@ -72,8 +76,18 @@ class CollectiveError(ShardfoldError, RuntimeError):
     """A collective failed or did not finish in time."""
 
 
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The one of ``choices`` that ``word`` is likely a slip of, in any letter case; None: it is like none of them.
+
+    A name with an underscore in front, as comments have in JSON, is no slip of one without.
+    """
+    known = {choice.lower(): choice for choice in sorted(choices) if word.startswith("_") <= choice.startswith("_")}
+    near = get_close_matches(word.lower(), known, n=1, cutoff=LIKE)
+    return known[near[0]] if near else None
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """``" Did you mean 'x'?"`` for the nearest of ``choices``, else the list of them."""
     known = sorted(choices)
-    near = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
+    near = nearest(word, known)
+    return f" Did you mean {near!r}?" if near else f" Known: {', '.join(known)}."

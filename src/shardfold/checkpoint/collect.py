@@ -41,8 +41,9 @@ def collect(
                 if place.name not in left_out:
                     _of_parameter(model, segment, slot, parts, index)
     tensors: dict[str, Tensor] = {}
-    tree = {"rng": rng_state(), "state": plain(rank_state)}
-    index.ranks = [encode(tree, "rank_state", tensors)]
+    tree = encode({"rng": rng_state()}, "rank_state", tensors)
+    tree["state"] = encode(plain(rank_state), "rank_state.state", tensors, "rank_state")
+    index.ranks = [tree]
     for name, tensor in tensors.items():
         parts.append(_whole("rank", "", name, tensor, rank=model.rank))
     if model.rank == 0:
@@ -69,8 +70,9 @@ def header(
         "schedule": model.run.schedule.state_dict() if model.run.schedule is not None else None,
         "loss_scale": model.run.loss_scale.state_dict() if model.run.loss_scale is not None else None,
         "averages": [{"updates": average.updates} for average in model.run.averages],
-        "state": plain(state),
     }
+    tree = encode(run, "run", tensors)
+    tree["state"] = encode(plain(state), "run.state", tensors, "state")
     buffers = buffers_of(model.module)
     index = Index(
         step=model.run.steps,
@@ -87,7 +89,7 @@ def header(
             Parameter(name, tuple(b.shape), NAMES[b.dtype], others) for name, (b, others) in buffers.items()
         ],
         optimizer=_optimizer(model, tensors),
-        run=encode(run, "run", tensors),
+        run=tree,
     )  # fmt: skip
     return index, tensors
 

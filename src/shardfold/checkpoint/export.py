@@ -22,6 +22,7 @@ from shardfold.checkpoint.files import NAMES, Part, write_file
 from shardfold.checkpoint.folders import sync_folder, write_synced
 from shardfold.checkpoint.format import Piece
 from shardfold.checkpoint.names import Rename, renamer
+from shardfold.checkpoint.paths import check_apart
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.stored import HF_INDEX, Stored, weights_of
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
@@ -91,8 +92,8 @@ def export_to(
 
     Raises:
         ConfigError: an option is unknown or has no meaning for this target.
-        CheckpointError: the checkpoint is damaged, a parameter has no elements, the target exists, or the disk is full;
-            nothing is left of what was written.
+        CheckpointError: the checkpoint is damaged, a parameter has no elements, the target exists or is inside of
+            what is read, or the disk is full; nothing is left of what was written.
     """
     target = Path(os.path.abspath(target))
     if to not in TARGETS:
@@ -105,6 +106,7 @@ def export_to(
         raise ConfigError(f"export_to(shard_bytes={shard_bytes}): a file has at least one byte.")
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists: nothing was written; remove it or choose another path.")
+    check_apart(Path(source), target)
     beside = _beside(Path(config)) if config is not None else []
     with Checkpoint(source) as checkpoint:
         stored = weights_of(checkpoint, state).renamed(renamer(rename, "export_to"), str(checkpoint.path))

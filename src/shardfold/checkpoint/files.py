@@ -32,7 +32,7 @@ from shardfold.errors import CheckpointError
 if TYPE_CHECKING:
     from shardfold.checkpoint.elsewhere import Elsewhere
 
-__all__ = ["DTYPES", "NAMES", "Part", "Reader", "write_file"]
+__all__ = ["DTYPES", "NAMES", "Part", "Reader", "check_dense", "write_file"]
 
 PAGE = 4096
 BUFFER = 2 * SUM_BYTES
@@ -44,6 +44,21 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def check_dense(values: Tensor, what: str) -> None:
+    """
+    Raises:
+        CheckpointError: a tensor has not one value in memory for each element; ``what`` says which.
+    """
+    if values.layout is not torch.strided or values.is_nested:
+        kind = "nested" if values.is_nested else "sparse"
+        raise CheckpointError(
+            f"{what} is a {kind} tensor, which a checkpoint does not take: give it dense, by "
+            f"{'torch.nested.to_padded_tensor' if values.is_nested else 'tensor.to_dense()'}."
+        )
+    if values.is_meta:
+        raise CheckpointError(f"{what} is a tensor on the meta device, which has no values: give it some.")
 
 
 class Part(NamedTuple):

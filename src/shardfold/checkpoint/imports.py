@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from shardfold.checkpoint.files import check_dense
 from shardfold.checkpoint.names import Rename, renamer
-from shardfold.checkpoint.paths import check_regular
+from shardfold.checkpoint.paths import check_apart, check_regular
 from shardfold.checkpoint.stored import Later, Stored, form_of, of_safetensors
 from shardfold.checkpoint.trust import load_object, trusted
 from shardfold.checkpoint.writer import Writer
@@ -85,13 +86,15 @@ def import_from(
 
     Raises:
         ConfigError: ``form`` is unknown.
-        CheckpointError: it is of another form, is damaged, or has no weights where they are looked for.
+        CheckpointError: it is of another form, is damaged, or has no weights where they are looked for; ``target`` is
+            inside of it, or around it. Nothing is left of what was written.
     """
     path = Path(source)
     if form not in ("auto", *SOURCES):
         raise ConfigError(f"there is no form {form!r} to import from.{did_you_mean(form, SOURCES)}")
     if not path.exists():
         raise CheckpointError(f"there is no {path}.")
+    check_apart(path, Path(target))
     if not path.is_dir():
         check_regular(path)
     if trust:
@@ -145,13 +148,13 @@ def _of_weights(
     if found == "hf" and not (bins and form_of(path / "model.safetensors") == ""):
         stored = of_safetensors(path)
     elif found == "hf":
-        stored = _stored({name: value for file in bins for name, value in _unpickled(file).items()}, report)
+        stored = _stored({name: value for file in bins for name, value in _unpickled(file).items()}, path, report)
     else:
         from shardfold.checkpoint.dcp import read_dcp
 
         tree = read_dcp(path) if found == "dcp" else _unpickled(path)
         weights, optimizer, rest = _sorted_out(tree, key, path)
-        stored = _stored(weights, report)
+        stored = _stored(weights, path, report)
     stored = stored.renamed(new, str(path))
     moments = _Moments(optimizer, stored, new, report) if optimizer is not None else None
     trained = moments.names if moments is not None and moments.names else None
@@ -225,18 +228,25 @@ def _sorted_out(tree: dict[str, Any], key: str | None, path: Path) -> tuple[dict
             weights = {name: rest.pop(name) for name, value in tree.items() if isinstance(value, Tensor | Later)}
     if not isinstance(weights, Mapping) or not any(isinstance(v, Tensor | Later) for v in weights.values()):
         where = f"under {key!r}" if key is not None else f"at its top or under {', '.join(MODEL)}"
+        if not tree:
+            raise CheckpointError(f"{path} has no weights: it holds an empty dict.")
         there = ", ".join([str(name) for name in tree][:8]) + (", ..." if len(tree) > 8 else "")
         raise CheckpointError(f"{path} has no weights {where}: it has {there}; say where by key=.")
     return dict(weights), optimizer, rest
 
 
-def _stored(weights: Mapping[str, Any], report: ImportReport) -> Stored:
-    """A state dict's tensors; those that are one in memory are tied."""
+def _stored(weights: Mapping[str, Any], path: Path, report: ImportReport) -> Stored:
+    """A state dict's tensors; those that are one in memory are tied.
+
+    Raises:
+        CheckpointError: one is sparse or quantized.
+    """
     stored = Stored()
     first: dict[Any, str] = {}
     others: list[str] = []
     for name, value in weights.items():
         if isinstance(value, Tensor):
+            check_dense(value, f"{name!r} of {path}")
             where = (value.data_ptr(), value.shape, value.stride(), value.dtype)
             home = first.setdefault(where, name) if value.numel() else name
             if home != name:
@@ -245,13 +255,15 @@ def _stored(weights: Mapping[str, Any], report: ImportReport) -> Stored:
         elif not isinstance(value, Later):
             others.append(name)
             continue
-        stored.tensors[name] = _later(value)
+        stored.tensors[name] = _later(value, name)
     if others:
         report.notes.append(f"Left out of the weights, being no tensors: {', '.join(others)}.")
     return stored
 
 
-def _later(value: Tensor | Later) -> Later:
+def _later(value: Tensor | Later, what: str) -> Later:
+    if isinstance(value, Tensor):
+        check_dense(value, what)
     return value if isinstance(value, Later) else Later(tuple(value.shape), value.dtype, lambda: value)
 
 
@@ -339,7 +351,7 @@ class _Moments:
             for key, value in values.items():
                 whole = isinstance(value, Tensor | Later) and tuple(value.shape) == self._stored.tensors[name].shape
                 if whole and key != "step" and not _is_buffer(name, self._stored.tensors[name]):
-                    later = _later(value)
+                    later = _later(value, f"{key!r} of {name!r}, of the optimizer,")
                     writer.state(name, key, later.read, dtype=later.dtype)
                 else:
                     once[key] = _read(value)

@@ -257,7 +257,7 @@ def _take_run(
             "anew or are not used."
         )
     for name, target in state.items():
-        if name in report.state and hasattr(target, "load_state_dict"):
+        if name in report.state:
             target.load_state_dict(report.state[name])
     if rng is not None:
         report.rank_state = report.rank_states[model.rank]

@@ -17,12 +17,17 @@ def renamer(rename: Rename | None, where: str) -> Callable[[str], str]:
     """The function that ``rename`` stands for; ``where`` names the call in messages.
 
     Raises:
-        ConfigError: a pattern is none.
+        ConfigError: it is neither, or a pattern is none.
     """
     if rename is None:
         return lambda name: name
     if callable(rename):
         return rename
+    if not isinstance(rename, Mapping) or not all(isinstance(each, str) for rule in rename.items() for each in rule):
+        raise ConfigError(
+            f"{where}(rename={rename!r}): give a dict of regular expressions and what they are replaced with, or a "
+            "function of a name."
+        )
     try:
         rules: Sequence[tuple[re.Pattern[str], str]] = [(re.compile(old), new) for old, new in rename.items()]
     except re.error as error:

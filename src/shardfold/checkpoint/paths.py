@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardfold.errors import CheckpointError
 
-__all__ = ["NAME_BYTES", "check_regular", "inside", "is_plain_name", "open_regular", "read_name"]
+__all__ = ["NAME_BYTES", "check_apart", "check_regular", "inside", "is_plain_name", "open_regular", "read_name"]
 
 NAME_BYTES = 255
 """Of a name of a file, at most: what file systems have."""
@@ -59,6 +59,24 @@ def _check_mode(mode: int, path: Path) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for test, name in KINDS if test(mode)), "special file")
         raise CheckpointError(f"{path} cannot be read: it is a {kind}, where a file is needed.")
+
+
+def check_apart(source: Path, target: Path) -> None:
+    """What is written must not lie in what is read, nor the other way round; links count for what they lead to.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    read, written = Path(os.path.realpath(source)), Path(os.path.realpath(target))
+    if read == written:
+        how = "is"
+    elif read in written.parents:
+        how = "is inside of"
+    elif written in read.parents:
+        how = "is around"
+    else:
+        return
+    raise CheckpointError(f"{target} {how} {source}, which is read: nothing was written; choose another path to write.")
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -33,7 +33,7 @@ from shardfold.plan.report import MemoryRow
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.model import ShardedModel
 
-__all__ = ["Saver"]
+__all__ = ["Saver", "check_options"]
 
 LOG = getLogger("shardfold")
 
@@ -68,7 +68,6 @@ class Saver:
         """See :meth:`Engine.save`."""
         begun = perf_counter()
         model, target = self._model, Path(os.path.abspath(path))
-        _check_options(busy, keep, nonfinite, gradients, shared)
         refuse_during(model.loans, "engine.save()")
         if model.run.micro_batch and gradients == "refuse":
             raise UsageError(
@@ -207,7 +206,11 @@ class Saver:
             LOG.error("%s", last.error)
 
 
-def _check_options(busy: str, keep: int | None, nonfinite: str, gradients: str, shared: bool | None) -> None:
+def check_options(busy: str, keep: int | None, nonfinite: str, gradients: str, shared: bool | None) -> None:
+    """
+    Raises:
+        ConfigError: one of the arguments of :meth:`Engine.save` is none of its values.
+    """
     if busy not in ("wait", "skip"):
         raise ConfigError(
             f"engine.save(busy={busy!r}): a save under way is waited for ('wait') or this one left out ('skip')."

@@ -16,7 +16,7 @@ Tensors of several elements go to the files and the tree names them; others are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, cast
 
@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from shardfold.checkpoint.checked import DEPTH, is_deep
+from shardfold.checkpoint.files import check_dense
 from shardfold.errors import CheckpointError
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "strangers"]
 
 INLINE = 8
 ABOVE = 8  # levels of an index that a tree lies in, at most
@@ -38,24 +39,59 @@ DTYPES: dict[str, torch.dtype] = {
 WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
-def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+def encode(value: Any, where: str, tensors: dict[str, Tensor], called: str = "") -> Any:
     """A tree as JSON; its larger tensors are put into ``tensors`` by the names that the JSON has.
 
+    Args:
+        value: the tree.
+        where: begins these names.
+        tensors: is added to.
+        called: what users call the tree, for messages; as ``where``, if not given.
+
     Raises:
-        CheckpointError: something of another kind is in it, or it is nested too deeply to be read again; ``where`` says
-            in what.
+        CheckpointError: something of another kind is in it, which is named by its keys (``state['o'][1]``), or it is
+            nested too deeply to be read again.
     """
     said: Any = None
     try:
         said = _encode(value, where, tensors)
         deep = is_deep(said, DEPTH - ABOVE)
+    except _Strange:
+        name, each = next(strangers(value, called or where))
+        if isinstance(each, Tensor):
+            check_dense(each, name)
+        raise CheckpointError(
+            f"{name} is a {type(each).__name__}, which a checkpoint does not take (it has no pickled objects): give "
+            "None, numbers, strings, bytes, lists, tuples, dicts, tensors or arrays; a value of state= or rank_state= "
+            "itself may also be an object with state_dict() and load_state_dict()."
+        ) from None
     except RecursionError:
         deep = True
     if deep:
         raise CheckpointError(
-            f"{where} is nested too deeply, or holds itself: a checkpoint takes {DEPTH} levels of JSON."
+            f"{called or where} is nested too deeply, or holds itself: a checkpoint takes {DEPTH} levels of JSON."
         )
     return said
+
+
+class _Strange(Exception):
+    """Something that is no tree."""
+
+
+def strangers(value: Any, called: str) -> Iterator[tuple[str, Any]]:
+    """What in a tree a checkpoint does not take, with its place: ``state['o'][1]``."""
+    if isinstance(value, Mapping):
+        for key, inner in cast("Mapping[Any, Any]", value).items():
+            yield from strangers(key, f"the key {key!r} of {called}")
+            yield from strangers(inner, f"{called}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(cast("Sequence[Any]", value)):
+            yield from strangers(inner, f"{called}[{i}]")
+    else:
+        try:
+            _encode(value, called, {})
+        except _Strange:
+            yield called, value
 
 
 def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
@@ -87,13 +123,14 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
             return {k: _encode(v, f"{where}.{k}", tensors) for k, v in items}
         pairs = [[_encode(k, f"a key of {where}", tensors), _encode(v, f"{where}[{k!r}]", tensors)] for k, v in items]
         return {"$dict": pairs}
-    raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which a checkpoint does not take (it has no pickled objects): give "
-        "numbers, strings, lists, dicts, tensors, or an object with state_dict() and load_state_dict()."
-    )
+    raise _Strange
 
 
 def _tensor(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    try:
+        check_dense(tensor, where)
+    except CheckpointError:
+        raise _Strange from None
     if tensor.numel() <= INLINE and not tensor.is_complex():
         name, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
         numbers = [_encode(v, where, tensors) for v in tensor.reshape(-1).tolist()]

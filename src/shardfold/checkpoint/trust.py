@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardfold.checkpoint.trees import strangers
 from shardfold.errors import CheckpointError
 
 __all__ = ["dump_object", "is_trusted", "load_object", "trusted"]
@@ -31,10 +32,10 @@ UNKNOWN = re.compile(r"(?:GLOBAL (\S+) was not an allowed|unsupported GLOBAL (\S
 
 @contextmanager
 def trusted() -> Iterator[None]:
-    """Inside of it, checkpoints may run code: objects in them are unpickled, whatever they are.
+    """Inside of it, checkpoints may run code: objects in them are unpickled, whatever they are, and saved.
 
-    Only for files whose every writer you would let run a program here. In other places such an object is refused, and
-    nothing of its file runs::
+    Only for files whose every writer you would let run a program here. In other places such an object is refused, when
+    it is saved and when it is read, and nothing of its file runs::
 
         with shardfold.checkpoint.trusted():
             engine.load_checkpoint(folder)
@@ -51,8 +52,51 @@ def is_trusted() -> bool:
     return _TRUSTED.get()
 
 
-def dump_object(value: Any) -> bytes:
-    """The bytes of ``torch.save``."""
+def dump_object(value: Any, what: str) -> bytes:
+    """The bytes of ``torch.save``, which :func:`load_object` takes back.
+
+    Args:
+        value: the object.
+        what: it is, for messages: ``"client_state['x']"``.
+
+    Raises:
+        CheckpointError: it cannot be pickled; or :func:`load_object` would refuse it, and this is not inside of
+            :func:`trusted`. What in it is to blame is named by its keys.
+    """
+    try:
+        data = _dumped(value)
+        if not is_trusted():
+            _load(data, safe=True)
+    except Exception as error:  # what pickling runs is the objects' own
+        name, each, words = _blamed(value, what, error)
+        raise CheckpointError(
+            f"{name} is a {type(each).__name__}, which a checkpoint does not take ({words}): give numbers, strings, "
+            "lists, dicts or tensors, such as what its state_dict() or get_state() gives. Objects that can be pickled "
+            "are saved and read inside of `with shardfold.checkpoint.trusted():`."
+        ) from error
+    return data
+
+
+def _blamed(value: Any, what: str, error: Exception) -> tuple[str, Any, str]:
+    """The first part of an object that cannot be saved by itself, by its keys, and why; else the object."""
+    for name, each in strangers(value, what):
+        try:
+            data = _dumped(each)
+            if not is_trusted():
+                _load(data, safe=True)
+        except Exception as its:
+            return name, each, _why(its)
+    return what, value, _why(error)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        found = UNKNOWN.search(str(error))
+        return f"reading a {found[1] or found[2]} may run code" if found else "reading it may run code"
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def _dumped(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -70,12 +114,9 @@ def load_object(data: Path | bytes, what: str, *, mmap: bool = False) -> Any:
         CheckpointError: it holds an object whose class is not known to do no harm and this is not inside of
             :func:`trusted`; or it is no such file.
     """
-    file: Any = io.BytesIO(data) if isinstance(data, bytes) else data
     safe = not is_trusted()
     try:
-        known = set(torch.serialization.get_safe_globals())  # stay so behind this
-        with torch.serialization.safe_globals([each for each in _harmless() if each not in known]):
-            return torch.load(file, map_location="cpu", mmap=mmap or None, weights_only=safe)
+        return _load(data, safe=safe, mmap=mmap)
     except pickle.UnpicklingError as error:
         found = UNKNOWN.search(str(error))
         if found is None or not safe:
@@ -85,6 +126,13 @@ def load_object(data: Path | bytes, what: str, *, mmap: bool = False) -> Any:
             "read it inside of `with shardfold.checkpoint.trusted():` (`shardfold ckpt import --trust`); a class of "
             "your own that does no harm is named by torch.serialization.add_safe_globals."
         ) from None
+
+
+def _load(data: Path | bytes, *, safe: bool, mmap: bool = False) -> Any:
+    file: Any = io.BytesIO(data) if isinstance(data, bytes) else data
+    known = set(torch.serialization.get_safe_globals())  # stay so behind this
+    with torch.serialization.safe_globals([each for each in _harmless() if each not in known]):
+        return torch.load(file, map_location="cpu", mmap=mmap or None, weights_only=safe)
 
 
 # -- what does no harm beside what PyTorch takes

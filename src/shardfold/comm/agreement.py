@@ -27,7 +27,7 @@ from hashlib import sha256
 from logging import getLogger
 from os import getpid
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.watchdog import Watch, Whereabouts
-from shardfold.errors import CollectiveError, ConfigError, OrderError, UsageError
+from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError
 
 __all__ = ["Agreement", "Meeting"]
 
@@ -188,6 +188,23 @@ class Agreement:
             "rank must run the same passes, steps and gathered() in one order; to run a part on some ranks only "
             "(evaluation, generation, saving) do it inside `with engine.gathered():` that all ranks enter."
         )
+
+    def refuse(self, what: str, error: ShardfoldError | None) -> NoReturn:
+        """Raises on every rank what some of them found wrong with their arguments, when all have met for ``what``.
+
+        Raises:
+            ShardfoldError: this rank's own, as it is.
+            ConfigError: on ranks that have none; it names the others and what they found.
+        """
+        said = self.exchange(f"refused/{self.sequence}", "" if error is None else str(error))
+        if error is not None:
+            raise error
+        texts = dict.fromkeys(text for text in said if text)
+        told = "; ".join(
+            f"rank {', '.join(str(rank) for rank, one in enumerate(said) if one == text)}: {text.rstrip('.')}"
+            for text in texts
+        )
+        raise ConfigError(f"{what} was refused elsewhere, so nothing was done here either: {told}.")
 
     def same(self, parts: Mapping[str, str]) -> None:
         """Every rank must say the same of each part; long texts are compared by their hash.

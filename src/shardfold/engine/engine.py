@@ -27,9 +27,11 @@ from torch.optim import Optimizer
 
 from shardfold.activations.modes import Activations, Replacements, in_table
 from shardfold.checkpoint.base import Base
+from shardfold.checkpoint.given import check_loadable, check_place, check_states
 from shardfold.checkpoint.job import Saving
 from shardfold.checkpoint.load import LoadReport, load
-from shardfold.checkpoint.save import Saver
+from shardfold.checkpoint.names import renamer
+from shardfold.checkpoint.save import Saver, check_options
 from shardfold.checkpoint.stored import readable
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.comm import Comm
@@ -338,7 +340,11 @@ class Engine:
         self._gate.refuse_broken("engine.step()")
         self.saver.tell()
         if self.micro_batch == 0:
-            raise UsageError("engine.step() with no backward since the last step: call engine.backward(loss).")
+            by_hand = any(p.grad is not None for p in self.module.parameters())
+            raise UsageError(
+                "engine.step() with no backward since the last step: call engine.backward(loss)."
+                + " What was put into parameter.grad by hand counts with a backward only." * by_hand
+            )
         self._clock.told(tokens, samples)
         runner.close_micro_batches()
         if not self.gradients_ready:
@@ -445,7 +451,8 @@ class Engine:
         """Takes parameters and buffers from a full state dict that every rank has; the optimizer's state stays.
 
         Raises:
-            ModelError: a shape differs, or (strict) names are missing or unexpected; all are listed.
+            ModelError: a value is no tensor, a shape differs, or (strict) names are missing or unexpected; all are
+                listed. Nothing was changed.
         """
         self._gate.refuse_closed("engine.load_state_dict()")
         self._runner.settle("engine.load_state_dict()")
@@ -494,10 +501,17 @@ class Engine:
             by ``wait()``.
 
         Raises:
+            ConfigError: on all ranks: an argument is of a wrong type or value on one of them.
             CheckpointError: it cannot be written; what was there before is as it was.
             UsageError: between the micro-batches of a step, or while values are lent.
         """
-        self._gate.meet(f"engine.save(frozen={frozen!r})", follow=True)
+
+        def check() -> None:
+            check_place("engine.save()", path, "a checkpoint")
+            check_states("engine.save()", state=state, rank_state=rank_state)
+            check_options(busy, keep, nonfinite, gradients, shared)
+
+        self._gate.meet(f"engine.save(frozen={frozen!r})", follow=True, check=check)
         self._gate.secure()
         self._gate.refuse_broken("engine.save()")
         return self.saver.save(
@@ -525,20 +539,24 @@ class Engine:
             state: objects with ``load_state_dict()``, by the names they were saved under.
 
         Raises:
+            ConfigError: on all ranks: an argument is of a wrong type on one of them.
             CheckpointError: on all ranks: there is none, it is not complete or damaged, ranks find different ones, or
                 it does not fit: all that is missing, unexpected or of another shape is listed; or the state is of an
                 optimizer of another kind, or of other groups; or what was left out has other values here.
         """
-        self._gate.meet(f"engine.load(weights_only={weights_only})", follow=True)
+
+        def check() -> None:
+            check_place("engine.load()", path, "a checkpoint or of a folder of checkpoints")
+            check_states("engine.load()", state=state)
+            check_loadable("engine.load()", state)
+            renamer(rename, "engine.load")
+
+        self._gate.meet(f"engine.load(weights_only={weights_only})", follow=True, check=check)
         self._gate.secure()
         self._loads += 1
         return load(
             self.sharded, path, weights_only=weights_only, strict=strict, rename=rename, state=state, number=self._loads
         )
-
-    def _refuse_broken(self, call: str) -> None:
-        if self.sharded.run.broken:
-            raise UsageError(f"{call}: {self.sharded.run.broken}: load another checkpoint before going on.")
 
     def memory(self) -> MemoryReport:
         """Bytes held on this rank by state and tier, walked from live storages, beside what the table says."""

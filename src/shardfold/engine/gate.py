@@ -8,7 +8,7 @@ from typing import Any
 
 from shardfold.engine.hooks import Hooks
 from shardfold.engine.runner import Runner
-from shardfold.errors import UsageError
+from shardfold.errors import ShardfoldError, UsageError
 from shardfold.sharding import rebuild
 from shardfold.sharding.changes import Changes, needed, secure
 from shardfold.sharding.unit import Unit
@@ -49,12 +49,19 @@ class PassGate:
         if self._model.run.broken:
             raise UsageError(f"{call}: {self._model.run.broken}: load another checkpoint before going on.")
 
-    def meet(self, what: str, *, follow: bool = False) -> None:
+    def meet(self, what: str, *, follow: bool = False, check: Callable[[], None] | None = None) -> None:
         self.refuse_closed(what)
         self._runner.settle(what)
         if follow:
             self.follow()
-        self._runner.meet(what)
+        error: ShardfoldError | None = None
+        try:
+            if check is not None:
+                check()
+        except ShardfoldError as raised:
+            error = raised
+        if self._runner.meet(what, flags=[error is not None])[0]:
+            self._model.comm.agreement.refuse(what, error)
 
     def follow(self) -> None:
         if needed(self._changes):

@@ -60,11 +60,6 @@ class Muon(PartOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
     ) -> None:
-        numbers = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "adamw_eps": adamw_eps}
-        for name, value in numbers.items():
-            check_number(Muon, name, value)
-        check_number(Muon, "momentum", momentum, high=1.0)
-        check_betas(Muon, betas)
         if not isinstance(ns_steps, int) or not 0 < ns_steps < 100:
             raise ConfigError(f"Muon(ns_steps={ns_steps!r}): it is an integer from 1 to 99.")
         if adjust_lr_fn is not None and adjust_lr_fn not in SCALES:
@@ -80,6 +75,14 @@ class Muon(PartOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        try:
+            for name in ("lr", "weight_decay", "eps", "adamw_eps"):
+                check_number(Muon, name, group[name])
+            check_number(Muon, "momentum", group["momentum"], high=1.0)
+            check_betas(Muon, group["betas"])
+        except ConfigError:
+            self.param_groups.pop()
+            raise
         wrong = [tuple(p.shape) for p in group["params"] if p.dim() != 2]
         if wrong and not group["adamw"]:
             self.param_groups.pop()

@@ -293,6 +293,11 @@ class Weights:
     """
 
     def __init__(self, source: Any, model: nn.Module) -> None:
+        if not isinstance(source, Mapping | str | Path):
+            raise ModelError(
+                f"weights= is of type {type(source).__name__}: give a state dict, or the path of safetensors files or "
+                "of a checkpoint."
+            )
         self._source = source if isinstance(source, Mapping) else None
         self._files: dict[str, Path] = {} if isinstance(source, Mapping) else _find_files(Path(source))
         names: dict[int, list[str]] = {}

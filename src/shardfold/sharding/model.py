@@ -36,8 +36,9 @@ class Gate(Protocol):
         """Whether a pass runs, or was interrupted and is not settled."""
         ...
 
-    def meet(self, what: str, *, follow: bool = False) -> None:
-        """All ranks are about to do ``what`` between passes, or all raise; ``follow`` the model first if it changed."""
+    def meet(self, what: str, *, follow: bool = False, check: Callable[[], None] | None = None) -> None:
+        """All ranks are about to do ``what`` between passes, or all raise, also where ``check`` raises on one only: it
+        sends nothing. ``follow`` the model first if it changed."""
         ...
 
     def follow(self) -> None:

@@ -37,22 +37,34 @@ def state_dict(model: ShardedModel, frozen: str) -> dict[str, Tensor]:
 
 
 def load_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool) -> None:
-    """See :meth:`Engine.load_state_dict`; nothing is changed if anything does not fit."""
+    """See :meth:`Engine.load_state_dict`; nothing is changed if anything does not fit.
+
+    Raises:
+        ModelError: it does not.
+    """
     refuse_during(model.loans, "engine.load_state_dict()")
+    if not isinstance(state, Mapping):
+        raise ModelError(
+            f"engine.load_state_dict(): the state dict is of type {type(state).__name__}: give a dict of tensors by "
+            "name."
+        )
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
     buffers = {name: buffer for first, (buffer, also) in buffers_of(model.module).items() for name in (first, *also)}
     known: dict[str, Tensor] = {**parameters, **buffers}
-    missing, unexpected = sorted(set(known) - set(state)), sorted(set(state) - set(known))
+    missing, unexpected = sorted(set(known) - set(state)), sorted(map(str, set(state) - set(known)))
     if strict and (missing or unexpected):
         raise ModelError(
             f"the state dict does not fit the model: missing {', '.join(missing) or 'nothing'}; unexpected "
             f"{', '.join(unexpected) or 'nothing'}; pass strict=False to load what fits."
         )
     for name in state.keys() & known.keys():
-        if state[name].shape != known[name].shape:
+        value = state[name]
+        if not isinstance(value, Tensor):
+            raise ModelError(f"the state dict has {name!r} of type {type(value).__name__}: give a tensor.")
+        if value.shape != known[name].shape:
             raise ModelError(
-                f"the state dict gives {name!r} the shape {tuple(state[name].shape)}, "
-                f"but the model's is {tuple(known[name].shape)}."
+                f"the state dict gives {name!r} the shape {tuple(value.shape)}, but the model's is "
+                f"{tuple(known[name].shape)}."
             )
     with torch.no_grad():
         by_id = {id(parameters[name]): state[name] for name in state.keys() & parameters.keys()}

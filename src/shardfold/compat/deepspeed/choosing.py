@@ -9,9 +9,8 @@ from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed.config import Settings
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer
-from shardfold.compat.deepspeed.optimizers import make_optimizer, make_scheduler
+from shardfold.compat.deepspeed.optimizers import check_schedule_arguments, make_optimizer, make_scheduler
 from shardfold.compat.deepspeed.refused import WrongArgument
-from shardfold.compat.deepspeed.runtime import lr_schedules
 
 __all__ = ["check_scheduler", "chosen_optimizer", "chosen_scheduler"]
 
@@ -63,11 +62,15 @@ def chosen_optimizer(given: Any, settings: Settings, model: nn.Module, model_par
     return optimizer
 
 
-def check_scheduler(given: Any, optimizer: Optimizer) -> None:
-    """
+def check_scheduler(given: Any, settings: Settings, optimizer: Optimizer) -> None:
+    """What can be known of the schedule before the engine is made: see :func:`chosen_scheduler`.
+
     Raises:
         WrongArgument: it is a schedule of another optimizer.
+        DeepSpeedConfigError: the config's lacks an argument, or has an unknown one.
     """
+    if given is None and settings.scheduler is not None:
+        check_schedule_arguments(*settings.scheduler)
     its = getattr(given, "optimizer", None)
     known = {id(group) for group in optimizer.param_groups}
     if isinstance(its, Optimizer) and not any(id(group) in known for group in its.param_groups):
@@ -89,7 +92,4 @@ def chosen_scheduler(given: Any, settings: Settings, optimizer: EngineOptimizer)
         return given(optimizer.optimizer) if callable(given) else given
     if settings.scheduler is None:
         return None
-    name, params = settings.scheduler
-    if name in lr_schedules.VALID_LR_SCHEDULES:
-        return getattr(lr_schedules, name)(optimizer, **params)
-    return make_scheduler(name, params, optimizer)
+    return make_scheduler(*settings.scheduler, optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_keys import KEYS, NOTED, REFUSED, Key
 from shardfold.compat.deepspeed.config_values import coerced
+from shardfold.errors import nearest
 
 __all__ = ["Checked", "Note", "check"]
 
@@ -124,8 +124,8 @@ def _checked(key: Key, name: str, given: Any) -> Any:
             f"{name} is {given!r}, of type {type(given).__name__}: expected {_a(key.type)}."
         ) from None
     if key.choices and value.lower() not in key.choices:
-        near = difflib.get_close_matches(value.lower(), key.choices, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = nearest(value, key.choices)
+        hint = f" Did you mean {near!r}?" if near else ""
         raise DeepSpeedConfigError(f"{name} is {value!r}: it is one of {', '.join(map(repr, key.choices))}.{hint}")
     if key.type in ("integer", "number") and not key.low <= value <= key.high:
         upper = f" and <= {key.high:g}" if math.isfinite(key.high) else ""
@@ -172,9 +172,11 @@ def _nearest(name: str, prefix: str) -> str:
     """The nearest key of the section; else the section that has such a key."""
     depth = prefix.count(".")
     names = {p.split(".")[depth] for p in (*BY_NAME, *SECTIONS) if p.startswith(prefix) and p.count(".") >= depth}
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
+    near = nearest(name, names)
     if near:
-        return f" Did you mean {prefix + near[0]!r}?"
+        return f" Did you mean {prefix + near!r}?"
+    if name.startswith("_"):
+        return " No key begins with an underscore: in a file, write a comment as `// ...`."
     elsewhere = [path for path in BY_NAME if path.rpartition(".")[2] == name]
     if elsewhere:
         return f" Did you mean {elsewhere[0]!r}?"

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_values import coerced
+from shardfold.errors import did_you_mean
 
 __all__ = ["OPTIMIZERS", "SCHEDULERS", "hyper", "idle"]
 
@@ -112,10 +112,8 @@ def hyper(section: str, name: str | None, params: Mapping[str, Any]) -> tuple[st
         raise DeepSpeedConfigError(f"optimizer.type is {name!r}, which is refused: {REFUSED[name.lower()]}.")
     found = next((known for known in (*own, *torch_names) if known.lower() == name.lower()), None)
     if found is None:
-        near = difflib.get_close_matches(name.lower(), [known.lower() for known in (*own, *torch_names)], n=1)
-        hint = next((f" Did you mean {k!r}?" for k in (*own, *torch_names) if near and k.lower() == near[0]), "")
         raise DeepSpeedConfigError(
-            f"{section}.type is {name!r}, which is unknown.{hint or ' Known: ' + ', '.join((*own, *torch_names)) + '.'}"
+            f"{section}.type is {name!r}, which is unknown.{did_you_mean(name, (*own, *torch_names))}"
         )
     if section == "optimizer" and "max_grad_norm" in params:
         raise DeepSpeedConfigError(
@@ -129,9 +127,7 @@ def _checked(where: str, kind: str, known: Mapping[str, str], params: Mapping[st
     checked: dict[str, Any] = {}
     for name, value in params.items():
         if name not in known:
-            near = difflib.get_close_matches(name.lower(), known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
-            raise DeepSpeedConfigError(f"{where}.{name} is no argument of {kind}.{hint}")
+            raise DeepSpeedConfigError(f"{where}.{name} is no argument of {kind}.{did_you_mean(name, known)}")
         try:
             checked[name] = None if value is None else coerced(known[name], value)
         except ValueError:

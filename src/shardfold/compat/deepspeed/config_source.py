@@ -52,7 +52,15 @@ def load(config: Any) -> tuple[dict[str, Any], str]:
         text = ""
     if ":" in text:  # as any config has, and the name of a file that decodes has not
         return _parsed(text, "the config given in base64"), "the config given in base64"
-    raise DeepSpeedConfigError(f"there is no config file {str(config)!r}: give the path of a JSON file.")
+    there = f"{str(config)!r} is a folder" if _is_folder(path) else f"there is no config file {str(config)!r}"
+    raise DeepSpeedConfigError(f"{there}: give the path of a JSON file.")
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def initialize(
         monitor = MonitorMaster(settings)  # whose packages only rank 0 imports
         basic = chosen_optimizer(optimizer, settings, model, model_parameters)
         if basic is not None:
-            check_scheduler(lr_scheduler, basic)
+            check_scheduler(lr_scheduler, settings, basic)
     if settings["log_level"] is not None:
         set_log_level_from_string(settings["log_level"])
     apply_zero_leaf_module_config(model, view.zero_config.leaf_module)

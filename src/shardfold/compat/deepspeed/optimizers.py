@@ -13,13 +13,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardfold.compat.deepspeed.config_arguments import check_arguments, naming
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_hyper import MUP_OPTIMIZERS, SCHEDULERS, hyper
 from shardfold.compat.deepspeed.ops.adam import FusedAdam
 from shardfold.compat.deepspeed.runtime import lr_schedules
 from shardfold.optim import LAMB, Lion, Muon
+from shardfold.optim.parts import check_number
 
-__all__ = ["make_optimizer", "make_scheduler", "tag_for_muon"]
+__all__ = ["check_schedule_arguments", "make_optimizer", "make_scheduler", "tag_for_muon"]
 
 Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -33,40 +35,51 @@ def make_optimizer(
     ``use_muon``; where it is missing, :func:`tag_for_muon` sets it, for which ``model`` is needed.
 
     Raises:
-        DeepSpeedConfigError: the type or an argument is unknown, or is refused.
-        ConfigError: a value is out of its range.
+        DeepSpeedConfigError: the type or an argument is unknown, or is refused; or a value is out of its range.
     """
     found = hyper("optimizer", type, params)
     assert found is not None
     name, arguments = found
     listed = list(groups)
-    if name == "Muon":
-        return _muon(listed, arguments, model)
-    if name in MAKERS:
-        return MAKERS[name](listed, arguments)
-    if name in MUP_OPTIMIZERS:
-        return _mup(name)(listed, **arguments)
-    try:
-        return getattr(torch.optim, name)(listed, **_tuples(arguments))
-    except TypeError as error:
-        raise DeepSpeedConfigError(f"optimizer.params do not suit torch.optim.{name}: {error}.") from None
+    with naming("optimizer.params", name, arguments):
+        if name == "Muon":
+            return _muon(listed, arguments, model)
+        if name in MAKERS:
+            return MAKERS[name](listed, arguments)
+        kind = _mup(name) if name in MUP_OPTIMIZERS else getattr(torch.optim, name)
+        check_arguments("optimizer.params", kind, arguments)
+        return kind(listed, **_tuples(arguments))
 
 
 def make_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Any:
     """The schedule that ``{"type": type, "params": params}`` means, one of DeepSpeed's five or of PyTorch's.
 
     Raises:
-        DeepSpeedConfigError: the type or an argument is unknown.
-        ConfigError: a value is out of its range.
+        DeepSpeedConfigError: the type or an argument is unknown, one is missing, or a value is out of its range.
     """
+    name, arguments = _checked_schedule(type, params)
+    with naming("scheduler.params", name, arguments):
+        return _schedule_class(name)(optimizer, **arguments)
+
+
+def check_schedule_arguments(type: str, params: Mapping[str, Any]) -> None:
+    """What :func:`make_scheduler` refuses without an optimizer.
+
+    Raises:
+        DeepSpeedConfigError: the type or an argument is unknown, or one is missing.
+    """
+    _checked_schedule(type, params)
+
+
+def _checked_schedule(type: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     found = hyper("scheduler", type, params)
     assert found is not None
-    name, arguments = found
-    kind = getattr(lr_schedules if name in SCHEDULERS else torch.optim.lr_scheduler, name)
-    try:
-        return kind(optimizer, **arguments)
-    except TypeError as error:
-        raise DeepSpeedConfigError(f"scheduler.params do not suit {name}: {error}.") from None
+    check_arguments("scheduler.params", _schedule_class(found[0]), found[1])
+    return found
+
+
+def _schedule_class(name: str) -> Any:
+    return getattr(lr_schedules if name in SCHEDULERS else torch.optim.lr_scheduler, name)
 
 
 def _adam(groups: list[Any], given: dict[str, Any], *, decoupled: bool) -> Optimizer:
@@ -140,6 +153,9 @@ def _muon(groups: list[Any], given: dict[str, Any], model: nn.Module | None) -> 
         raise DeepSpeedConfigError("optimizer.params.bias_correction is false: AdamW beside Muon corrects the bias.")
     if given.get("adam_w_mode") is False:
         raise DeepSpeedConfigError("optimizer.params.adam_w_mode is false: beside Muon there is AdamW only.")
+    for rate in ("muon_lr", "adam_lr"):
+        if rate in given:
+            check_number(Muon, rate, given[rate])
     if model is not None:
         tag_for_muon(model)
     whole = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]

@@ -18,6 +18,7 @@ from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 from shardfold.checkpoint.deepspeed_ranks import is_plain
 from shardfold.checkpoint.folders import LATEST, deepspeed_folder
 from shardfold.checkpoint.format import INDEX
+from shardfold.checkpoint.given import check_place, check_states
 from shardfold.checkpoint.imports import import_from
 from shardfold.checkpoint.opened import open_together
 from shardfold.checkpoint.paths import read_name
@@ -102,7 +103,8 @@ def save_checkpoint(
         save_dir: a folder that all hosts share; with ``checkpoint.use_node_local_storage`` one on each of them.
         tag: the name of the checkpoint's folder in it; None: ``global_step<N>``.
         client_state: more to keep, rank 0's. What is no number, string, list, dict or tensor is pickled: objects of
-            classes that are not known to do no harm are read only inside of ``shardfold.checkpoint.trusted()``.
+            classes that are not known to do no harm are saved and read only inside of
+            ``shardfold.checkpoint.trusted()``.
         save_latest: False leaves the file ``latest`` as it is.
         exclude_frozen_parameters: leaves out what the optimizer does not have.
 
@@ -110,12 +112,22 @@ def save_checkpoint(
         True.
 
     Raises:
-        CheckpointError: it cannot be written; what was there before is as it was.
+        CheckpointError: it cannot be written, or ``client_state`` has what is not saved; what was there before is as it
+            was.
         WrongCall: ranks give different tags, and the config's ``checkpoint.tag_validation`` is ``"Fail"``.
     """
-    check_client_state(client_state)
-    if not save_dir:
-        raise WrongArgument(f"engine.save_checkpoint(save_dir={save_dir!r}): it is the path of a folder.")
+    call, state = "engine.save_checkpoint()", dict[str, Any]()
+
+    def pack() -> None:
+        check_client_state(client_state)
+        if not save_dir:
+            raise WrongArgument(f"engine.save_checkpoint(save_dir={save_dir!r}): it is the path of a folder.")
+        check_place(call, save_dir, "a folder for checkpoints")
+        check_states(call, client_state=client_state)
+        if engine.global_rank == 0:  # whose are saved
+            state.update(_packed(client_state or {}) | {FACE: _own_state(engine)})
+
+    engine._core.sharded.gate.meet(call, check=pack)
     tag = _one_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     folder = Path(save_dir)
     if Path(tag).name != tag:
@@ -129,8 +141,8 @@ def save_checkpoint(
             ranks=[0], level=logging.WARNING,
         )  # fmt: skip
     engine._core.save(
-        folder / tag, state=_packed(client_state) | {FACE: _own_state(engine)}, wait=True, frozen=frozen,
-        latest=save_latest, gradients="leave", shared=False if local else None,
+        folder / tag, state=state, wait=True, frozen=frozen, latest=save_latest, gradients="leave",
+        shared=False if local else None,
     )  # fmt: skip
     if engine.global_rank == 0 or (local and int(os.environ.get("LOCAL_RANK", "0")) == 0):
         script = folder / "zero_to_fp32.py"
@@ -173,27 +185,22 @@ def _own_state(engine: SavedEngine) -> dict[str, Any]:
 
 
 def _packed(state: Mapping[str, Any], what: str = "client_state") -> dict[str, Any]:
-    """The entries that a checkpoint keeps as they are, and the pickles of the others."""
+    """The entries that a checkpoint keeps as they are, and the pickles of the others.
+
+    Raises:
+        CheckpointError: an entry cannot be saved, or would be refused when it is read.
+    """
     plain: dict[str, Any] = {}
     pickled: dict[str, Tensor] = {}
     for name, value in state.items():
         try:
             encode(value, name, {})
         except CheckpointError:
-            data = dump_object(value)
+            data = dump_object(value, f"{what}[{name!r}]")
             pickled[name] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            _warn_of(data, f"{what}[{name!r}]")
         else:
             plain[name] = value
     return {"plain": plain, "pickled": pickled}
-
-
-def _warn_of(data: bytes, what: str) -> None:
-    """Says now what the load will say."""
-    try:
-        load_object(data, what)
-    except CheckpointError as error:
-        log_dist(f"it is saved, but {error}", ranks=[0], level=logging.WARNING)
 
 
 def _unpacked(state: Mapping[str, Any], where: Path, what: str = "client_state") -> dict[str, Any]:
@@ -245,6 +252,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: on all ranks: it is not there, not complete or damaged, or does not fit.
     """
+    call = "engine.load_checkpoint()"
+    engine._core.sharded.gate.meet(call, check=lambda: check_place(call, load_dir, "a folder of checkpoints"))
     folder = Path(load_dir)
     names = (LATEST_UNIVERSAL, LATEST) if engine._setting("checkpoint.load_universal") else (LATEST,)
     named = next((folder / name for name in names if (folder / name).is_file()), None)
