@@ -37,8 +37,8 @@ TOUCHED: list[Callable[[nn.Parameter], bool]] = []
 
 
 class ShardRanks:
-    """The ranks that parameters are split over, and what carries their values; there until an engine has taken the last one over, or
-    nobody refers to any.
+    """The ranks that parameters are split over, and what carries their values; there until an engine has taken over the
+    last one, or nobody refers to any.
 
     Args:
         device: where whole values are.

@@ -50,7 +50,7 @@ from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip, one_clip
 from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.shares import Shares
-from shardfold.optim.sharded import ShardedOptimizer, build
+from shardfold.optim.sharded import ShardedOptimizer, build, check_rounding
 from shardfold.passes import Schedule
 from shardfold.program import Program
 from shardfold.registry import owner_of
@@ -166,6 +166,7 @@ class Engine:
         collector."""
         if kind is not None:
             if (sharded := vars(self).get("sharded")) is not None:
+                ownership.mark_closed(sharded)
                 vars(sharded).clear()
             vars(self).clear()
 
@@ -185,6 +186,9 @@ class Engine:
         sharded = self.sharded
         model, comm, agreement = sharded.module, sharded.comm, sharded.comm.agreement
         cuts = self._changes.cut()
+        self._replaced.check(cuts)
+        if sharded.optimizer is not None and sharded.rules.stochastic:
+            check_rounding(sharded.optimizer)
         alike = given(
             sharded.layout, [c.spec for c in cuts], sharded.optimizer, sharded.run.schedule, accumulate, self.clip,
             self.loss_scale.rule if self.loss_scale is not None else None,
@@ -200,7 +204,7 @@ class Engine:
         sharded = self.sharded
         if sharded.optimizer is None:
             return None
-        stochastic = seed if any(p.rounding == "stochastic" for p in sharded.rules.precisions) else None
+        stochastic = seed if sharded.rules.stochastic else None
         dtype = sharded.layout.moments.dtype
         updater = ShardedOptimizer(sharded.optimizer, sharded.units, dtype, self.timing.block, stochastic)
         held.callback(updater.close)
