@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardfold.activations import knapsack as budget
 from shardfold.activations.knapsack import Item, Option, choose, peak, smallest
-from shardfold.activations.modes import knapsack as budget
 from shardfold.plan.sizes import parse_bytes
 
 BYTES = st.integers(0, 12)

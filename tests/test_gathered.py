@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import models
 import shardfold as sf
-from shardfold.comm.comm import coalesced as bundle
+from shardfold.comm import coalesced as bundle
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.testing import Ranks
 

@@ -105,13 +105,7 @@ class Replacements:
             ModelError: parts of what is recomputed have a mode of their own, or nothing has the mode that is asked for.
         """
         self.remove()
-        self.places = list(self._find(units))
-        if not self.places and any(value.mode != "keep" for value in self._values):
-            asked = next(value.mode for value in self._values if value.mode != "keep")
-            raise ModelError(
-                f"activations={asked!r} applies to no unit of this model, in which nothing but single layers was "
-                "found: name its blocks with units=, or leave it out."
-            )
+        self.places = self._find(units)
         self._units, self._needs = units, needs
         self._movers.follow([storage for unit in units for storage in unit.storages()])
         if self._planner is not None:
@@ -119,6 +113,25 @@ class Replacements:
                 place.spot = self._spot(place)
             self._planner.follow([place.spot for place in self.places if place.spot], self._movers.stays)
         self._put()
+
+    def check(self, cuts: Sequence[Any]) -> None:
+        """Raises what :meth:`attach` would of units that are made of these cuts, while the model is as it was."""
+        self._find(cuts)
+
+    def _find(self, units: Sequence[Any]) -> list[ReplacedForward]:
+        """The places in these units, or in the cuts that units will be made of.
+
+        Raises:
+            ModelError: see :meth:`attach`.
+        """
+        places = list(self._search(units))
+        if not places and any(value.mode != "keep" for value in self._values):
+            asked = next(value.mode for value in self._values if value.mode != "keep")
+            raise ModelError(
+                f"activations={asked!r} applies to no unit of this model, in which nothing but single layers was "
+                "found: name its blocks with units=, or leave it out."
+            )
+        return places
 
     def _put(self) -> None:
         """Puts the forwards of the present modes in place."""
@@ -235,9 +248,9 @@ class Replacements:
             lines += ["activations (of all others: keep):", *(f"  {name:<28}  {mode}" for name, mode in left.items())]
         return lines
 
-    def _find(self, units: Sequence[Unit]) -> Iterator[ReplacedForward]:
+    def _search(self, units: Sequence[Any]) -> Iterator[ReplacedForward]:
         rule = self._patterns.assign(self._model)
-        unit_of: dict[int, Unit] = {}
+        unit_of: dict[int, Any] = {}
         for unit in sorted(units, key=lambda unit: not unit.spec.root):  # the root's are those that no other has
             for module in unit.modules:
                 unit_of.update({id(inner): unit for inner in module.modules()})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,7 +22,30 @@ from shardfold.plan.layout import Axes
 from shardfold.plan.program import Op
 from shardfold.tiers.device import DeviceStore
 
-__all__ = ["Comm"]
+__all__ = ["Comm", "joined"]
+
+
+def joined(
+    owner: object, sizes: Mapping[str, int] | None, device: torch.device, patience: float, limit: float, held: ExitStack
+) -> tuple[DataMesh, Agreement]:
+    """Mesh and agreement of ``owner``, which spans ranks; see ``Engine`` for the arguments.
+
+    They end with ``held``, which is left with an exception if ``owner`` could not be made (see :meth:`DataMesh.close`),
+    or when ``owner`` is collected; at exit the mesh ends by itself.
+    """
+    mesh = DataMesh(sizes, device, timedelta(seconds=limit))
+    held.push(lambda kind, error, trace: mesh.close(failed=kind is not None))
+    agreement = Agreement(mesh, patience, limit)
+    held.callback(agreement.close)
+    finalizer = weakref.finalize(owner, _leave, mesh, agreement)
+    finalizer.atexit = False
+    held.callback(finalizer.detach)
+    return mesh, agreement
+
+
+def _leave(mesh: DataMesh, agreement: Agreement) -> None:
+    agreement.close()
+    mesh.leave()
 
 
 @dataclass(eq=False)
@@ -107,15 +133,8 @@ class Comm:
             self.agreement.issue(what, detail)
             self.agreement.wait(dist.broadcast(values, group_src=source, group=self.mesh.everyone, async_op=True))
 
-    def leave(self) -> None:
-        """At the end of whatever it was made for, when nobody refers to that any more."""
-        self.agreement.close()
-        self.mesh.leave()
-
-    def close(self, between: Callable[[], object] = lambda: None) -> None:
-        """Ends it on this rank; ``between`` is done when the others know and the groups are there still."""
+    def close(self) -> None:
+        """Nothing is sent any more; mesh and agreement end as :func:`joined` says."""
         self.agreement.close()  # first, so that whoever finds the transport closed knows why
         self.transport.close()
-        between()
-        self.mesh.close()
         self.memory.close()

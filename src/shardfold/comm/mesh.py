@@ -11,6 +11,7 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -80,13 +81,7 @@ class DataMesh:
     """
 
     def __init__(self, sizes: Mapping[str, int] | None, device: torch.device, timeout: timedelta) -> None:
-        started = _start(device, timeout)
-        self.distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self.distributed else 0
-        self.world = dist.get_world_size() if self.distributed else 1
-        local = os.environ.get("LOCAL_WORLD_SIZE")
-        self.sizes = resolve_sizes(self.world, sizes, int(local) if local else None)
-        self.coords = {"inter": self.rank // self.sizes["intra"], "intra": self.rank % self.sizes["intra"]}
+        _start(device, timeout)
         self.name = ""
         self.gave_up = False
         self.store: Any = None
@@ -95,7 +90,20 @@ class DataMesh:
         self._made: list[Any] = []  # groups that are this mesh's own
         self._process = os.getpid()
         self.control: Any = None
-        _PROCESS.add(self, started=started)
+        self._default = _PROCESS.add(self)
+        try:
+            self._join(sizes, timeout)
+        except BaseException:
+            self.close(failed=True)
+            raise
+
+    def _join(self, sizes: Mapping[str, int] | None, timeout: timedelta) -> None:
+        self.distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.distributed else 0
+        self.world = dist.get_world_size() if self.distributed else 1
+        local = os.environ.get("LOCAL_WORLD_SIZE")
+        self.sizes = resolve_sizes(self.world, sizes, int(local) if local else None)
+        self.coords = {"inter": self.rank // self.sizes["intra"], "intra": self.rank % self.sizes["intra"]}
         if self.world > 1:
             # The default store is the only key-value store that every rank is known to share.
             default = default_store()
@@ -161,23 +169,50 @@ class DataMesh:
     def parts(self, axes: Iterable[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Gives back the groups of this mesh; the last one of the process leaves ``torch.distributed`` as the first
-        found it.
+        found it. Every rank calls it at the same place of the program.
 
         A group that outlives the interpreter ends the process with SIGABRT now and then: a thread of Gloo's lets go of
         a tensor when Python is no longer there to take it back. So no reference to a group may stay, and a mesh that
         nobody closes is closed when the interpreter exits.
+
+        Args:
+            failed: what the mesh was made for could not be made, perhaps on this rank only: a default group that a
+                mesh started stays then, on all ranks, unless others have closed this mesh already.
         """
-        self.leave()
-        if os.getpid() == self._process:
+        if os.getpid() != self._process or self not in _PROCESS.open:
+            return
+        default = self._default
+        if default is not None:
+            default.kept |= self._first_said("keep" if failed else "end") == "keep"
+        self._give_back()
+        if default is not None:
+            default.meshes.discard(self)
             _PROCESS.end_if_unused()
 
+    def _first_said(self, what: str) -> str:
+        """What the rank that was first to close this mesh said of the default group: it holds for all of them, as one
+        that ended it would meet the others nowhere else."""
+        if self.store is None:
+            return what
+        try:
+            return self.store.compare_set("default group", "", what).decode()
+        except RuntimeError:  # the process that serves the store has ended the group, or has died
+            return "end"
+
     def leave(self) -> None:
-        """As :meth:`close`, at a moment that ranks do not share: a default group that a mesh started stays, as its
-        store may be what others still talk over, until a mesh is closed or the interpreter exits."""
-        if os.getpid() != self._process:  # forked: the threads that serve the groups are in the other process
-            return
+        """Gives back the groups of this mesh at a moment that ranks do not share, such as a garbage collection. This
+        needs no other rank. A default group that a mesh started stays until the interpreter exits: were it ended here,
+        the next mesh would start another one on this rank, and wait there for ranks that still have the first."""
+        if os.getpid() != self._process or self not in _PROCESS.open:
+            return  # forked: the threads that serve the groups are in the other process
+        if self._default is not None:
+            self._default.kept = True
+            self._default.meshes.discard(self)
+        self._give_back()
+
+    def _give_back(self) -> None:
         self._groups.clear()
         self.control = self.store = self.default_store = None
         while self._made:
@@ -196,8 +231,21 @@ class DataMesh:
             for group in all_groups():
                 if not any(group is own for own in ours):
                     _disconnect(group)
-            _PROCESS.started = False
+            _PROCESS.default = None
             dist.destroy_process_group()
+
+
+@dataclass(eq=False)
+class _Default:
+    """A default group that a mesh started.
+
+    Attributes:
+        meshes: those of it that are not closed.
+        kept: whether it stays until the interpreter exits: a mesh of it was left, and not closed by all ranks.
+    """
+
+    meshes: set[DataMesh] = field(default_factory=set["DataMesh"])
+    kept: bool = False
 
 
 class _Process:
@@ -205,41 +253,58 @@ class _Process:
 
     Attributes:
         open: those that are not closed.
-        started: whether it was a mesh that initialized ``torch.distributed``.
-        starts: how often, so far.
+        default: the default group, if it was a mesh that initialized ``torch.distributed``.
+        starts: how often one did, so far.
     """
 
     def __init__(self) -> None:
         self.open: set[DataMesh] = set()
-        self.started = False
+        self.default: _Default | None = None
         self.starts = 0
         self._pid = os.getpid()
 
-    def add(self, mesh: DataMesh, *, started: bool) -> None:
-        if self._pid != os.getpid():  # forked: what is open is the other process's
-            self._pid, self.started = os.getpid(), False
-            self.open.clear()
+    def started(self) -> None:
+        """A mesh has initialized ``torch.distributed``."""
+        self._forget_another()
+        self.starts += 1
+        self.default = _Default()
+
+    def add(self, mesh: DataMesh) -> _Default | None:
+        """The default group that ``mesh`` is in, if a mesh started it."""
+        self._forget_another()
         self.open.add(mesh)
-        self.started |= started
+        if self.default is not None:
+            self.default.meshes.add(mesh)
         atexit.unregister(self.close)
         atexit.register(self.close)  # once more, because what is registered last runs first
+        return self.default
+
+    def _forget_another(self) -> None:
+        if self._pid != os.getpid():  # forked: what is open is the other process's
+            self._pid, self.default = os.getpid(), None
+            self.open.clear()
 
     def end_if_unused(self) -> None:
-        if self.started and not self.open:
-            self.started = False
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        if self.default is not None and not self.default.meshes and not self.default.kept:
+            self._end()
+
+    def _end(self) -> None:
+        self.default = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def close(self) -> None:
         """The interpreter exits. A rank that another one waits for in a group of the user's will not come there: it
         wakes up, or the two would wait for each other, this one for what it has under way in a mesh's group."""
+        if self._pid != os.getpid():
+            return
         for mesh in list(self.open):
-            if mesh.gave_up and self._pid == os.getpid():
+            if mesh.gave_up:
                 mesh.abandon()
         for mesh in list(self.open):
             mesh.leave()
-        if self._pid == os.getpid():
-            self.end_if_unused()
+        if self.default is not None:
+            self._end()
 
 
 _PROCESS = _Process()
@@ -259,13 +324,13 @@ def _disconnect(group: Any) -> None:
         group.recv([torch.empty(1)], (group.rank() + 1) % size, UNSENT).wait(timedelta(milliseconds=1))
 
 
-def _start(device: torch.device, timeout: timedelta) -> bool:
-    """Initializes ``torch.distributed`` from the environment if there are several ranks; True if it was done here."""
+def _start(device: torch.device, timeout: timedelta) -> None:
+    """Initializes ``torch.distributed`` from the environment if there are several ranks and nobody did."""
     if not dist.is_available() or dist.is_initialized():
-        return False
+        return
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
-        return False
+        return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UsageError(
@@ -281,8 +346,7 @@ def _start(device: torch.device, timeout: timedelta) -> bool:
         store = dist.distributed_c10d.PrefixStore(f"shardfold/start/{_PROCESS.starts}", store)
         where = {"store": store, "rank": rank, "world_size": size}
     start_group(default_backend(device), timeout, **where)
-    _PROCESS.starts += 1
-    return True
+    _PROCESS.started()
 
 
 def default_backend(device: torch.device) -> str:

@@ -15,8 +15,7 @@ program. What is here is what users call, and the life of a step:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.names import renamer
 from shardfold.checkpoint.save import Saver, check_options
 from shardfold.checkpoint.stored import readable
-from shardfold.comm.agreement import Agreement
-from shardfold.comm.comm import Comm
+from shardfold.comm.comm import Comm, joined
 from shardfold.comm.mesh import DataMesh, pick_device
 from shardfold.engine.alike import given
 from shardfold.engine.arguments import check_accumulate, check_schedule, make_schedule
@@ -52,7 +50,7 @@ from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip, one_clip
 from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.token_weights import Shares
-from shardfold.optim.sharded import ShardedOptimizer, build
+from shardfold.optim.sharded import ShardedOptimizer, build, check_rounding
 from shardfold.plan import presets
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.passes import Schedule
@@ -138,61 +136,85 @@ class Engine:
         check_schedule(schedule, optimizer)
         table, activations = in_table(presets.named(layout), activations)
         place = pick_device(device)
-        announce(model.parameters(), "an engine of their model")
-        data_mesh = DataMesh(mesh, place, timedelta(seconds=limit))
         self.clip, self.timing = one_clip(clip_norm, clip), timing or Schedule()
+        announce(model.parameters(), "an engine of their model")
+        with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
+            data_mesh, agreement = joined(self, mesh, place, patience, limit, held)
+            held.push(self._forget_failed)
+            ownership.claim(model, agreement)
+            with agreement.told("making an engine"):
+                rules = self._read_rules(model, precision, table, data_mesh, held)
+                self._replaced = Replacements(model, activations, place)
+                held.callback(self._replaced.close)
+                self.loss_scale = make_scaler(loss_scale, rules.precisions)
+                comm = Comm.of(data_mesh, agreement, DeviceStore(place, debug=debug))
+                held.callback(comm.close)
+                made = build(optimizer, model) if optimizer is not None else None
+                run = RunState(make_schedule(schedule, made), self.loss_scale)
+                self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, run, made, owner=self)
+                made_here = not isinstance(optimizer, torch.optim.Optimizer)
+                self._changes = Changes(self.sharded, units, seed, made_here=made_here)
+                held.callback(self._changes.close)
+                self._make_units(weights, accumulate, seed)
+                self._updater = self._make_updater(seed, held)
+                self._make_passes(table, accumulate, held)
+                for unit in self.units:  # the root was kept until all ties were made
+                    if unit.split and unit.life is Life.GATHERED:
+                        unit.release()
+                self._changes.renew()
+            self._held = held.pop_all()
+
+    def _forget_failed(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """An engine that could not be made and its parts refer to each other: its memory is not to wait for the garbage
+        collector."""
+        if kind is not None:
+            if (sharded := vars(self).get("sharded")) is not None:
+                ownership.mark_closed(sharded)
+                vars(sharded).clear()
+            vars(self).clear()
+
+    def _read_rules(
+        self, model: nn.Module, precision: Any, table: Layout, data_mesh: DataMesh, held: ExitStack
+    ) -> Rules:
         rules = Rules(precision, table, data_mesh.sizes)
         rules.check(model)
-        self._replaced = Replacements(model, activations, place)
         for bound in rules.layouts:
             check_supported(bound)
-        tf32 = rules.default.tf32
-        self._tf32 = hold_tf32(self, tf32) if tf32 is not None else None
-        self.loss_scale = make_scaler(loss_scale, rules.precisions)
-        agreement = Agreement(data_mesh, patience, limit)
-        self._finalizer = ownership.look_after(self, data_mesh, agreement)
-        ownership.claim(model, agreement)
-        comm = Comm.of(data_mesh, agreement, DeviceStore(place, debug=debug))
-        made = build(optimizer, model) if optimizer is not None else None
-        run = RunState(make_schedule(schedule, made), self.loss_scale)
-        self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, run, made, owner=self)
-        self._changes = Changes(self.sharded, units, seed, made_here=not isinstance(optimizer, torch.optim.Optimizer))
-        self._make_units(weights, accumulate, seed)
-        self._updater = self._make_updater(seed)
-        self._make_passes(table, accumulate)
-        for unit in self.units:  # the root was kept until all ties were made
-            if unit.split and unit.life is Life.GATHERED:
-                unit.release()
-        self._changes.renew()
+        if rules.default.tf32 is not None:
+            held.callback(hold_tf32(self, rules.default.tf32))
+        return rules
 
     def _make_units(self, weights: Any, accumulate: int, seed: int) -> None:
         """Cuts the model, once all ranks are known to have the same, and gives each rank its shards."""
         sharded = self.sharded
         model, comm, agreement = sharded.module, sharded.comm, sharded.comm.agreement
         cuts = self._changes.cut()
+        self._replaced.check(cuts)
+        if sharded.optimizer is not None and sharded.rules.stochastic:
+            check_rounding(sharded.optimizer)
         alike = given(
             sharded.layout, [c.spec for c in cuts], sharded.optimizer, sharded.run.schedule, accumulate, self.clip,
             self.loss_scale.rule if self.loss_scale is not None else None,
         )  # fmt: skip
-        with agreement.told("making an engine"):
-            values = Weights(readable(weights), model) if weights is not None else None
-            agreement.same(alike)
-            if values is not None:
-                values.load_buffers(model)
-            move_buffers(dict(model.named_modules()), comm, buffer_dtypes(sharded.rules, model))
-            sharded.units = make_units(model, cuts, sharded.layout, comm, values, seed)
+        values = Weights(readable(weights), model) if weights is not None else None
+        agreement.same(alike)
+        if values is not None:
+            values.load_buffers(model)
+        move_buffers(dict(model.named_modules()), comm, buffer_dtypes(sharded.rules, model))
+        sharded.units = make_units(model, cuts, sharded.layout, comm, values, seed)
 
-    def _make_updater(self, seed: int) -> ShardedOptimizer | None:
+    def _make_updater(self, seed: int, held: ExitStack) -> ShardedOptimizer | None:
         sharded = self.sharded
         if sharded.optimizer is None:
             return None
-        stochastic = seed if any(p.rounding == "stochastic" for p in sharded.rules.precisions) else None
+        stochastic = seed if sharded.rules.stochastic else None
         dtype = sharded.layout.moments.dtype
         updater = ShardedOptimizer(sharded.optimizer, sharded.units, dtype, self.timing.block, stochastic)
+        held.callback(updater.close)
         sharded.updater = updater
         return updater
 
-    def _make_passes(self, table: Layout, accumulate: int) -> None:
+    def _make_passes(self, table: Layout, accumulate: int, held: ExitStack) -> None:
         """What runs forward, backward and step, and what tells of them."""
         sharded, precision = self.sharded, self.sharded.rules.default
         handlers = Handlers(
@@ -205,6 +227,7 @@ class Engine:
             Shares(),
             Clock(sharded.comm.agreement.waited),
         )
+        held.callback(self.alarm.close)
         runner = self._runner = Runner(sharded, handlers, self.timing, accumulate, clip=clips)
         #: Some parameters follow the policy of the model as a whole.
         policy = any(not segment.spec.own and segment.spec.table is None for segment in sharded.segments())
@@ -214,6 +237,7 @@ class Engine:
             sharded.module, sharded.units, runner, cast=narrow, casts=sharded.rules.mixed, autocast=autocast,
             replaced=self._replaced,
         )  # fmt: skip
+        held.callback(self._hooks.remove)
         gate = self._gate = PassGate(runner, self._hooks, self._changes)
         sharded.gate = gate
         runner.forget, runner.inside, runner.follow = self._hooks.forget, self._hooks.inside, gate.follow
@@ -224,6 +248,7 @@ class Engine:
         )  # fmt: skip
         self._reports = Reports(sharded, table, self._updater, runner, self._replaced, self._clock)
         self.saver, self._base, self._loads = Saver(sharded), Base(sharded), 0
+        held.callback(self.saver.close)
 
     # -- what there is
 
@@ -615,16 +640,7 @@ class Engine:
     def _end(self, reason: str) -> None:
         if self.closed:
             return
-        self.saver.close()
-        if self._updater is not None:
-            self._updater.close()
-        if self._tf32 is not None:
-            self._tf32()
-        self._changes.close()
-        self.alarm.close()
-        self._hooks.remove()
-        self._replaced.close()
-        self.sharded.comm.close(self._finalizer.detach)
+        self._held.close()
         ownership.mark_closed(self.sharded, reason)
 
 

@@ -126,7 +126,11 @@ class Hooks:
         self._casting: torch.autocast | None = None  # of the forward under way
         self._inside: list[tuple[Any, BaseException | None]] = []  # forwards under way, what was handled as they began
         self._pushed: list[nn.Module] = []  # those of them that remember what they save for backward
-        self.attach(units)
+        try:
+            self.attach(units)
+        except BaseException:
+            self.remove()
+            raise
 
     def attach(self, units: Iterable[Unit]) -> None:
         """Hooks for these units, in place of those that there are."""

@@ -30,7 +30,7 @@ from shardfold.sharding.groups import PerElement
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
 from shardfold.sharding.unit import Unit
 
-__all__ = ["ShardedOptimizer", "build"]
+__all__ = ["ShardedOptimizer", "build", "check_rounding"]
 
 #: Not element-wise: their update of one element reads others, which may lie on another rank. Some have one of ours.
 NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
@@ -75,6 +75,19 @@ def build(optimizer: Any, model: nn.Module) -> Optimizer:
     return optimizer
 
 
+def check_rounding(optimizer: Optimizer) -> None:
+    """Whether a bf16 master that this optimizer updates can be rounded stochastically.
+
+    Raises:
+        ConfigError: its update is its own.
+    """
+    if fused_moments(optimizer) is None:
+        raise ConfigError(
+            f"rounding='stochastic' works for AdamW, Adam and SGD, but {type(optimizer).__name__} rounds its update "
+            "itself: choose one of these, or rounding='nearest'."
+        )
+
+
 @dataclass(frozen=True)
 class _Piece:
     """This rank's part of one parameter: ``start`` is its place in the master shard of the segment."""
@@ -95,8 +108,6 @@ class ShardedOptimizer:
         block: elements per fused call, 0 for the default of the device.
         stochastic: the seed, where a bf16 master is rounded stochastically; None: to the nearest.
 
-    Raises:
-        ConfigError: stochastic rounding of an optimizer whose update is its own.
     """
 
     def __init__(
@@ -112,11 +123,6 @@ class ShardedOptimizer:
         self._coefficient: Tensor | None = None
         self._names = fused_moments(optimizer)
         self._stochastic = stochastic
-        if stochastic is not None and self._names is None:
-            raise ConfigError(
-                f"rounding='stochastic' works for AdamW, Adam and SGD, but {type(optimizer).__name__} rounds its "
-                "update itself: choose one of these, or rounding='nearest'."
-            )
         for unit in units:
             self.add(unit)
         self.point_groups(units)

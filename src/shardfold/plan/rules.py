@@ -120,6 +120,11 @@ class Rules(Patterns):
         return self.precisions[-1]
 
     @property
+    def stochastic(self) -> bool:
+        """Whether a bf16 master is rounded stochastically."""
+        return any(precision.rounding == "stochastic" for precision in self.precisions)
+
+    @property
     def mixed(self) -> bool:
         """Whether forward computes in more than one dtype by these rules."""
         return len({precision.compute for precision in self.precisions}) > 1

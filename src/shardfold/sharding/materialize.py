@@ -118,21 +118,23 @@ def make_units(
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:  # they keep weak references to their weights, and such tensors cannot be made real
         module._flat_weight_refs = []
-    for c in cuts:
-        assert c.spec is not None
-        segments = [
-            Segment(spec, members, layout, mesh.sizes, mesh.coords, comm.memory)
-            for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
-        ]
-        unit = Unit(c.spec, segments, comm.memory, c.modules)
-        _give_values(unit, model, layout, comm, weights, seed)
-        if unit.trainable and not layout.grads.over:
-            unit.gradients.rest(adopt=mesh.world == 1 and comm.memory.device.type == "cpu")
-        if unit.split and not c.spec.root:
-            unit.release()
-        units.append(unit)
-    for module in recurrent:
-        module._flat_weight_refs = [weakref.ref(w) if w is not None else None for w in module._flat_weights]
+    try:
+        for c in cuts:
+            assert c.spec is not None
+            segments = [
+                Segment(spec, members, layout, mesh.sizes, mesh.coords, comm.memory)
+                for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
+            ]
+            unit = Unit(c.spec, segments, comm.memory, c.modules)
+            _give_values(unit, model, layout, comm, weights, seed)
+            if unit.trainable and not layout.grads.over:
+                unit.gradients.rest(adopt=mesh.world == 1 and comm.memory.device.type == "cpu")
+            if unit.split and not c.spec.root:
+                unit.release()
+            units.append(unit)
+    finally:
+        for module in recurrent:
+            module._flat_weight_refs = [weakref.ref(w) if w is not None else None for w in module._flat_weights]
     return units
 
 

@@ -9,7 +9,6 @@ An engine that nobody refers to any more, nor its model, is collected and gives 
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.comm.agreement import Agreement
-from shardfold.comm.mesh import DataMesh
 from shardfold.errors import ConfigError, UsageError, did_you_mean
 from shardfold.sharding.freed import FreedParameter, apart, unseal
 from shardfold.sharding.gathered import gathered
@@ -29,7 +27,7 @@ from shardfold.sharding.rebuild import forget
 from shardfold.sharding.registry import model_of, name_in
 from shardfold.sharding.unit import CLOSED_WAY, Unit
 
-__all__ = ["claim", "close_split", "look_after", "mark_closed", "release"]
+__all__ = ["claim", "close_split", "mark_closed", "release"]
 
 WHOLE = "this engine is closed, and its model a plain module again: train it as it is, or make a new engine of it"
 SPLIT = f"this{CLOSED_WAY.removeprefix('its')}"
@@ -67,18 +65,6 @@ def _held(model: nn.Module) -> list[str]:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - KEPT} more" if len(names) > KEPT else ""
     return ", ".join(map(repr, names[:KEPT])) + more
-
-
-def look_after(owner: object, mesh: DataMesh, agreement: Agreement) -> weakref.finalize[Any, Any]:
-    """Gives back process groups and the watch when ``owner`` is collected; at exit the mesh does so by itself."""
-    finalizer = weakref.finalize(owner, _leave, mesh, agreement)
-    finalizer.atexit = False
-    return finalizer
-
-
-def _leave(mesh: DataMesh, agreement: Agreement) -> None:
-    agreement.close()
-    mesh.leave()
 
 
 def mark_closed(model: ShardedModel, reason: str = "") -> None:
@@ -136,6 +122,7 @@ def close_split(model: ShardedModel, close: Callable[[str], None]) -> None:
                         unseal(p)
                     p.data = copy
                     EarlyShard(p, name, ranks, None, same=True)
+        ranks.complete()
     close("")
 
 

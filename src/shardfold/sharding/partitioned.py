@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold.comm.agreement import Agreement
 from shardfold.comm.coalesced import complete, spread
-from shardfold.comm.comm import Comm
-from shardfold.comm.mesh import DataMesh
+from shardfold.comm.comm import Comm, joined
 from shardfold.comm.meter import Meter
 from shardfold.comm.transport import GlooWire, NcclWire
 from shardfold.errors import OrderError
@@ -40,7 +37,8 @@ TOUCHED: list[Callable[[nn.Parameter], bool]] = []
 
 
 class ShardRanks:
-    """The ranks that parameters are split over, and what carries their values; there until the last one is gone.
+    """The ranks that parameters are split over, and what carries their values; there until an engine has taken over the
+    last one, or nobody refers to any.
 
     Args:
         device: where whole values are.
@@ -59,12 +57,30 @@ class ShardRanks:
         hollow: bool = False,
     ) -> None:
         self.device, self.rest, self.hollow = device, rest or device, hollow
-        mesh = DataMesh(None, device, timedelta(seconds=limit))
-        agreement, memory = Agreement(mesh, patience, limit), DeviceStore(device)
-        transport = NcclWire() if mesh.backend == "nccl" else GlooWire(memory.empty, memory.recycle)
-        self.comm = Comm(mesh, agreement, transport, Meter(mesh), memory)
+        with ExitStack() as held:
+            mesh, agreement = joined(self, None, device, patience, limit, held)
+            memory = DeviceStore(device)
+            transport = NcclWire() if mesh.backend == "nccl" else GlooWire(memory.empty, memory.recycle)
+            self.comm = Comm(mesh, agreement, transport, Meter(mesh), memory)
+            held.callback(self.comm.close)
+            self._held = held.pop_all()
         self.numbered = 0  # parameters so far
-        weakref.finalize(self, self.comm.leave)
+        self._handed_over = 0
+        self._complete = False  # no more will come
+
+    def complete(self) -> None:
+        """No more parameters will come; every rank says so."""
+        self._complete = True
+        self._end_if_unused()
+
+    def handed_over(self) -> None:
+        """One parameter less; every rank says so."""
+        self._handed_over += 1
+        self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if self._complete and self._handed_over == self.numbered:
+            self._held.close()
 
     def slice_of(self, flat: Tensor, *, same: bool = False) -> Tensor:
         """This rank's slice of rank 0's values: of ``flat`` ``(numel,)`` there, or here if all have the ``same``."""
@@ -270,7 +286,7 @@ def hand_over(parameters: Iterable[nn.Parameter]) -> None:
     early = [p for p in parameters if early_shard(p) is not None]
     gather(early)
     for p in early:
-        vars(p).pop(_EARLY)
+        vars(p).pop(_EARLY).ranks.handed_over()
 
 
 def _shard(parameter: nn.Parameter) -> EarlyShard:

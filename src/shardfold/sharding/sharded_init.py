@@ -82,6 +82,7 @@ def shard_module(
     for part in module.modules():
         construction.split(part)
     construction.rename(module)
+    ranks.complete()
 
 
 class _Construction:
@@ -156,6 +157,7 @@ class _Construction:
                 for part in module.modules():
                     self.split(part)
                 self.rename(module)
+        self._ranks.complete()
 
     def rename(self, module: nn.Module) -> None:
         """From now on messages say where in a model a parameter is."""

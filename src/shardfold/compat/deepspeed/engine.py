@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed.batches import Batches
-from shardfold.compat.deepspeed.config import DeepSpeedConfig
+from shardfold.compat.deepspeed.config import DeepSpeedConfig, Settings
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.observers import Observers
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer, optimizer_class
@@ -112,6 +112,17 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
             loss_scale=settings.loss_scale if optimizer is not None else None,
             mesh=settings.mesh, timing=settings.timing, device=_device(args),
         )  # fmt: skip
+        try:
+            with together("the engine of deepspeed.initialize()"):
+                self._finish(settings, model, optimizer, monitor)
+        except BaseException:
+            self._core.close_split()
+            raise
+
+    def _finish(
+        self, settings: Settings, model: nn.Module, optimizer: Optimizer | None, monitor: MonitorMaster | None
+    ) -> None:
+        """What is built around the engine underneath."""
         self._core._runner.visible.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
         made_here(self._core)
         self.device = self._core.device
