@@ -5,6 +5,7 @@ Every preset is derived from another with ``edit`` or ``replace``; none of them 
 
 from __future__ import annotations
 
+from shardfold.checks import described
 from shardfold.errors import LayoutError, did_you_mean
 from shardfold.layout import DATA_AXES, Cell, Layout
 
@@ -44,6 +45,8 @@ def named(layout: str | Layout) -> Layout:
     """
     if isinstance(layout, Layout):
         return layout
+    if not isinstance(layout, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise LayoutError(f"layout= is {described(layout)}: it is a Layout or the name of one: {', '.join(PRESETS)}.")
     if layout not in PRESETS:
-        raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(str(layout), PRESETS)}")
+        raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout, PRESETS)}")
     return PRESETS[layout]

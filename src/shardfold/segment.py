@@ -15,15 +15,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from shardfold.errors import ConfigError
 from shardfold.layout import ITEMSIZE, ROLES, Layout, Mesh
 from shardfold.shards import SegmentSpec, shard_range
 from shardfold.stores.device import DeviceStore
 from shardfold.torch_internals import storage_key
 
-__all__ = ["TORCH_DTYPES", "Segment", "dtype_name", "rest_itemsize"]
+__all__ = ["TORCH_DTYPES", "Segment", "check_dtype", "dtype_name", "rest_itemsize"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -35,6 +38,15 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
+
+
+def check_dtype(call: str, dtype: Any) -> None:
+    """
+    Raises:
+        ConfigError: ``dtype=`` of ``call`` is neither None nor a floating dtype.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"{call}: dtype= is {dtype!r}: it is a floating dtype, as torch.bfloat16, or None.")
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:

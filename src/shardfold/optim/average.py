@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from shardfold.bundle import complete, whole_segments
+from shardfold.checks import check_flags, described, is_number
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.loans import Loan, refuse_during
 from shardfold.report import MemoryRow
 from shardfold.segment import Segment
-from shardfold.sharded_model import Owner
+from shardfold.sharded_model import Owner, ShardedModel
 from shardfold.unit import Unit
 from shardfold.whole_state import named_state
 
@@ -43,13 +44,16 @@ class Average:
         updates: how many updates it has seen.
 
     Raises:
-        ConfigError: ``decay`` is out of range, or the engine has no optimizer.
+        ConfigError: ``decay`` is out of range, or the engine is none or has no optimizer.
     """
 
     def __init__(self, engine: Owner, decay: float = 0.999, *, warmup: bool = False) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigError(f"Average(decay={decay!r}): it is the weight of the average so far, in [0, 1).")
-        model = engine.sharded
+        model = getattr(engine, "sharded", None)
+        if not isinstance(model, ShardedModel):
+            raise ConfigError(f"Average: the engine is {described(engine)}: give a shardfold.Engine.")
+        if not is_number(decay, 0, 1) or decay == 1:
+            raise ConfigError(f"Average(decay={described(decay)}): it is the weight of the average so far, in [0, 1).")
+        check_flags("Average", warmup=warmup)
         if model.optimizer is None:
             raise ConfigError("Average needs an engine with an optimizer: what is not trained needs no average.")
         self.decay, self.warmup, self.updates = decay, warmup, 0
