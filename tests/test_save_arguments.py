@@ -31,14 +31,14 @@ def make(layout: str = "zero3") -> sf.Engine:
 SAVE, LOAD = "engine.save(): ", "engine.load(): "
 PATHS: dict[str, tuple[Any, str]] = {
     "None": (None, "the path is None: give the path of a checkpoint"),
-    "a number": (3, "the path is of type int"),
-    "bytes": (b"x", "the path is of type bytes"),
-    "a list": (["x"], "the path is of type list"),
+    "a number": (3, "the path is 3: give the path of"),
+    "bytes": (b"x", "the path is b'x'"),
+    "a list": (["x"], "the path is ['x']"),
     "nothing": ("", "the path is empty"),
 }
 STATES: dict[str, tuple[dict[str, Any], str]] = {
-    "a list": ({"state": [1]}, SAVE + "state= is of type list: give a dict"),
-    "a number of each rank": ({"rank_state": 3}, SAVE + "rank_state= is of type int: give a dict"),
+    "a list": ({"state": [1]}, SAVE + "state= is [1]: give a dict"),
+    "a number of each rank": ({"rank_state": 3}, SAVE + "rank_state= is 3: give a dict"),
     "an object": ({"state": {"o": Odd()}}, "state['o'] is a Odd, which a checkpoint does not take"),
     "deep inside": ({"state": {"a": {"b.c": [1, (2, Odd())]}}}, "state['a']['b.c'][1][1] is a Odd"),
     "a key": ({"state": {"a": {Odd: 1}}}, "the key <class 'test_save_arguments.Odd'> of state['a'] is a type"),
@@ -82,8 +82,8 @@ def test_wrong_arguments_are_one_sentence_with_their_place(ranks: Ranks, world_s
         for name, (_, words) in STATES.items():
             assert words in told[name] and "\n" not in told[name], (name, told[name])
         assert told["left"] == "[]"
-        assert "state['o'] is of type int, which has no load_state_dict()" in told["loads an int"]
-        assert "engine.load(): state= is of type list" in told["loads a list"]
+        assert "state['o'] is 3, which has no load_state_dict()" in told["loads an int"]
+        assert "engine.load(): state= is [3]" in told["loads a list"]
         assert "engine.load(rename=['a']): give a dict" in told["renames by a list"]
         assert told["loads"] == "{'o': 3}"
 
@@ -108,7 +108,7 @@ def wrong_on_one(folder: str) -> list[str]:
 def test_what_one_rank_gives_wrong_all_refuse(ranks: Ranks, tmp_path: Path):
     """None waits for it; each says whose it was, and training and saving go on."""
     first, second = ranks.run(wrong_on_one, str(tmp_path), world_size=2)
-    words = ["the path is None", "engine.save(keep=-1)", "rank_state= is of type int", "the path is of type int"]
+    words = ["the path is None", "engine.save(keep=-1)", "rank_state= is 3", "the path is 3"]
     for there, here, word in zip(first, second, words, strict=False):
         assert word in here and "was refused elsewhere" in there and "rank 1: " in there and word in there
     assert first[-1] == second[-1] == "['latest', 'step']"
@@ -141,7 +141,7 @@ def test_weights_and_losses_of_another_type_are_named():
         sf.Engine(nn.Linear(2, 2), optimizer=SGD, weights=3)
     engine = make("ddp")
     for call in (engine.backward, engine.scale):
-        with pytest.raises(UsageError, match="the loss is of type NoneType: give a tensor"):
+        with pytest.raises(UsageError, match="the loss is of type NoneType: give the tensor"):
             call(None)  # pyright: ignore[reportArgumentType]
     engine.close()
 

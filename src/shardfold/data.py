@@ -9,6 +9,7 @@ consumed, and they mean the same on any number of ranks.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping, Sized
@@ -20,12 +21,16 @@ import torch
 import torch.distributed as dist
 from torch.utils import data
 
-from shardfold.errors import ConfigError
+from shardfold.errors import ConfigError, did_you_mean
+from shardfold.plan.checks import check_flags, described, is_integer
 
 __all__ = ["Loader", "Sampler", "shuffled"]
 
 # Of 4, 6, 8, 12, 16 and 24, chi-squared over the permutations of 6 elements (30,000 seeds) sees a bias up to 12.
 ROUNDS = 16
+MOST = 2**62  # samples
+#: Options of ``DataLoader`` that say which samples come.
+ORDER = ("batch_sampler", "batch_size", "drop_last", "generator", "sampler", "shuffle")
 
 
 def shuffled(positions: npt.NDArray[np.int64], length: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -39,7 +44,7 @@ def shuffled(positions: npt.NDArray[np.int64], length: int, seed: int, epoch: in
 
     Args:
         positions: (n,) int64, each from 0 to ``length - 1``.
-        length: at most 2**62.
+        length: at most ``MOST``.
 
     Returns:
         (n,) int64.
@@ -117,17 +122,24 @@ class Sampler(data.Sampler[list[int]]):
         if (rank is None) != (num_ranks is None):
             raise ConfigError(f"rank={rank!r} beside num_ranks={num_ranks!r}: give both or neither.")
         place = _place() if rank is None or num_ranks is None else (rank, num_ranks)
-        self.length = dataset if isinstance(dataset, int) else _length(dataset)
+        self.length = _length(dataset)
         self.batch_size = batch_size
         self.shuffle = shuffle
-        self.seed = seed
+        if not is_integer(seed):
+            raise ConfigError(f"the sampler's seed is {described(seed)}, but must be an integer.")
+        self.seed = int(seed)
+        check_flags("Sampler", shuffle=shuffle, drop_last=drop_last, fill_last=fill_last)
         self.rank, self.num_ranks = place
         self.drop_last = drop_last
         self.fill_last = fill_last
         for name, least in (("length", 1), ("batch_size", 1), ("num_ranks", 1), ("rank", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ConfigError(f"the sampler's {name} is {value!r}, but must be an integer of at least {least}.")
+            if not is_integer(value, least):
+                raise ConfigError(
+                    f"the sampler's {name} is {described(value)}, but must be an integer of at least {least}."
+                )
+        if self.length > MOST:
+            raise ConfigError(f"the sampler's length is {self.length}, but can be 2**62 at most.")
         if self.rank >= self.num_ranks:
             raise ConfigError(f"rank {self.rank} is not one of {self.num_ranks}: they count from 0.")
         if drop_last and fill_last:
@@ -172,7 +184,13 @@ class Sampler(data.Sampler[list[int]]):
             at = self._after(at)
 
     def advance(self, num_batches: int = 1) -> None:
-        """Moves the position behind that many global batches."""
+        """Moves the position behind that many global batches.
+
+        Raises:
+            ConfigError: it is no integer >= 0.
+        """
+        if not is_integer(num_batches, 0):
+            raise ConfigError(f"sampler.advance({described(num_batches)}): it is a number of batches, an integer >= 0.")
         for _ in range(num_batches):
             self._at = self._after(self._at)
 
@@ -180,9 +198,14 @@ class Sampler(data.Sampler[list[int]]):
         """Goes to the start of ``epoch``, unless it is the present one already: then the position stays.
 
         Not needed, as the epoch advances by itself; it is here for loops that call it.
+
+        Raises:
+            ConfigError: it is no integer >= 0.
         """
+        if not is_integer(epoch, 0):
+            raise ConfigError(f"set_epoch({described(epoch)}): epochs are integers that count from 0.")
         if epoch != self._at.epoch:
-            self._at = _Position(epoch, 0)
+            self._at = _Position(int(epoch), 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order depends on: plain integers and booleans, equal on all ranks."""
@@ -192,9 +215,11 @@ class Sampler(data.Sampler[list[int]]):
         """Continues from a state that was saved on any number of ranks, with any batch size; from the next pass on.
 
         Raises:
-            ConfigError: it lacks an entry, or is of another length, seed or ``shuffle``.
+            ConfigError: it lacks an entry, or is of another length, seed or ``shuffle``; or has no such position.
         """
         own = self.state_dict()
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"the sampler's state is {described(state)}: load what state_dict() returned.")
         if missing := sorted(own.keys() - state.keys()):
             raise ConfigError(f"the sampler's state lacks {', '.join(missing)}: load what state_dict() returned.")
         for name in ("length", "shuffle", "seed"):
@@ -202,6 +227,12 @@ class Sampler(data.Sampler[list[int]]):
                 raise ConfigError(
                     f"the sampler's state has {name} {state[name]!r}, but this sampler {own[name]!r}: samples would "
                     "come twice or not at all; make the sampler as it was when it was saved."
+                )
+        for name, most in (("epoch", math.inf), ("consumed", self.length)):
+            if not is_integer(state[name], 0, most):
+                raise ConfigError(
+                    f"the sampler's state has {name} {described(state[name])}, which is no position: load what "
+                    "state_dict() returned."
                 )
         self._at = self._settled(state["epoch"], state["consumed"])
 
@@ -250,10 +281,14 @@ class Loader(data.DataLoader[Any]):
         options: ``DataLoader``'s, but for those of order and chance: ``num_workers``, ``collate_fn``, ...
 
     Raises:
-        ConfigError: the sampler is of another length, or the dataset is iterable.
+        ConfigError: the sampler is none or of another length, the dataset is iterable, or ``DataLoader`` does not take
+            an option, or it is the sampler's.
     """
 
     def __init__(self, dataset: data.Dataset[Any], sampler: Sampler, **options: Any) -> None:
+        if not isinstance(sampler, Sampler):
+            raise ConfigError(f"Loader: the sampler is {described(sampler)}: give a shardfold.Sampler of the dataset.")
+        _check_options(options)
         if (length := _length(dataset)) != sampler.length:
             raise ConfigError(
                 f"the dataset has {length} samples, its sampler {sampler.length}: make it of this dataset."
@@ -296,11 +331,30 @@ class _Ahead(data.Sampler[list[int]]):
         return self.sampler.batches()
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: ``DataLoader`` does not have an option, or it is one of order and chance.
+    """
+    known = {*inspect.signature(data.DataLoader).parameters} - {"dataset", *ORDER}
+    for name in options:
+        if name in ORDER:
+            raise ConfigError(f"Loader({name}=...): the order of samples is the sampler's: give that to the Sampler.")
+        if name not in known:
+            raise ConfigError(f"Loader({name}=...): DataLoader has no such option.{did_you_mean(name, known)}")
+    if not is_integer(workers := options.get("num_workers", 0), 0):
+        raise ConfigError(f"Loader(num_workers={described(workers)}): it is a number of processes, an integer >= 0.")
+
+
 def _length(dataset: Any) -> int:
     """
     Raises:
         ConfigError: it has none, or no samples by index: a position in it is not known.
     """
+    if is_integer(dataset):
+        return int(dataset)
+    if dataset is None or isinstance(dataset, (str, bytes, bool, float)):
+        raise ConfigError(f"the dataset is {described(dataset)}: give a map-style dataset, or the number of samples.")
     if isinstance(dataset, data.IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"{type(dataset).__name__} is read from front to back and has no samples by index, of which a sampler "

@@ -76,17 +76,20 @@ class CollectiveError(ShardfoldError, RuntimeError):
     """A collective failed or did not finish in time."""
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
+def nearest(word: object, choices: Iterable[str]) -> str | None:
     """The one of ``choices`` that ``word`` is likely a slip of, in any letter case; None: it is like none of them.
 
-    A name with an underscore in front, as comments have in JSON, is no slip of one without.
+    A name with an underscore in front, as comments have in JSON, is no slip of one without; what is no word at all is
+    none of any.
     """
+    if not isinstance(word, str):
+        return None
     known = {choice.lower(): choice for choice in sorted(choices) if word.startswith("_") <= choice.startswith("_")}
     near = get_close_matches(word.lower(), known, n=1, cutoff=LIKE)
     return known[near[0]] if near else None
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
+def did_you_mean(word: object, choices: Iterable[str]) -> str:
     """``" Did you mean 'x'?"`` for the nearest of ``choices``, else the list of them."""
     known = sorted(choices)
     near = nearest(word, known)

@@ -94,9 +94,7 @@ class Fit:
             said.append(f"unexpected: {', '.join(self.unexpected)}")
         if said or wrong:
             hint = "" if wrong else "; rename= maps names, strict=False loads what fits"
-            raise CheckpointError(
-                f"{self._checkpoint.path} does not fit the model, nothing was changed: {'; '.join(said + wrong)}{hint}."
-            )
+            raise CheckpointError(f"{self._checkpoint.path} does not fit the model: {'; '.join(said + wrong)}{hint}.")
 
     # -- the optimizer
 
@@ -110,9 +108,7 @@ class Fit:
         if model.updater is None or model.optimizer is None:
             return
         if checkpoint.index.optimizer is None:
-            raise CheckpointError(
-                f"{checkpoint.path} has no state of an optimizer: load it with weights_only=True; nothing was changed."
-            )
+            raise CheckpointError(f"{checkpoint.path} has no state of an optimizer: load it with weights_only=True.")
         self._check_groups(strict)
         self._check_states(strict)
 
@@ -134,7 +130,7 @@ class Fit:
             )
             raise CheckpointError(
                 f"{self._checkpoint.path} was written with the optimizer's parameters in other groups ({inside}): make "
-                "the same groups, or keep the engine's options with strict=False; nothing was changed."
+                "the same groups, or keep the engine's options with strict=False."
             )
         for number, (names, source) in enumerate(zip(members, sources, strict=True)):
             if number not in mixed and source:
@@ -149,12 +145,14 @@ class Fit:
         model, checkpoint = self._model, self._checkpoint
         assert model.updater is not None and model.optimizer is not None and checkpoint.index.optimizer is not None
         theirs, mine = checkpoint.index.optimizer["class"].rpartition(".")[2], type(model.optimizer).__name__
+        written, here = theirs, mine  # as messages name them
         fresh: list[str] = []
         lacking: dict[str, list[str]] = {}
         surplus: set[str] = set()
         for segment in (s for unit in model.units for s in unit.trainable):
             group = model.optimizer.param_groups[segment.spec.group]
-            other = _other_kind(group, self.options.get(segment.spec.group, {})) if theirs == mine else ""
+            saved = self.options.get(segment.spec.group, {})
+            other = _other_kind(group, saved) if theirs == mine else ""
             for number, slot in enumerate(segment.spec.slots):
                 old = self.parameters.get(slot.name)
                 if old is None:
@@ -173,7 +171,9 @@ class Fit:
                 elif theirs != mine:  # a class of torch's: nobody says what its state is called
                     wrong = {f"state of {mine}"}
                 else:
-                    wrong = {other} if other else set[str]()
+                    wrong = {f"state for {other}={group.get(other)!r}"} if other else set[str]()
+                    if other:
+                        written, here = f"{theirs}({other}={saved[other]!r})", f"{mine}({other}={group.get(other)!r})"
                 for state in wrong:
                     lacking.setdefault(state, []).append(slot.name)
                 if not wrong:
@@ -186,8 +186,8 @@ class Fit:
             what += [f"{mine} has no use for {s!r}" for s in sorted(surplus)]
             if strict:
                 raise CheckpointError(
-                    f"{checkpoint.path} was written with {theirs} and the engine has {mine}: {'; '.join(what)}; load "
-                    "it with weights_only=True, or what fits with strict=False; nothing was changed."
+                    f"{checkpoint.path} was written with {written} and the engine has {here}: {'; '.join(what)}; load "
+                    "it with weights_only=True, or what fits with strict=False."
                 )
             self.notes.append(f"Of the state of {theirs} {mine} has taken what it knows: {'; '.join(what)}.")
         if fresh:
@@ -205,14 +205,21 @@ class Fit:
         model, checkpoint = self._model, self._checkpoint
         if model.optimizer is None or checkpoint.index.optimizer is None:
             return
-        same = checkpoint.index.optimizer["class"].rpartition(".")[2] == type(model.optimizer).__name__
+        theirs, mine = checkpoint.index.optimizer["class"].rpartition(".")[2], type(model.optimizer).__name__
+        same, taken = theirs == mine, set[str]()
         for number, options in self.options.items():
             group = model.optimizer.param_groups[number]
             for name, value in options.items():
                 if name in MEANS or (name in STRUCTURE and bool(value) != bool(group.get(name))):
                     continue
                 if same or name == "initial_lr" or (name in group and not isinstance(value, bool)):
+                    taken |= {name} if name not in group or group[name] != value else set()
                     group[name] = value
+        if taken and not same:
+            self.notes.append(
+                f"Options of {theirs} that {mine} has too were taken over: {', '.join(sorted(taken))}; set them again "
+                "in engine.optimizer.param_groups if they are not meant."
+            )
 
     # -- what was given as ``state=``
 
@@ -225,8 +232,7 @@ class Fit:
         absent = [name for name in state if name not in there]
         if absent and strict:
             raise CheckpointError(
-                f"{self._checkpoint.path} has no state of {', '.join(absent)}; it has {', '.join(there) or 'none'}; "
-                "nothing was changed."
+                f"{self._checkpoint.path} has no state of {', '.join(absent)}; it has {', '.join(there) or 'none'}."
             )
 
 
@@ -261,7 +267,7 @@ def _matched(mine: Iterable[str], also: Mapping[str, Sequence[str]], known: Mapp
 def _other_kind(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """An option by which one optimizer of a class keeps other states than another, if there is one."""
     differs = [name for name in STRUCTURE if name in saved and bool(saved[name]) != bool(mine.get(name))]
-    return f"state for {differs[0]}={mine.get(differs[0])!r}" if differs else ""
+    return differs[0] if differs else ""
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardfold.errors import ConfigError
+from shardfold.plan.checks import described
 
 __all__ = ["check_loadable", "check_place", "check_states"]
 
@@ -17,7 +18,7 @@ def check_place(call: str, path: Any, what: str) -> None:
         ConfigError: ``path`` is no path; ``call``, and ``what`` it should be of, are for the sentence.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise ConfigError(f"{call}: the path is {_named(path)}: give the path of {what}, a str or a Path.")
+        raise ConfigError(f"{call}: the path is {described(path)}: give the path of {what}, a str or a Path.")
     if not os.fspath(path).strip():
         raise ConfigError(f"{call}: the path is empty: give the path of {what}; '.' is the current folder.")
 
@@ -29,7 +30,7 @@ def check_states(call: str, **states: Any) -> None:
     """
     for name, state in states.items():
         if state is not None and not isinstance(state, Mapping):
-            raise ConfigError(f"{call}: {name}= is {_named(state)}: give a dict by name.")
+            raise ConfigError(f"{call}: {name}= is {described(state)}: give a dict by name.")
 
 
 def check_loadable(call: str, state: Mapping[str, Any] | None) -> None:
@@ -40,10 +41,6 @@ def check_loadable(call: str, state: Mapping[str, Any] | None) -> None:
     for name, target in (state or {}).items():
         if not hasattr(target, "load_state_dict"):
             raise ConfigError(
-                f"{call}: state[{name!r}] is {_named(target)}, which has no load_state_dict(): what was saved as a "
+                f"{call}: state[{name!r}] is {described(target)}, which has no load_state_dict(): what was saved as a "
                 "plain value is in the report's .state; give objects that take theirs."
             )
-
-
-def _named(value: Any) -> str:
-    return "None" if value is None else f"of type {type(value).__name__}"

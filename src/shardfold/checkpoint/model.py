@@ -8,10 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shardfold.checkpoint.given import check_place
 from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.stored import Later, open_weights
-from shardfold.errors import CheckpointError
+from shardfold.comm.mesh import parse_device
+from shardfold.errors import CheckpointError, ConfigError
+from shardfold.plan.checks import check_flags, described
 from shardfold.sharding.materialize import meta_init
+from shardfold.sharding.segment import check_dtype
 
 __all__ = ["load_model"]
 
@@ -44,8 +48,15 @@ def load_model(
         The module, in ``eval()`` mode.
 
     Raises:
+        ConfigError: an argument is of a wrong type.
         CheckpointError: names or shapes do not fit, all are listed and nothing was changed; or a file is damaged.
     """
+    check_place("load_model()", path, "a checkpoint or of safetensors files")
+    check_dtype("load_model()", dtype)
+    check_flags("load_model()", strict=strict)
+    device = parse_device("device", device) if device is not None else None
+    if not isinstance(model, nn.Module) and not callable(model):
+        raise ConfigError(f"load_model(): the model is {described(model)}: give a module, or what makes one.")
     if not isinstance(model, nn.Module):
         with meta_init():
             model = model()

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardfold.checkpoint.files import DTYPES, Reader
 from shardfold.checkpoint.folders import resolve
 from shardfold.checkpoint.format import INDEX, Index, Parameter, Piece, checksum, overlaps
+from shardfold.checkpoint.given import check_place
 from shardfold.checkpoint.trees import decode
 from shardfold.checkpoint.verify import index_bytes, missing_files
 from shardfold.errors import CheckpointError, did_you_mean
@@ -41,10 +42,12 @@ class Checkpoint:
         buffers: the same of persistent buffers.
 
     Raises:
+        ConfigError: ``path`` is none.
         CheckpointError: there is none, it is not complete, or its index is damaged.
     """
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
+        check_place("Checkpoint()", path, "a checkpoint or of a folder of checkpoints")
         folder = resolve(path)
         self._take(folder, index_bytes(folder), verify, None)
         if damage := missing_files(self.path, self.index):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shardfold.errors import ConfigError
+from shardfold.plan.checks import described
 
 __all__ = ["rng_state", "set_rng_state"]
 
@@ -40,8 +41,10 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     """Continues the streams that :func:`rng_state` saw; with other devices, those that both have.
 
     Raises:
-        ConfigError: a part of the state is missing, or numpy's global generator is of another kind.
+        ConfigError: it is none, a part of it is missing, or numpy's global generator is of another kind.
     """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"the state of the generators is {described(state)}: give what rng_state() returned.")
     if missing := [name for name in ("python", "numpy", "torch", "cuda") if name not in state]:
         raise ConfigError(f"the state of the generators lacks {', '.join(missing)}: give what rng_state() returned.")
     python, kind = state["python"], np.random.get_state(legacy=False)["bit_generator"]  # pyright: ignore

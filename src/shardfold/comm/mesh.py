@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardfold.errors import LayoutError, UsageError, did_you_mean
+from shardfold.errors import ConfigError, LayoutError, UsageError, did_you_mean
+from shardfold.plan.checks import described, is_integer
 from shardfold.plan.layout import DATA_AXES, Axes
 from shardfold.torch_internals import all_groups, default_store
 
-__all__ = ["DataMesh", "default_backend", "pick_device", "resolve_sizes", "start_group"]
+__all__ = ["DataMesh", "default_backend", "parse_device", "pick_device", "resolve_sizes", "start_group"]
 
 UNSENT = 2**31 - 1  # the tag of a message that nobody sends
 
@@ -43,7 +44,11 @@ def resolve_sizes(world: int, mesh: Mapping[str, int] | None, local: int | None 
     if mesh is None:
         intra = local if local and world % local == 0 else world
         return {"inter": world // intra, "intra": intra}
-    for axis in mesh:
+    if not isinstance(mesh, Mapping):
+        raise LayoutError(f"mesh= is {described(mesh)}: it is sizes by axis, as in {{'intra': 8}}.")
+    for axis, size in mesh.items():
+        if axis in DATA_AXES and not is_integer(size):
+            raise LayoutError(f"mesh= has {described(size)} for {axis!r}: the size of an axis is a number of ranks.")
         if axis not in DATA_AXES:
             raise LayoutError(f"mesh names the axis {axis!r}, which is unknown.{did_you_mean(axis, DATA_AXES)}")
     sizes = {axis: int(mesh.get(axis, 0)) for axis in DATA_AXES}
@@ -59,12 +64,42 @@ def resolve_sizes(world: int, mesh: Mapping[str, int] | None, local: int | None 
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
-    """The device asked for, else this local rank's GPU, else the CPU. Ranks beyond the number of GPUs share them."""
+    """The device asked for, else this local rank's GPU, else the CPU. Ranks beyond the number of GPUs share them.
+
+    Raises:
+        ConfigError: it is none that trains here.
+    """
     if device is not None:
-        return torch.device(device)
+        return _usable(parse_device("device", device))
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def parse_device(name: str, device: Any) -> torch.device:
+    """The device of that name, number or value; ``name`` is the argument's.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if isinstance(device, (str, int, torch.device)) and not isinstance(device, bool):
+        with suppress(RuntimeError, ValueError):
+            return torch.device(device)
+    raise ConfigError(f"{name}= is {described(device)}: it is a device, as 'cpu', 'cuda' or 'cuda:1'.")
+
+
+def _usable(device: torch.device) -> torch.device:
+    """
+    Raises:
+        ConfigError: nothing trains on it, or it is not here.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={str(device)!r}: models are trained on 'cpu' or 'cuda'.")
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        there = f"the last is cuda:{count - 1}" if count else "PyTorch finds none"
+        raise ConfigError(f"device={str(device)!r} is no GPU of this machine, of which {there}: choose another device.")
+    return device
 
 
 class DataMesh:

@@ -3,13 +3,87 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardfold.errors import ConfigError
+from shardfold.errors import ConfigError, ModelError, UsageError, nearest
+from shardfold.plan.checks import check_flags, check_times, described, is_integer
+from shardfold.plan.passes import Schedule
 
-__all__ = ["check_accumulate", "check_schedule", "make_schedule"]
+__all__ = [
+    "check_accumulate",
+    "check_closure",
+    "check_last",
+    "check_loss",
+    "check_model",
+    "check_number",
+    "check_numbers",
+    "check_schedule",
+    "check_settings",
+    "make_schedule",
+    "missing",
+]
+
+SPREAD = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes of torch whose forward or backward does what an engine does."""
+
+
+# -- a new engine
+
+
+def check_model(model: Any) -> None:
+    """
+    Raises:
+        ModelError: it is no module, or one that an engine cannot follow or that sends gradients itself.
+    """
+    if isinstance(model, type):
+        raise ModelError(f"Engine(model): {model.__name__} is a class: give a module that it makes.")
+    if not isinstance(model, nn.Module):
+        inner = " Its own model is its .module." * isinstance(getattr(model, "module", None), nn.Module)
+        raise ModelError(f"Engine(model): the model is {described(model)}: give a torch.nn.Module.{inner}")
+    for path, part in model.named_modules():
+        where = f"Engine(model): {path}" if path else "Engine(model): the model"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{where} is TorchScript, whose parameters and hooks no engine reaches: give the module that it was "
+                "made of; torch.compile works under an engine."
+            )
+        kind = next((k.__name__ for k in type(part).__mro__ if k.__name__ in SPREAD and _of_torch(k)), None)
+        if kind is not None:
+            raise ModelError(
+                f"{where} is wrapped in torch's {kind}, which would split the work a second time: give the plain "
+                "module; an engine does the same under layout='ddp' or 'fsdp2'."
+            )
+
+
+def _of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
+
+
+def check_settings(
+    *, units: Any, timing: Any, seed: Any, patience: Any, limit: Any, debug: Any
+) -> None:  # what no other file looks at
+    """
+    Raises:
+        ConfigError: one of these arguments of an engine is of a wrong type or value.
+    """
+    if isinstance(units, (str, type)):
+        one = repr(units) if isinstance(units, str) else units.__name__
+        raise ConfigError(f"units= is one pattern: give a list, units=[{one}].")
+    if units is not None and not (
+        isinstance(units, (Sequence, Set)) and all(isinstance(each, (str, type)) for each in units)
+    ):
+        raise ConfigError(f"units= is {described(units)}: it is a list of path patterns and classes, or None.")
+    if timing is not None and not isinstance(timing, Schedule):
+        raise ConfigError(f"timing= is {described(timing)}: it is a Schedule, as in Schedule(prefetch=2), or None.")
+    if not is_integer(seed):
+        raise ConfigError(f"seed= is {described(seed)}: it is an integer.")
+    check_times("Engine", patience=patience, limit=limit)
+    check_flags("Engine", debug=debug)
 
 
 def check_accumulate(accumulate: Any) -> None:
@@ -17,8 +91,10 @@ def check_accumulate(accumulate: Any) -> None:
     Raises:
         ConfigError: it is no number of micro-batches.
     """
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate!r}: it is the number of micro-batches per step, an integer >= 1.")
+    if not is_integer(accumulate, 1):
+        raise ConfigError(
+            f"accumulate={described(accumulate)}: it is the number of micro-batches per step, an integer >= 1."
+        )
 
 
 def check_schedule(schedule: Any, optimizer: Any) -> None:
@@ -54,6 +130,78 @@ def make_schedule(schedule: Any, optimizer: Any) -> Any:
     made = schedule if isinstance(schedule, LRScheduler) or not callable(schedule) else schedule(optimizer)
     _refuse_metric(made)
     return made
+
+
+# -- its methods
+
+
+def check_loss(call: str, loss: Any) -> None:
+    """
+    Raises:
+        UsageError: it is no tensor.
+    """
+    if not isinstance(loss, Tensor):
+        lost = ", without .item()" * isinstance(loss, (int, float))
+        raise UsageError(f"{call}: the loss is of type {type(loss).__name__}: give the tensor that forward made{lost}.")
+
+
+def check_closure(closure: Any) -> None:
+    """
+    Raises:
+        UsageError: there is one.
+    """
+    if closure is not None:
+        raise UsageError(
+            f"engine.step(): {described(closure)} was given as a closure, which it does not call: run forward and "
+            "engine.backward(loss), then engine.step()."
+        )
+
+
+def check_last(last: Any) -> None:
+    """
+    Raises:
+        ConfigError: it is neither True nor False nor None.
+    """
+    if last is not None:
+        check_flags("engine", last_micro_batch=last)
+
+
+def check_numbers(call: str, values: Any) -> None:
+    """
+    Raises:
+        ConfigError: they are no list of numbers, or of tensors of one.
+    """
+    many = isinstance(values, Collection) and not isinstance(values, (str, bytes))
+    if not many or (isinstance(values, Tensor) and values.ndim != 1):
+        raise ConfigError(f"{call}: the values are {described(values)}: give a list of numbers.")
+    for value in values:
+        check_number(call, value)
+
+
+def check_number(call: str, value: Any) -> None:
+    """
+    Raises:
+        ConfigError: it is no number, and no tensor of one.
+    """
+    try:
+        if not isinstance(value, (str, bytes)):
+            float(value)
+            return
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    raise ConfigError(f"{call}: the value is {described(value)}: give a number, or a tensor of one.")
+
+
+def missing(engine: object, name: str, model: nn.Module | None, optimizer: object) -> AttributeError:
+    """The error of a name that an engine does not have, which says who has it."""
+    plain = f"{type(engine).__name__!r} object has no attribute {name!r}"
+    if name.startswith("_"):
+        return AttributeError(plain)
+    for place, other in (("engine.module", model), ("engine.optimizer", optimizer)):
+        if other is not None and hasattr(other, name):
+            return AttributeError(f"{plain}: an engine is no module, and has one: use {place}.{name}.")
+    near = nearest(name, [known for known in dir(type(engine)) if not known.startswith("_")])
+    return AttributeError(plain + (f". Did you mean {near!r}?" if near else "."))
 
 
 def _refuse_metric(schedule: Any) -> None:

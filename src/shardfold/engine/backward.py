@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from shardfold.engine.arguments import check_loss
 from shardfold.engine.runner import Runner
-from shardfold.errors import UsageError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler, scaled
 from shardfold.numerics.token_weights import Shares
@@ -32,7 +32,7 @@ class Backward:
 
     def run(self, loss: Tensor, weight: float | None, retain_graph: bool) -> None:
         """See :meth:`Engine.backward`."""
-        _check_loss("engine.backward()", loss)
+        check_loss("engine.backward()", loss)
         if weight != 0:
             self._alarm.note(loss)
         loss = self._times_scale(self._shares.weighed(loss, weight, first=not self._model.run.micro_batch))
@@ -53,7 +53,7 @@ class Backward:
 
     def scale(self, loss: Tensor) -> Tensor:
         """See :meth:`Engine.scale`."""
-        _check_loss("engine.scale()", loss)
+        check_loss("engine.scale()", loss)
         if self._scaler is None:
             return loss
         self._alarm.note(loss)
@@ -72,12 +72,3 @@ class Backward:
         if not self._model.run.micro_batch and handlers.lifted != self._scaler.scale:
             handlers.set_factors()
         return scaled(loss, handlers.lifted)
-
-
-def _check_loss(call: str, loss: object) -> None:
-    """
-    Raises:
-        UsageError: it is no tensor.
-    """
-    if not isinstance(loss, Tensor):
-        raise UsageError(f"{call}: the loss is of type {type(loss).__name__}: give a tensor.")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,18 @@ from shardfold.checkpoint.stored import readable
 from shardfold.comm.comm import Comm, joined
 from shardfold.comm.mesh import DataMesh, pick_device
 from shardfold.engine.alike import given
-from shardfold.engine.arguments import check_accumulate, check_schedule, make_schedule
+from shardfold.engine.arguments import (
+    check_accumulate,
+    check_closure,
+    check_last,
+    check_model,
+    check_number,
+    check_numbers,
+    check_schedule,
+    check_settings,
+    make_schedule,
+    missing,
+)
 from shardfold.engine.backward import Backward
 from shardfold.engine.gate import PassGate
 from shardfold.engine.handlers import Handlers, check_supported
@@ -52,6 +63,7 @@ from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.sharded import ShardedOptimizer, build, check_rounding
 from shardfold.plan import presets
+from shardfold.plan.checks import check_flags
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.passes import Schedule
 from shardfold.plan.program import Program
@@ -132,6 +144,8 @@ class Engine:
         limit: float = 1800.0,
         debug: bool = False,
     ) -> None:
+        check_model(model)
+        check_settings(units=units, timing=timing, seed=seed, patience=patience, limit=limit, debug=debug)
         check_accumulate(accumulate)
         check_schedule(schedule, optimizer)
         table, activations = in_table(presets.named(layout), activations)
@@ -324,6 +338,14 @@ class Engine:
             "inside `with engine.gathered():`, or save engine.state_dict()."
         )
 
+    if not TYPE_CHECKING:  # which are to find names that are not there
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that raised AttributeError: again, for what it says
+                return object.__getattribute__(self, name)
+            sharded = self.__dict__.get("sharded")
+            raise missing(self, name, *((sharded.module, sharded.optimizer) if sharded is not None else (None, None)))
+
     def __repr__(self) -> str:
         return self._reports.described()
 
@@ -348,15 +370,17 @@ class Engine:
         self._gate.refuse_closed("engine.scale()")
         return self._backward.scale(loss)
 
-    def step(self, *, tokens: float | None = None, samples: float | None = None) -> StepReport:
+    def step(self, closure: None = None, *, tokens: float | None = None, samples: float | None = None) -> StepReport:
         """The optimizer step, at an accumulation boundary; before it, nothing happens.
 
-        ``tokens`` and ``samples`` are how many this rank has processed since the last call, for :meth:`stats`.
+        ``tokens`` and ``samples`` are how many this rank has processed since the last call, for :meth:`stats`. A
+        ``closure``, as optimizers of torch take one, is refused.
 
         Raises:
-            UsageError: no optimizer, no backward since the last step, or whole values are lent.
+            UsageError: a closure, no optimizer, no backward since the last step, or whole values are lent.
             NonFiniteError: gradients overflow although the loss scale is at its floor (``LossScale.patience``).
         """
+        check_closure(closure)
         if self._stepper is None:
             raise UsageError("engine.step() needs an optimizer: pass optimizer= to the Engine.")
         self._gate.refuse_closed("engine.step()")
@@ -398,6 +422,7 @@ class Engine:
 
     @last_micro_batch.setter
     def last_micro_batch(self, last: bool | None) -> None:
+        check_last(last)
         self._runner.last = last
 
     @property
@@ -535,6 +560,7 @@ class Engine:
             check_place("engine.save()", path, "a checkpoint")
             check_states("engine.save()", state=state, rank_state=rank_state)
             check_options(busy, keep, nonfinite, gradients, shared)
+            check_flags("engine.save()", wait=wait, latest=latest)
 
         self._gate.meet(f"engine.save(frozen={frozen!r})", follow=True, check=check)
         self._gate.secure()
@@ -575,6 +601,7 @@ class Engine:
             check_states("engine.load()", state=state)
             check_loadable("engine.load()", state)
             renamer(rename, "engine.load")
+            check_flags("engine.load()", weights_only=weights_only, strict=strict)
 
         self._gate.meet(f"engine.load(weights_only={weights_only})", follow=True, check=check)
         self._gate.secure()
@@ -604,14 +631,22 @@ class Engine:
         return self._reports.explained()
 
     def mean(self, value: float | Tensor) -> float:
-        """The mean of a number over all ranks; a control message."""
-        self._gate.meet("engine.mean()")
+        """The mean of a number over all ranks; a control message.
+
+        Raises:
+            ConfigError: on all ranks: it is no number on one of them.
+        """
+        self._gate.meet("engine.mean()", check=lambda: check_number("engine.mean()", value))
         return self.sharded.comm.control([float(value)], dist.ReduceOp.SUM)[0] / self.world_size
 
     def agree(self, values: Sequence[float]) -> list[float]:
-        """The largest of each number over all ranks; a control message."""
-        self._gate.meet("engine.agree()")
-        return self.sharded.comm.control(list(values), dist.ReduceOp.MAX)
+        """The largest of each number over all ranks; a control message.
+
+        Raises:
+            ConfigError: on all ranks: it is no list of numbers on one of them.
+        """
+        self._gate.meet("engine.agree()", check=lambda: check_numbers("engine.agree()", values))
+        return self.sharded.comm.control([float(value) for value in values], dist.ReduceOp.MAX)
 
     def close(self) -> None:
         """Waits for a save under way, takes the hooks off the model, gives back what the engine changed in the process.

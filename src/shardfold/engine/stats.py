@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from shardfold.errors import ConfigError
+from shardfold.plan.checks import described, is_number
 from shardfold.plan.report import MemoryReport, TrafficReport
 
 __all__ = ["Clock", "Stats"]
@@ -84,8 +85,10 @@ class Clock:
             ConfigError: a count is no number >= 0.
         """
         for name, count in (("tokens", tokens), ("samples", samples)):
-            if count is not None and not (isinstance(count, (int, float)) and count >= 0):
-                raise ConfigError(f"engine.step({name}={count!r}): it is how many this rank has processed, a number.")
+            if count is not None and not is_number(count, 0):
+                raise ConfigError(
+                    f"engine.step({name}={described(count)}): it is how many this rank has processed, a number."
+                )
         if tokens is not None:
             self._tokens = (self._tokens or 0.0) + tokens
         if samples is not None:
@@ -122,8 +125,10 @@ class Clock:
         A token costs 2 FLOPs per parameter in forward, 2 for the gradients of inputs and 2 for those of weights, which
         frozen ones do not have; attention over positions and recomputation are left out.
         """
-        if peak_flops is not None and not peak_flops > 0:
-            raise ConfigError(f"engine.stats(peak_flops={peak_flops!r}): it is a device's FLOP/s, a number > 0.")
+        if peak_flops is not None and not (is_number(peak_flops, 0) and peak_flops):
+            raise ConfigError(
+                f"engine.stats(peak_flops={described(peak_flops)}): it is a device's FLOP/s, a number > 0."
+            )
         tokens = self.tokens_per_second
         rate = "tokens/s" if tokens is None else f"{tokens:.6g} tokens/s"
         peak = "peak FLOP/s" if peak_flops is None else f"{peak_flops:.6g} peak FLOP/s"

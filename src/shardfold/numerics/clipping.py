@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
+from shardfold.plan.checks import check_flags, described, is_number
 
 __all__ = ["Clip", "clip_coefficient", "norm_of", "norm_part", "one_clip", "square_sum"]
 
@@ -42,6 +43,7 @@ class Clip:
         limit = self.norm if self.norm is not None else self.value
         if (self.norm is None) == (self.value is None) or not _positive(limit):
             raise ConfigError(f"Clip(norm={self.norm!r}, value={self.value!r}): give one of the two, a number > 0.")
+        check_flags("Clip", error_if_nonfinite=self.error_if_nonfinite)
         if not _positive(self.p) or (self.value is not None and (self.p != 2.0 or self.error_if_nonfinite)):
             raise ConfigError(
                 f"Clip.p is {self.p!r}: it is a number > 0 or inf, and goes with norm=, as error_if_nonfinite does."
@@ -54,15 +56,17 @@ def one_clip(norm: Any, clip: Any) -> Clip | None:
     Raises:
         ConfigError: both are given, or one is of another kind.
     """
-    if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
-        raise ConfigError(f"clip_norm={norm!r}: it is the largest gradient norm, a number > 0, or None.")
-    if clip is not None and (norm is not None or not isinstance(clip, Clip)):
-        raise ConfigError(f"clip={clip!r} beside clip_norm={norm!r}: give one of them; clip= takes a Clip.")
+    if norm is not None and not _positive(norm):
+        raise ConfigError(f"clip_norm= is {described(norm)}: it is the largest gradient norm, a number > 0, or None.")
+    if clip is not None and not isinstance(clip, Clip):
+        raise ConfigError(f"clip= is {described(clip)}: it takes a Clip, as in Clip(norm=1.0).")
+    if clip is not None and norm is not None:
+        raise ConfigError(f"clip={clip!r} beside clip_norm={norm!r}: give one of them.")
     return Clip(norm=norm) if norm is not None else clip
 
 
 def _positive(number: object) -> bool:
-    return isinstance(number, (int, float)) and not isinstance(number, bool) and number > 0
+    return is_number(number, 0) and number != 0
 
 
 def norm_part(flats: Iterable[Tensor], p: float, device: torch.device) -> Tensor:

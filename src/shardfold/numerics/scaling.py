@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
+from shardfold.plan.checks import check_flags, described, is_integer, is_number
 from shardfold.plan.layout import Precision
 
 __all__ = ["LossScale", "Scaler", "all_finite", "make_scaler", "scaled"]
@@ -58,21 +59,23 @@ class LossScale:
     patience: int | None = 10
 
     def __post_init__(self) -> None:
+        check_flags("LossScale", refill=self.refill)
         legal = {
-            "initial": 0 < self.initial <= LARGEST,
-            "growth": self.growth >= 1,
-            "backoff": 0 < self.backoff <= 1,
-            "interval": self.interval >= 1,
-            "hysteresis": self.hysteresis >= 1,
-            "delay": self.delay >= 0,
-            "floor": 0 < self.floor <= self.initial,
-            "patience": self.patience is None or self.patience >= 1,
+            "initial": is_number(self.initial, 0, LARGEST) and self.initial > 0,
+            "growth": is_number(self.growth, 1),
+            "backoff": is_number(self.backoff, 0, 1) and self.backoff > 0,
+            "interval": is_integer(self.interval, 1),
+            "hysteresis": is_integer(self.hysteresis, 1),
+            "delay": is_integer(self.delay, 0),
+            "floor": is_number(self.floor, 0) and is_number(self.initial) and 0 < self.floor <= self.initial,
+            "patience": self.patience is None or is_integer(self.patience, 1),
         }
         for name, is_legal in legal.items():
             if not is_legal:
                 raise ConfigError(
-                    f"LossScale.{name} is {getattr(self, name)!r}: initial and floor are numbers > 0 with floor <= "
-                    "initial, growth >= 1, 0 < backoff <= 1, interval, hysteresis, patience integers >= 1, delay >= 0."
+                    f"LossScale.{name} is {described(getattr(self, name))}: initial and floor are numbers > 0 with "
+                    "floor <= initial, growth >= 1, 0 < backoff <= 1, interval, hysteresis, patience integers >= 1, "
+                    "delay an integer >= 0."
                 )
 
     @staticmethod
@@ -190,8 +193,8 @@ def make_scaler(given: float | LossScale | None, precisions: Iterable[Precision]
         return Scaler(LossScale()) if fp16 else None
     if isinstance(given, LossScale):
         return Scaler(given)
-    if not isinstance(given, (int, float)) or isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"loss_scale={given!r}: it is a number > 0, a LossScale, or None.")
+    if not (is_number(given, 0, LARGEST) and given):
+        raise ConfigError(f"loss_scale= is {described(given)}: it is a finite number > 0, a LossScale, or None.")
     return Scaler(LossScale.static(float(given)))
 
 

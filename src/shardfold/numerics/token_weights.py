@@ -12,6 +12,7 @@ import math
 from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError
+from shardfold.plan.checks import described, is_number
 
 __all__ = ["Shares"]
 
@@ -33,14 +34,15 @@ class Shares:
         Raises:
             ConfigError: the weight is no finite number >= 0.
         """
+        if weight is not None:
+            number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+            if not is_number(number, 0) or math.isinf(number):
+                raise ConfigError(
+                    f"engine.backward(weight={described(number)}): it is a number >= 0, such as a count of tokens."
+                )
+            weight = float(number)
         if first:
             self._given.clear()
-        if weight is not None:
-            weight = float(weight)
-            if not math.isfinite(weight) or weight < 0:
-                raise ConfigError(
-                    f"engine.backward(weight={weight!r}): it is a number >= 0, such as a count of tokens."
-                )
         self._given.append(weight)
         return loss if weight is None else loss * weight
 

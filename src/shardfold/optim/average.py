@@ -17,9 +17,10 @@ from torch import Tensor
 
 from shardfold.comm.coalesced import complete
 from shardfold.errors import ConfigError, ModelError, UsageError
+from shardfold.plan.checks import check_flags, described, is_number
 from shardfold.plan.report import MemoryRow
 from shardfold.sharding.loans import Loan, refuse_during
-from shardfold.sharding.model import Owner
+from shardfold.sharding.model import Owner, ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 from shardfold.sharding.whole_segments import whole_segments
@@ -44,13 +45,16 @@ class Average:
         updates: how many updates it has seen.
 
     Raises:
-        ConfigError: ``decay`` is out of range, or the engine has no optimizer.
+        ConfigError: ``decay`` is out of range, or the engine is none or has no optimizer.
     """
 
     def __init__(self, engine: Owner, decay: float = 0.999, *, warmup: bool = False) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigError(f"Average(decay={decay!r}): it is the weight of the average so far, in [0, 1).")
-        model = engine.sharded
+        model = getattr(engine, "sharded", None)
+        if not isinstance(model, ShardedModel):
+            raise ConfigError(f"Average: the engine is {described(engine)}: give a shardfold.Engine.")
+        if not is_number(decay, 0, 1) or decay == 1:
+            raise ConfigError(f"Average(decay={described(decay)}): it is the weight of the average so far, in [0, 1).")
+        check_flags("Average", warmup=warmup)
         if model.optimizer is None:
             raise ConfigError("Average needs an engine with an optimizer: what is not trained needs no average.")
         self.decay, self.warmup, self.updates = decay, warmup, 0

@@ -41,7 +41,7 @@ def build(optimizer: Any, model: nn.Module) -> Optimizer:
     """The optimizer object itself, or what a class, a ``partial`` or a function makes of the parameters.
 
     Raises:
-        ConfigError: it is no optimizer, has stepped already, or its update is not element-wise.
+        ConfigError: it is no optimizer, has stepped already, or its update is not element-wise; or nothing trains.
     """
     parameters = list(model.parameters())
     if not isinstance(optimizer, Optimizer):
@@ -50,7 +50,17 @@ def build(optimizer: Any, model: nn.Module) -> Optimizer:
                 f"optimizer={optimizer!r} is neither a torch.optim.Optimizer nor something that makes one of "
                 "parameters: pass e.g. partial(torch.optim.AdamW, lr=3e-4)."
             )
-        optimizer = optimizer([parameter for parameter in parameters if parameter.requires_grad])
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        try:
+            optimizer = optimizer(trainable)
+        except ValueError as error:
+            if trainable:
+                raise
+            why = "all its parameters are frozen (requires_grad=False)" if parameters else "it has no parameters"
+            raise ConfigError(
+                f"optimizer= has nothing to train in this model: {why}; leave optimizer= out, or unfreeze before the "
+                "engine is made what is to be trained."
+            ) from error
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"optimizer= made a {type(optimizer).__name__}, which is no torch.optim.Optimizer.")
     elif any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad's is made at once, at step 0

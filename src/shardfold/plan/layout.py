@@ -23,9 +23,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from math import prod
+from os import PathLike
 from typing import Any
 
 from shardfold.errors import ConfigError, LayoutError, did_you_mean
+from shardfold.plan.checks import described, is_integer
 from shardfold.plan.sizes import parse_bytes
 
 __all__ = [
@@ -205,6 +207,9 @@ class Activations:
 
     def __post_init__(self) -> None:
         fits = self.budget is not None
+        for name in ("among", "kept", "over"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ConfigError(f"Activations.{name} is {described(getattr(self, name))}: it is a tuple.")
         for mode in self.among:
             if not fits or mode not in MODES:
                 raise ConfigError(
@@ -221,8 +226,12 @@ class Activations:
             raise ConfigError(f"Activations.kept says what 'select' keeps, but mode is {self.mode!r}: leave it out.")
         if self.folder is not None and self.mode != "disk" and "disk" not in self.among:
             raise ConfigError(f"Activations.folder is for 'disk', but mode is {self.mode!r}: leave it out.")
-        if self.smallest < 0:
-            raise ConfigError(f"Activations.smallest is {self.smallest}: it is a number of bytes, 0 or more.")
+        if self.folder is not None and not isinstance(self.folder, (str, PathLike)):  # pyright: ignore
+            raise ConfigError(f"Activations.folder is {described(self.folder)}: it is the path of a folder, or None.")
+        if not is_integer(self.smallest, 0):
+            raise ConfigError(
+                f"Activations.smallest is {described(self.smallest)}: it is a number of bytes, 0 or more."
+            )
 
     @property
     def budget(self) -> int | None:
@@ -311,7 +320,15 @@ class Layout:
         return {name: cell for name, cell in named.items() if cell is not None}
 
     def replace(self, **changes: Any) -> Layout:
-        """A copy with other cells or wires."""
+        """A copy with other cells or wires.
+
+        Raises:
+            LayoutError: the table has no such entry.
+        """
+        known = [field.name for field in fields(self)]
+        for name in changes:
+            if name not in known:
+                raise LayoutError(f"the table has no entry {name!r}.{did_you_mean(name, known)}")
         return replace(self, **changes)
 
     def edit(self, *states: str, **changes: Any) -> Layout:
@@ -324,10 +341,19 @@ class Layout:
                 raise LayoutError(f"the table has no state {state!r}.{did_you_mean(state, known)}")
             if state not in cells:
                 raise LayoutError(f"this table has no {state} to edit: give it a cell with replace({state}=Cell(...)).")
+            known_fields = [field.name for field in fields(cells[state])]
+            for name in changes:
+                if name not in known_fields:
+                    raise LayoutError(f"the cell of {state} has no field {name!r}.{did_you_mean(name, known_fields)}")
         return replace(self, **{state: replace(cells[state], **changes) for state in states})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activations", Activations.named(self.activations))  # a mode's name does too
+        for names, kind, optional in ((STATES, Cell, ("params", "held")), (("gather", "reduce"), Wire, ())):
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kind) and not (value is None and name in optional):
+                    raise LayoutError(f"{name} of the table is {described(value)}: it is a {kind.__name__}.")
         for name, cell in self.cells().items():
             if not isinstance(cell.over, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise LayoutError(f"{name} is split over {cell.over!r}: over= takes a tuple of axes, as in ('intra',).")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardfold.errors import ConfigError
+from shardfold.plan.checks import described, is_integer
 from shardfold.plan.program import MARKERS, Op, Program
 
 __all__ = ["Schedule", "apply", "defer_reduce", "prefetch"]
@@ -42,11 +43,13 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.order not in ("recorded", "any"):
             raise ConfigError(f"Schedule.order is {self.order!r}: it is 'recorded' or 'any'.")
-        if self.reduces_in_flight not in (None, 0, 1):
-            raise ConfigError(f"Schedule.reduces_in_flight is {self.reduces_in_flight}: it is 0, 1 or None.")
+        if self.reduces_in_flight is not None and not is_integer(self.reduces_in_flight, 0, 1):
+            raise ConfigError(f"Schedule.reduces_in_flight is {described(self.reduces_in_flight)}: it is 0, 1 or None.")
         for name in ("prefetch", "block"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"Schedule.{name} is {getattr(self, name)}: it cannot be negative.")
+            if not is_integer(getattr(self, name), 0):
+                raise ConfigError(
+                    f"Schedule.{name} is {described(getattr(self, name))}: it is an integer and cannot be negative."
+                )
 
 
 def prefetch(ops: tuple[Op, ...], depth: int) -> tuple[Op, ...]:

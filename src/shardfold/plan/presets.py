@@ -6,6 +6,7 @@ Every preset is derived from another with ``edit`` or ``replace``; none of them 
 from __future__ import annotations
 
 from shardfold.errors import LayoutError, did_you_mean
+from shardfold.plan.checks import described
 from shardfold.plan.layout import DATA_AXES, Cell, Layout
 
 __all__ = ["PRESETS", "ddp", "fsdp2", "hpz", "hsdp", "named", "zero1", "zero2", "zero3"]
@@ -44,6 +45,8 @@ def named(layout: str | Layout) -> Layout:
     """
     if isinstance(layout, Layout):
         return layout
+    if not isinstance(layout, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise LayoutError(f"layout= is {described(layout)}: it is a Layout or the name of one: {', '.join(PRESETS)}.")
     if layout not in PRESETS:
-        raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(str(layout), PRESETS)}")
+        raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout, PRESETS)}")
     return PRESETS[layout]

@@ -185,7 +185,7 @@ def _find(model: ShardedModel, names: tuple[str, ...], of: str) -> tuple[list[Pl
     """Each wanted parameter once, in the order of units, and the parameters by every name asked for."""
     known = dict(model.module.named_parameters(remove_duplicate=False))
     for name in names:
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise ModelError(f"gathered: the model has no parameter {name!r}.{did_you_mean(name, known)}")
     asked = {name: known[name] for name in names} if names else known
     first: dict[int, str] = {}
@@ -415,9 +415,10 @@ def _has_state(model: ShardedModel, places: Sequence[Place], of: str) -> tuple[l
     assert update is not None
     known, dtypes = update.state_dtypes(), list(TORCH_DTYPES)
     code = 0.0
-    if of in known:
-        code = 1.0 + dtypes.index(dtype_name(known[of]) or "fp32")
-    mine = [float(update.has_state(place.segment, place.slot, of)) for place in places]
+    name = str(of)
+    if name in known:
+        code = 1.0 + dtypes.index(dtype_name(known[name]) or "fp32")
+    mine = [float(update.has_state(place.segment, place.slot, name)) for place in places]
     said = model.comm.control([code, *mine], dist.ReduceOp.MAX)
     if not said[0]:
         near = did_you_mean(of, {"params", "grads", "master", *known})

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardfold.errors import ConfigError
 from shardfold.plan.layout import ITEMSIZE, ROLES, Layout, Mesh
 from shardfold.plan.placement import SegmentSpec, shard_range
 from shardfold.tiers.device import DeviceStore
@@ -28,7 +30,7 @@ from shardfold.torch_internals import storage_key
 
 _version = attrgetter("_version")
 
-__all__ = ["TORCH_DTYPES", "Segment", "dtype_name", "rest_itemsize"]
+__all__ = ["TORCH_DTYPES", "Segment", "check_dtype", "dtype_name", "rest_itemsize"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -40,6 +42,15 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
+
+
+def check_dtype(call: str, dtype: Any) -> None:
+    """
+    Raises:
+        ConfigError: ``dtype=`` of ``call`` is neither None nor a floating dtype.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"{call}: dtype= is {dtype!r}: it is a floating dtype, as torch.bfloat16, or None.")
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:

@@ -20,10 +20,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardfold.comm.mesh import pick_device
+from shardfold.comm.mesh import parse_device, pick_device
+from shardfold.plan.checks import check_flags, check_times
 from shardfold.sharding.freed import FreedParameter, apart, seal, unseal
 from shardfold.sharding.partitioned import TOUCHED, EarlyShard, ShardRanks, early_shard, gather, release
 from shardfold.sharding.registry import model_of
+from shardfold.sharding.segment import check_dtype
 
 __all__ = ["shard_module", "sharded_init"]
 
@@ -55,13 +57,17 @@ def sharded_init(
         hollow: reading the data of a split parameter gives no elements instead of raising.
 
     Raises:
+        ConfigError: an argument is of a wrong type or value.
         OrderError: ranks build different modules, or initialize them in different ways.
     """
     if TOUCHED:
         yield
         return
-    place = pick_device(device)
-    ranks = ShardRanks(place, torch.device(rest) if rest is not None else None, patience, limit, hollow=hollow)
+    check_times("sharded_init()", patience=patience, limit=limit)
+    check_flags("sharded_init()", apply=apply, hollow=hollow)
+    check_dtype("sharded_init()", dtype)
+    place, kept = pick_device(device), parse_device("rest", rest) if rest is not None else None
+    ranks = ShardRanks(place, kept, patience, limit, hollow=hollow)
     construction = _Construction(ranks, dtype)
     with _watching_constructors(construction, apply):
         yield

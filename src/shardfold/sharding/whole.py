@@ -9,7 +9,8 @@ from logging import getLogger
 import torch
 from torch import nn
 
-from shardfold.errors import UsageError
+from shardfold.errors import ConfigError, UsageError
+from shardfold.plan.checks import check_flags, described, is_integer
 from shardfold.sharding.gathered import gathered
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partitioned import early_shard, gather, release
@@ -34,10 +35,18 @@ def whole(
         strict: False: a change without ``source`` is logged, and gone where parameters are split, instead of an error.
 
     Raises:
+        ConfigError: an argument is of a wrong type.
         UsageError: changed without ``source``; or as :meth:`Engine.gathered` does.
         OrderError: ranks ask for different parameters, or only some of them ask.
     """
+    if not isinstance(parameters, (torch.Tensor, Iterable)) or isinstance(parameters, str):
+        raise ConfigError(f"sf.whole(): the parameters are {described(parameters)}: give one, or several in a list.")
+    if source is not None and not is_integer(source, 0):
+        raise ConfigError(f"sf.whole(): source= is {described(source)}: it is a rank, or None.")
+    check_flags("sf.whole()", strict=strict)
     asked = [parameters] if isinstance(parameters, torch.Tensor) else [p for p in parameters if p is not None]
+    if stranger := [p for p in asked if not isinstance(p, torch.Tensor)]:
+        raise ConfigError(f"sf.whole(): the parameters have one that is {described(stranger[0])}: give tensors.")
     unique = list({id(p): p for p in asked}.values())
     held: dict[str, tuple[ShardedModel, list[str]]] = {}
     for p in unique:

@@ -123,13 +123,15 @@ def explain(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 8,
     nodes: Annotated[int, typer.Option(min=1, help="Machines that the ranks are spread over evenly.")] = 1,
     precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",
-    params: Annotated[float, typer.Option(min=1, max=MOST_PARAMS, help="Number of parameters.")] = 1e9,
+    params: Annotated[float, typer.Option(help="Number of parameters.")] = 1e9,
     config: Annotated[
         Path | None, typer.Option(help="A DeepSpeed JSON: what it becomes, instead of a layout and a precision.")
     ] = None,
 ) -> None:
     """Show a layout's table and program, and what they cost; or every value that a DeepSpeed config sets."""
     presets.named(layout)
+    if not 1 <= params <= MOST_PARAMS:
+        raise ConfigError(f"--params {params:g}: it is a number of parameters, from 1 to {MOST_PARAMS:g}.")
     if ranks % nodes:
         raise ConfigError(f"{ranks} ranks do not spread evenly over {nodes} nodes: choose --ranks as a multiple.")
     mesh = {"inter": nodes, "intra": ranks // nodes}

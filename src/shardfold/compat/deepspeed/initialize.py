@@ -10,7 +10,7 @@ from torch import nn
 
 from shardfold.compat.deepspeed import comm
 from shardfold.compat.deepspeed.choosing import check_scheduler, chosen_optimizer, chosen_scheduler
-from shardfold.compat.deepspeed.config import DeepSpeedConfig, Note, said
+from shardfold.compat.deepspeed.config import DeepSpeedConfig, Note, Settings, said
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.refused import WrongArgument
@@ -94,7 +94,7 @@ def initialize(
         zero.note_parameters(engine)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
-    notes = [*settings.notes, *_kept_on_device(engine)]
+    notes = [*settings.notes, *_kept_on_device(engine), *_without_optimizer(basic, settings, lr_scheduler)]
     if notes:
         log_dist(said(notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -114,6 +114,16 @@ def _config(args: Any, config: Any, config_params: Any) -> Any:
             "args.deepspeed_config."
         )
     return next(iter(found.values()))
+
+
+def _without_optimizer(optimizer: Any, settings: Settings, lr_scheduler: Any) -> list[Note]:
+    """A schedule that has nothing to schedule: DeepSpeed makes none, and an engine may only evaluate."""
+    why = "it is not used: there is no optimizer, in the config or as initialize(optimizer=...)"
+    if optimizer is not None:
+        return []
+    if lr_scheduler is not None:
+        return [Note("initialize(lr_scheduler=...)", type(lr_scheduler).__name__, why)]
+    return [Note("scheduler.type", settings.scheduler[0], why)] if settings.scheduler is not None else []
 
 
 OFFLOADED = {"offload_optimizer": ("master", "moments"), "offload_param": ("params",)}
