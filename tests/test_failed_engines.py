@@ -214,8 +214,8 @@ def many() -> None:
 
 
 def test_engines_that_are_made_and_dropped_leave_nothing_open(tmp_path: Path) -> None:
-    """After twenty engines that nobody closed there are not more file descriptors and threads than after four, but for a few
-    that are about to end."""
+    """After twenty engines that nobody closed there are no more file descriptors and threads than after four, but for
+    a few that are about to end."""
     assert all("there\n" in text for text in run_script(tmp_path, "many()"))
 
 
