@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed.batches import Batches
-from shardfold.compat.deepspeed.config import DeepSpeedConfig, Settings
+from shardfold.compat.deepspeed.config import DeepSpeedConfig
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.observers import Observers
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer, optimizer_class
 from shardfold.compat.deepspeed.parts import Parts
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.takeover import made_here, take_over
-from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
 from shardfold.engine.engine import Engine
 from shardfold.numerics.clipping import Clip
@@ -77,7 +76,6 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         training_data: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         mpu: Any = None,
-        monitor: MonitorMaster | None = None,
     ) -> None:
         super().__init__()
         self.module = model
@@ -112,22 +110,15 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
             loss_scale=settings.loss_scale if optimizer is not None else None,
             mesh=settings.mesh, timing=settings.timing, device=_device(args),
         )  # fmt: skip
-        try:
-            with together("the engine of deepspeed.initialize()"):
-                self._finish(settings, model, optimizer, monitor)
-        except BaseException:
-            self._core.close_split()
-            raise
-
-    def _finish(
-        self, settings: Settings, model: nn.Module, optimizer: Optimizer | None, monitor: MonitorMaster | None
-    ) -> None:
-        """What is built around the engine underneath."""
         self._core._runner.visible.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
         made_here(self._core)
         self.device = self._core.device
         self.basic_optimizer = optimizer
         self._divide_by(settings.accumulate)
+
+    def finish(self, monitor: MonitorMaster | None) -> None:
+        """Adds what stands around the engine underneath; nothing is sent."""
+        settings, model, optimizer = self._settings, self.module, self.basic_optimizer
         self.optimizer: Any = DeepSpeedZeRoOffload(model) if settings.stage == 3 else None
         if optimizer is not None:
             self.optimizer = optimizer_class(settings, optimizer)(self._core)

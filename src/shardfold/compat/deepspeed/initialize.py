@@ -77,12 +77,11 @@ def initialize(
     if settings["log_level"] is not None:
         set_log_level_from_string(settings["log_level"])
     apply_zero_leaf_module_config(model, view.zero_config.leaf_module)
-    engine = DeepSpeedEngine(
-        model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu, monitor=monitor
-    )
+    engine = DeepSpeedEngine(model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu)
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     try:
         with together("the schedule of deepspeed.initialize()"):
+            engine.finish(monitor)
             if basic is not None:
                 engine.lr_scheduler = chosen_scheduler(lr_scheduler, settings, engine.optimizer)
     except BaseException:
