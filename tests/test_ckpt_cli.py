@@ -224,7 +224,7 @@ def test_looking_needs_no_torch(saved: Path) -> None:
     """Both commands answer without importing torch."""
     script = (
         "import sys\n"
-        "from shardfold import cli\n"
+        "from shardfold.tools import cli\n"
         "from shardfold.checkpoint import Contents, Verification\n"
         "try:\n    cli.main(sys.argv[1:])\n"
         "finally:\n    print('torch' in sys.modules)\n"

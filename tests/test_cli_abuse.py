@@ -223,7 +223,7 @@ def test_a_run_whose_reader_has_gone_goes_on(tmp_path: Path, procs: str):
 
 def test_a_run_without_matplotlib_says_that_there_is_no_picture(tmp_path: Path):
     arguments = ["train", *TINY, "--data", str(some_text(tmp_path / "text")), "--out", "run", "--procs", "1"]
-    code = f"import sys; sys.modules['matplotlib'] = None\nfrom shardfold import cli\ncli.main({arguments!r})"
+    code = f"import sys; sys.modules['matplotlib'] = None\nfrom shardfold.tools import cli\ncli.main({arguments!r})"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "There is no picture: loss.png needs matplotlib" in done.stdout and "shardfold[report]" in done.stdout

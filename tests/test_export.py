@@ -548,7 +548,7 @@ def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[s
 def test_refusals_need_no_torch(tmp_path: Path):
     """Help and what is wrong with the options are said before torch is imported."""
     script = (
-        "import sys\nfrom shardfold import cli\n"
+        "import sys\nfrom shardfold.tools import cli\n"
         "for words in (['ckpt', 'export', '--help'], ['ckpt', 'export', 'a', 'b', '--to', 'hf', '--dtype', 'x']):\n"
         "    try:\n        cli.main(words)\n    except SystemExit:\n        pass\n"
         "assert 'torch' not in sys.modules\n"

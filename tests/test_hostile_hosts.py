@@ -35,7 +35,7 @@ def asked(folder: str) -> dict[str, bytes | str]:
             got[name] = bytes(out.tolist())
         except CheckpointError as error:
             got[name] = str(error)
-    trained.agreement.exchange("asked", "")
+    trained.sharded.comm.agreement.exchange("asked", "")
     elsewhere.close()
     trained.close()
     return got

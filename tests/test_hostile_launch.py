@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from shardfold.comm import boards
 from shardfold.errors import ConfigError
 from shardfold.launch.agent import pid_file
 from shardfold.launch.hosts import parse_environment_file, parse_hostfile
@@ -24,7 +25,6 @@ from shardfold.launch.remote import Host, answer, check_hosts, scheduler_command
 from shardfold.tools import cli
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.recipes.text import load_corpus
-from shardfold.wires import boards
 from test_hostile import refused
 
 pytestmark = pytest.mark.timeout(120)

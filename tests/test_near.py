@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 import models
 import shardfold as sf
+from shardfold.comm import boards, near
 from shardfold.comm.boards import SLOTS, possible
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.near import NearWire
 from shardfold.comm.transport import GlooWire
 from shardfold.errors import CollectiveError
 from shardfold.testing import Ranks, RanksFailed
-from shardfold.wires import boards, near
 
 pytestmark = pytest.mark.skipif(not possible(), reason="this system has no cross memory attach")
 LIMIT = timedelta(seconds=30)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import models
 import shardfold as sf
-from shardfold.stores import exact
 from shardfold.testing import Ranks
+from shardfold.tiers import pages as exact
 
 WIDE = 96  # its weights are large enough to be kept as they are
 

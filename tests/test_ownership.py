@@ -374,7 +374,7 @@ def _looks() -> dict[str, Any]:
 
 
 def _malloc() -> list[int]:
-    from shardfold.stores import exact
+    from shardfold.tiers import pages as exact
 
     return sorted(exact._outside.values())
 

@@ -330,7 +330,7 @@ def test_a_script_that_can_not_run_is_refused(capfd: pytest.CaptureFixture[str])
 
 def test_help_and_refusals_need_no_torch():
     code = (
-        "import sys; from shardfold import cli\n"
+        "import sys; from shardfold.tools import cli\n"
         "for words in (['run', '--help'], ['run', '--nnodes', '2', 'x.py']):\n"
         "    try: cli.main(words)\n"
         "    except SystemExit: pass\n"

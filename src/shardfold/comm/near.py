@@ -293,16 +293,20 @@ class NearWire(PlainWire):
         """Whether a group is carried by reading."""
         return id(group) in self._near
 
-    def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, full: Tensor, group: Any, *, lasting: Tensor | None = None, source: Tensor | None = None
+    ) -> Pending:
         near = self._near.get(id(group))
         if near is None:
             return self._gloo.all_gather(full, group)
         chunk, number = full.nbytes // near.size, near.number()
-        source = full[near.me * (full.numel() // near.size) :] if lasting is None else lasting
-        near.post(number, source.data_ptr())
+        read = lasting if lasting is not None else source
+        if read is None:
+            read = full[near.me * (full.numel() // near.size) :]
+        near.post(number, read.data_ptr())
         # What lasts is ready on all ranks when a pass begins and lies where it lay, so it needs no waiting.
         table = self._known
-        known = table.get(source.data_ptr()) if lasting is not None else None
+        known = table.get(read.data_ptr()) if lasting is not None else None
 
         def read_chunks(number: int) -> None:
             start, addresses = full.data_ptr(), known or near.addresses(number)
@@ -312,7 +316,7 @@ class NearWire(PlainWire):
                 table[lasting.data_ptr()] = addresses
 
         if lasting is None:
-            return self._begin(_Reading(near, [(number, read_chunks)], full))
+            return self._begin(_Reading(near, [(number, read_chunks)], full if source is None else source))
         reading = _Reading(near, [(number, read_chunks)], lasting, lasting=True, at_once=known is not None)
         self._unsettled.append(reading)
         return self._begin(reading)

@@ -71,9 +71,12 @@ class PlainWire(Protocol):
     """What the engine asks of a wire. All tensors are 1-D and contiguous. ``settle``, ``forget`` and
     ``close`` do nothing where no rank reads from another by itself."""
 
-    def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, full: Tensor, group: Any, *, lasting: Tensor | None = None, source: Tensor | None = None
+    ) -> Pending:
         """Completes ``full``, in which this rank's chunk (its group rank's) is already in place.
 
+        ``source`` holds the same values as that chunk, until :meth:`Pending.settle`: ``full`` may be written before.
         ``lasting`` holds the same values as that chunk, on all ranks since before the pass began and until
         :meth:`settle`; it always lies where it lay, until :meth:`forget`.
         """
@@ -118,7 +121,9 @@ class GlooWire(PlainWire):
     def __init__(self, empty: Callable[[int, torch.dtype], Tensor], recycle: Callable[[Tensor], None]) -> None:
         self._empty, self._recycle = empty, recycle
 
-    def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, full: Tensor, group: Any, *, lasting: Tensor | None = None, source: Tensor | None = None
+    ) -> Pending:
         chunks = full.chunk(dist.get_world_size(group))
         works = [dist.broadcast(c, group=group, group_src=i, async_op=True) for i, c in enumerate(chunks)]
         return Pending(works)
@@ -153,7 +158,9 @@ class GlooWire(PlainWire):
 class NcclWire(PlainWire):
     """NCCL: each collective as it is. ``wait`` orders streams and does not stop the host."""
 
-    def all_gather(self, full: Tensor, group: Any, *, lasting: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, full: Tensor, group: Any, *, lasting: Tensor | None = None, source: Tensor | None = None
+    ) -> Pending:
         mine = full.chunk(dist.get_world_size(group))[dist.get_rank(group)]
         return Pending([all_gather_single(full, mine, group=group, async_op=True)])
 

@@ -151,8 +151,12 @@ class Handlers:
                     else:
                         segment.fill_own_range()
         for segment in unit.segments:
-            lasting = segment.rest if not held and segment.split and unit.name not in self.repeated else None
-            self.comm.collective(op, segment.flat, pending=unit.filling, lasting=lasting)
+            source = segment.own_copy(held=held)
+            lasts = not held and source is segment.rest and unit.name not in self.repeated
+            unit.exposed |= source is None
+            self.comm.collective(
+                op, segment.flat, pending=unit.filling, lasting=source if lasts else None, source=source
+            )
         if again:
             drain(unit.filling, self.comm.agreement.wait)
 

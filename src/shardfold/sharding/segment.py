@@ -230,6 +230,18 @@ class Segment:
         if source is not self.flat:
             self.flat[self.rest_range[0] : self.rest_range[1]].copy_(source)
 
+    def own_copy(self, *, held: bool) -> Tensor | None:
+        """What this rank gives to a gather, as it lies outside of the flat, into which forward may write while others
+        still read; None if it is nowhere else."""
+        if not self.split:
+            return None
+        if held and self.held is not None:
+            return self.held
+        if self.rest is not None:
+            return self.rest
+        same = self.master is not None and self.master.dtype == self.dtype and self.master_range == self.rest_range
+        return self.master if same else None
+
     def take(self, slot: int, values: Tensor, *, exact: bool = True) -> None:
         """Takes a parameter's values (all of them, any shape) into every state that mirrors it; nothing is sent.
 

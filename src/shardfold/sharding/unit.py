@@ -87,6 +87,7 @@ class Unit:
         self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
         self.hollow = False  # reading the data of a parameter that is freed gives no elements instead of raising
         self._touch = _Touch(self)
+        self.exposed = False  # others read the flat itself, as what this rank gives is nowhere else
         self._found: list[list[int]] = []  # versions of the parameters that are split, when the unit was gathered
 
     def storages(self) -> set[int]:
@@ -118,6 +119,9 @@ class Unit:
         for pending in self.filling:
             pending.arrive(waiter)
         self._lending, self.filling = [(pending, waiter) for pending in self.filling], []
+        if self.exposed:  # forward may write into it
+            self.settle()
+            self.exposed = False
         self.open()
         self._found = [segment.versions() for segment in self.segments if segment.split]
         self.life = Life.GATHERED

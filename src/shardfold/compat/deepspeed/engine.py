@@ -26,6 +26,7 @@ from shardfold.compat.deepspeed.optimizer import EngineOptimizer, optimizer_clas
 from shardfold.compat.deepspeed.parts import Parts
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.compat.deepspeed.takeover import made_here, take_over
+from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
 from shardfold.engine.engine import Engine
 from shardfold.numerics.clipping import Clip
