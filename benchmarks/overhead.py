@@ -128,7 +128,7 @@ def pretend(ranks: int) -> None:
             return 0
 
     engine, comm = cast(Any, shardfold.engine.engine), cast(Any, shardfold.comm.comm)
-    engine.DataMesh, comm.data_wire = OneOfMany, lambda *_, **__: Copies()
+    engine.DataMesh, comm.data_transport = OneOfMany, lambda *_, **__: Copies()
 
 
 CONTENDERS: dict[str, Callable[..., Step]] = {

@@ -18,8 +18,8 @@ import shardfold as sf
 from shardfold.comm import boards, near
 from shardfold.comm.boards import SLOTS, possible
 from shardfold.comm.mesh import DataMesh
-from shardfold.comm.near import NearWire
-from shardfold.comm.transport import GlooWire
+from shardfold.comm.near import NearTransport
+from shardfold.comm.transport import GlooTransport
 from shardfold.errors import CollectiveError
 from shardfold.testing import Ranks, RanksFailed
 
@@ -37,10 +37,10 @@ def _exchange(key: str, text: str) -> list[str]:
     return said
 
 
-def _wires() -> tuple[GlooWire, NearWire, Any, DataMesh]:
+def _wires() -> tuple[GlooTransport, NearTransport, Any, DataMesh]:
     mesh = DataMesh(None, torch.device("cpu"), LIMIT)
-    gloo = GlooWire(lambda n, dtype: torch.empty(n, dtype=dtype), lambda flat: None)
-    wire = NearWire(gloo, mesh.groups(), mesh.rank, _exchange, _wait)
+    gloo = GlooTransport(lambda n, dtype: torch.empty(n, dtype=dtype), lambda flat: None)
+    wire = NearTransport(gloo, mesh.groups(), mesh.rank, _exchange, _wait)
     assert wire.near(mesh.everyone)
     return gloo, wire, mesh.everyone, mesh
 

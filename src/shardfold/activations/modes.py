@@ -5,7 +5,7 @@
     select      the same, but products of matrices, convolutions and attention are kept: what is cheap is made again
     host        copies in (pinned) host memory, which come back one unit ahead of backward
     disk        copies in a file, written and read by a thread
-    fit:12GiB   one of these for each unit, by what the first passes measure (see ``planner``)
+    fit:12GiB   one of these for each unit, by what the first passes measure (see ``fit``)
 
 A mode holds for a unit, or for a module that a rule of its own names. It takes the place of the module's ``forward``,
 so that hooks run once, outside of it; in backward the engine has gathered the unit by the time its forward runs again,

@@ -13,7 +13,7 @@ A rank that waits for a meeting of one engine while another rank needs more of a
 that when it sees so, and goes on waiting.
 
 What cannot be asked (a collective of the user's own in the middle, a rank that left) shows as ranks that do not move:
-see ``watch``. Waiting is done in slices; after each, a rank reads whether somebody gave up and what the others do.
+see ``watchdog``. Waiting is done in slices; after each, a rank reads whether somebody gave up and what the others do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from shardfold.comm.mesh import DataMesh
-from shardfold.comm.watchdog import Watch, Whereabouts
+from shardfold.comm.watchdog import Watchdog, Whereabouts
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError
 
 __all__ = ["Agreement", "Meeting"]
@@ -87,9 +87,9 @@ class Agreement:
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
         self._process = getpid()
-        self._watch: Watch | None = None
+        self._watch: Watchdog | None = None
         if mesh.world > 1:
-            self._watch = Watch.of(mesh.default_store, mesh.rank, mesh.world)
+            self._watch = Watchdog.of(mesh.default_store, mesh.rank, mesh.world)
             self._watch.join(mesh.name, self)
 
     def close(self) -> None:
@@ -431,7 +431,7 @@ class Agreement:
 
     def _wake(self) -> None:
         """Ranks in collectives of the user's own end when this rank leaves the user's groups; first they shall know
-        why (see ``watch``)."""
+        why (see ``watchdog``)."""
         assert self._watch is not None
         deadline = monotonic() + 3 * SETTLE
         stuck = [entry.kind for entry in self._watch.read().values() if entry.kind in ("user", "gave up")]

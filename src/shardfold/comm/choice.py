@@ -1,4 +1,4 @@
-"""Which wire carries an engine's data; nobody else knows."""
+"""Which transport carries an engine's data; nobody else knows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.comm.near import NearWire
-from shardfold.comm.transport import GlooWire, NcclWire, PlainWire, Waiter
+from shardfold.comm.near import NearTransport
+from shardfold.comm.transport import GlooTransport, NcclTransport, Transport, Waiter
 
-__all__ = ["data_wire"]
+__all__ = ["data_transport"]
 
 
-def data_wire(
+def data_transport(
     backend: str,
     device: torch.device,
     groups: Sequence[tuple[Any, Sequence[int]]],
@@ -24,8 +24,8 @@ def data_wire(
     recycle: Callable[[Tensor], None],
     exchange: Callable[[str, str], list[str]],
     waiter: Waiter,
-) -> PlainWire:
-    """The wire of a backend: ``gloo``, ``nccl``, or ``none`` for one rank, where it is never asked.
+) -> Transport:
+    """The transport of a backend: ``gloo``, ``nccl``, or ``none`` for one rank, where it is never asked.
 
     Args:
         backend: as above.
@@ -37,8 +37,8 @@ def data_wire(
         waiter: waits for a work, or raises when another rank gave up.
     """
     if backend == "nccl":
-        return NcclWire()
-    gloo = GlooWire(empty, recycle)
+        return NcclTransport()
+    gloo = GlooTransport(empty, recycle)
     if backend == "none" or device.type != "cpu":
         return gloo
-    return NearWire(gloo, groups, rank, exchange, waiter)
+    return NearTransport(gloo, groups, rank, exchange, waiter)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.comm.agreement import Agreement
-from shardfold.comm.choice import data_wire
+from shardfold.comm.choice import data_transport
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.meter import Meter
-from shardfold.comm.transport import Pending, PlainWire
+from shardfold.comm.transport import Pending, Transport
 from shardfold.plan.layout import Axes
 from shardfold.plan.program import Op
 from shardfold.tiers.device import DeviceStore
@@ -62,14 +62,14 @@ class Comm:
 
     mesh: DataMesh
     agreement: Agreement
-    transport: PlainWire
+    transport: Transport
     meter: Meter
     memory: DeviceStore
 
     @classmethod
     def of(cls, mesh: DataMesh, agreement: Agreement, memory: DeviceStore) -> Comm:
         """With the transport that the backend and the device of ``mesh`` have; every rank calls it."""
-        transport = data_wire(
+        transport = data_transport(
             mesh.backend, memory.device, mesh.groups(), mesh.rank, empty=memory.empty, recycle=memory.recycle,
             exchange=agreement.exchange, waiter=agreement.wait,
         )  # fmt: skip

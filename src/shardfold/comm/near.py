@@ -1,10 +1,10 @@
-"""The near wire: ranks of one host read each other's memory.
+"""The near transport: ranks of one host read each other's memory.
 
 A Gloo collective between two processes of one host goes through sockets: each byte is copied into the kernel and out of
 it, in segments, by threads that take the cores from the computation. Linux can copy straight from another process's
 memory into one's own (``process_vm_readv``, "cross memory attach"; MPI libraries do the same for large messages). A
 gather then moves each byte once, a reduce-scatter adds while a block is in cache and needs no temporary, and the sum is
-in rank order, bit for bit what the Gloo wire gives.
+in rank order, bit for bit what the Gloo transport gives.
 
 ``[Note: who may read when]`` Collectives on a group are numbered on every rank alike. For each number a rank keeps one
 entry on its *board*, a few pages that the others read the same way:
@@ -22,7 +22,7 @@ second thread of the process carries on with, so that no rank depends on what an
 
 It is used on the CPU where every rank of the group can read every other: Linux on x86-64 (whose stores become visible
 in order), one host, one network and process namespace, no rule of the kernel against it. ``SHARDFOLD_NEAR=0`` switches
-it off. Else, the Gloo wire carries the group.
+it off. Else, the Gloo transport carries the group.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from shardfold.comm.boards import (
     profiled,
     wait_for,
 )
-from shardfold.comm.transport import GlooWire, Pending, PlainWire, Waiter, sum_into
+from shardfold.comm.transport import GlooTransport, Pending, Transport, Waiter, sum_into
 from shardfold.torch_internals import storage_key
 
-__all__ = ["NearWire"]
+__all__ = ["NearTransport"]
 
 BLOCK = 256 * 1024
 """Bytes that are summed at a time: with the others' they fit a core's cache."""
@@ -72,7 +72,7 @@ class _Reading(Pending):
         group: of it.
         phases: number and deed of each, done when the others have posted that number; a deed may post the next.
         read: what the others read from this rank; kept until they have.
-        lasting: it stays as it is until :meth:`NearWire.settle`.
+        lasting: it stays as it is until :meth:`NearTransport.settle`.
         at_once: what this rank reads is ready, whatever the others have posted.
     """
 
@@ -179,7 +179,7 @@ class _Adder:
 
 
 class _Carrier:
-    """The thread that goes on with collectives that nobody waits for yet; one per process, while a wire is in use."""
+    """The thread that goes on with collectives that nobody waits for yet; one per process, while a transport is in use."""
 
     def __init__(self) -> None:
         self._forget()
@@ -191,7 +191,7 @@ class _Carrier:
         self._users, self._process = 0, os.getpid()
 
     def join(self) -> None:
-        """One wire more is in use."""
+        """One transport more is in use."""
         if self._process != os.getpid():  # a fork has no threads but the one that called it, and locks as they were
             self._forget()
         with self._wake:
@@ -201,14 +201,14 @@ class _Carrier:
                 self._thread.start()
 
     def leave(self) -> None:
-        """One wire less. (No waiting: a garbage collection may call this at any moment.)"""
+        """One transport less. (No waiting: a garbage collection may call this at any moment.)"""
         if self._process == os.getpid():
             with self._wake:
                 self._users -= 1
                 self._wake.notify()
 
     def end(self) -> None:
-        """The thread has ended when this returns, if no wire is in use."""
+        """The thread has ended when this returns, if no transport is in use."""
         thread = self._thread
         if not self._users and thread is not None and self._process == os.getpid():
             thread.join()
@@ -257,8 +257,8 @@ def _leave(board: mmap.mmap, groups: Sequence[Group]) -> None:
     _carrier.leave()
 
 
-class NearWire(PlainWire):
-    """Reads from neighbours where a group has only such; else the Gloo wire carries it.
+class NearTransport(Transport):
+    """Reads from neighbours where a group has only such; else the Gloo transport carries it.
 
     Args:
         gloo: carries the other groups.
@@ -270,7 +270,7 @@ class NearWire(PlainWire):
 
     def __init__(
         self,
-        gloo: GlooWire,
+        gloo: GlooTransport,
         groups: Sequence[tuple[Any, Sequence[int]]],
         rank: int,
         exchange: Callable[[str, str], list[str]],

@@ -1,7 +1,7 @@
-"""The plain wire: elements travel as they are, by the collectives of ``torch.distributed``.
+"""The plain transport: elements travel as they are, by the collectives of ``torch.distributed``.
 
 Which algorithm carries a collective depends on the backend and is nobody else's business (see ``choice``; ranks of one
-host that run on its CPU have a wire of their own, ``near``):
+host that run on its CPU have a transport of their own, ``near``):
 
     backend        gather                              reduce-scatter                       all-reduce
     NCCL           all-gather in place                 reduce-scatter                       all-reduce
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardfold.torch_internals import all_gather_single, reduce_scatter_single
 
-__all__ = ["GlooWire", "NcclWire", "Pending", "PlainWire", "Waiter", "drain", "sum_into"]
+__all__ = ["GlooTransport", "NcclTransport", "Pending", "Transport", "Waiter", "drain", "sum_into"]
 
 Waiter = Callable[[Any], None]
 """Waits for one ``torch.distributed`` work; it may raise when another rank gave up."""
@@ -67,8 +67,8 @@ def drain(pending: list[Pending], waiter: Waiter) -> None:
         del pending[0]
 
 
-class PlainWire(Protocol):
-    """What the engine asks of a wire. All tensors are 1-D and contiguous. ``settle``, ``forget`` and
+class Transport(Protocol):
+    """What the engine asks of a transport. All tensors are 1-D and contiguous. ``settle``, ``forget`` and
     ``close`` do nothing where no rank reads from another by itself."""
 
     def all_gather(
@@ -98,7 +98,7 @@ class PlainWire(Protocol):
         """What lasted was made anew."""
 
     def close(self) -> None:
-        """The wire is not used any more."""
+        """The transport is not used any more."""
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
         """Sends the next ``to[r]`` elements of ``sent`` to rank ``r`` of the group; its ``by[r]`` come one after the
@@ -110,7 +110,7 @@ class PlainWire(Protocol):
         ...
 
 
-class GlooWire(PlainWire):
+class GlooTransport(Transport):
     """Gloo, on tensors of the CPU or, for two processes that share a GPU, of CUDA.
 
     Args:
@@ -155,7 +155,7 @@ class GlooWire(PlainWire):
         return num_bytes
 
 
-class NcclWire(PlainWire):
+class NcclTransport(Transport):
     """NCCL: each collective as it is. ``wait`` orders streams and does not stop the host."""
 
     def all_gather(

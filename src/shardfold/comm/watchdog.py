@@ -1,7 +1,7 @@
 """Who is stuck, and where: one thread per process that looks when the main thread has not moved for a while.
 
 While training runs this costs one wake-up a second and no message. A rank that waits for a collective says so in the
-store after the first second (:meth:`Watch.publish`); what a rank does that is *not* in one of the engine's waits is
+store after the first second (:meth:`Watchdog.publish`); what a rank does that is *not* in one of the engine's waits is
 read off its main thread's stack by this thread: a collective of the user's own (``torch.distributed`` called from
 outside of Shardfold), or simply the line it is at. From what all ranks published a waiting rank can tell whether
 another is late or will never come.
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from shardfold.errors import OrderError
 from shardfold.torch_internals import default_store
 
-__all__ = ["Watch", "Whereabouts"]
+__all__ = ["Watchdog", "Whereabouts"]
 
 TICK = 1.0  # seconds between two looks
 STILL = 2  # looks without a move until a collective of the user's own is published
@@ -86,10 +86,10 @@ class Watched(Protocol):
         ...
 
 
-_watches: dict[int, Watch] = {}  # by the id of their store, which they keep alive; those with engines
+_watches: dict[int, Watchdog] = {}  # by the id of their store, which they keep alive; those with engines
 
 
-class Watch:
+class Watchdog:
     """This process's thread, its entry in the store, and everybody else's.
 
     Args:
@@ -110,7 +110,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def of(cls, store: Any, rank: int, world: int) -> Watch:
+    def of(cls, store: Any, rank: int, world: int) -> Watchdog:
         """The one of this process for that store."""
         return _watches.get(id(store)) or cls(store, rank, world)
 

@@ -1,7 +1,7 @@
 """In which order units run, as far as it is known, and the programs and tracks that are made of it.
 
 Orders are kept for forward in training, forward in evaluation and backward; each is made of what all ranks ran in a
-pass that asked before each unit (see ``runs``).
+pass that asked before each unit (see ``passes``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from logging import getLogger
 
 from shardfold.comm.comm import Comm
 from shardfold.engine.handlers import Handlers
-from shardfold.engine.passes import AskedRun, Bound
+from shardfold.engine.passes import Bound, NegotiatedPass
 from shardfold.engine.track import Track
 from shardfold.errors import OrderError
 from shardfold.plan import passes, program
@@ -140,7 +140,7 @@ class Orders:
             self.late |= names
             self.compile()
 
-    def adopt(self, mode: str, run: AskedRun) -> None:
+    def adopt(self, mode: str, run: NegotiatedPass) -> None:
         """Makes the order of the next passes out of what each rank ran in this one.
 
         Raises:

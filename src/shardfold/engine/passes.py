@@ -1,12 +1,13 @@
 """One pass over the model, forward or backward: which operations an event brings about on this rank and on all others.
 
-    RecordedRun   the order of units is known: every rank goes through the same list of operations, prefetched and
-                  overlapped; a rank that leaves units out issues their operations in passing
-    AskedRun      it is not known yet: before a unit is gathered or reduced, one small message tells what each rank
-                  needs, and all take part in all of it; what was needed is the record for the passes after it
-    IdleRun       there is nothing to issue (one rank, or whole parameters in a forward)
+    ReplayedPass     the order of units is known: every rank goes through the same list of operations, prefetched and
+                     overlapped; a rank that leaves units out issues their operations in passing
+    NegotiatedPass   it is not known yet: before a unit is gathered or reduced, one small message tells what each rank
+                     needs, and all take part in all of it; what was needed is the record for the passes after it
+                     (DeepSpeed's ZeRO-3 calls this recording its trace)
+    LocalPass        there is nothing to issue (one rank, or whole parameters in a forward)
 
-A run is told of the units that this rank enters, leaves and has all gradients of; it issues collectives in an order
+A pass is told of the units that this rank enters, leaves and has all gradients of; it issues collectives in an order
 that is the same on all ranks, however different their own ways through the model are.
 """
 
@@ -22,14 +23,14 @@ from shardfold.plan.passes import FETCHES
 from shardfold.plan.program import REDUCTIONS, Op
 from shardfold.sharding.unit import Life, Unit
 
-__all__ = ["AskedRun", "Bound", "IdleRun", "RecordedRun", "Run"]
+__all__ = ["Bound", "LocalPass", "NegotiatedPass", "Pass", "ReplayedPass"]
 
 Call = Callable[[], None]
 Bound = tuple[Op, Call | None]
 """An operation and what it does; None: a marker."""
 
 
-class Run(Protocol):
+class Pass(Protocol):
     """What a pass is told. ``own`` is the order in which this rank ran its units."""
 
     own: list[str]
@@ -55,7 +56,7 @@ class Run(Protocol):
         ...
 
 
-class IdleRun:
+class LocalPass:
     """Nothing is gathered or reduced."""
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class IdleRun:
     def finish(self) -> None: ...
 
 
-class RecordedRun:
+class ReplayedPass:
     """Follows a track.
 
     Args:
@@ -125,7 +126,7 @@ class RecordedRun:
         self._handlers.release_detours()
 
 
-class AskedRun:
+class NegotiatedPass:
     """Asks before every unit.
 
     Args:
@@ -135,9 +136,9 @@ class AskedRun:
         roots: names of the units that are held through the pass.
         agreement: carries the rounds of asking.
         handlers: to gather, finish and free.
-        refill: what fills a unit that this section expects to be full, because forward kept it, and that is not:
-            an earlier backward of the same forward gave it back.
-        own: what this rank ran already, when this run goes on where a recorded one has ended too early.
+        refill: gathers of units that forward kept and that an earlier backward of the same forward has freed
+            (``retain_graph``).
+        own: what this rank ran already, when this pass goes on where a replayed one has ended too early.
         nested: this pass runs inside another, which holds units of its own.
     """
 
@@ -174,7 +175,7 @@ class AskedRun:
         self._gathers = any(self._enter[name] for name in self._places)
         self._left: dict[str, Unit] = {}  # no longer used here; given back when another is gathered
         self._ready: set[str] = set()
-        # What a recorded run has reduced is not reduced again here but, if more came, at the step.
+        # What a replayed pass has reduced is not reduced again here but, if more came, at the step.
         self._reduced: set[str] = set(units) if own is not None else set()
         self._last: Unit | None = None
         self._kept = {u.name for u in units.values() if nested and u.life is not Life.RESTING}

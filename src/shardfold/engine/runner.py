@@ -1,8 +1,7 @@
 """Events in, operations out: which pass is running, in which order, and what surrounds it.
 
-A pass (a forward, a backward) is a *run* (see ``runs``): it follows the recorded order of units where there is one and
-asks before each unit where there is none. Orders are kept for forward in training, forward in evaluation and backward;
-each is made of what all ranks ran in an asked run.
+A pass (a forward, a backward; see ``passes``) follows the recorded order of units where there is one and asks before
+each unit where there is none. Orders are kept for forward in training, forward in evaluation and backward (``orders``).
 
 Every pass that issues collectives begins with a meeting, in which ranks find out that they are about to do different
 things before they do them. A rank that waits there while others still evaluate helps them: it takes part in the
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.orders import SECTIONS, Orders, mode_of
-from shardfold.engine.passes import AskedRun, IdleRun, RecordedRun, Run
+from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPass
 from shardfold.engine.visible import VisibleGradients
 from shardfold.errors import UsageError
 from shardfold.optim.guard import Guard
@@ -74,9 +73,9 @@ class Runner:
         self.agreement.take_part = lambda: (take := take_part()) is not None and take()
         self._evaluated = False  # since the last step
         self._delivered = False  # whether this backward gave gradients
-        self._asked_backward = False  # whether a backward of this step was an asked run
+        self._asked_backward = False  # whether a backward of this step was a negotiated pass
         self._grad_forward = True
-        self._run: Run | None = None  # of the pass under way
+        self._pass: Pass | None = None  # of the pass under way
         self._section = ""
         self._thread = get_ident()  # that runs forward
         self._full: set[str] = set()  # units that a forward found full: of two forwards before one backward
@@ -85,7 +84,7 @@ class Runner:
         self.inside: Callable[[], bool] = lambda: False  # whether the hooks find this thread inside of a pass
         self.follow: Callable[[], None] = lambda: None  # makes units anew where the model changed
         self._interrupted = False  # an exception left the model's forward
-        self._outer: list[tuple[Run, str]] = []  # forwards that a backward inside of them interrupts
+        self._outer: list[tuple[Pass, str]] = []  # forwards that a backward inside of them interrupts
         self.renew(model.units)
         update = handlers.optimizer
         if update is not None:
@@ -104,53 +103,53 @@ class Runner:
         """Names of the units that are held through a pass."""
         return self.orders.roots
 
-    def _start(self, section: str, *, nested: bool = False) -> Run:
-        """A run of that section, which is now the one under way."""
+    def _start(self, section: str, *, nested: bool = False) -> Pass:
+        """A pass of that section, which is now the one under way."""
         self._section = section
         verb = "F" if section in ("train", "eval") else "B"
         if not self.orders.sends(section):
-            return IdleRun()
+            return LocalPass()
         roots = [unit for unit in self.units if unit.name in self.roots]
         if not nested and self.orders.known(section):
-            return RecordedRun(verb, self.orders.tracks[section], roots, self.handlers, self._deviate)
+            return ReplayedPass(verb, self.orders.tracks[section], roots, self.handlers, self._deviate)
         return self._asked(section, nested=nested)
 
-    def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> AskedRun:
+    def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> NegotiatedPass:
         verb = "F" if section in ("train", "eval") else "B"
-        return AskedRun(
+        return NegotiatedPass(
             verb, self.orders.bound(section), self.by_name, set(self.roots), self.agreement, self.handlers,
             refill=self.orders.bound("train"), own=own, nested=nested,
         )  # fmt: skip
 
     def _deviate(self, unit: Unit) -> None:
         """A unit is needed that the recorded order has passed."""
-        assert self._run is not None
+        assert self._pass is not None
         if unit.name not in self.roots:
-            self._run.own.pop()
+            self._pass.own.pop()
         self._go_on_asking().enter(unit)
 
-    def _go_on_asking(self) -> AskedRun:
-        """[Note: more of a pass] The recorded run is finished as by a rank that needs nothing more, so that all ranks
-        end it together; what this rank still needs it asks for in a second run, in which the others, who wait at
+    def _go_on_asking(self) -> NegotiatedPass:
+        """[Note: more of a pass] The replayed pass is finished as by a rank that needs nothing more, so that all ranks
+        end it together; what this rank still needs it asks for in a second pass, in which the others, who wait at
         their next meeting, take part."""
-        run, section = self._run, self._section
-        assert isinstance(run, RecordedRun)
+        run, section = self._pass, self._section
+        assert isinstance(run, ReplayedPass)
         run.finish()
         self.meet(f"more of {_title(section)}", more=SECTIONS.index(section))
         again = self._asked(section, own=run.own)
-        self._run, self._section = again, section
+        self._pass, self._section = again, section
         again.begin()
         return again
 
     def _finish(self) -> None:
-        """Ends the run under way on all ranks; what an asked run found becomes the order of the next."""
-        run, section = self._run, self._section
+        """Ends the pass under way on all ranks; what a negotiated pass found becomes the order of the next."""
+        run, section = self._pass, self._section
         assert run is not None
         run.finish()
         self.comm.transport.settle(self.agreement.wait)
-        self._run = None
+        self._pass = None
         self._own = run.own
-        if isinstance(run, AskedRun) and not self._outer:
+        if isinstance(run, NegotiatedPass) and not self._outer:
             self._asked_backward |= mode_of(section) == "backward"
             self.orders.adopt(mode_of(section), run)
 
@@ -187,11 +186,11 @@ class Runner:
 
     def _help_on(self, section: str) -> None:
         """Takes part in what other ranks still need of the pass that this rank has ended."""
-        outer, self._run = self._run, self._asked(section, own=self._own)
+        outer, self._pass = self._pass, self._asked(section, own=self._own)
         before, self._section = self._section, section
-        self._run.begin()
+        self._pass.begin()
         self._finish()
-        self._run, self._section = outer, before
+        self._pass, self._section = outer, before
 
     def _help_evaluate(self, flags: Sequence[int]) -> None:
         """Takes part in the forward of ranks that evaluate more batches than this one."""
@@ -199,15 +198,15 @@ class Runner:
         self.comm.meter.begin_forward()
         self.handlers.backward_follows = False
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
-        self._run = self._start("eval")
-        self._run.begin()
+        self._pass = self._start("eval")
+        self._pass.begin()
         self._finish()
         self._free_all()
 
     @property
     def under_way(self) -> bool:
         """Whether a pass runs, or was interrupted and is not settled."""
-        return self._run is not None or self._interrupted
+        return self._pass is not None or self._interrupted
 
     def settle(self, what: str = "this call") -> None:
         """Ends what an exception interrupted, so that all ranks are where a pass begins.
@@ -235,11 +234,11 @@ class Runner:
         outer, self._outer = self._outer, []
         for unit in self.units:
             unit.running = 0
-        for run, section in [(self._run, self._section), *reversed(outer)]:
+        for run, section in [(self._pass, self._section), *reversed(outer)]:
             if run is not None:
-                if isinstance(run, AskedRun):
+                if isinstance(run, NegotiatedPass):
                     run.touched.clear()
-                self._run, self._section = run, section
+                self._pass, self._section = run, section
                 self._finish()
         self.handlers.detours.clear()
         for unit in self.units:
@@ -290,11 +289,11 @@ class Runner:
         self.handlers.backward_follows = grad or self.model.module.training
         self.comm.memory.after_compute()
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
-        self._run = IdleRun() if local else self._start(section)
-        self._run.begin()
+        self._pass = LocalPass() if local else self._start(section)
+        self._pass.begin()
 
     def end_forward(self) -> None:
-        if self._run is not None:
+        if self._pass is not None:
             self._finish()
         if not self._grad_forward:  # nothing will need what a layout keeps for backward
             self._free_all()
@@ -306,7 +305,7 @@ class Runner:
         self.handlers.detours.clear()
 
     def enter_forward(self, unit: Unit) -> None:
-        if self._run is None:
+        if self._pass is None:
             if unit.life is Life.RESTING:
                 raise UsageError(
                     f"{unit.name!r} ran outside of its model's forward: call the model itself, make the method that "
@@ -315,32 +314,32 @@ class Runner:
                 )
             unit.running += 1
             return
-        self._run.enter(unit)
+        self._pass.enter(unit)
         unit.running += 1
 
     def leave_forward(self, unit: Unit, *, interrupted: bool = False, aliased: bool = False) -> None:
         """``interrupted``: by an exception. ``aliased``: what it returned is a view of one of its weights."""
         unit.running -= 1
-        if self._run is None or interrupted:
+        if self._pass is None or interrupted:
             return
         if aliased and unit.name not in self.roots:
             self.touch(unit)
         else:
-            self._run.leave(unit)
+            self._pass.leave(unit)
 
     def touch(self, unit: Unit) -> bool:
         """A freed weight is read outside of its unit's forward: gathers it if a pass is under way."""
-        if self._run is None or isinstance(self._run, IdleRun) or not self._in_its_thread():
+        if self._pass is None or isinstance(self._pass, LocalPass) or not self._in_its_thread():
             return False
         if unit.life is Life.GATHERING:
             self.handlers.finish_gather(unit)
         if in_backward():
-            self._run.enter(unit)
+            self._pass.enter(unit)
             return True
-        if isinstance(self._run, RecordedRun):
+        if isinstance(self._pass, ReplayedPass):
             self._go_on_asking()
-        assert isinstance(self._run, AskedRun)
-        self._run.touch(unit)
+        assert isinstance(self._pass, NegotiatedPass)
+        self._pass.touch(unit)
         return True
 
     def _in_its_thread(self) -> bool:
@@ -349,7 +348,7 @@ class Runner:
 
     def hold(self, units: Sequence[Unit]) -> bool:
         """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
-        if self._run is None or self._interrupted or not self._in_its_thread():
+        if self._pass is None or self._interrupted or not self._in_its_thread():
             return False
         for unit in units:
             if unit.life is Life.GATHERING:
@@ -370,7 +369,7 @@ class Runner:
         if self._interrupted:
             self.reset()
         self._delivered, self._boundary_before = False, self._state.gradients_ready
-        nested = self._run is not None
+        nested = self._pass is not None
         last = self.last if self.last is not None else self._state.micro_batch + 1 >= self.accumulate
         self._state.gradients_ready = not nested and self.synchronize and last
         section = "quiet" if nested or not self.synchronize else "last" if self._state.gradients_ready else "backward"
@@ -382,38 +381,38 @@ class Runner:
             )
             kind = "inside a forward" if nested else count + ", the last" * (self.last is True)
             self.meet(f"a backward pass ({kind}{'' if self.synchronize else ', no_sync'})")
-        if self._run is not None:  # torch.autograd.grad inside of the model's forward
-            self._outer.append((self._run, self._section))
+        if self._pass is not None:  # torch.autograd.grad inside of the model's forward
+            self._outer.append((self._pass, self._section))
         self.comm.meter.begin_backward(section)
         self.comm.memory.after_compute()
         self.visible.hide()
         for unit in self.units:
             unit.gradients.seen.clear()
-        self._run = self._start(section, nested=nested)
-        self._run.begin()
-        if isinstance(self._run, AskedRun):
+        self._pass = self._start(section, nested=nested)
+        self._pass.begin()
+        if isinstance(self._pass, NegotiatedPass):
             for name in sorted(self.orders.touched - self.roots):
-                self._run.touch(self.by_name[name])
+                self._pass.touch(self.by_name[name])
 
     def enter_backward(self, unit: Unit) -> None:
         unit.check_current()
-        if self._run is not None:
-            self._run.enter(unit)
+        if self._pass is not None:
+            self._pass.enter(unit)
 
     def remembers(self, unit: Unit | None = None) -> bool:
         """Whether a forward (of a unit, or of the model) marks the weights that it saves.
 
-        All of an asked run do, until it is known which units need that.
+        All of a negotiated pass do, until it is known which units need that.
         """
         if unit is not None:
             return unit.aside
-        return isinstance(self._run, AskedRun) or any(u.aside for u in self.units if u.spec.root)
+        return isinstance(self._pass, NegotiatedPass) or any(u.aside for u in self.units if u.spec.root)
 
     def saved(self, unit: Unit) -> None:
         """A weight was saved for backward by a module outside of its unit's forward: it is held like one that was freed
         when it was read."""
-        if not unit.running and unit.name not in self.roots and isinstance(self._run, AskedRun):
-            self._run.touch(unit)
+        if not unit.running and unit.name not in self.roots and isinstance(self._pass, NegotiatedPass):
+            self._pass.touch(unit)
 
     def enter_aside(self, unit: Unit) -> None:
         unit.aside = True
@@ -432,8 +431,8 @@ class Runner:
             self.handlers.accept(unit, place, grad)
         gradients = unit.gradients
         gradients.seen.add(place)
-        if len(gradients.seen) == gradients.count and self._run is not None and unit.name not in self.roots:
-            self._run.complete(unit)
+        if len(gradients.seen) == gradients.count and self._pass is not None and unit.name not in self.roots:
+            self._pass.complete(unit)
 
     def gradient_dropped(self) -> None:
         """A gradient came, and a hook of the user's took it away: the backward counts as a micro-batch all the same."""
@@ -450,10 +449,10 @@ class Runner:
         self._delivered = True
 
     def end_backward(self) -> None:
-        if self._run is not None:
+        if self._pass is not None:
             self._finish()
         if self._outer:
-            self._run, self._section = self._outer.pop()
+            self._pass, self._section = self._outer.pop()
         else:
             self.scaled = False
         if self._delivered:

@@ -1,4 +1,4 @@
-"""Parameters that are split over the ranks while no engine holds them (how they come to be: ``construction``).
+"""Parameters that are split over the ranks while no engine holds them (how they come to be: ``sharded_init``).
 
     whole parameter     --scatter of rank 0's values-->    each rank's slice    (the whole is given back)
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardfold.comm.coalesced import complete, spread
 from shardfold.comm.comm import Comm, joined
 from shardfold.comm.meter import Meter
-from shardfold.comm.transport import GlooWire, NcclWire
+from shardfold.comm.transport import GlooTransport, NcclTransport
 from shardfold.errors import OrderError
 from shardfold.plan.layout import DATA_AXES
 from shardfold.sharding.freed import FreedParameter, apart, outline, seal, unseal
@@ -33,7 +33,7 @@ __all__ = ["EarlyShard", "ShardRanks", "announce", "early_shard", "gather", "han
 _EARLY = "_shardfold_early"
 
 TOUCHED: list[Callable[[nn.Parameter], bool]] = []
-"""What is asked to make a parameter whole that was touched; empty but while modules are made (see ``construction``)."""
+"""What is asked to make a parameter whole that was touched; empty but while modules are made (see ``sharded_init``)."""
 
 
 class ShardRanks:
@@ -60,7 +60,7 @@ class ShardRanks:
         with ExitStack() as held:
             mesh, agreement = joined(self, None, device, patience, limit, held)
             memory = DeviceStore(device)
-            transport = NcclWire() if mesh.backend == "nccl" else GlooWire(memory.empty, memory.recycle)
+            transport = NcclTransport() if mesh.backend == "nccl" else GlooTransport(memory.empty, memory.recycle)
             self.comm = Comm(mesh, agreement, transport, Meter(mesh), memory)
             held.callback(self.comm.close)
             self._held = held.pop_all()

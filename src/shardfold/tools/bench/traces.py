@@ -2,7 +2,7 @@
 
 The main thread's time belongs to its innermost operation. Where that is none of the known ones and a collective is
 under way on another thread, the main thread waits for it; what remains is Python and dispatch, and in no lane. Where
-ranks read each other's memory there is no other thread: the wire itself names what it does then (``NOTED``).
+ranks read each other's memory there is no other thread: the transport itself names what it does then (``NOTED``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def profiled(compute: Callable[[], object], update: Callable[[], object]) -> dic
 
     from shardfold.torch_internals import profiler_config
 
-    # A near wire has a thread that reads ahead.
+    # A near transport has a thread that reads ahead.
     threads = profiler_config(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:
         with record_function(COMPUTE):
