@@ -1,9 +1,9 @@
 """Loading into an engine of any layout: each rank reads the elements that it keeps, and nothing else.
 
 What several ranks keep (the whole of a parameter under ``zero1``) each of them reads an equal part of, and they give it
-to each other over the transport. What does not fit is found before anything is changed, from the index alone. What is found
-damaged later is told by all ranks together, and the engine refuses to train on or save what is half of one run and half
-of another.
+to each other by one collective. What does not fit is found before anything is changed, from the index alone. What is
+found damaged later is told by all ranks together, and the engine refuses to train on or save what is half of one run
+and half of another.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class _Adder:
 
 
 class _Carrier:
-    """The thread that goes on with collectives that nobody waits for yet; one per process, while a transport is in use."""
+    """The thread that goes on with collectives that nobody waits for yet; one per process while it is needed."""
 
     def __init__(self) -> None:
         self._forget()

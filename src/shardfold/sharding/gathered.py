@@ -2,8 +2,9 @@
 
 Parameters are lent as they are: their units are made full and stay so, and programs neither gather nor free them
 meanwhile. Everything else is lent as new whole tensors. Either way many tensors come by one collective (see
-``comm.coalesced``). What comes back is one rank's, if the user asked to write; a control message first tells every rank
-whether all ranks left the block well and who changed what, so that a misuse on one rank raises on all and writes nothing.
+``comm.coalesced``). What comes back is one rank's, if the user asked to write; a control message first tells every
+rank whether all ranks left the block well and who changed what, so that a misuse on one rank raises on all and writes
+nothing.
 """
 
 from __future__ import annotations
