@@ -313,7 +313,7 @@ def test_a_wrong_call_gets_one_sentence() -> None:
         sf.Engine(models.small()).step()
     with pytest.raises(ConfigError, match="accumulate=0"):
         make(accumulate=0)
-    with pytest.raises(ConfigError, match="clip_norm=-1"):
+    with pytest.raises(ConfigError, match="clip_norm= is -1"):
         make(clip_norm=-1)
     with pytest.raises(LayoutError, match="Did you mean 'zero3'"):
         make("zero33")

@@ -215,7 +215,7 @@ class Fit:
                 if same or name == "initial_lr" or (name in group and not isinstance(value, bool)):
                     taken |= {name} if name not in group or group[name] != value else set()
                     group[name] = value
-        if taken and not same:
+        if taken and not same and theirs != "optimizer":  # of a folder of DeepSpeed's, which does not say which it was
             self.notes.append(
                 f"Options of {theirs} that {mine} has too were taken over: {', '.join(sorted(taken))}; set them again "
                 "in engine.optimizer.param_groups if they are not meant."

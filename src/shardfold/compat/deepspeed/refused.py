@@ -6,9 +6,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from shardfold.checkpoint.given import check_place
 from shardfold.errors import ConfigError, ModelError, UsageError
 
-__all__ = ["WrongArgument", "WrongCall", "WrongClientState", "WrongStateDict", "check_client_state", "loading_state"]
+__all__ = [
+    "WrongArgument",
+    "WrongCall",
+    "WrongClientState",
+    "WrongPath",
+    "WrongStateDict",
+    "check_client_state",
+    "check_folder",
+    "loading_state",
+]
 
 
 class WrongCall(UsageError, AssertionError):
@@ -23,6 +33,10 @@ class WrongClientState(WrongArgument, TypeError):
     """A ``client_state`` that is no dict; a ``TypeError`` too, which is what DeepSpeed raises for it."""
 
 
+class WrongPath(WrongArgument, TypeError):
+    """A place of a checkpoint that is no path; a ``TypeError`` too, which is what Python raises for it."""
+
+
 class WrongStateDict(ModelError, RuntimeError):
     """A state dict that does not fit the model; a ``RuntimeError`` too, as from ``nn.Module.load_state_dict``."""
 
@@ -33,6 +47,14 @@ def check_client_state(state: Any) -> None:
         raise WrongClientState(
             f"engine.save_checkpoint(client_state=...) was given a {type(state).__name__}: it takes a dict."
         )
+
+
+def check_folder(call: str, place: Any, what: str) -> None:
+    """Raises :class:`WrongPath` unless ``place`` is a path."""
+    try:
+        check_place(call, place, what)
+    except ConfigError as error:
+        raise WrongPath(str(error)) from None
 
 
 @contextmanager

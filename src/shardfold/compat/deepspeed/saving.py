@@ -18,7 +18,7 @@ from shardfold.checkpoint.deepspeed import DeepSpeedFolder
 from shardfold.checkpoint.deepspeed_ranks import is_plain
 from shardfold.checkpoint.folders import LATEST, deepspeed_folder
 from shardfold.checkpoint.format import INDEX
-from shardfold.checkpoint.given import check_place, check_states
+from shardfold.checkpoint.given import check_states
 from shardfold.checkpoint.imports import import_from
 from shardfold.checkpoint.opened import open_together
 from shardfold.checkpoint.paths import read_name
@@ -27,7 +27,7 @@ from shardfold.checkpoint.rng import rng_state, set_rng_state
 from shardfold.checkpoint.trees import encode
 from shardfold.checkpoint.trust import dump_object, load_object
 from shardfold.compat.deepspeed.checkpoint.ds_to_universal import LATEST_UNIVERSAL
-from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall, check_client_state, loading_state
+from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall, check_client_state, check_folder, loading_state
 from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.engine.engine import Engine
@@ -122,7 +122,7 @@ def save_checkpoint(
         check_client_state(client_state)
         if not save_dir:
             raise WrongArgument(f"engine.save_checkpoint(save_dir={save_dir!r}): it is the path of a folder.")
-        check_place(call, save_dir, "a folder for checkpoints")
+        check_folder(call, save_dir, "a folder for checkpoints")
         check_states(call, client_state=client_state)
         if engine.global_rank == 0:  # whose are saved
             state.update(_packed(client_state or {}) | {FACE: _own_state(engine)})
@@ -253,7 +253,7 @@ def load_checkpoint(
         CheckpointError: on all ranks: it is not there, not complete or damaged, or does not fit.
     """
     call = "engine.load_checkpoint()"
-    engine._core.sharded.gate.meet(call, check=lambda: check_place(call, load_dir, "a folder of checkpoints"))
+    engine._core.sharded.gate.meet(call, check=lambda: check_folder(call, load_dir, "a folder of checkpoints"))
     folder = Path(load_dir)
     names = (LATEST_UNIVERSAL, LATEST) if engine._setting("checkpoint.load_universal") else (LATEST,)
     named = next((folder / name for name in names if (folder / name).is_file()), None)
