@@ -146,6 +146,43 @@ def test_what_forward_gives_to_a_weight_is_saved(ranks: Ranks, tmp_path: Path, l
         assert saved == pytest.approx(seen, rel=1e-6)
 
 
+def _behind_a_forward(how: str) -> list[float]:
+    """A layout that keeps parameters whole from forward to backward: a forward, no backward, and then other values."""
+    torch.manual_seed(0)
+    layout = sf.PRESETS["fsdp2"].replace(held=sf.Cell(dtype="compute", over=()))
+    engine = sf.Engine(_Clamped(), optimizer=partial(torch.optim.SGD, lr=0.0), layout=layout, units=["first", "last"])
+    x = torch.ones(2, 6)
+    engine.backward(engine(x).sum())
+    engine.step()
+    engine(x)  # writes, keeps the units full, and no backward comes
+    seen = [float(engine.state_dict()["last.weight"].abs().max())]
+    state = {name: torch.full_like(value, 0.125) for name, value in engine.state_dict().items()}
+    if how == "load_state_dict":
+        engine.load_state_dict(state)
+    else:
+        average = sf.Average(engine, decay=0.5)
+        with average.applied():
+            engine(x)
+        engine.load_state_dict(state)
+    out = engine(x).detach()
+    seen += [float(engine.state_dict()["last.weight"][0, 0]), float(out[0, 0])]
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("how", ("load_state_dict", "average"))
+def test_values_given_behind_a_forward_without_backward_are_there(ranks: Ranks, how: str) -> None:
+    """Units that stayed full for a backward that did not come have neither the old values nor bring them back."""
+    model = _Clamped()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.125)
+    expected = float(model(torch.ones(2, 6)).detach()[0, 0])
+    for most, value, out in ranks.run(_behind_a_forward, how, world_size=2):
+        assert most <= 0.2 + 1e-6 and value == 0.125
+        assert out == pytest.approx(expected, rel=1e-5)
+
+
 class _Unseen(_Clamped):
     def forward(self, x: Tensor) -> Tensor:
         self.last.weight.data.mul_(0.5)

@@ -281,6 +281,7 @@ class _Work:
         model = self._model
         with torch.no_grad():
             for unit in model.units:
+                unit.let_go()
                 for segment in unit.segments:
                     self._weights(segment)
                     if segment.spec.trainable and not weights_only:

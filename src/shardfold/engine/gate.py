@@ -69,6 +69,9 @@ class PassGate:
 
     def secure(self) -> None:
         secure(self._changes)
+        if not self._runner.under_way:
+            for unit in self._model.units:
+                unit.keep_written()
 
     def enter(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._hooks.enter(method, args, kwargs)

@@ -116,10 +116,12 @@ class Average:
         loan = Loan("average.applied()")
         model.loans.append(loan)
         try:
+            self._let_go()
             self._put_in(kept)
             yield
         finally:
             model.loans.remove(loan)
+            self._let_go()
             with torch.no_grad():
                 for target, value in kept:
                     target.copy_(value)
@@ -203,6 +205,10 @@ class Average:
         if layout.params is not None:
             complete(self._model.comm, rests, layout.master.over[len(layout.params.over) :], "average.applied()")
         self._mark_written()
+
+    def _let_go(self) -> None:
+        for unit in self._model.units:
+            unit.let_go()
 
     def _mark_written(self) -> None:
         """A backward whose forward came before must raise, as when weights change in plain PyTorch."""

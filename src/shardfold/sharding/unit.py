@@ -152,6 +152,17 @@ class Unit:
                 self._store.take_back(segment.flat)
         self.life = Life.RESTING
 
+    def keep_written(self) -> None:
+        """Between passes: what forward wrote is in the shards, also where the unit stays full for backward."""
+        if self.life is Life.GATHERED and self._found and not self.pins:
+            self._keep_written()
+            self._found = [segment.versions() for segment in self.segments if segment.split]
+
+    def let_go(self) -> None:
+        """The shards are about to get other values: a unit that stayed full for a backward would keep the old ones."""
+        if self.life is Life.GATHERED and self.split and not self.pins and not self.closed:
+            self.release()
+
     def _keep_written(self) -> None:
         """[Note: weights written in forward] Under DDP each rank writes into its own copy. Here each keeps its part of
         what it wrote, before the flat goes: the same wherever ranks write the same. The others have read what they need

@@ -69,6 +69,7 @@ def load_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool
     with torch.no_grad():
         by_id = {id(parameters[name]): state[name] for name in state.keys() & parameters.keys()}
         for unit in model.units:
+            unit.let_go()
             for segment in unit.segments:
                 for slot, parameter in enumerate(segment.parameters):
                     if id(parameter) in by_id:
