@@ -412,3 +412,20 @@ def test_a_rank_that_gave_up_closes_its_engine_without_waiting(ranks: Ranks, tmp
     first, second = ranks.run(_closes, str(tmp_path), world_size=2, timeout=60)
     assert first.startswith("CollectiveError: ") and "did not finish within 2 s" in first
     assert second == first.replace("CollectiveError", "OrderError", 1)
+
+
+def _agrees(numbers: list[float]) -> str:
+    engine = _engine()
+    try:
+        engine.agree(numbers + [1.0] * engine.rank)
+    except sf.ShardfoldError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.close()
+    return "nothing"
+
+
+def test_lists_of_different_lengths_are_told_at_once(ranks: Ranks) -> None:
+    """`agree` would add up what does not belong together, or wait until `limit`."""
+    for said in ranks.run(_agrees, [1.0], world_size=2):
+        assert said.startswith("OrderError") and "1 numbers" in said and "2 numbers" in said

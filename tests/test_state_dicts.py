@@ -319,3 +319,26 @@ def test_what_is_written_into_whole_parameters_stays(ranks: Ranks, layout: str, 
     """As in plain PyTorch, also where a finer master lies beside them."""
     for size in (1, 2):
         ranks.run(_written_in_place, layout, precision, world_size=size)
+
+
+def _refused_on_one_rank(layout: str) -> tuple[str, bool]:
+    engine = sf.Engine(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), optimizer=torch.optim.SGD, layout=layout)
+    before = engine.state_dict()
+    state = {name: torch.full_like(value, 7.0) for name, value in before.items()}
+    if engine.rank == 1:
+        del state[next(iter(state))]
+    said = "nothing"
+    try:
+        engine.load_state_dict(state)
+    except sf.ShardfoldError as error:
+        said = f"{type(error).__name__}: {error}"
+    same = all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    engine.close()
+    return said, same
+
+
+@pytest.mark.parametrize("layout", ("ddp", "zero3"))
+def test_a_state_dict_that_one_rank_refuses_all_refuse(ranks: Ranks, layout: str) -> None:
+    """Nothing is changed on any rank, which would else train on with different weights."""
+    for said, same in ranks.run(_refused_on_one_rank, layout, world_size=2):
+        assert "missing" in said and same, said

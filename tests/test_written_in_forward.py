@@ -68,7 +68,32 @@ class _Twice(_Clamped):
         return x
 
 
-MODELS: dict[str, Any] = {"clamped": _Clamped, "momentum": _Momentum, "given": _Given, "twice": _Twice}
+class _Codebook(_Clamped):
+    """A codebook moves behind its use; nothing of it is needed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantizer = nn.Module()
+        self.quantizer.codes = nn.Parameter(torch.randn(5, 6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.first(x))
+        codes = self.quantizer.codes
+        assert isinstance(codes, Tensor)
+        nearest = nn.functional.embedding(torch.cdist(z, codes).argmin(1), codes)
+        with torch.no_grad():
+            codes.mul_(0.9)
+            self.last.bias.mul_(0.5)
+        return self.last(z + (nearest - z).detach())
+
+
+MODELS: dict[str, Any] = {
+    "codebook": _Codebook,
+    "clamped": _Clamped,
+    "momentum": _Momentum,
+    "given": _Given,
+    "twice": _Twice,
+}
 
 
 def _trained(kind: str, layout: str, precision: str = "fp32") -> tuple[list[float], dict[str, Tensor]]:
@@ -181,6 +206,57 @@ def test_values_given_behind_a_forward_without_backward_are_there(ranks: Ranks, 
     for most, value, out in ranks.run(_behind_a_forward, how, world_size=2):
         assert most <= 0.2 + 1e-6 and value == 0.125
         assert out == pytest.approx(expected, rel=1e-5)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Clamped()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).sum(1, keepdim=True) + x
+
+
+def _recomputed_block(activations: Any) -> str:
+    engine = sf.Engine(
+        nn.Sequential(_Block(), _Block()), optimizer=ADAMW, layout="zero3", activations=activations, units=["0", "1"]
+    )
+    try:
+        engine.backward(engine(torch.ones(2, 6)).sum())
+        engine.step()
+    except sf.ShardfoldError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "trained"
+
+
+def test_a_forward_that_writes_is_not_recomputed(ranks: Ranks) -> None:
+    """It would write once more in backward: refused, with the mode that works."""
+    for mode in ("recompute", "select"):
+        for said in ranks.run(_recomputed_block, mode, world_size=2):
+            assert said.startswith("'0' writes into its weight 'weight' in forward") and "'0': 'keep'" in said
+    for mode in ("keep", "host"):
+        assert ranks.run(_recomputed_block, mode, world_size=2) == ["trained"] * 2
+
+
+def _as_numpy() -> list[float]:
+    engine = sf.Engine(_Clamped(), optimizer=partial(torch.optim.SGD, lr=0.0), layout="zero3", units=["first", "last"])
+    with engine.gathered("last.weight") as weight:
+        array = weight.detach().numpy()
+    kept = array.copy()
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 6)).sum())
+        engine.step()
+    worst = float(abs(engine.state_dict()["last.weight"].clamp(-0.2, 0.2).numpy() - kept.clip(-0.2, 0.2)).max())
+    same = float(abs(array - kept).max())
+    engine.close()
+    return [worst, same]
+
+
+def test_an_array_of_a_lent_weight_keeps_its_memory(ranks: Ranks) -> None:
+    """NumPy shares memory that cannot be given back then: the array stays as it was, and training goes on."""
+    assert ranks.run(_as_numpy, world_size=2) == [[0.0, 0.0]] * 2
 
 
 class _Unseen(_Clamped):

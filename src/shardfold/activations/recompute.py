@@ -14,7 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardfold.activations.offload import Movers, Results
 from shardfold.activations.replaced import ReplacedForward
+from shardfold.errors import UsageError
 from shardfold.sharding.autograd import inside_checkpoint
+from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.unit import Unit
 from shardfold.torch_internals import SELECTS, NormBase, tree_flatten, tree_unflatten
 
@@ -72,8 +74,11 @@ def recomputing(
             if counter is not None:
                 again.counted.append(counter.count(place.unit.name, tensor))
 
+        before = _weights(place.inner)
         with Results(kept, note) if counter is not None else nullcontext():
-            return checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
+            result = checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
+        _refuse_written(place, before, _weights(place.inner))
+        return result
 
     # A graph of torch.compile would count a batch in running statistics once more as it recomputes.
     return torch.compiler.disable(run) if statistics or whole else run
@@ -86,6 +91,32 @@ def _selective(kept: frozenset[Any]) -> Any:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def _weights(modules: Sequence[nn.Module]) -> dict[int, tuple[str, int, int]]:
+    """Of each parameter that is there: its name, its version and where it lies."""
+    return {
+        id(p): (name, p._version, p.data_ptr())
+        for module in modules
+        for name, p in module._parameters.items()
+        if p is not None and type(p) is not FreedParameter
+    }
+
+
+def _refuse_written(
+    place: ReplacedForward, before: dict[int, tuple[str, int, int]], after: dict[int, tuple[str, int, int]]
+) -> None:
+    """
+    Raises:
+        UsageError: a forward that is to run again wrote into its weights, and would write once more in backward.
+    """
+    for key, (name, *was) in before.items():
+        if key in after and list(after[key][1:]) != was:
+            raise UsageError(
+                f"{place.path or 'the model'!r} writes into its weight {name!r} in forward, and activations="
+                f"{place.given.mode!r} would run that again in backward: give it another mode, for example "
+                f"activations={{{place.path!r}: 'keep', '*': {place.given.mode!r}}}."
+            )
 
 
 class _Again:

@@ -80,7 +80,7 @@ from shardfold.sharding.registry import owner_of
 from shardfold.sharding.run_state import RunState
 from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.unit import Life, Unit
-from shardfold.sharding.whole_state import load_state, state_dict
+from shardfold.sharding.whole_state import check_state, load_state, state_dict
 from shardfold.tiers.device import DeviceStore
 
 __all__ = ["Engine", "engine_of"]
@@ -501,13 +501,15 @@ class Engine:
         """Takes parameters and buffers from a full state dict that every rank has; the optimizer's state stays.
 
         Raises:
-            ModelError: a value is no tensor, a shape differs, or (strict) names are missing or unexpected; all are
-                listed. Nothing was changed.
+            ModelError: on all ranks: a value is no tensor, a shape differs, or (strict) names are missing or
+                unexpected; all are listed. Nothing was changed.
         """
-        self._gate.refuse_closed("engine.load_state_dict()")
-        self._runner.settle("engine.load_state_dict()")
-        self._gate.follow()
-        load_state(self.sharded, state, strict=strict)
+
+        def check() -> None:
+            check_state(self.sharded, state, strict=strict)
+
+        self._gate.meet("engine.load_state_dict()", follow=True, check=check)
+        load_state(self.sharded, state)
 
     def save(
         self,
@@ -645,7 +647,8 @@ class Engine:
         Raises:
             ConfigError: on all ranks: it is no list of numbers on one of them.
         """
-        self._gate.meet("engine.agree()", check=lambda: check_numbers("engine.agree()", values))
+        count = len(values) if hasattr(values, "__len__") else 0
+        self._gate.meet(f"engine.agree() of {count} numbers", check=lambda: check_numbers("engine.agree()", values))
         return self.sharded.comm.control([float(value) for value in values], dist.ReduceOp.MAX)
 
     def close(self) -> None:

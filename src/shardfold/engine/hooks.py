@@ -317,7 +317,7 @@ class Hooks:
                 return tensor, None, 0
             with apart():
                 self._listener.saved(unit)
-            return tensor, unit, unit.version
+            return tensor, unit, tensor._version
 
         def unpack(packed: tuple[Tensor, Unit | None, int]) -> Tensor:
             tensor, unit, version = packed
@@ -326,7 +326,7 @@ class Hooks:
                     self._ensure_backward()
                     with apart():
                         self._listener.enter_aside(unit)
-                if unit.version != version:
+                if tensor._version != version:
                     raise RuntimeError(
                         f"a weight of {unit.name!r} needed for gradient computation has been modified by an inplace "
                         "operation between forward and backward."

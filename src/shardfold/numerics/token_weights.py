@@ -61,6 +61,6 @@ class Shares:
         if without:
             raise UsageError(
                 f"engine.step(): {without:.0f} micro-batches had no weight= in engine.backward() and others had one: "
-                "give all of a step, on all ranks, one or none."
+                "give all of a step, on all ranks, one or none; engine.zero_grad() drops what has come."
             )
         return micro_batches / total if total else 1.0  # without any weight all gradients are 0

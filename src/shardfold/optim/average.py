@@ -151,10 +151,24 @@ class Average:
         return {COUNT: torch.tensor(self.updates), **state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what :meth:`state_dict` gave, under any layout; nothing is sent.
+        """Takes what :meth:`state_dict` gave, under any layout; every rank calls it.
 
         Raises:
-            ModelError: a trainable parameter is missing or has another shape.
+            ModelError: on all ranks: a trainable parameter is missing or has another shape.
+        """
+        found: list[list[Tensor]] = []
+        self._model.gate.meet("average.load_state_dict()", check=lambda: found.extend(self._found(state)))
+        for segment, shard, values in zip(self._segments, self._shards, found, strict=True):
+            for slot, value in enumerate(values):
+                piece, part = segment.own_piece(slot)
+                shard[piece].copy_(value.reshape(-1)[part])
+        self.updates = int(state[COUNT])
+
+    def _found(self, state: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """The values of each segment's parameters.
+
+        Raises:
+            ModelError: one is missing or has another shape.
         """
         names: dict[int, list[str]] = {}
         for name, parameter in self._model.module.named_parameters(remove_duplicate=False):
@@ -173,11 +187,7 @@ class Average:
                 found[-1].append(value)
         if COUNT not in state:
             raise ModelError(f"average.load_state_dict(): {COUNT!r} is missing: load what average.state_dict() gave.")
-        for segment, shard, values in zip(self._segments, self._shards, found, strict=True):
-            for slot, value in enumerate(values):
-                piece, part = segment.own_piece(slot)
-                shard[piece].copy_(value.reshape(-1)[part])
-        self.updates = int(state[COUNT])
+        return found
 
     def _update(self) -> None:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay

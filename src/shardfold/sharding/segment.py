@@ -230,6 +230,15 @@ class Segment:
         if source is not self.flat:
             self.flat[self.rest_range[0] : self.rest_range[1]].copy_(source)
 
+    def move(self, store: DeviceStore) -> None:
+        """The flat and the parameters get memory of their own; what is in the old one stays with who refers to it."""
+        flat = store.empty(self.spec.length, self.dtype)
+        with torch.no_grad():
+            flat.copy_(self.flat)
+        self.flat = flat
+        for parameter, view in zip(self.parameters, self.views_of(flat), strict=True):
+            parameter.data = view
+
     def own_copy(self, *, held: bool) -> Tensor | None:
         """What this rank gives to a gather, as it lies outside of the flat, into which forward may write while others
         still read; None if it is nowhere else."""

@@ -144,6 +144,8 @@ class Unit:
         self.settle()
         for segment in self.segments:
             if segment.split:
+                if not segment.flat.untyped_storage().resizable():  # NumPy, or who else shares it, keeps that memory
+                    segment.move(self._store)
                 for slot, parameter in zip(segment.spec.slots, segment.parameters, strict=True):
                     seal(parameter, slot.name, self._touch)
                 # A backward that reads the values without asking for them first must not find freed memory: it sees a

@@ -14,7 +14,7 @@ from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.whole_segments import whole_segments
 
-__all__ = ["buffers_of", "load_state", "most_precise", "named_state", "names_of", "state_dict"]
+__all__ = ["buffers_of", "check_state", "load_state", "most_precise", "named_state", "names_of", "state_dict"]
 
 
 def state_dict(model: ShardedModel, frozen: str) -> dict[str, Tensor]:
@@ -36,8 +36,8 @@ def state_dict(model: ShardedModel, frozen: str) -> dict[str, Tensor]:
     return named_state(model.module, whole)
 
 
-def load_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool) -> None:
-    """See :meth:`Engine.load_state_dict`; nothing is changed if anything does not fit.
+def check_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Looks at a state dict; nothing is changed.
 
     Raises:
         ModelError: it does not.
@@ -66,6 +66,13 @@ def load_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool
                 f"the state dict gives {name!r} the shape {tuple(value.shape)}, but the model's is "
                 f"{tuple(known[name].shape)}."
             )
+
+
+def load_state(model: ShardedModel, state: Mapping[str, Tensor]) -> None:
+    """See :meth:`Engine.load_state_dict`; the state has been looked at."""
+    parameters = dict(model.module.named_parameters(remove_duplicate=False))
+    found = buffers_of(model.module)
+    buffers = {name: buffer for first, (buffer, also) in found.items() for name in (first, *also)}
     with torch.no_grad():
         by_id = {id(parameters[name]): state[name] for name in state.keys() & parameters.keys()}
         for unit in model.units:
