@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -209,6 +210,15 @@ def test_ranks_that_are_deaf_to_an_interruption_are_killed_in_time(
     assert capfd.readouterr().err == "Error: the ranks did not end within 0.2 s of the signal and were killed.\n"
 
 
+def _waited_for(pid: int) -> int:
+    """How many files a process waits for by epoll."""
+    count = 0
+    for entry in Path(f"/proc/{pid}/fdinfo").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            count += entry.read_text().count("tfd:")
+    return count
+
+
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells the order in which processes ended")
 @pytest.mark.parametrize("order", [(3, 1, 0, 2), (2, 0, 3, 1)])
 def test_the_first_of_several_deaths_is_named_however_late_they_are_seen(tmp_path: Path, order: tuple[int, ...]):
@@ -223,6 +233,8 @@ def test_the_first_of_several_deaths_is_named_however_late_they_are_seen(tmp_pat
         while len(said) < 4:
             said += fifo.read_text().splitlines()
         ranks = {int(rank): psutil.Process(int(pid)) for rank, pid in map(str.split, said)}
+        while _waited_for(launcher.pid) < 4:  # what ends before the launcher looks has no order
+            os.sched_yield()
         launcher.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, launcher.pid, os.WSTOPPED | os.WNOWAIT)
         for rank in order:
