@@ -390,17 +390,15 @@ def test_a_signal_is_forwarded_and_awaited(number: signal.Signals, capfd: pytest
     script = write(
         "signalled.py",
         f"""
-        import os, signal, sys
+        import os, signal
         rank = os.environ["RANK"]
-        def stop(*_):
-            open("got" + rank, "w").close()
-            sys.exit(0)
-        signal.signal({int(number)}, stop)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {{{int(number)}}})  # it waits for who waits for it
         with open("fifo", "r" if rank == "0" else "w") as fifo:
             fifo.read() if rank == "0" else fifo.write("ready")
         if rank == "0":
             os.kill(os.getppid(), {int(number)})
-        while True: signal.pause()
+        signal.sigwait({{{int(number)}}})
+        open("got" + rank, "w").close()
         """,
     )
     os.mkfifo("fifo")
