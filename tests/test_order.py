@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,3 +117,14 @@ def test_an_operation_that_raises_is_what_is_done_first_when_the_pass_goes_on() 
         broken.append(False)
     track.finish()
     assert ran == ["a", "b", "c"]
+
+
+def test_a_verb_without_a_handler_is_refused_when_it_is_bound() -> None:
+    """A program never runs an operation as another one."""
+    from shardfold.engine.handlers import Handlers
+    from shardfold.plan.program import Op
+
+    handlers = Handlers.__new__(Handlers)
+    handlers.units = {"block": None}  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="'FETCH', which no handler does"):
+        handlers.bind("forward", Op("FETCH", "block"))

@@ -1,7 +1,6 @@
-# Long because what users call is explained here, where they look for it; what the calls do is in other files.
 """HOW: the interpreter. Events come in, operations go out, a handler per verb acts.
 
-    layout + units --lower--> program --apply(schedule)--> runs --events move them--> handlers
+    layout + units --lower--> program --apply(schedule)--> tracks --events move them--> handlers
 
 The engine holds no knowledge of stages: what is gathered, reduced or freed, over which axes and when, is in the
 program. What is here is what users call, and the life of a step:
