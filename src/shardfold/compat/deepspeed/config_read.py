@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as values of ours: ``read`` gives :class:`Settings`, which the face builds an engine from.
+"""DeepSpeed's JSON as values of ours: ``read`` gives :class:`Settings`, which this layer builds an engine from.
 
 Nothing here imports torch, so that a config can be judged without it.
 """
