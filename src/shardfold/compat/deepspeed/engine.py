@@ -109,7 +109,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
             activations=settings.activations, accumulate=settings.accumulate,
             clip=Clip(norm=limit) if limit is not None else None,
             loss_scale=settings.loss_scale if optimizer is not None else None,
-            mesh=settings.mesh, timing=settings.timing, device=_device(args),
+            mesh=settings.mesh, overlap=settings.overlap, device=_device(args),
         )  # fmt: skip
         self._core._runner.visible.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
         made_here(self._core)
