@@ -390,7 +390,7 @@ def test_reports_read_well(ranks: Ranks) -> None:
     said = ranks.run(_reports, "zero2", "bf16", 1, 2, world_size=2)[0]
     assert str(said["memory"]).splitlines()[0].split() == ["state", "memory", "table", "padding", "held"]
     assert "REDUCE_SCATTER  intra" in str(said["traffic"])
-    assert "ALL_GATHER blocks.0 [intra] bf16" in said["text"]
+    assert "ALL_GATHER blocks.0 master -> params [intra] bf16" in said["text"]
 
 
 # -- failures reach the test -----------------------------------------------------------------------------------------

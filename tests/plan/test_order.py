@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardfold.engine.handlers import HANDLERS, Handlers
 from shardfold.engine.track import Track
 from shardfold.plan.order import contradiction, merge_orders, with_missing
-from shardfold.plan.program import Op
+from shardfold.plan.program import MARKERS, VERBS, Op
 
 NAMES = "abcdef"
 orders = st.lists(st.sampled_from(NAMES), max_size=7).map(
@@ -119,12 +120,14 @@ def test_an_operation_that_raises_is_what_is_done_first_when_the_pass_goes_on() 
     assert ran == ["a", "b", "c"]
 
 
+def test_every_verb_has_a_handler_or_is_a_marker() -> None:
+    assert {*HANDLERS, *MARKERS} == set(VERBS)
+    assert not {*HANDLERS} & {*MARKERS}
+
+
 def test_a_verb_without_a_handler_is_refused_when_it_is_bound() -> None:
     """A program never runs an operation as another one."""
-    from shardfold.engine.handlers import Handlers
-    from shardfold.plan.program import Op
-
     handlers = Handlers.__new__(Handlers)
     handlers.units = {"block": None}  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="'FETCH', which no handler does"):
-        handlers.bind("forward", Op("FETCH", "block"))
+        handlers.bind(Op("FETCH", "block"))

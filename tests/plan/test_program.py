@@ -23,6 +23,8 @@ from shardfold.plan.program import (
     PARTIAL,
     REDUCTIONS,
     SECTIONS,
+    TENSORS,
+    VERBS,
     Op,
     Program,
     lower,
@@ -135,8 +137,11 @@ def test_render_marks_the_named_section_only():
         ("forward:\n  F a [intra]", 2, "F a [intra]"),
         ("last:\n  ALL_REDUCE a", 2, "ALL_REDUCE a"),
         ("last:\n  ALL_REDUCE a intra fp32", 2, "ALL_REDUCE a intra fp32"),
-        ("last:\n  ALL_REDUCE a [] fp32", 2, "ALL_REDUCE a [] fp32"),
-        ("last:\n  ALL_REDUCE a [intra] fp32 twice", 2, "ALL_REDUCE a [intra] fp32 twice"),
+        ("last:\n  ALL_REDUCE a local [] fp32", 2, "ALL_REDUCE a local [] fp32"),
+        ("last:\n  ALL_REDUCE a local [intra] fp32 twice", 2, "ALL_REDUCE a local [intra] fp32 twice"),
+        ("last:\n  ALL_REDUCE a lokal [intra] fp32", 2, "ALL_REDUCE a lokal [intra] fp32"),
+        ("forward:\n  ALL_GATHER a params flat [intra] bf16", 2, "ALL_GATHER a params flat [intra] bf16"),
+        ("forward:\n  ALL_GATHER a -> flat [intra] bf16", 2, "ALL_GATHER a -> flat [intra] bf16"),
     ],
 )
 def test_a_line_that_is_no_operation_is_refused_by_number_and_text(text: str, number: int, line: str):
@@ -245,15 +250,18 @@ def test_the_norm_is_taken_before_any_update_and_only_if_the_step_clips():
 
 
 def test_redistribute_derives_each_collective_from_how_a_tensor_lies_and_is_needed():
+    format = {"gather": "bf16", "reduce": "fp16", "sum": "fp32"}
+
     def turn(have: tuple[str, ...] | None, need: tuple[str, ...]) -> list[str]:
-        made = redistribute("u", have, need, data=("inter", "intra"), gather="bf16", reduce="fp32")
+        source, target = ("local", "grads") if have is PARTIAL else ("params", "flat")
+        made = redistribute("u", have, need, data=("inter", "intra"), source=source, target=target, format=format)
         return [str(op) for op in made]
 
-    assert turn(PARTIAL, ()) == ["ALL_REDUCE u [inter+intra] fp32"]
-    assert turn(PARTIAL, ("inter", "intra")) == ["REDUCE_SCATTER u [inter+intra] fp32"]
-    assert turn(PARTIAL, ("intra",)) == ["REDUCE_SCATTER u [intra] fp32", "ALL_REDUCE u [inter] fp32"]
-    assert turn(("inter", "intra"), ()) == ["ALL_GATHER u [inter+intra] bf16"]
-    assert turn(("inter", "intra"), ("inter",)) == ["ALL_GATHER u [intra] bf16"]
+    assert turn(PARTIAL, ()) == ["ALL_REDUCE u local [inter+intra] fp16"]
+    assert turn(PARTIAL, ("inter", "intra")) == ["REDUCE_SCATTER u [inter+intra] fp16"]
+    assert turn(PARTIAL, ("intra",)) == ["REDUCE_SCATTER u [intra] fp16", "ALL_REDUCE u grads [inter] fp32"]
+    assert turn(("inter", "intra"), ()) == ["ALL_GATHER u params -> flat [inter+intra] bf16"]
+    assert turn(("inter", "intra"), ("inter",)) == ["ALL_GATHER u params -> flat [intra] bf16"]
     assert turn(("intra",), ("intra",)) == []
     with pytest.raises(LayoutError, match="no gather gives"):
         turn(("inter", "intra"), ("intra",))
@@ -388,7 +396,7 @@ def test_a_negative_schedule_is_refused_by_name(field: str):
         Overlap(**{field: -1})
 
 
-def test_a_collective_says_every_dtype_that_travels() -> None:
+def test_a_collective_says_the_format_of_every_segment_that_it_moves() -> None:
     """Segments of one unit may travel in several: frozen ones are gathered for a pass, but not reduced nor updated."""
     own, frozen = SegmentSpec((), 64, "fp32", own=True), SegmentSpec((), 64, "fp64", trainable=False, own=True)
     segments = (SegmentSpec((), 64, "bf16"), own, frozen, SegmentSpec((), 64, "bf16", group=1))
@@ -398,8 +406,34 @@ def test_a_collective_says_every_dtype_that_travels() -> None:
         layout = PRESETS[preset].bind(Precision(compute="bf16", reduce="bf16"), mesh)
         program = lower(layout, [UnitSpec("u", segments)], mesh)
         assert parse(str(program)) == program
-        return {op.verb: op.dtype for op in program.section(section) if op.dtype}
+        for op in program.section(section):
+            if op.format:
+                moved = op.moves(UnitSpec("u", segments))
+                assert [each.format for each in op.each(len(moved))] == [segment.dtype for segment in moved]
+        return {op.verb: op.format for op in program.section(section) if op.format}
 
-    assert said("zero3", "forward") == {"ALL_GATHER": "bf16+fp32+fp64"}
-    assert said("zero3", "last") == {"ALL_GATHER": "bf16+fp32+fp64", "REDUCE_SCATTER": "bf16+fp32"}
-    assert said("zero2", "step") == {"ALL_GATHER": "bf16+fp32"}
+    assert said("zero3", "forward") == {"ALL_GATHER": "bf16+fp32+fp64+bf16"}
+    assert said("zero3", "last") == {"ALL_GATHER": "bf16+fp32+fp64+bf16", "REDUCE_SCATTER": "bf16+fp32+bf16"}
+    assert said("zero2", "step") == {"ALL_GATHER": "bf16+fp32+bf16"}
+    one = Op("ALL_GATHER", "u", INTRA, "bf16", "params", "flat")
+    assert one.each(3) == (one, one, one)
+    with pytest.raises(ValueError, match="has 2 formats but moves 3 segments"):
+        one._replace(format="bf16+fp32").each(3)
+
+
+@given(programs())
+def test_operands_say_which_tensor_of_the_table_is_read_and_written(made: Made):
+    """So nothing else is asked to do an operation, or to count it: not the layout, nor the section it stands in."""
+    layout = made.layout
+    rest = "params" if layout.params is not None else "master"
+    backward = "held" if layout.held is not None and layout.held.over else rest
+    for section in SECTIONS:
+        for op in made.program.section(section):
+            assert op.verb in VERBS and {op.source, op.target} <= {*TENSORS, ""}
+            if op.verb == "ALL_GATHER":
+                source = {"step": "master", "forward": rest}.get(section, backward)
+                assert (op.source, op.target) == (source, "params" if section == "step" else "flat")
+                need = layout.params.over if op.target == "params" and layout.params is not None else ()
+                assert getattr(layout, op.source).over == (*need, *op.axes)
+            if op.verb == "ALL_REDUCE":
+                assert op.source == ("grads" if layout.master.over else "local")
