@@ -177,7 +177,7 @@ def bench(
     from shardfold.tools.bench.settings import Settings
 
     settings = Settings(
-        job=job, params=params, rows=rows, context=context, ranks=ranks or (1 if job == "units" else 2),
+        job=job, params=params, rows=rows, context=context, ranks=(1 if job == "units" else 2) if ranks is None else ranks,
         precision=precision, optimizer=optimizer, device=device, rounds=rounds, steps=steps, warm=warm, timeout=timeout,
     )  # fmt: skip
     chosen, others = command.words(only), command.words(without)
