@@ -80,14 +80,19 @@ class VisibleGradients:
     def before_step(self) -> bool:
         """Takes what users did to gradients since the last step; whether they did anything."""
         units, whole = self._model.units, not self._model.layout.master.over
+        alone = self._model.comm.mesh.world == 1
         with no_subclass_functions():
             touched = part([unit.shown for unit in units], given=True)
             for unit in units:
                 if not touched:
                     unit.shown.forget()
                     continue
-                for change in unit.shown.take_back(whole=whole):  # one by one: what follows may raise
-                    self._by_hand.append((self._model.run.micro_batch, *change))
+                try:
+                    for change in unit.shown.take_back(whole=whole, alone=alone):  # one by one: what follows may raise
+                        self._by_hand.append((self._model.run.micro_batch, *change))
+                except UsageError:
+                    self._model.gate.attach(units)  # parameters whose nodes autograd has forgotten are heard again
+                    raise
         return self.touched
 
     @property
