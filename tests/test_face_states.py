@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardfold.compat.deepspeed as deepspeed
+from facing import keeping_checkpointing
 from shardfold.compat.deepspeed import utils, zero
 from shardfold.compat.deepspeed.checkpoint import constants
 from shardfold.compat.deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
@@ -161,8 +162,9 @@ def test_init_takes_a_config_object() -> None:
     config = deepspeed.DeepSpeedConfig(_config(3, bf16={"enabled": True}))
     with zero.Init(config_dict_or_path=config):
         assert nn.Linear(2, 2).weight.dtype is torch.bfloat16
-    deepspeed.checkpointing.configure(None, deepspeed_config=config)
-    assert deepspeed.checkpointing.is_configured()
+    with keeping_checkpointing():
+        deepspeed.checkpointing.configure(None, deepspeed_config=config)
+        assert deepspeed.checkpointing.is_configured()
 
 
 def test_checkpoint_function() -> None:

@@ -57,8 +57,8 @@ class Orders:
         clip: whether the program takes a norm.
 
     Attributes:
-        waits: whether a backward ends with all sums, because every rank has them whole and shows them: no unit is reduced
-            before its gradients are there.
+        waits: whether a backward ends with all sums, because every rank has them whole and shows them: no unit is
+            reduced before its gradients are there.
         units: in definition order.
         roots: names of those that are held through a pass.
         late: names of those that are reduced at the end of backward, as gradients came behind their reduction.

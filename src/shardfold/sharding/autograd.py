@@ -18,7 +18,7 @@ HEARD = "shardfold"
 
 
 def accumulator_of(parameter: nn.Parameter) -> Any:
-    """The node that adds to the parameter's ``.grad``; a parameter that is freed, or frozen for a while, has one too."""
+    """The node that adds to the parameter's ``.grad``; one that is freed, or frozen for a while, has a node too."""
     with no_subclass_functions():
         wanted = parameter.requires_grad
         parameter.requires_grad_(True)
