@@ -78,7 +78,7 @@ def weights(engine: DeepSpeedEngine) -> list[Tensor]:
 
 @contextmanager
 def keeping_checkpointing() -> Iterator[None]:
-    """What is configured inside is not for the tests behind it: as in DeepSpeed, no call of the module takes it back."""
+    """What is configured inside is not for the tests behind it: as in DeepSpeed, no call takes it back."""
     state = checkpointing._State
     before = state.settings, state.configured
     try:
