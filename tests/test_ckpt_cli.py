@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 
 import shardfold as sf
 from saving import engine, train
-from shardfold.checkpoint.format import INDEX, SUM_BYTES, Box, Index, Parameter, Piece
+from shardfold.checkpoint.format import INDEX, SUM_BYTES, Index, Parameter, Piece
 from shardfold.checkpoint.inspect import _count, inspect
 from shardfold.checkpoint.verify import Verification, gaps, read_index, verify
 from shardfold.errors import CheckpointError
+from shardfold.plan.box import Box
 from shardfold.testing import Ranks
 from shardfold.tools import cli
 

@@ -205,7 +205,10 @@ def _check_base(model: ShardedModel, checkpoint: Checkpoint, fit: Fit, strict: b
     if other:
         fit.notes.append(f"Frozen parameters that were left out have other values here: {names}.")
     if unclear:
-        fit.notes.append(f"Not compared, as they were saved in more digits than they have here: {', '.join(unclear)}.")
+        fit.notes.append(
+            "Not compared, as they were saved in more digits than they have here, or are not whole on a rank here: "
+            f"{', '.join(unclear)}."
+        )
 
 
 def _narrower(model: ShardedModel, checkpoint: Checkpoint) -> str:
@@ -394,5 +397,5 @@ class _Work:
                 continue
             out = target[a - bounds[0] : b - bounds[0]]
             x, y = a - place.offset, b - place.offset
-            self.attempt(lambda o=old, x=x, y=y, t=out: checkpoint.read(o, state, x, y, out=t))
+            self.attempt(lambda o=old, x=x, y=y, t=out, b=place.box: checkpoint.read(o, state, x, y, out=t, box=b))
         complete(model.comm, [target], others, WHAT)

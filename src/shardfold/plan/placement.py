@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from shardfold.plan.box import Box
 from shardfold.plan.layout import Axes, Layout, Mesh
 
 __all__ = ["ALIGN_BYTES", "Piece", "SegmentSpec", "Slot", "UnitSpec", "pack", "shard_index", "shard_range"]
@@ -27,15 +28,33 @@ ALIGN_BYTES = 256
 
 
 class Slot(NamedTuple):
-    """A parameter's place in its segment: ``[offset, offset + numel)``."""
+    """A parameter's place in its segment: ``[offset, offset + numel)``.
+
+    Attributes:
+        shape: of what ranks have here, which may be a box of a larger parameter.
+        larger: the shape of that; empty: this is the whole.
+        starts: where the box begins in it, on each dimension; empty: at its first element.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    larger: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.larger or self.shape
+
+    @property
+    def box(self) -> Box | None:
+        """What of the whole parameter lies here; None: all of it."""
+        return Box(self.starts or (0,) * len(self.shape), self.shape) if self.whole != self.shape else None
 
 
 class Piece(NamedTuple):
@@ -104,8 +123,15 @@ class UnitSpec:
         return "+".join(dict.fromkeys(segment.dtype_for(what, layout) for segment in moved))
 
 
-def pack(shapes: Mapping[str, Sequence[int]], parts: int, align: int) -> tuple[tuple[Slot, ...], int]:
+def pack(
+    shapes: Mapping[str, Sequence[int]],
+    parts: int,
+    align: int,
+    boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+) -> tuple[tuple[Slot, ...], int]:
     """Slots for parameters in the given order, and the padded length, both in elements.
+
+    ``boxes``: of those that are a box of a larger one, its shape and where in it they begin.
 
     Each slot starts at a multiple of ``align``; the length is a multiple of ``parts * align`` and never 0. Padding is
     therefore below ``align`` per parameter plus ``parts * align`` (just that for a segment of nothing).
@@ -113,7 +139,7 @@ def pack(shapes: Mapping[str, Sequence[int]], parts: int, align: int) -> tuple[t
     slots: list[Slot] = []
     end = 0
     for name, shape in shapes.items():
-        slots.append(Slot(name, tuple(shape), end))
+        slots.append(Slot(name, tuple(shape), end, *(boxes or {}).get(name, ())))
         end = _round_up(end + prod(shape), align)
     return tuple(slots), max(_round_up(end, parts * align), parts * align)
 

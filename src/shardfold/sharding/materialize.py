@@ -220,6 +220,7 @@ def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:
             if parameter.is_meta:
                 empty.add(slot.name)
                 fresh = nn.Parameter(view.new_empty(0), requires_grad=False)
+                vars(fresh).update(vars(parameter))  # what users wrote on it stays with the object
                 try:
                     torch.utils.swap_tensors(parameter, fresh.requires_grad_(parameter.requires_grad))
                 except RuntimeError as error:
