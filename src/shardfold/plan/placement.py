@@ -21,7 +21,7 @@ from typing import NamedTuple
 from shardfold.plan.box import Box
 from shardfold.plan.layout import Axes, Layout, Mesh
 
-__all__ = ["ALIGN_BYTES", "Piece", "SegmentSpec", "Slot", "UnitSpec", "pack", "shard_index", "shard_range"]
+__all__ = ["ALIGN_BYTES", "SegmentSpec", "Slot", "SlotRange", "UnitSpec", "pack", "shard_index", "shard_range"]
 
 ALIGN_BYTES = 256
 """Every parameter and every shard starts at a multiple of this many bytes of the smallest state."""
@@ -57,7 +57,7 @@ class Slot(NamedTuple):
         return Box(self.starts or (0,) * len(self.shape), self.shape) if self.whole != self.shape else None
 
 
-class Piece(NamedTuple):
+class SlotRange(NamedTuple):
     """The part of one slot that lies in one range: elements ``[start, stop)`` of the segment."""
 
     slot: int
@@ -96,12 +96,12 @@ class SegmentSpec:
     def padding(self) -> int:
         return self.length - self.numel
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, start: int, stop: int) -> Iterator[SlotRange]:
         """The parts of slots inside ``[start, stop)``, in order; empty slots have none."""
         for i, slot in enumerate(self.slots):
             a, b = max(start, slot.offset), min(stop, slot.offset + slot.numel)
             if a < b:
-                yield Piece(i, a, b)
+                yield SlotRange(i, a, b)
 
 
 @dataclass(frozen=True)
