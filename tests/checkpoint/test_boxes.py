@@ -387,6 +387,16 @@ def test_a_whole_parameter_is_loaded_into_boxes(ranks: Ranks, tmp_path: Path) ->
         assert all(once.get("step", 3) == 3 for half in halves for once in half[name][2])
 
 
+def test_what_is_kept_once_is_written_by_the_first_box() -> None:
+    """Step counts are those of the parameter, and equal in all of its boxes: one of them has them in the index."""
+    for half in (0, 1):
+        engine = _engine(half, "RMSprop")
+        _train(engine, 1)
+        _, index = collect(engine.sharded, {}, {}, {})
+        assert set(index.once) == ({"rows.weight", "rows.bias", "columns.weight"} if half == 0 else set())
+        engine.close()
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

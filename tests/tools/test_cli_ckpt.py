@@ -285,6 +285,7 @@ def a_range(start: int, stop: int, **other: Any) -> Piece:
         ([a_range(0, 24), a_range(0, 30, state="exp_avg")], "has 30 values for the elements 0 to 30 of 24"),
         ([a_range(0, 24), a_range(0, 24, state="q", kind="block", block=10, shape=(2,))], "has 2 values for"),
         ([a_range(0, 12, box=Box((0, 0), (4, 3)))], "weight/w: has no elements 3 to 6 of 24"),
+        ([a_range(0, 16, box=Box((0, 0), (4, 4))), a_range(0, 8, box=Box((0, 2), (4, 2)))], "elements 2 to 4 twice"),
         ([a_range(0, 10), a_range(10, 24, dtype="F16")], "weight/w: has parts of F16 and F32"),
         ([a_range(0, 24), Piece("v", "", "run", "F32", (1,), file="f", sums=("x",))], "run/v: is there, but nothing"),
     ],
