@@ -295,6 +295,15 @@ def test_an_index_that_is_not_whole(pieces: list[Piece], says: str) -> None:
     assert any(says in str(each) for each in gaps(an_index(*pieces))), [str(each) for each in gaps(an_index(*pieces))]
 
 
+def test_boxes_of_absurd_sizes_are_told_without_a_look_at_each_row() -> None:
+    """One value may stand for 2**40 elements in as many rows."""
+    box = Box((0, 0), (2**40, 1))
+    piece = a_range(0, 2**40, state="s", kind="block", block=2**40, shape=(1,), box=box)
+    index = an_index(piece)
+    index.parameters = [Parameter("w", (2**40, 2), "F32", digest="x")]
+    assert [each.what for each in gaps(index)] == [f"has boxes that do not have each of its {2**41} elements once"]
+
+
 def test_an_index_that_is_whole() -> None:
     """Ranges and boxes together, in any order."""
     left, right = Box((0, 0), (4, 3)), Box((0, 3), (4, 3))

@@ -11,7 +11,7 @@ counted in its own row-major order. What two boxes share is consecutive in both 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -69,21 +69,27 @@ def shared(one: Box, within: tuple[int, int], other: Box, of: tuple[int, int]) -
     lead = max(tail - 1, 0)
     row, rows = prod(sizes[lead:]), prod(sizes[:lead])
 
-    def begins(box: Box, number: int) -> int:
-        """Where a row begins in a box."""
+    def beginnings(box: Box) -> Callable[[int], int]:
+        """Where the row of a number begins in a box."""
         strides = [prod(box.sizes[d + 1 :]) for d in dims]
-        at = sum((lows[d] - box.starts[d]) * strides[d] for d in dims)
-        for d in range(lead - 1, -1, -1):
-            number, index = divmod(number, sizes[d])
-            at += index * strides[d]
-        return at
+        base = sum((lows[d] - box.starts[d]) * strides[d] for d in dims)
+        steps = [(sizes[d], strides[d]) for d in range(lead - 1, -1, -1)]
 
+        def begins(number: int) -> int:
+            at = base
+            for size, stride in steps:
+                number, index = divmod(number, size)
+                at += index * stride
+            return at
+
+        return begins
+
+    in_one, in_other = beginnings(one), beginnings(other)
     first = max(
-        bisect_right(range(rows), start - row, key=lambda number, box=box: begins(box, number))
-        for box, (start, _) in ((one, within), (other, of))
+        bisect_right(range(rows), within[0] - row, key=in_one), bisect_right(range(rows), of[0] - row, key=in_other)
     )
     for number in range(first, rows):
-        a, b = begins(one, number), begins(other, number)
+        a, b = in_one(number), in_other(number)
         skip, end = max(0, within[0] - a, of[0] - b), min(row, within[1] - a, of[1] - b)
         if a >= within[1] or b >= of[1]:
             return
