@@ -21,7 +21,7 @@ from torch import Tensor
 from shardfold.errors import UsageError
 from shardfold.sharding.autograd import is_heard
 from shardfold.sharding.gradient_buffer import GradientBuffer
-from shardfold.sharding.gradients import Gradients, Place, Sums
+from shardfold.sharding.gradients import Gradients, SlotNumbers, Sums
 from shardfold.sharding.hidden import HiddenGradient
 from shardfold.sharding.segment import Segment
 from shardfold.torch_internals import storage_key
@@ -58,8 +58,8 @@ class ShownGradients:
         # by segment: the buffer's views, where they begin, what shows them, and where each of these lies
         self._aliases: dict[int, tuple[list[Tensor], int, list[Tensor], list[int]]] = {}
         self._standing: dict[tuple[int, str], list[HiddenGradient]] = {}  # of a segment, by slot, and where they are
-        self._zeroed: set[Place] = set()  # of those
-        self._unheard: set[Place] = set()  # whose gradient autograd brought to no engine
+        self._zeroed: set[SlotNumbers] = set()  # of those
+        self._unheard: set[SlotNumbers] = set()  # whose gradient autograd brought to no engine
         self._nothing = [[None] * len(segment.parameters) for segment in gradients.segments]
 
     def show(self, where: str | None) -> None:
@@ -207,7 +207,7 @@ class ShownGradients:
             changes.append(("zeroed", self._name(place)))
         return changes
 
-    def _is_still(self, place: Place, shown: Tensor | None, found: Tensor | None) -> bool:
+    def _is_still(self, place: SlotNumbers, shown: Tensor | None, found: Tensor | None) -> bool:
         """Whether a parameter has the gradient that was shown, in the memory where it was."""
         i, slot = place
         if shown is None or found is None or isinstance(shown, HiddenGradient):
@@ -240,7 +240,7 @@ class ShownGradients:
                 changes.append(("set", self._name((i, slot))))
         return changes
 
-    def _follow_one(self, place: Place, shown: Tensor, found: Tensor | None) -> Change:
+    def _follow_one(self, place: SlotNumbers, shown: Tensor, found: Tensor | None) -> Change:
         """A parameter has another gradient than was shown; says what that makes of it."""
         i, slot = place
         if found is None:
@@ -267,14 +267,14 @@ class ShownGradients:
                 if verb := verbs.get(self._name((i, slot))):
                     self._gradients.drop((i, slot), zero=verb == "zeroed")
 
-    def _refuse(self, place: Place) -> NoReturn:
+    def _refuse(self, place: SlotNumbers) -> NoReturn:
         name = self._name(place)
         raise UsageError(
             f"the .grad of {name!r} was set by hand, but its gradient is kept in another form here: set it to None "
             f"again, and write the gradient in `with engine.gathered({name!r}, of='grads', write=True) as grad:`."
         )
 
-    def _refuse_unheard(self, place: Place) -> NoReturn:
+    def _refuse_unheard(self, place: SlotNumbers) -> NoReturn:
         name = self._name(place)
         raise UsageError(
             f"the memory of {name!r} was replaced by Tensor.set_, as in the model's forward: autograd gives the "
@@ -282,7 +282,7 @@ class ShownGradients:
             "under torch.no_grad(), or `parameter.data = x`; engine.zero_grad() drops what came of this step."
         )
 
-    def _name(self, place: Place) -> str:
+    def _name(self, place: SlotNumbers) -> str:
         return self._gradients.segments[place[0]].spec.slots[place[1]].name
 
 
