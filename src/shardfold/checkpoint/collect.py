@@ -15,7 +15,7 @@ from shardfold.checkpoint.format import Index, Parameter, Piece
 from shardfold.checkpoint.rng import rng_state
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
-from shardfold.plan.layout import DATA_AXES, Axes
+from shardfold.plan.layout import Axes
 from shardfold.plan.placement import shard_index
 from shardfold.plan.version import __version__
 from shardfold.sharding.groups import alignment
@@ -121,7 +121,7 @@ def _places(model: ShardedModel) -> Iterator[tuple[Segment, int]]:
 def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes) -> tuple[int, int]:
     """This rank's share of a range that all ranks have which differ from it on other axes only."""
     sizes = model.comm.mesh.sizes
-    others = tuple(axis for axis in DATA_AXES if axis not in over and sizes[axis] > 1)
+    others = tuple(axis for axis in model.comm.mesh.data if axis not in over)
     replicas = model.comm.mesh.parts(others)
     number = shard_index(others, sizes, model.comm.mesh.coords)
     align = alignment(model.optimizer)

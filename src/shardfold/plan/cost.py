@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Mesh
+from shardfold.plan.axes import Mesh
+from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, Op, Program
 
@@ -38,11 +39,11 @@ class Sent(NamedTuple):
 
 
 def segment_bytes(
-    layout: Layout, segment: SegmentSpec, mesh: Mesh, num_moments: int, elements: float
+    layout: Layout, segment: SegmentSpec, mesh: Sizes, num_moments: int, elements: float
 ) -> dict[str, float]:
     """Bytes that ``elements`` of a segment need on one rank, by state, under a bound layout."""
     frozen = not segment.trainable
-    alias = (segment.table or layout).aliases(own=segment.own)
+    alias = segment.table_or(layout).aliases(own=segment.own)
     bytes_: dict[str, float] = {}
     for state, cell in layout.cells().items():
         if state in alias or (frozen and state not in ("params", "held")):
@@ -58,7 +59,7 @@ def segment_bytes(
 def state_bytes(
     layout: Layout,
     units: Iterable[UnitSpec],
-    mesh: Mesh,
+    mesh: Sizes,
     *,
     num_moments: int = 2,
     padded: bool = False,
@@ -82,7 +83,7 @@ def ring_bytes(verb: str, full: float, ranks: int) -> float:
     return full * (ranks - 1) / ranks * (2 if verb == "ALL_REDUCE" else 1)
 
 
-def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Mesh, *, step: bool) -> float:
+def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, *, step: bool) -> float:
     """Bytes one rank sends for ``op`` on ``unit``; a gather after an update moves only what was updated."""
     total = 0.0
     ranks = prod(mesh[axis] for axis in op.axes)
@@ -103,7 +104,7 @@ def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Mesh, *, step: bool) 
 
 
 def traffic(
-    program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, *, micro_batches: int = 1
+    program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Sizes, *, micro_batches: int = 1
 ) -> dict[Sent, tuple[int, float]]:
     """Collectives of one optimizer step and the bytes one rank sends in them: ``{kind: (calls, bytes)}``."""
     times = {"forward": micro_batches, "backward": micro_batches - 1, "last": 1, "step": 1}
@@ -111,7 +112,7 @@ def traffic(
 
 
 def section_traffic(
-    program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, times: Mapping[str, int]
+    program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Sizes, times: Mapping[str, int]
 ) -> dict[Sent, tuple[int, float]]:
     """As :func:`traffic`, for sections (and ``quiet``) run that many times each; calls count each segment."""
     by_name = {unit.name: unit for unit in units}
@@ -131,7 +132,7 @@ def section_traffic(
 def peak_bytes(
     layout: Layout,
     units: Sequence[UnitSpec],
-    mesh: Mesh,
+    mesh: Sizes,
     *,
     num_moments: int = 2,
     prefetch: int = 1,
@@ -145,7 +146,7 @@ def peak_bytes(
     Gradients that wait whole (late units, ``no_sync``) come on top.
     """
     total = sum(state_bytes(layout, units, mesh, num_moments=num_moments, padded=True).values())
-    ranks = prod(mesh.values())
+    ranks = Mesh.of(mesh).divisor
     full = {u.name: sum(s.length * ITEMSIZE[s.dtype] for s in u.segments) for u in units}
     grad = {
         u.name: sum(s.length * ITEMSIZE[s.dtype_for("reduce", layout)] for s in u.segments if s.trainable)
@@ -167,7 +168,7 @@ def peak_bytes(
 
 
 def closed_form(
-    name: str, mesh: Mesh, *, compute: int = 2, grads: int = 2, moments: int = 8
+    name: str, mesh: Sizes, *, compute: int = 2, grads: int = 2, moments: int = 8
 ) -> tuple[float, Callable[[int], float]]:
     """The papers' expressions for a preset with fp32 master: bytes per parameter at rest, and elements sent.
 

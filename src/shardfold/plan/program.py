@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError, LayoutError
-from shardfold.plan.layout import Axes, Layout, Mesh
+from shardfold.plan.axes import Mesh
+from shardfold.plan.layout import Axes, Layout, Sizes
 from shardfold.plan.placement import UnitSpec
 
 __all__ = [
@@ -137,7 +138,7 @@ def redistribute(unit: str, have: Axes | None, need: Axes, *, data: Axes, gather
 def lower(
     layout: Layout,
     units: Sequence[UnitSpec],
-    mesh: Mesh,
+    mesh: Sizes,
     *,
     clip: bool = False,
     forward: Sequence[str] | None = None,
@@ -148,7 +149,7 @@ def lower(
     Args:
         layout: a table whose dtype words are resolved and whose axes of size 1 are dropped.
         units: in definition order; root units are held through the pass.
-        mesh: axis sizes.
+        mesh: axis sizes; a plain mapping has the roles of its names (see :meth:`Mesh.of`).
         clip: whether the step takes the norm of the gradients.
         forward: names of the units that are not roots in the order in which they run, a unit that runs several times
             as often (but never twice in a row: it stays gathered until another begins); None: definition order.
@@ -170,12 +171,12 @@ class _Lowering:
         self,
         layout: Layout,
         units: Sequence[UnitSpec],
-        mesh: Mesh,
+        mesh: Sizes,
         forward: Sequence[str] | None,
         backward: Sequence[str] | None,
     ) -> None:
         self._layout, self._units = layout, units
-        self._data = tuple(axis for axis in mesh if mesh[axis] > 1)
+        self._mesh = Mesh.of(mesh)
         self._roots = [unit for unit in units if unit.root]
         inner = {unit.name: unit for unit in units if not unit.root}
         self._onward = [inner[name] for name in (inner if forward is None else forward)]
@@ -183,7 +184,7 @@ class _Lowering:
 
     def _turn(self, unit: UnitSpec, have: Axes | None, need: Axes, *, frozen: bool = False) -> Iterator[Op]:
         gather, reduce = unit.dtypes_for("gather", self._layout, frozen=frozen), unit.dtypes_for("reduce", self._layout)
-        return redistribute(unit.name, have, need, data=self._data, gather=gather, reduce=reduce)
+        return redistribute(unit.name, have, need, data=self._mesh.summed(unit.distinct), gather=gather, reduce=reduce)
 
     def _fill(self, unit: UnitSpec, over: Axes, source_is_master: bool) -> Iterator[Op]:
         if over and source_is_master:

@@ -43,14 +43,14 @@ class Buffers:
     def synchronize(self, changed: bool) -> None:
         """Gives every rank rank 0's values if any rank changed one."""
         self.due = False
-        if not changed or self._comm.mesh.world == 1:
+        if not changed or self._comm.mesh.data_ranks == 1:
             return
         buffers = [buffer for buffer in self._present() if buffer.numel()]
         with torch.no_grad():
             # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
             flat = torch.cat([b.contiguous().reshape(-1).view(torch.uint8) for b in buffers])
             self._comm.broadcast(flat, "the broadcast of buffers")
-            if self._comm.mesh.rank:
+            if self._comm.mesh.data_rank:
                 for buffer, part in zip(buffers, flat.split([b.numel() * b.itemsize for b in buffers]), strict=True):
                     value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned for its dtype
                     if not torch.equal(value, buffer):

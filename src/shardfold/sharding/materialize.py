@@ -25,10 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardfold.comm.coalesced import as_bytes
 from shardfold.comm.comm import Comm
 from shardfold.errors import ModelError, UsageError, did_you_mean
 from shardfold.plan.layout import Layout
 from shardfold.plan.rules import Rules
+from shardfold.sharding.distinct import distinct_on
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
@@ -127,7 +129,7 @@ def make_units(
             ]
             unit = Unit(c.spec, segments, comm.memory, c.modules)
             _give_values(unit, model, layout, comm, weights, seed)
-            if unit.trainable and not layout.grads.over:
+            if unit.trainable and not c.spec.table_or(layout).grads.over:
                 unit.gradients.rest(adopt=mesh.world == 1 and comm.memory.device.type == "cpu")
             if unit.split and not c.spec.root:
                 unit.release()
@@ -152,12 +154,32 @@ def _give_values(
     exact = [segment.exact_flat() for segment in unit.segments]
     empty = _bind_parameters(unit, exact)
     if empty or weights is not None:
-        _initialize(unit, model, empty, weights, seed)
+        _initialize(unit, model, empty, weights, seed, comm)
     for segment, flat in zip(unit.segments, exact, strict=True):
         comm.broadcast(
             flat, f"broadcast {unit.name}", detail=FIRST.format(unit.name)
         )  # as DDP does: rank 0's values are everyone's
-        segment.bind(layout, comm.mesh.sizes, comm.mesh.coords, flat)
+        _check_replicas(segment, flat, comm)
+        segment.bind(comm.mesh.sizes, comm.mesh.coords, flat)
+
+
+def _check_replicas(segment: Segment, flat: Tensor, comm: Comm) -> None:
+    """
+    Raises:
+        ModelError: on every rank: parameters that are not marked as distinct on an axis differ there.
+    """
+    for axis in comm.mesh.sizes.replicas(segment.spec.distinct):
+        first = flat.clone()
+        comm.broadcast(first, f"the comparison of replicas on {axis}", over=(axis,))
+        pairs = zip(segment.views_of(flat), segment.views_of(first), strict=True)
+        flags = [not torch.equal(as_bytes(mine), as_bytes(other)) for mine, other in pairs]
+        differ = comm.any_rank(flags, f"what is replicated on {axis}")
+        if names := [slot.name for slot, other in zip(segment.spec.slots, differ, strict=True) if other]:
+            raise ModelError(
+                f"{', '.join(map(repr, names))} differ{'s' * (len(names) == 1)} between ranks along the axis {axis!r}: "
+                f"give them equal values there, or say that each rank has its own with mark_distinct(module, {axis!r}, "
+                "'name')."
+            )
 
 
 def move_buffers(
@@ -189,7 +211,7 @@ def move_buffers(
                 continue
             casts = dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64
             module._buffers[name] = buffer.to(comm.memory.device, dtype if casts else buffer.dtype)
-    if comm.mesh.world > 1:
+    if comm.mesh.data_ranks > 1:
         for buffer in {id(b): b for module in modules.values() for b in module.buffers(recurse=False)}.values():
             # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
             values = buffer.detach().clone(memory_format=torch.contiguous_format)
@@ -197,7 +219,7 @@ def move_buffers(
                 comm.broadcast(
                     values.reshape(-1).view(torch.uint8), "broadcast the buffers", detail=FIRST.format("the buffers")
                 )
-                if comm.mesh.rank and not torch.equal(values, buffer):
+                if comm.mesh.data_rank and not torch.equal(values, buffer):
                     buffer.copy_(values)
 
 
@@ -236,7 +258,7 @@ def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:
     return empty
 
 
-def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights | None, seed: int) -> None:
+def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights | None, seed: int, comm: Comm) -> None:
     """Gives values to the parameters of a (gathered) unit that have none.
 
     Raises:
@@ -258,7 +280,16 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
                 parameter.copy_(value)
             empty = set()
         if empty:
-            _reset(unit, model, {id(values[name]) for name in empty}, seed)
+            wanted = {id(values[name]) for name in empty}
+            apart = distinct_on(model, comm.mesh.sizes)
+            _reset(model, wanted, f"{seed}")
+            for axes in dict.fromkeys(apart[key] for key in wanted if key in apart):  # each rank has others of these
+                place = "".join(f"/{axis}={comm.mesh.coords[axis]}" for axis in axes)
+                of_axes = {key for key in wanted if apart.get(key) == axes}
+                rest = {name: p.clone() for name, p in values.items() if id(p) not in of_axes}
+                _reset(model, of_axes, f"{seed}{place}")
+                for name, value in rest.items():
+                    values[name].copy_(value)
         left = [name for name in sorted(empty) if values[name].is_floating_point() and values[name].isnan().any()]
     if left:
         raise ModelError(
@@ -267,7 +298,7 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
         )
 
 
-def _reset(unit: Unit, model: nn.Module, wanted: set[int], seed: int) -> None:
+def _reset(model: nn.Module, wanted: set[int], seed: str) -> None:
     of_model = getattr(model, "_init_weights", None)
     for path, module in model.named_modules():
         if not any(id(p) in wanted for p in module._parameters.values() if p is not None):
