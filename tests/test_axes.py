@@ -185,7 +185,7 @@ def trains_like_the_whole(
     for name, value in engine.state_dict().items():
         assert torch.allclose(value, sliced(name, whole[name], rank, 2), rtol=1e-12, atol=1e-12), name
     sent = engine.traffic()
-    assert all(row.measured == row.program for row in sent.rows), sent
+    assert all(row.sent == row.program for row in sent.rows), sent
     engine.close()
 
 
@@ -354,7 +354,7 @@ def test_an_axis_that_is_none(axis: Any, words: str) -> None:
 
 
 def test_the_fastest_link_goes_to_tensor() -> None:
-    """However a mesh is given, ranks are counted from the slowest link to the fastest, and what is left out is filled."""
+    """However a mesh is given, ranks count from the slowest link to the fastest, and what is left out is filled."""
     mesh = resolve_mesh(16, {"tensor": 2, "pipeline": 2, "intra": 2})
     assert list(mesh.items()) == [("pipeline", 2), ("inter", 2), ("intra", 2), ("tensor", 2)]
     assert mesh.coords(13) == {"pipeline": 1, "inter": 1, "intra": 0, "tensor": 1}

@@ -112,7 +112,9 @@ class Handlers:
             case "ALL_GATHER" if section == "step":
                 return partial(self.gather_updated, unit, op)
             case "ALL_GATHER":
-                return partial(self.gather, unit, op, self.layout.held is not None and section != "forward")
+                return partial(
+                    self.gather, unit, op, unit.spec.table_or(self.layout).held is not None and section != "forward"
+                )
             case "REDUCE_SCATTER" | "ALL_REDUCE":
                 return partial(self.reduce, unit, op)
             case "CAST":
@@ -196,7 +198,7 @@ class Handlers:
             self._sending.arrive(self.comm.agreement.wait)
         self._sending = gradients
         collective = partial(self.comm.collective, op, pending=gradients.sending)
-        if op.verb == "ALL_REDUCE" and self.layout.master.over:
+        if op.verb == "ALL_REDUCE" and unit.spec.table_or(self.layout).master.over:
             gradients.send_scattered(collective, self.comm.agreement.wait)
             return
         gradients.send(collective if op.verb == "REDUCE_SCATTER" else None, collective)

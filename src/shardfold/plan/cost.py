@@ -43,7 +43,8 @@ def segment_bytes(
 ) -> dict[str, float]:
     """Bytes that ``elements`` of a segment need on one rank, by state, under a bound layout."""
     frozen = not segment.trainable
-    alias = segment.table_or(layout).aliases(own=segment.own)
+    layout = segment.table_or(layout)
+    alias = layout.aliases(own=segment.own)
     bytes_: dict[str, float] = {}
     for state, cell in layout.cells().items():
         if state in alias or (frozen and state not in ("params", "held")):
@@ -87,14 +88,15 @@ def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, *, step: bool)
     """Bytes one rank sends for ``op`` on ``unit``; a gather after an update moves only what was updated."""
     total = 0.0
     ranks = prod(mesh[axis] for axis in op.axes)
+    table = unit.table_or(layout)
     for segment in unit.segments:
         if op.verb == "ALL_GATHER":
             if step and not segment.trainable:
                 continue
-            full = segment.length * ITEMSIZE[segment.dtype] / (layout.rest.parts(mesh) if step else 1)
+            full = segment.length * ITEMSIZE[segment.dtype] / (table.rest.parts(mesh) if step else 1)
         elif segment.trainable:
-            scattered = (layout.grads.over or layout.master.over) if op.verb == "ALL_REDUCE" else ()
-            accumulated = op.verb == "ALL_REDUCE" and layout.grads.over  # what is summed is the shard itself
+            scattered = (table.grads.over or table.master.over) if op.verb == "ALL_REDUCE" else ()
+            accumulated = op.verb == "ALL_REDUCE" and table.grads.over  # what is summed is the shard itself
             size = ITEMSIZE[segment.dtype_for("grads" if accumulated else "reduce", layout)]
             full = segment.length * size / prod(mesh[axis] for axis in scattered)
         else:
@@ -152,16 +154,18 @@ def peak_bytes(
         u.name: sum(s.length * ITEMSIZE[s.dtype_for("reduce", layout)] for s in u.segments if s.trainable)
         for u in units
     }
-    inner = [u.name for u in units if not u.root]
-    if layout.rest.over:
-        stay = layout.held is not None and not layout.held.over  # gathered from forward to backward
-        total += sum(full[u.name] for u in units if u.root)
-        total += sum(sorted((full[name] for name in inner), reverse=True)[: None if stay else prefetch + 1])
-    if layout.grads.over:
-        total += sum(grad[u.name] for u in units if u.root)
-        total += sum(sorted((grad[name] for name in inner), reverse=True)[:2])
-    else:  # gradients rest whole; autograd makes each before it is added
-        total += max((x.numel * ITEMSIZE[s.dtype] for u in units for s in u.segments for x in s.slots), default=0)
+    table = {u.name: u.table_or(layout) for u in units}
+    gathered = [u for u in units if table[u.name].rest.over]
+    stay = [u.name for u in gathered if (held := table[u.name].held) is not None and not held.over]  # till backward
+    total += sum(full[u.name] for u in gathered if u.root or u.name in stay)
+    passing = [full[u.name] for u in gathered if not u.root and u.name not in stay]
+    total += sum(sorted(passing, reverse=True)[: prefetch + 1])
+    sent = [u for u in units if table[u.name].grads.over]
+    total += sum(grad[u.name] for u in sent if u.root)
+    total += sum(sorted((grad[u.name] for u in sent if not u.root), reverse=True)[:2])
+    # Where gradients rest whole, autograd makes each before it is added.
+    whole = [u for u in units if not table[u.name].grads.over]
+    total += max((x.numel * ITEMSIZE[s.dtype] for u in whole for s in u.segments for x in s.slots), default=0)
     if temporary is not None and ranks > 1:
         total += temporary(max(grad.values(), default=0), ranks)
     return total

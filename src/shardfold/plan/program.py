@@ -192,33 +192,36 @@ class _Lowering:
         yield from self._turn(unit, over, (), frozen=True)
 
     def _enter(self, unit: UnitSpec, *, forward: bool) -> Iterator[Op]:
-        cell = self._layout.rest if forward or self._layout.held is None else self._layout.held
-        yield from self._fill(unit, cell.over, self._layout.params is None and cell is self._layout.master)
+        table = unit.table_or(self._layout)
+        cell = table.rest if forward or table.held is None else table.held
+        yield from self._fill(unit, cell.over, table.params is None and cell is table.master)
         yield Op("F" if forward else "B", unit.name)
 
     def _leave(
         self, unit: UnitSpec, *, forward: bool, reduce: Iterator[Op] | tuple[Op, ...] = (), again: bool = False
     ) -> Iterator[Op]:
-        after = self._layout.kept if forward else self._layout.rest
-        if forward and self._layout.held is not None and self._layout.held.over:
-            yield Op("HOLD", unit.name, self._layout.held.over)
+        table = unit.table_or(self._layout)
+        after = table.kept if forward else table.rest
+        if forward and table.held is not None and table.held.over:
+            yield Op("HOLD", unit.name, table.held.over)
         # Gradients can leave as soon as all are there; the values stay until another unit begins, because a node of
         # this unit's backward may still read them (a weight that was detached has no gradient to announce it).
         yield from reduce
         # What backward finds full (because forward kept it) it cannot fill again: it stays until it ran the last time.
-        if after.over and not (again and not forward and self._layout.held is not None and not self._layout.held.over):
+        if after.over and not (again and not forward and table.held is not None and not table.held.over):
             yield Op("FREE", unit.name)
 
     def _reduces(self, unit: UnitSpec, last: bool) -> Iterator[Op]:
         """Gradients that rest split are scattered in every micro-batch; what remains of the sum waits for the last."""
         if not unit.trainable:
             return
-        for op in self._turn(unit, PARTIAL, self._layout.grads.over or self._layout.master.over):
-            if self._layout.grads.over and op.verb == "ALL_REDUCE":
+        table = unit.table_or(self._layout)
+        for op in self._turn(unit, PARTIAL, table.grads.over or table.master.over):
+            if table.grads.over and op.verb == "ALL_REDUCE":
                 op = op._replace(
                     dtype=unit.dtypes_for("grads", self._layout)
                 )  # what is summed is the accumulated shard
-            if last or (self._layout.grads.over and op.verb == "REDUCE_SCATTER"):
+            if last or (table.grads.over and op.verb == "REDUCE_SCATTER"):
                 yield op
 
     def one_pass(self, forward: bool, last: bool) -> Iterator[Op]:
@@ -241,8 +244,9 @@ class _Lowering:
         for unit in self._units:
             if unit.trainable:
                 yield Op("UPDATE", unit.name)
-                if self._layout.params is not None:
-                    yield from self._turn(unit, self._layout.master.over, self._layout.params.over)
+                table = unit.table_or(self._layout)
+                if table.params is not None:
+                    yield from self._turn(unit, table.master.over, table.params.over)
 
 
 def parse(text: str) -> Program:
