@@ -6,7 +6,8 @@ own shard and gives the rest back: a rank never holds more than its shards, the 
 
 Values come from, in this order: ``weights=`` (a state dict, or safetensors files); the model's own
 ``_init_weights(module)`` (transformers); each module's ``reset_parameters()``. Random numbers are drawn from a
-generator seeded by ``(seed, path of the module)``, so they do not depend on the layout or the number of ranks.
+generator seeded by ``(seed, path of the module)``, so they do not depend on the layout or the number of ranks; for
+parameters that are distinct on an axis (see ``distinct``) by the place on it too.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def make_units(
                 for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
             ]
             unit = Unit(c.spec, segments, comm.memory, c.modules)
-            _give_values(unit, model, layout, comm, weights, seed)
+            _give_values(unit, model, comm, weights, seed)
             if unit.trainable and not c.spec.table_or(layout).grads.over:
                 unit.gradients.rest(adopt=mesh.world == 1 and comm.memory.device.type == "cpu")
             if unit.split and not c.spec.root:
@@ -140,14 +141,7 @@ def make_units(
     return units
 
 
-def _give_values(
-    unit: Unit,
-    model: nn.Module,
-    layout: Layout,
-    comm: Comm,
-    weights: Weights | None,
-    seed: int,
-) -> None:
+def _give_values(unit: Unit, model: nn.Module, comm: Comm, weights: Weights | None, seed: int) -> None:
     """Makes the states of a unit. Values are made, and reach the master, in its dtype: in that of the parameters they
     would be rounded, and the first steps be those of another model than AMP, or FSDP2, trains."""
     hand_over(parameter for _, parameter in unit.parameters())
@@ -156,9 +150,8 @@ def _give_values(
     if empty or weights is not None:
         _initialize(unit, model, empty, weights, seed, comm)
     for segment, flat in zip(unit.segments, exact, strict=True):
-        comm.broadcast(
-            flat, f"broadcast {unit.name}", detail=FIRST.format(unit.name)
-        )  # as DDP does: rank 0's values are everyone's
+        same = comm.mesh.sizes.summed(segment.spec.distinct)  # as DDP does: there rank 0's values are everyone's
+        comm.broadcast(flat, f"broadcast {unit.name}", over=same, detail=FIRST.format(unit.name))
         _check_replicas(segment, flat, comm)
         segment.bind(comm.mesh.sizes, comm.mesh.coords, flat)
 
