@@ -24,7 +24,8 @@ a table does, which divides parameters once more over the ranks that share them.
                 which it is distinct
     meeting     which ranks run one program, and agree on what comes next: all but those of other stages
 
-and the length of a flat divides by the ranks of the axes in the cells of its table (``Layout.parts``).
+A flat's length divides by the ranks over which its gradients are summed: cells are split over some of these axes, and
+what rests on several ranks alike is read from files by each in part.
 """
 
 from __future__ import annotations

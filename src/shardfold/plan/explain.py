@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shardfold.plan.axes import Mesh
 from shardfold.plan.cost import Sent, state_bytes, traffic
 from shardfold.plan.layout import Layout, Precision, Sizes
 from shardfold.plan.passes import Overlap, apply
@@ -73,7 +74,7 @@ def explain_preset(
     bound = table.bind(policy, mesh)
     root = params // 50
     sizes = {"(root)": root, "block.0": (params - root) // 2, "block.1": params - root - (params - root) // 2}
-    ranks = bound.parts(mesh)
+    ranks = Mesh.of(mesh).divisor
     units = [
         UnitSpec(name, (SegmentSpec((Slot("w", (n,), 0),), -(-n // ranks) * ranks, policy.compute),), name == "(root)")
         for name, n in sizes.items()

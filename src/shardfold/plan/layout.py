@@ -452,10 +452,6 @@ class Layout:
         """Those that any cell is split over: what a parameter of this table is spread over."""
         return tuple(dict.fromkeys(axis for cell in self.cells().values() for axis in cell.over))
 
-    def parts(self, mesh: Sizes) -> int:
-        """Into how many equal shards the finest state is cut on that mesh; the length of a flat divides by it."""
-        return prod(mesh[axis] for axis in self.axes)
-
     def aliases(self, *, own: bool = False) -> dict[str, str]:
         """States of a bound table that need no bytes of their own, and the state whose bytes they are.
 

@@ -265,8 +265,10 @@ def _lay_out(
 
     Raises:
         ModelError: a parameter has a dtype that cannot be split.
-        LayoutError: gradients of one unit would be summed over different axes.
+        LayoutError: gradients of one unit would be summed over different axes, or a table is split over an axis on
+            which a parameter is distinct.
     """
+    mesh = Mesh.of(mesh)
     policy = [rules.layouts.index(layout) for layout in rules.layouts]  # rules may say the same
     segments: dict[tuple[str, bool, bool, int, int, Axes], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in c.parameters.items():
@@ -286,13 +288,17 @@ def _lay_out(
     specs: list[SegmentSpec] = []
     for (dtype, keeps, trainable, group, rule, apart), members in segments.items():
         layout = rules.layouts[rule]
+        if own := [axis for axis in layout.axes if axis not in mesh.summed(apart)]:
+            raise LayoutError(
+                f"{next(iter(members))!r} is distinct on {own[0]!r}, but its table is split over that axis, whose "
+                "ranks do not share it: drop the axis from its layout."
+            )
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
         step = max(1, least, align if trainable else 1)
-        slots, length = pack({name: p.shape for name, p in members.items()}, layout.parts(mesh), step)
+        slots, length = pack({name: p.shape for name, p in members.items()}, mesh.parts(mesh.summed(apart)), step)
         table = layout if rule != policy[-1] else None
         specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table, apart))
         c.by_segment.append(list(members.values()))
-    mesh = Mesh.of(mesh)
     if len({(rules.layouts[rule].axes, mesh.summed(apart)) for *_, rule, apart in segments}) > 1:
         raise LayoutError(
             f"gradients of {c.name!r} would be summed over different axes, because only some of its parameters are "
