@@ -20,6 +20,7 @@ import shardfold as sf
 from shardfold.comm.mesh import resolve_mesh
 from shardfold.errors import ConfigError, LayoutError, ModelError, ShardfoldError
 from shardfold.plan.axes import Mesh, Role
+from shardfold.plan.cost import Sent, state_bytes, traffic
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.program import lower
 from shardfold.testing import Ranks
@@ -387,17 +388,22 @@ def test_a_unit_with_its_own_table() -> None:
     slot = Slot("w", (64,), 0)
     shared = UnitSpec("attention", (SegmentSpec((slot,), 64, "fp32"),))
     experts = UnitSpec("experts", (SegmentSpec((slot,), 64, "fp32", table=ours, distinct=("expert",)),))
-    program = [str(op) for op in lower(table, [shared, experts], mesh).last if op.axes]
-    assert [op for op in program if "attention" in op] == [
-        "ALL_GATHER attention [inter+intra] fp32",
-        "REDUCE_SCATTER attention [inter+intra] fp32",
-        "ALL_REDUCE attention [expert] fp32",
-    ]
-    assert [op for op in program if "experts" in op] == [
-        "ALL_GATHER experts [intra] fp32",
-        "REDUCE_SCATTER experts [intra] fp32",
-        "ALL_REDUCE experts [inter] fp32",
-    ]
+    units = [shared, experts]
+    program = lower(table, units, mesh)
+    ran = {unit.name: [(op.verb, op.axes) for op in program.last if op.axes and op.unit == unit.name] for unit in units}
+    assert ran == {
+        "attention": [
+            ("ALL_GATHER", ("inter", "intra")),
+            ("REDUCE_SCATTER", ("inter", "intra")),
+            ("ALL_REDUCE", ("expert",)),
+        ],
+        "experts": [("ALL_GATHER", ("intra",)), ("REDUCE_SCATTER", ("intra",)), ("ALL_REDUCE", ("inter",))],
+    }
+    sent = traffic(program, table, units, mesh)
+    assert sent[Sent("gather", "ALL_GATHER", ("intra",))] == (2, 2 * 64 * 4 / 2)  # in forward and in backward
+    # Of the half that this rank keeps of it: to one other rank, and back.
+    assert sent[Sent("reduce", "ALL_REDUCE", ("inter",))] == (1, 64 * 4 / 2)
+    assert state_bytes(table, units, mesh)["params"] == 64 * 4 * (1 / 4 + 1 / 2)
 
 
 def test_a_table_over_an_axis_of_slices_is_refused() -> None:
