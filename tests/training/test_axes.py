@@ -162,11 +162,12 @@ def trains_like_the_whole(
     layout: str, mesh: Any = TENSOR, clip: sf.Clip | None = None, accumulate: int = 1, weighed: bool = False
 ) -> None:
     place = resolve_mesh(dist.get_world_size(), mesh)
-    rank = place.coords(dist.get_rank())["tensor"]
+    rank, slices = place.coords(dist.get_rank()).get("tensor", 0), place.get("tensor", 1)
     engine = sf.Engine(
-        build(rank, 2), optimizer=ADAM, layout=layout, mesh=mesh, clip=clip, accumulate=accumulate, debug=True
+        build(rank, slices), optimizer=ADAM, layout=layout, mesh=mesh, clip=clip, accumulate=accumulate, debug=True
     )
-    connect(engine)
+    if slices > 1:
+        connect(engine)
     losses, norms = [], []
     for batch in batches():
         loss = torch.zeros((), dtype=torch.float64)
@@ -184,7 +185,7 @@ def trains_like_the_whole(
         assert min(expected_norms) > LIMIT  # or nothing was clipped
         assert norms == pytest.approx(expected_norms, rel=1e-12)
     for name, value in engine.state_dict().items():
-        assert torch.allclose(value, sliced(name, whole[name], rank, 2), rtol=1e-12, atol=1e-12), name
+        assert torch.allclose(value, sliced(name, whole[name], rank, slices), rtol=1e-12, atol=1e-12), name
     sent = engine.traffic()
     assert all(row.sent == row.program for row in sent.rows), sent
     engine.close()
@@ -218,9 +219,12 @@ def _clips_by(p: float) -> None:
 
 
 def test_inter_axes_and_micro_batches(ranks: Ranks) -> None:
-    """The same with an axis of data between nodes, with micro-batches, and with weights of micro-batches."""
+    """The same with an axis of data between nodes, with micro-batches, with weights of micro-batches, and with an axis
+    of data that no table names."""
     ranks.run(trains_like_the_whole, "hsdp", {"inter": 2, "tensor": 2}, sf.Clip(norm=LIMIT), 2, world_size=4)
     ranks.run(trains_like_the_whole, "zero1", [sf.Axis("tensor", 2)], None, 3, True, world_size=4)
+    replicas = [sf.Axis("intra", 2), sf.Axis("replica", 2, "data")]
+    ranks.run(trains_like_the_whole, "zero3", replicas, sf.Clip(norm=LIMIT), world_size=4)
 
 
 def _replicas(layout: str) -> dict[str, bytes]:
