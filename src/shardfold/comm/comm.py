@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.choice import data_transport
-from shardfold.comm.mesh import DataMesh
+from shardfold.comm.mesh import DataMesh, Given
 from shardfold.comm.meter import Meter
 from shardfold.comm.transport import Pending, Transport
 from shardfold.plan.layout import Axes
@@ -27,7 +26,7 @@ __all__ = ["Comm", "joined"]
 
 def joined(
     owner: object,
-    sizes: Mapping[str, int] | None,
+    sizes: Given | None,
     device: torch.device,
     desync_timeout: float,
     timeout: float,
@@ -128,16 +127,24 @@ class Comm:
         return tensor
 
     def number(self, value: Tensor, over: Axes, op: Any, what: str) -> None:
-        """Reduces a 0-d tensor over axes, in place, where the tensors are."""
-        self.agreement.issue(what)
-        self.agreement.wait(dist.all_reduce(value, op, group=self.mesh.group(over), async_op=True))
-        self.meter.control(value.nbytes)
+        """Reduces a 0-d tensor over axes, in place, where the tensors are: first over those of data, then along each
+        other one."""
+        data = tuple(axis for axis in over if axis in self.mesh.data)
+        for axes in filter(None, (data, *((axis,) for axis in over if axis not in data))):
+            self.agreement.issue(what)
+            self.agreement.wait(dist.all_reduce(value, op, group=self.mesh.group(axes), async_op=True))
+            self.meter.control(value.nbytes)
 
-    def broadcast(self, values: Tensor, what: str, source: int = 0, *, detail: str = "") -> None:
-        """Gives every rank the values of ``source``, in place; nothing on one rank."""
-        if self.mesh.world > 1:
+    def broadcast(
+        self, values: Tensor, what: str, source: int = 0, *, over: Axes | None = None, detail: str = ""
+    ) -> None:
+        """Gives the ranks along the axes ``over`` the values of the ``source``-th of them, in place; nothing on one
+        rank. None: the axes on which ranks read other things."""
+        over = self.mesh.data if over is None else over
+        if self.mesh.parts(over) > 1:
             self.agreement.issue(what, detail)
-            self.agreement.wait(dist.broadcast(values, group_src=source, group=self.mesh.everyone, async_op=True))
+            group = self.mesh.group(over)
+            self.agreement.wait(dist.broadcast(values, group_src=source, group=group, async_op=True))
 
     def close(self) -> None:
         """Nothing is sent any more; mesh and agreement end as :func:`joined` says."""

@@ -21,7 +21,8 @@ from shardfold.numerics.clipping import Clip
 from shardfold.numerics.scaling import Scaler
 from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.plan.layout import DATA_AXES, Layout, Tier
+from shardfold.plan.axes import DATA_AXES, Mesh, Role
+from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.passes import Overlap
 from shardfold.plan.program import MARKERS, Op
 from shardfold.sharding.gradients import Gradients
@@ -63,7 +64,7 @@ class Handlers:
         self.optimizer = optimizer
         if optimizer is not None:
             optimizer.connect(RankLink(layout.master.over, comm))
-        self.norms = Norms(clip, layout.master.over, comm, self.trainable)
+        self.norms = Norms(clip, comm, self.trainable)
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
         self.backward_follows = True
@@ -232,12 +233,18 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
 """What binds an operation, by verb; all that are no markers."""
 
 
-def check_supported(layout: Layout) -> None:
-    """Refuses bound tables that can be planned with but that this version does not run.
+def check_supported(layout: Layout, mesh: Mesh) -> None:
+    """Refuses bound tables and axes that can be planned with but that this version does not run.
 
     Raises:
         ConfigError: with one sentence.
     """
+    for axis in mesh.axes:
+        if axis.size > 1 and axis.role not in (Role.DATA, Role.TENSOR):
+            raise ConfigError(
+                f"mesh= has {axis.size} ranks on {axis.name!r}, an axis of role {axis.role}, which this version's "
+                "engine does not run; use axes of data and tensor."
+            )
     for name, cell in layout.cells().items():
         if len(cell.over) > 1 and cell.over != tuple(axis for axis in DATA_AXES if axis in cell.over):
             raise ConfigError(

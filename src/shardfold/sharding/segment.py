@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
-from shardfold.plan.layout import ITEMSIZE, ROLES, Layout, Mesh
+from shardfold.plan.layout import ITEMSIZE, ROLES, Layout, Sizes
 from shardfold.plan.placement import SegmentSpec, shard_range
 from shardfold.tiers.device import DeviceStore
 from shardfold.torch_internals import storage_key
@@ -66,17 +66,17 @@ class Segment:
         spec: SegmentSpec,
         parameters: list[nn.Parameter],
         layout: Layout,
-        mesh: Mesh,
-        coords: Mesh,
+        mesh: Sizes,
+        coords: Mapping[str, int],
         store: DeviceStore,
     ) -> None:
         self.spec = spec
         self.parameters = parameters
         self.dtype = TORCH_DTYPES[spec.dtype]
         self.dtypes = {what: TORCH_DTYPES[spec.dtype_for(what, layout)] for what in ROLES if what != "compute"}
-        rest_over = layout.rest.over
-        self.rest_range = shard_range(spec.length, rest_over, mesh, coords)
-        self.master_range = shard_range(spec.length, layout.master.over, mesh, coords)
+        self.table = spec.table_or(layout)
+        self.rest_range = shard_range(spec.length, self.table.rest.over, mesh, coords)
+        self.master_range = shard_range(spec.length, self.table.master.over, mesh, coords)
         self.flat = store.empty(spec.length, self.dtype)
         self.gaps = _gaps(spec)
         self._filled = [i for i, slot in enumerate(spec.slots) if slot.numel]
@@ -160,9 +160,9 @@ class Segment:
             return self.flat
         return torch.empty(self.spec.length, dtype=master, device=self.flat.device)
 
-    def bind(self, layout: Layout, mesh: Mesh, coords: Mesh, exact: Tensor) -> None:
+    def bind(self, mesh: Sizes, coords: Mapping[str, int], exact: Tensor) -> None:
         """Makes the states that rest, and the flat, from the values in ``exact`` (see :meth:`exact_flat`)."""
-        spec, flat = self.spec, self.flat
+        spec, flat, layout = self.spec, self.flat, self.table
         if exact is not flat:
             flat.copy_(exact)
             for parameter, view in zip(self.parameters, self.views_of(flat), strict=True):
