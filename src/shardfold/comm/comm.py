@@ -83,18 +83,17 @@ class Comm:
         pending: list[Pending],
         out: Tensor | None = None,
         add: bool = False,
-        lasting: Tensor | None = None,
-        source: Tensor | None = None,
+        resident: Tensor | None = None,
     ) -> None:
         """Hands one flat to the transport, as ``op`` says, and counts what this rank sends; ``pending`` gets what is to
-        be waited for. ``out``, ``add``, ``lasting`` and ``source``: see the transport."""
+        be waited for. ``out``, ``add`` and ``resident``: see the transport."""
         self.agreement.issue(op)
         group = self.mesh.group(op.axes)
         if op.verb != "ALL_GATHER":
             self.memory.after_compute()
         with self.memory.side():
             if op.verb == "ALL_GATHER":
-                pending.append(self.transport.all_gather(flat, group, lasting=lasting, source=source))
+                pending.append(self.transport.all_gather(flat, group, resident=resident))
             elif op.verb == "REDUCE_SCATTER":
                 assert out is not None
                 pending.append(self.transport.reduce_scatter(flat, out, group, add=add))

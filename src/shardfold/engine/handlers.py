@@ -37,8 +37,8 @@ class Handlers:
     Attributes:
         detours: names of units gathered on demand (no operation of the program frees them), or that were still in use
             where the program frees them: freed at the end of the pass or of their forward.
-        repeated: names of units that a pass gathers more than once: what is read of them is what is in the flat, which
-            a forward may have written into meanwhile.
+        repeated: names of units that a pass gathers more than once: what their forward wrote into them is in their
+            shards before the pass is over.
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
         scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
@@ -75,7 +75,6 @@ class Handlers:
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on."""
         self.units = {unit.name: unit for unit in units}
-        self.comm.transport.forget()
         self.detours.clear()
         self._sending = None
         self.set_factors()
@@ -151,12 +150,8 @@ class Handlers:
                     else:
                         segment.fill_own_range()
         for segment in unit.segments:
-            source = segment.own_copy(held=held)
-            lasts = not held and source is segment.rest and unit.name not in self.repeated
-            unit.exposed |= source is None
-            self.comm.collective(
-                op, segment.flat, pending=unit.filling, lasting=source if lasts else None, source=source
-            )
+            resident = None if unit.name in self.repeated else segment.own_copy(held=held)
+            self.comm.collective(op, segment.flat, pending=unit.filling, resident=resident)
         if again:
             drain(unit.filling, self.comm.agreement.wait)
 

@@ -96,6 +96,7 @@ class Runner:
         self.by_name = {unit.name: unit for unit in units}
         for unit in units:
             unit.on_touch = partial(self.touch, unit)
+            unit.fence = partial(self.comm.transport.fence, self.agreement.wait)
         self.orders.renew(units)
 
     @property
@@ -146,7 +147,7 @@ class Runner:
         run, section = self._pass, self._section
         assert run is not None
         run.finish()
-        self.comm.transport.settle(self.agreement.wait)
+        self.comm.transport.fence(self.agreement.wait)
         self._pass = None
         self._own = run.own
         if isinstance(run, NegotiatedPass) and not self._outer:
