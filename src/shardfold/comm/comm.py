@@ -102,22 +102,21 @@ class Comm:
         self.meter.count(op, flat)
 
     def control(self, values: list[float], op: Any) -> list[float]:
-        """A few numbers reduced over all ranks, on the host."""
-        if self.mesh.world == 1:
+        """A few numbers reduced over the ranks that run this program, on the host."""
+        if self.agreement.peers.size == 1:
             return values
         return self._reduced(torch.tensor(values, dtype=torch.float64), op, "a control message").tolist()
 
     def any_rank(self, flags: list[bool], what: str) -> list[bool]:
-        """Which of the ``flags`` any rank set; ``what`` it is about, for messages."""
-        if self.mesh.world == 1:
+        """Which of the ``flags`` any of these ranks set; ``what`` it is about, for messages."""
+        if self.agreement.peers.size == 1:
             return flags
         said = self._reduced(torch.tensor(flags, dtype=torch.uint8), dist.ReduceOp.MAX, what)
         return [bool(bit) for bit in said.tolist()]
 
     def _reduced(self, tensor: Tensor, op: Any, what: str) -> Tensor:
         self.agreement.issue(what)
-        work = dist.all_reduce(tensor, op, group=self.mesh.control, async_op=True)
-        self.agreement.wait(work, control=True)
+        self.agreement.wait(self.agreement.peers.reduce(tensor, op), control=True)
         self.meter.control(tensor.nbytes)
         return tensor
 
