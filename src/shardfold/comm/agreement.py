@@ -70,18 +70,18 @@ class Agreement:
 
     Args:
         mesh: whose collectives they are.
-        patience: seconds until ranks that wait for each other in vain raise.
-        limit: seconds until a collective that nobody gave up is an error.
+        desync_timeout: seconds until ranks that wait for each other in vain raise.
+        timeout: seconds until a collective that nobody gave up is an error.
         peers: the ranks that run this program; None: all of the mesh.
 
     Attributes:
         peers: as above; only they meet, ask, and tell each other.
     """
 
-    def __init__(self, mesh: DataMesh, patience: float, limit: float, peers: Peers | None = None) -> None:
+    def __init__(self, mesh: DataMesh, desync_timeout: float, timeout: float, peers: Peers | None = None) -> None:
         self._mesh = mesh
         self.peers = peers if peers is not None else Peers(mesh)
-        self._patience, self.limit = patience, limit
+        self._desync_timeout, self.timeout = desync_timeout, timeout
         self.sequence = 0  # collectives issued by this engine so far
         self.places = 0  # how many bits a round of asking has at most
         self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
@@ -117,12 +117,12 @@ class Agreement:
         """Gives the next collective its number; ``what`` prints as its name, which is the same on every rank."""
         if self._dead is not None:
             raise OrderError(self._dead)
-        self._confirm()
         if getpid() != self._process:
             raise UsageError(
                 f"{what}: this process was forked from one that has an engine, whose connections to the other ranks "
                 "it cannot use; make an engine in each process that trains."
             )
+        self._confirm()
         self.sequence += 1
         self._log.append((self.sequence, what))
         self._detail, self._needs_help = detail, False
@@ -175,6 +175,7 @@ class Agreement:
         if self.peers.size > 1:
             values = self._message([1, 0, 0, 0, 1], what)
             self._announced = what, values, self._begin(values, what, meets=True)
+            self._mesh.meets = True
 
     def _confirm(self) -> None:
         """What was announced is what all ranks do."""
@@ -182,6 +183,7 @@ class Agreement:
             return
         (what, values, work), self._announced = self._announced, None
         self.wait(work, control=True)
+        self._mesh.meets = False
         said = values.tolist()
         if said[ASKS] or not _alike(said):
             raise self._disagree(what)
@@ -314,7 +316,7 @@ class Agreement:
 
         Raises:
             OrderError: ranks wait for each other in vain, or another gave up.
-            CollectiveError: it failed, or took longer than the limit.
+            CollectiveError: it failed, or took longer than the timeout.
         """
         if self._mesh.backend == "nccl" and not control:
             work.wait()
@@ -395,17 +397,21 @@ class Agreement:
         if state != self._unmoved[0]:
             self._unmoved = state, now
         stuck = len(others) + 1 == self.peers.size and all(entry.blocked for entry in others.values())
-        if stuck and now - self._unmoved[1] > max(1.0, self._patience - 2 * SETTLE) and self._nothing_moves(others):
+        if (
+            stuck
+            and now - self._unmoved[1] > max(1.0, self._desync_timeout - 2 * SETTLE)
+            and self._nothing_moves(others)
+        ):
             self._abort(f"no rank can go on: {self._describe(others)}.")
-        if now - begun > self._patience and not self._warned:
+        if now - begun > self._desync_timeout and not self._warned:
             self._warned = True
             LOG.warning(
                 "waiting for %.0f s: %s.%s", now - begun, self._describe(others), " Still waiting." * (not stuck)
             )
-        if now - begun > self.limit:
+        if now - begun > self.timeout:
             message = (
                 f"rank {self.peers.rank}: operation {self.sequence}, {self.doing}, did not finish within "
-                f"{self.limit:.0f} s: {self._describe(others)}."
+                f"{self.timeout:.0f} s: {self._describe(others)}."
             )
             self.peers.store.set("abort", message)
             self._dead, self._mesh.gave_up = message, True

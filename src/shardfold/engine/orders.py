@@ -21,7 +21,7 @@ from shardfold.errors import OrderError
 from shardfold.plan import passes, program
 from shardfold.plan.layout import Layout
 from shardfold.plan.order import contradiction, describe, merge_orders, with_missing
-from shardfold.plan.passes import Schedule
+from shardfold.plan.passes import Overlap
 from shardfold.plan.program import COLLECTIVES, Op, Program
 from shardfold.sharding.unit import Unit
 
@@ -37,11 +37,6 @@ def mode_of(section: str) -> str:
     return section if section in ("train", "eval") else "backward"
 
 
-def _kind(section: str) -> str:
-    """The section as handlers know it."""
-    return "forward" if section in ("train", "eval") else section
-
-
 def _repeated(order: Sequence[str]) -> set[str]:
     return {name for name, count in Counter(order).items() if count > 1}
 
@@ -53,7 +48,7 @@ class Orders:
         layout: bound.
         comm: over which ranks tell what they ran.
         handlers: that operations are bound to.
-        timing: how far ahead units are gathered.
+        overlap: how far ahead units are gathered.
         clip: whether the program takes a norm.
 
     Attributes:
@@ -66,8 +61,8 @@ class Orders:
         tracks: the program's sections, ready to run.
     """
 
-    def __init__(self, layout: Layout, comm: Comm, handlers: Handlers, timing: Schedule, *, clip: bool) -> None:
-        self._layout, self._comm, self._handlers, self._timing, self._clip = layout, comm, handlers, timing, clip
+    def __init__(self, layout: Layout, comm: Comm, handlers: Handlers, overlap: Overlap, *, clip: bool) -> None:
+        self._layout, self._comm, self._handlers, self._overlap, self._clip = layout, comm, handlers, overlap, clip
         self.units: list[Unit] = []
         self.roots: set[str] = set()
         self.late: set[str] = set()
@@ -94,7 +89,7 @@ class Orders:
         train = self._with_missing(self.found["train"], inner)
         back = self._with_missing(self.found["backward"], train[::-1])
         evaluation = self._with_missing(self.found["eval"], train)
-        shape = partial(passes.apply, schedule=self._timing, late=frozenset(self.late))
+        shape = partial(passes.apply, overlap=self._overlap, late=frozenset(self.late))
         self._handlers.repeated = {name for order in (train, back, evaluation) for name in _repeated(order)}
         self.program: Program = shape(lower(forward=train, backward=back))
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
@@ -103,9 +98,7 @@ class Orders:
         sections = {name: self.program.section(name) for name in ("backward", "last", "quiet", "step")}
         sections["train"] = self.program.forward
         sections["eval"] = shape(lower(forward=evaluation)).forward
-        self.tracks = {
-            name: Track(name, ops, partial(self._handlers.bind, _kind(name))) for name, ops in sections.items()
-        }
+        self.tracks = {name: Track(name, ops, self._handlers.bind) for name, ops in sections.items()}
         self._collective = {name: any(op.verb in COLLECTIVES for op in ops) for name, ops in sections.items()}
 
     def sends(self, section: str) -> bool:
@@ -114,7 +107,7 @@ class Orders:
 
     def bound(self, section: str) -> list[Bound]:
         """The section's operations in definition order, each with what it does."""
-        return [(op, self._handlers.bind(_kind(section), op)) for op in self._lists[section]]
+        return [(op, self._handlers.bind(op)) for op in self._lists[section]]
 
     def known(self, section: str) -> bool:
         """Whether the section has an order that is worth following."""
@@ -147,7 +140,7 @@ class Orders:
             OrderError: on all ranks: two of them contradict each other.
         """
         self.touched |= {unit.name for unit in run.touched}
-        if self._timing.order == "any":
+        if self._overlap.order == "any":
             return
         agreement = self._comm.agreement
         own = [name for name in run.own if name not in self.roots]
