@@ -174,3 +174,32 @@ def test_a_backward_begins_before_the_others_have_come_to_theirs(ranks: Ranks, l
     """Ranks that meet before it would wait for each other: one in the meeting, one in the barrier."""
     first, second = ranks.run(_apart, layout, world_size=2)
     assert len(first) == len(second) == 4
+
+
+def _announced(layout: str) -> str:
+    """In a step whose order is known, rank 0 runs a backward and rank 1 does something else."""
+    torch.manual_seed(0)
+    engine = sf.Engine(
+        torch.nn.Linear(8, 1), optimizer=partial(torch.optim.SGD, lr=0.1), layout=layout, desync_timeout=3.0
+    )
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+    try:
+        loss = engine(torch.ones(2, 8)).sum()
+        if engine.rank == 0:
+            engine.backward(loss)
+        else:
+            engine.state_dict()
+    except OrderError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2"])
+def test_ranks_that_announce_different_passes_raise_on_every_rank(ranks: Ranks, layout: str) -> None:
+    first, second = ranks.run(_announced, layout, world_size=2)
+    assert first == second
+    assert "rank 0: a backward pass (1 of 1); rank 1: engine.state_dict()" in first
