@@ -185,7 +185,7 @@ class _Residents:
 
     def __init__(self) -> None:
         self._readings: list[tuple[Tensor, _Reading]] = []
-        self._where: dict[int, tuple[weakref.ref[Tensor], dict[int, int]]] = {}  # by id: addresses at the others
+        self._where: dict[tuple[Group, int], tuple[weakref.ref[Tensor], dict[int, int]]] = {}  # by id: addresses
         self._past: set[Group] = set()  # groups whose ranks are all past the last fence
         self._read: set[int] = set()  # ids of what was gathered since
 
@@ -193,12 +193,12 @@ class _Residents:
         """Where the others' lies, if it is ready on all ranks; asked once for each gather."""
         first = id(resident) not in self._read
         self._read.add(id(resident))
-        made, addresses = self._where.get(id(resident), (None, None))
+        made, addresses = self._where.get((group, id(resident)), (None, None))
         return addresses if first and group in self._past and made is not None and made() is resident else None
 
     def found(self, group: Group, resident: Tensor, addresses: dict[int, int]) -> None:
         """All ranks have come to a gather of it."""
-        self._where[id(resident)] = weakref.ref(resident), addresses
+        self._where[group, id(resident)] = weakref.ref(resident), addresses
         self._past.add(group)
 
     def add(self, resident: Tensor, reading: _Reading) -> None:
