@@ -87,18 +87,17 @@ class Comm:
         pending: list[Pending],
         out: Tensor | None = None,
         add: bool = False,
-        lasting: Tensor | None = None,
-        source: Tensor | None = None,
+        resident: Tensor | None = None,
     ) -> None:
         """Hands one flat to the transport, as ``op`` says, and counts what this rank sends; ``pending`` gets what is to
-        be waited for. ``out``, ``add``, ``lasting`` and ``source``: see the transport."""
+        be waited for. ``out``, ``add`` and ``resident``: see the transport."""
         self.agreement.issue(op)
         group = self.mesh.group(op.axes)
         if op.verb != "ALL_GATHER":
             self.memory.after_compute()
         with self.memory.side():
             if op.verb == "ALL_GATHER":
-                pending.append(self.transport.all_gather(flat, group, lasting=lasting, source=source))
+                pending.append(self.transport.all_gather(flat, group, resident=resident))
             elif op.verb == "REDUCE_SCATTER":
                 assert out is not None
                 pending.append(self.transport.reduce_scatter(flat, out, group, add=add))
@@ -107,22 +106,21 @@ class Comm:
         self.meter.count(op, flat)
 
     def control(self, values: list[float], op: Any) -> list[float]:
-        """A few numbers reduced over all ranks, on the host."""
-        if self.mesh.world == 1:
+        """A few numbers reduced over the ranks that run this program, on the host."""
+        if self.agreement.peers.size == 1:
             return values
         return self._reduced(torch.tensor(values, dtype=torch.float64), op, "a control message").tolist()
 
     def any_rank(self, flags: list[bool], what: str) -> list[bool]:
-        """Which of the ``flags`` any rank set; ``what`` it is about, for messages."""
-        if self.mesh.world == 1:
+        """Which of the ``flags`` any of these ranks set; ``what`` it is about, for messages."""
+        if self.agreement.peers.size == 1:
             return flags
         said = self._reduced(torch.tensor(flags, dtype=torch.uint8), dist.ReduceOp.MAX, what)
         return [bool(bit) for bit in said.tolist()]
 
     def _reduced(self, tensor: Tensor, op: Any, what: str) -> Tensor:
         self.agreement.issue(what)
-        work = dist.all_reduce(tensor, op, group=self.mesh.control, async_op=True)
-        self.agreement.wait(work, control=True)
+        self.agreement.wait(self.agreement.peers.reduce(tensor, op), control=True)
         self.meter.control(tensor.nbytes)
         return tensor
 

@@ -142,12 +142,13 @@ class DataMesh:
         default_store: the one of the process's default group.
         control: a Gloo group of all ranks for small facts that the host needs.
         gave_up: whether this rank raised because ranks cannot go on together.
+        meets: whether it has begun a meeting that others may still have to come to.
     """
 
     def __init__(self, sizes: Given | None, device: torch.device, timeout: timedelta) -> None:
         _start(device, timeout)
         self.name = ""
-        self.gave_up = False
+        self.gave_up = self.meets = False
         self.store: Any = None
         self.default_store: Any = None
         self._groups: dict[Axes, Any] = {}
@@ -369,7 +370,7 @@ class _Process:
         if self._pid != os.getpid():
             return
         for mesh in list(self.open):
-            if mesh.gave_up:
+            if mesh.gave_up or mesh.meets:
                 mesh.abandon()
         for mesh in list(self.open):
             mesh.leave()

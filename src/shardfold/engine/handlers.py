@@ -40,8 +40,8 @@ class Handlers:
     Attributes:
         detours: names of units gathered on demand (no operation of the program frees them), or that were still in use
             where the program frees them: freed at the end of the pass or of their forward.
-        repeated: names of units that a pass gathers more than once: what is read of them is what is in the flat, which
-            a forward may have written into meanwhile.
+        repeated: names of units that a pass gathers more than once: what their forward wrote into them is in their
+            shards before the pass is over.
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
         scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
@@ -78,7 +78,6 @@ class Handlers:
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on."""
         self.units = {unit.name: unit for unit in units}
-        self.comm.transport.forget()
         self.detours.clear()
         self._sending = None
         self.set_factors()
@@ -142,10 +141,8 @@ class Handlers:
                 for segment in unit.segments:
                     segment.fill_own_range(source)
         for segment, op in zip(unit.segments, ops, strict=True):
-            own = segment.own_copy(source)
-            lasts = source != "held" and own is segment.rest and unit.name not in self.repeated
-            unit.exposed |= own is None
-            self.comm.collective(op, segment.flat, pending=unit.filling, lasting=own if lasts else None, source=own)
+            resident = None if unit.name in self.repeated else segment.own_copy(source)
+            self.comm.collective(op, segment.flat, pending=unit.filling, resident=resident)
         if again:
             drain(unit.filling, self.comm.agreement.wait)
 

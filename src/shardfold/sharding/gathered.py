@@ -305,9 +305,7 @@ def _pin(model: ShardedModel, units: Sequence[Unit], what: str) -> None:
     for unit in resting:
         unit.end_gather(model.comm.agreement.wait)
         unit.pinned_here = True
-    model.comm.transport.settle(model.comm.agreement.wait)
     for unit in units:
-        unit.settle()  # users may write
         unit.pins += 1
 
 

@@ -261,7 +261,7 @@ def _agree_on_states(model: ShardedModel, update: Updater, segment: Segment) -> 
     if model.world_size > 1 and not update.fused:  # the fused update's is the same everywhere
         model.comm.agreement.issue("what the optimizer keeps")
         mine, said = said[0], [None] * model.world_size
-        dist.all_gather_object(said, mine, group=model.comm.mesh.control)
+        dist.all_gather_object(said, mine, group=model.comm.agreement.peers.group)
     best: dict[int, tuple[int, dict[str, Any]]] = {}
     for slots in said:
         for slot, (numel, state) in slots.items():

@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -246,8 +246,8 @@ class Segment:
             parameter.data = view
 
     def own_copy(self, source: str) -> Tensor | None:
-        """What this rank gives to a gather of ``source``, as it lies outside of the flat, into which forward may write
-        while others still read; None if it is nowhere else."""
+        """What this rank gives to a gather of ``source``, as it rests outside of the flat; None if it is nowhere
+        else."""
         if not self.split:
             return None
         if source == "held":
@@ -256,6 +256,10 @@ class Segment:
             return self.rest
         same = self.master is not None and self.master.dtype == self.dtype and self.master_range == self.rest_range
         return self.master if same else None
+
+    def residents(self) -> Iterator[Tensor]:
+        """The states that mirror the parameters and rest outside of the flat."""
+        return (state for state in (self.rest, self.held, self.master) if state is not None)
 
     def take(self, slot: int, values: Tensor, *, exact: bool = True) -> None:
         """Takes a parameter's values (all of them, any shape) into every state that mirrors it; nothing is sent.
