@@ -76,7 +76,7 @@ class Planner:
             mode for mode in ("recompute", "keep", "select") if any(mode in s.modes for s in spots if s.modes[1:])
         ]
         self.phase, self._next = "bytes", trials * ROUNDS
-        self._after = self._passes = self._forwards = 0
+        self._after = self._forwards = 0
         self._repeated = self._inside = False
         self._shapes: list[Any] = []
         self._open: list[tuple[Any, Any]] = []  # forwards since the last backward: what lives with them, shapes
@@ -158,7 +158,6 @@ class Planner:
         elif self.phase == "check" and self.kept is not None and self.kept > self._budget:
             LOG.warning("activations=%r: %s were on the device at once", self._asked, human(self.kept))
         if self.phase not in ("", "wait"):
-            self._passes += 1
             self._enter("" if self.phase == "check" else self._next.pop(0) if self._next else "wait")
 
     def _enter(self, phase: str) -> None:
