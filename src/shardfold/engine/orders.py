@@ -65,6 +65,15 @@ class Orders:
         found: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
         program: what runs, for display and for counting.
         tracks: the program's sections, ready to run.
+        waits: whether a backward ends with all sums, because every rank has them whole and shows them: no unit is
+            reduced before its gradients are there.
+        units: in definition order.
+        roots: names of those that are held through a pass.
+        late: names of those that are reduced at the end of backward, as gradients came behind their reduction.
+        touched: names of those whose weights this rank's model reads outside of their forward.
+        found: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
+        program: what runs, for display and for counting.
+        tracks: the program's sections, ready to run.
     """
 
     def __init__(self, layout: Layout, comm: Comm, handlers: Handlers, overlap: Overlap, *, clip: Clip | None) -> None:
@@ -77,6 +86,7 @@ class Orders:
         if in_flight is None:
             in_flight = int(comm.memory.device.type == "cuda")
         self._overlap = replace(overlap, reduces_in_flight=in_flight)
+        self.waits = not layout.master.over
         self.units: list[Unit] = []
         self.roots: set[str] = set()
         self.late: set[str] = set()
@@ -103,7 +113,7 @@ class Orders:
         train = self._with_missing(self.found["train"], inner)
         back = self._with_missing(self.found["backward"], train[::-1])
         evaluation = self._with_missing(self.found["eval"], train)
-        shape = partial(passes.apply, overlap=self._overlap, late=frozenset(self.late))
+        shape = partial(passes.apply, overlap=self._overlap, late=frozenset(self.late | self._unplaced(inner)))
         self._handlers.repeated = {name for order in (train, back, evaluation) for name in _repeated(order)}
         self.program: Program = shape(lower(forward=train, backward=back))
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
@@ -115,6 +125,12 @@ class Orders:
         sections["eval"] = shape(lower(forward=evaluation)).forward
         self.tracks = {name: Track(_title(name), ops, self._handlers.bind) for name, ops in sections.items()}
         self._collective = {name: any(op.verb in COLLECTIVES for op in ops) for name, ops in sections.items()}
+
+    def _unplaced(self, inner: Sequence[str]) -> set[str]:
+        """Units that had all their gradients in no recorded backward, where a rank shows the sums behind it: whenever
+        their gradients come, END is not too early."""
+        found = self.found["backward"]
+        return set(inner) - set(found) if found is not None and self.waits else set()
 
     def sends(self, section: str) -> bool:
         """Whether the section has collectives."""

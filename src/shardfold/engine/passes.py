@@ -20,7 +20,7 @@ from shardfold.comm.agreement import Agreement
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.track import Section, Track
 from shardfold.plan.passes import FETCHES
-from shardfold.plan.program import MARKERS, SUMS
+from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS
 from shardfold.sharding.unit import Life, Unit
 
 __all__ = ["LocalPass", "NegotiatedPass", "Pass", "ReplayedPass"]
@@ -92,15 +92,25 @@ class ReplayedPass:
         roots: units that are held through the pass.
         handlers: to give back what was kept longer than the program thought.
         deviate: called with a unit that is needed behind the track's position.
+        waits: gradients of a unit that this rank has not used yet are not sent in passing: they may still come, and
+            what comes behind them would not be in the sums until the step.
     """
 
     def __init__(
-        self, verb: str, track: Track, roots: Sequence[Unit], handlers: Handlers, deviate: Callable[[Unit], None]
+        self,
+        verb: str,
+        track: Track,
+        roots: Sequence[Unit],
+        handlers: Handlers,
+        deviate: Callable[[Unit], None],
+        *,
+        waits: bool = False,
     ) -> None:
         self.own: list[str] = []
         self.track = track
         self._verb, self._roots, self._handlers, self._deviate = verb, roots, handlers, deviate
         self._held = {unit.name for unit in roots}
+        self._waits, self._complete = waits, set[str]()
 
     @property
     def section(self) -> Section:
@@ -136,7 +146,12 @@ class ReplayedPass:
     def complete(self, unit: Unit) -> None:
         if not unit.split:
             self.own.append(unit.name)
-        if self.track.at_marker("B", unit.name) or self.track.reach("B", unit.name):
+        if self._waits:
+            self._complete.add(unit.name)
+            while (name := self.track.ahead(REDUCTIONS)) in self._complete:
+                self.track.reach("B", name)
+                self.track.follow(SUMS)
+        elif self.track.at_marker("B", unit.name) or self.track.reach("B", unit.name):
             self.track.follow(SUMS)
 
     def finish(self) -> None:

@@ -102,6 +102,15 @@ class Track(Section):
             stop += 1
         self._run(stop)
 
+    def ahead(self, verbs: tuple[str, ...]) -> str | None:
+        """The unit of the next operation that is one of ``verbs``; None if there is none before END."""
+        for op in self.ops[self.position :]:
+            if op.verb in verbs:
+                return op.unit
+            if op.verb == "END":
+                return None
+        return None
+
     def finish(self) -> None:
         """Runs everything that is left."""
         self._run(len(self.ops))

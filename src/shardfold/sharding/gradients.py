@@ -23,9 +23,9 @@ from shardfold.sharding.gradient_buffer import GradientBuffer
 from shardfold.sharding.segment import Segment
 from shardfold.tiers.device import DeviceStore
 
-__all__ = ["Gradients", "Place", "Sums"]
+__all__ = ["Gradients", "SlotNumbers", "Sums"]
 
-Place = tuple[int, int]
+SlotNumbers = tuple[int, int]
 """The number of the trainable segment, and of the slot."""
 
 
@@ -65,7 +65,7 @@ class Gradients:
         self.sending: list[Pending] = []
         self.sent: GradientBuffer | None = None
         self.extra: list[Tensor] | None = None
-        self.seen: set[Place] = set()
+        self.seen: set[SlotNumbers] = set()
         self.used = [[False] * len(segment.parameters) for segment in self.segments]
         self.count = sum(map(len, self.used))
         self._store = store
@@ -86,7 +86,7 @@ class Gradients:
 
     # -- arriving
 
-    def accept(self, place: Place, grad: Tensor) -> None:
+    def accept(self, place: SlotNumbers, grad: Tensor) -> None:
         """Takes a gradient."""
         segment, slot = place
         self.used[segment][slot] = True
@@ -172,7 +172,7 @@ class Gradients:
 
     # -- forgetting
 
-    def drop(self, place: Place, *, zero: bool = False) -> None:
+    def drop(self, place: SlotNumbers, *, zero: bool = False) -> None:
         """Forgets the gradient of one parameter, or makes it ``zero``: with that an update still counts."""
         segment, slot = place
         held = self.segments[segment]

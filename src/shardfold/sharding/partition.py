@@ -29,6 +29,7 @@ from shardfold.errors import ModelError, did_you_mean
 from shardfold.plan.layout import ITEMSIZE, Mesh
 from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
 from shardfold.plan.rules import Rules
+from shardfold.sharding.boxes import box_of
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.segment import dtype_name, rest_itemsize
 
@@ -280,7 +281,8 @@ def _lay_out(
         layout = rules.layouts[rule]
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
         step = max(1, least, align if trainable else 1)
-        slots, length = pack({name: p.shape for name, p in members.items()}, parts, step)
+        boxes = {name: box for name, p in members.items() if (box := box_of(p)) is not None}
+        slots, length = pack({name: p.shape for name, p in members.items()}, parts, step, boxes)
         table = layout if rule != policy[-1] else None
         specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table))
         c.by_segment.append(list(members.values()))
