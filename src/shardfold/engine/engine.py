@@ -238,16 +238,15 @@ class Engine:
         sharded, precision = self.sharded, self.sharded.rules.default
         handlers = Handlers(
             sharded.layout, sharded.comm, sharded.units, self._updater, self.clip,
-            scale=1.0 / (self.mesh.data_ranks * accumulate), overlap=self.overlap, loss_scale=self.loss_scale,
+            scale=1.0 / (self.mesh.data_ranks * accumulate), loss_scale=self.loss_scale,
         )  # fmt: skip
-        clips = self.clip is not None and self.clip.norm is not None
         self.alarm, shares, self._clock = (
             Alarm(sharded, self.loss_scale, self.clip),
             Shares(),
             Clock(sharded.comm.agreement.waited),
         )
         held.callback(self.alarm.close)
-        runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=clips)
+        runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=self.clip)
         #: Some parameters follow the policy of the model as a whole.
         policy = any(not segment.spec.own and segment.spec.table is None for segment in sharded.segments())
         narrow = TORCH_DTYPES[precision.compute] if policy and precision.compute in ("bf16", "fp16") else None

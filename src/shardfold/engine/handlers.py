@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from shardfold.comm.comm import Comm
 from shardfold.comm.transport import drain
@@ -23,15 +22,13 @@ from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.axes import DATA_AXES, Mesh, Role
 from shardfold.plan.layout import Layout, Tier
-from shardfold.plan.passes import Overlap
 from shardfold.plan.program import MARKERS, Op
-from shardfold.sharding.gradients import Gradients
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Life, Unit
 
 __all__ = ["HANDLERS", "Handlers", "check_supported"]
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 class Handlers:
@@ -56,10 +53,9 @@ class Handlers:
         optimizer: ShardedOptimizer | None,
         clip: Clip | None,
         scale: float,
-        overlap: Overlap,
         loss_scale: Scaler | None = None,
     ) -> None:
-        self.layout, self.comm = layout, comm
+        self.comm = comm
         self.units = {unit.name: unit for unit in units}
         self.optimizer = optimizer
         if optimizer is not None:
@@ -70,16 +66,12 @@ class Handlers:
         self.backward_follows = True
         self.scale, self.loss_scale = scale, loss_scale
         self.lifted = 1.0
-        on_gpu = comm.memory.device.type == "cuda"
-        self._overlap = on_gpu if overlap.reduces_in_flight is None else overlap.reduces_in_flight > 0
-        self._sending: Gradients | None = None  # of the unit whose gradients are on their way
         self.set_factors()
 
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on."""
         self.units = {unit.name: unit for unit in units}
         self.detours.clear()
-        self._sending = None
         self.set_factors()
 
     def trainable(self) -> Iterator[Segment]:
@@ -170,26 +162,19 @@ class Handlers:
             self.free(self.units[name])
         self.detours.clear()
 
-    def accept(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
-        """Takes a gradient."""
-        unit.gradients.accept(place, grad, self._sending, self.comm.agreement.wait)
-
     def bind_reduce(self, op: Op) -> Call:
-        unit = self.units[op.unit]
-        sends = [partial(self.comm.collective, each) for each in op.each(len(op.moves(unit.spec)))]
-        return partial(self.reduce, unit.gradients, op, sends)
-
-    def reduce(self, gradients: Gradients, op: Op, sends: Sequence[Callable[..., None]]) -> None:
         """Sends a unit's gradients: as they came on this rank, or what a reduction has scattered of them already."""
-        if self._sending is not gradients and self._sending is not None:  # those of one unit at a time
-            self._sending.arrive(self.comm.agreement.wait)
-        self._sending = gradients
+        gradients = self.units[op.unit].gradients
+        sends = [partial(self.comm.collective, each) for each in op.each(len(gradients.segments))]
         if op.source == "grads":
-            gradients.send_scattered(sends, self.comm.agreement.wait)
-            return
-        gradients.send(sends, scatter=op.verb == "REDUCE_SCATTER")
-        if not self._overlap:
-            gradients.arrive(self.comm.agreement.wait)
+            return partial(gradients.send_scattered, sends)
+        return partial(gradients.send, sends, scatter=op.verb == "REDUCE_SCATTER")
+
+    def bind_wait(self, op: Op) -> Call:
+        unit, waiter = self.units[op.unit], self.comm.agreement.wait
+        if op.target == "grads":
+            return partial(unit.gradients.arrive, waiter)
+        return lambda: drain(unit.filling, waiter)
 
     def update(self, unit: Unit) -> None:
         assert self.optimizer is not None
@@ -222,8 +207,12 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "ALL_GATHER": Handlers.bind_gather,
     "HOLD": lambda do, op: partial(do.hold, do.units[op.unit]),
     "FREE": lambda do, op: partial(do.free, do.units[op.unit]),
+    "GRADS": lambda do, op: do.units[op.unit].gradients.make,
     "REDUCE_SCATTER": Handlers.bind_reduce,
     "ALL_REDUCE": Handlers.bind_reduce,
+    "WAIT": Handlers.bind_wait,
+    "DROP": lambda do, op: do.units[op.unit].gradients.give_back,
+    "CLAMP": lambda do, op: do.norms.clip_values,
     "NORM": lambda do, op: do.norms.take,
     "UPDATE": lambda do, op: partial(do.update, do.units[op.unit]),
 }

@@ -73,9 +73,8 @@ class Reports:
                         tensors[name].append(tensor)
                 if segment.split:
                     transient.append(segment.flat)
-            if unit.gradients.incoming is not None:
-                transient.extend(unit.gradients.incoming.flats)
-            transient.extend(grad for _, grad in unit.gradients.arriving)
+            for buffer in (unit.gradients.local, unit.gradients.sent):
+                transient.extend(buffer.flats if buffer is not None else ())
         if self._updater is not None:
             tensors["moments"] += self._updater.state_tensors()
         return tensors, transient

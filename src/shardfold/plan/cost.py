@@ -1,24 +1,22 @@
 """What a table holds and what a program sends, as sums: the same operations that will run, never a second formula.
 
-Bytes at rest come from the table's cells, bytes on the link from the program's operations. :func:`closed_form` has
-the papers' expressions for the presets, which tests and ``shardfold explain`` hold beside the sums
-(ZeRO, arXiv 1910.02054, sections 5 and 7).
+Bytes at rest come from the table's cells, bytes on the link and bytes of buffers from the program's operations; tests
+hold the papers' expressions beside the sums (ZeRO, arXiv 1910.02054, sections 5 and 7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes
 from shardfold.plan.placement import SegmentSpec, UnitSpec
-from shardfold.plan.program import COLLECTIVES, Op, Program
+from shardfold.plan.program import COLLECTIVES, REDUCTIONS, Op, Program
 
 __all__ = [
     "Sent",
-    "closed_form",
+    "in_use",
     "op_bytes",
     "peak_bytes",
     "ring_bytes",
@@ -126,85 +124,49 @@ def section_traffic(
     return total
 
 
-def peak_bytes(
-    layout: Layout,
-    units: Sequence[UnitSpec],
-    mesh: Sizes,
-    *,
-    num_moments: int = 2,
-    prefetch: int = 1,
-    temporary: Callable[[int, int], int] | None = None,
-) -> float:
-    """Upper bound of a step's bytes on one rank, activations and the model's buffers apart.
+def in_use(
+    program: Program, units: Sequence[UnitSpec], *, temporary: Callable[[float, Axes], float] | None = None
+) -> Iterator[tuple[str, int, float]]:
+    """Bytes that are held beside what rests while each operation of a step of two micro-batches runs:
+    ``(section, number, bytes)``.
 
-    States at rest, plus the root's gathered buffers, plus ``prefetch + 1`` gathered units (all, where ``held`` is not
-    split), plus the gradients of the root and of two units on their way (where they rest whole: of one parameter, as
-    autograd makes it), plus ``temporary(bytes, ranks)`` of the wire.
+    Gathered parameters live up to FREE, gradients of a unit from GRADS to DROP, and ``temporary(bytes, axes)`` of the
+    transport from a reduction to its WAIT.
+    """
+    by_name = {unit.name: unit for unit in units}
+    held: dict[tuple[str, str], float] = {}
+    for section in ("forward", "backward", "forward", "last", "step"):
+        for number, op in enumerate(program.section(section)):
+            if op.verb in ("CAST", "ALL_GATHER") and op.target == "flat":
+                held[op.unit, "flat"] = sum(s.length * ITEMSIZE[s.dtype] for s in by_name[op.unit].segments)
+            elif op.verb == "GRADS":
+                held[op.unit, "local"] = _sent_bytes(op, by_name[op.unit])
+            elif op.verb in REDUCTIONS and temporary is not None:
+                held[op.unit, "temporary"] = temporary(_sent_bytes(op, by_name[op.unit]), op.axes)
+            yield section, number, sum(held.values())
+            if op.verb in ("FREE", "DROP"):
+                held.pop((op.unit, op.source), None)
+            elif op.verb == "WAIT":
+                held.pop((op.unit, "temporary"), None)
+
+
+def _sent_bytes(op: Op, unit: UnitSpec) -> float:
+    segments = op.moves(unit)
+    return sum(s.length * ITEMSIZE[each.format] for s, each in zip(segments, op.each(len(segments)), strict=True))
+
+
+def peak_bytes(
+    program: Program,
+    units: Sequence[UnitSpec],
+    *,
+    rest: float,
+    temporary: Callable[[float, Axes], float] | None = None,
+) -> float:
+    """The most bytes of a step on one rank, without activations and the model's buffers: ``rest`` bytes at rest,
+    :func:`in_use` beside them, and the largest parameter's gradient as autograd makes it.
+
     Gradients that wait whole (late units, ``no_sync``) come on top.
     """
-    total = sum(state_bytes(layout, units, mesh, num_moments=num_moments, padded=True).values())
-    ranks = Mesh.of(mesh).divisor
-    full = {u.name: sum(s.length * ITEMSIZE[s.dtype] for s in u.segments) for u in units}
-    grad = {
-        u.name: sum(s.length * ITEMSIZE[s.dtype_for("reduce", layout)] for s in u.segments if s.trainable)
-        for u in units
-    }
-    table = {u.name: u.table_or(layout) for u in units}
-    gathered = [u for u in units if table[u.name].rest.over]
-    stay = [u.name for u in gathered if (held := table[u.name].held) is not None and not held.over]  # till backward
-    total += sum(full[u.name] for u in gathered if u.root or u.name in stay)
-    passing = [full[u.name] for u in gathered if not u.root and u.name not in stay]
-    total += sum(sorted(passing, reverse=True)[: prefetch + 1])
-    sent = [u for u in units if table[u.name].grads.over]
-    total += sum(grad[u.name] for u in sent if u.root)
-    total += sum(sorted((grad[u.name] for u in sent if not u.root), reverse=True)[:2])
-    # Where gradients rest whole, autograd makes each before it is added.
-    whole = [u for u in units if not table[u.name].grads.over]
-    total += max((x.numel * ITEMSIZE[s.dtype] for u in whole for s in u.segments for x in s.slots), default=0)
-    if temporary is not None and ranks > 1:
-        total += temporary(max(grad.values(), default=0), ranks)
-    return total
-
-
-def closed_form(
-    name: str, mesh: Sizes, *, compute: int = 2, grads: int = 2, moments: int = 8
-) -> tuple[float, Callable[[int], float]]:
-    """The papers' expressions for a preset with fp32 master: bytes per parameter at rest, and elements sent.
-
-    Args:
-        name: a preset.
-        mesh: sizes of ``inter`` and ``intra``.
-        compute: bytes of a parameter in forward; 4 means that master is the same bytes.
-        grads: bytes of an accumulated gradient.
-        moments: bytes of the optimizer's state per parameter.
-
-    Returns:
-        ``(bytes per parameter, k -> elements sent per parameter and step with k micro-batches)``.
-    """
-    n, intra = mesh["inter"] * mesh["intra"], mesh["intra"]
-    inter = mesh["inter"]
-    one = (n - 1) / n
-    master = 4 if compute != 4 else 0
-    everything = compute + grads + master + moments
-    held = compute / intra if inter > 1 and intra > 1 else 0  # a copy over one rank is the gathered buffer itself
-    alias_owner = moments + master
-    rest: Mapping[str, float] = {
-        "ddp": everything,
-        "zero1": compute + grads + alias_owner / n,
-        "zero2": compute + (grads + alias_owner) / n,
-        "zero3": everything / n,
-        "fsdp2": (4 + grads + moments) / n if n > 1 else everything,  # one rank keeps the cast copy
-        "hsdp": everything / intra,
-        "hpz": everything / n + held,
-    }
-    within, between = (intra - 1) / intra, 2 * (inter - 1) / inter / intra
-    sent: Mapping[str, Callable[[int], float]] = {
-        "ddp": lambda k: 2 * one,
-        "zero1": lambda k: 2 * one,
-        "zero2": lambda k: (k + 1) * one,
-        "zero3": lambda k: 3 * k * one,
-        "fsdp2": lambda k: 3 * k * one,
-        "hsdp": lambda k: 3 * k * within + between,
-        "hpz": lambda k: k * (2 * one + within),
-    }
-    return rest[name], sent[name]
+    trained = [segment for unit in units for segment in unit.segments if segment.trainable]
+    made = max((slot.numel * ITEMSIZE[segment.dtype] for segment in trained for slot in segment.slots), default=0)
+    return rest + max((most for *_, most in in_use(program, units, temporary=temporary)), default=0.0) + made

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardfold.plan.axes import Mesh
-from shardfold.plan.cost import Sent, state_bytes, traffic
+from shardfold.plan.cost import Sent, peak_bytes, state_bytes, traffic
 from shardfold.plan.layout import Layout, Precision, Sizes
 from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
@@ -51,6 +51,8 @@ def explain(
         lines += ["", *activations]
     lines += ["", "bytes at rest on each rank:"]
     lines += [f"  {state:<9}{num_bytes:>18,.0f}" for state, num_bytes in held.items()]
+    besides = peak_bytes(program, units, rest=0)
+    lines += [f"bytes besides in a step, at most, without activations:{besides:>18,.0f}"]
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     lines += ["", f"bytes sent by each rank in a step of {batches}:"]
     every = {**traffic(program, bound, units, mesh, micro_batches=micro_batches), **(update or {})}

@@ -1,18 +1,19 @@
 """Passes over programs: each takes a list of operations and gives a list that does the same at better moments.
 
 How much and when is a :class:`Overlap`, a value of its own: the table says what is held and sent, the overlap only
-moves it in time. No pass adds, drops or changes a collective.
+moves it in time. No pass adds, drops or changes an operation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import described, is_integer
-from shardfold.plan.program import MARKERS, Op, Program
+from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS, Op, Program
 
-__all__ = ["Overlap", "apply", "defer_reduce", "prefetch"]
+__all__ = ["Overlap", "apply", "closing", "defer_reduce", "delay_waits", "late", "prefetch"]
 
 FETCHES = ("CAST", "ALL_GATHER")
 
@@ -77,18 +78,67 @@ def prefetch(ops: tuple[Op, ...], depth: int) -> tuple[Op, ...]:
 
 def defer_reduce(ops: tuple[Op, ...], units: frozenset[str]) -> tuple[Op, ...]:
     """Moves the reductions of ``units`` behind END, for units whose gradients are complete only then."""
-    late = tuple(op for op in ops if op.verb in ("REDUCE_SCATTER", "ALL_REDUCE") and op.unit in units)
+    late = tuple(op for op in ops if op.verb in SUMS and op.unit in units)
     return tuple(op for op in ops if op not in late) + late
 
 
+def delay_waits(ops: tuple[Op, ...], in_flight: int) -> tuple[Op, ...]:
+    """Moves the end of each unit's reduction, WAIT and DROP, so that it goes on beside what comes next, until
+    ``in_flight`` units' are on their way and another's begins; none outlasts the section."""
+    out: list[Op] = []
+    waiting: list[list[Op]] = []  # by unit
+    reduced = ""  # the unit whose reduction is under way in ``ops``
+    for op in ops:
+        if op.verb in REDUCTIONS:
+            if op.unit == reduced:  # a second one, of what the first one gives
+                out += waiting.pop()
+            while len(waiting) > max(0, in_flight - 1):
+                out += waiting.pop(0)
+            out.append(op)
+            waiting.append([])
+            reduced = op.unit
+        elif op.verb in SUMS and in_flight:
+            waiting[-1].append(op)
+        else:
+            out.append(op)
+    return (*out, *(op for ends in waiting for op in ends))
+
+
 def apply(program: Program, overlap: Overlap, late: frozenset[str] = frozenset()) -> Program:
-    """The program that will run: ``program`` with the overlap's passes and ``late`` units reduced at the end."""
+    """The program that will run: ``program`` with the passes that ``overlap`` asks for, and ``late`` units reduced at
+    the end."""
+
+    def backward(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        return delay_waits(defer_reduce(prefetch(ops, overlap.prefetch), late), overlap.reduces_in_flight or 0)
+
     return Program(
         forward=prefetch(program.forward, overlap.prefetch),
-        backward=defer_reduce(prefetch(program.backward, overlap.prefetch), late),
-        last=defer_reduce(prefetch(program.last, overlap.prefetch), late),
+        backward=backward(program.backward),
+        last=backward(program.last),
         step=program.step,
     )
+
+
+def closing(program: Program, overlap: Overlap) -> tuple[Op, ...]:
+    """A section behind a backward that was not known to be the last of its step: what only ``last`` reduces."""
+    done = {(op.unit, op.verb) for op in program.backward if op.verb in REDUCTIONS}
+    ops = (op for op in program.last if op.verb in REDUCTIONS and (op.unit, op.verb) not in done)
+    return delay_waits(_awaited(ops), overlap.reduces_in_flight or 0)
+
+
+def late(program: Program, units: frozenset[str]) -> tuple[Op, ...]:
+    """A section before the step: one more reduction of ``units``, whose gradients came behind the one in backward."""
+    return _awaited(op for op in program.last if op.verb in REDUCTIONS and op.unit in units)
+
+
+def _awaited(reductions: Iterable[Op]) -> tuple[Op, ...]:
+    """Each with its end behind it."""
+    out: list[Op] = []
+    for op in reductions:
+        out += [op, Op("WAIT", op.unit, target="grads")]
+        if op.source == "local":  # what was sent need not have been ``grads`` themselves
+            out.append(Op("DROP", op.unit))
+    return tuple(out)
 
 
 def _between_markers(ops: tuple[Op, ...]) -> list[list[Op]]:

@@ -10,7 +10,7 @@
     master    (length / parts,)    what the optimizer updates (a view of rest where both have one dtype)
     moments   by the optimizer     laid out as master
 
-    incoming  (length,)            gradients of one pass that are still to be reduced (see GradientBuffer)
+    local     (length,)            this rank's own gradients, before they are reduced (see GradientBuffer)
 """
 
 from __future__ import annotations
