@@ -41,6 +41,7 @@ class Handlers:
             a forward may have written into meanwhile.
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
+        used: by unit, which parameters any rank used in this step, as soon as ranks have agreed.
         scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
         lifted: the loss scale that gradients have until they are unscaled.
     """
@@ -62,6 +63,7 @@ class Handlers:
         if optimizer is not None:
             optimizer.connect(RankLink(layout.master.over, comm))
         self.norms = Norms(clip, layout.master.over, comm, self.trainable)
+        self.used: dict[str, list[list[bool]]] = {}
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
         self.backward_follows = True
@@ -120,8 +122,12 @@ class Handlers:
                 return partial(self.free, unit)
             case "HOLD":
                 return partial(self.hold, unit)
+            case "FETCH":
+                return partial(self.fetch, unit, op)
             case "UPDATE":
                 return partial(self.update, unit)
+            case "STORE":
+                return partial(self.store, unit, op)
             case _:
                 raise ValueError(f"the program has {op.verb!r}, which no handler does.")
 
@@ -205,7 +211,15 @@ class Handlers:
     def update(self, unit: Unit) -> None:
         assert self.optimizer is not None
         with torch.no_grad():
-            self.optimizer.update(unit)
+            self.optimizer.update(unit, self.used[unit.name], self.norms.coefficient)
+
+    def fetch(self, unit: Unit, op: Op) -> None:
+        assert self.optimizer is not None
+        self.comm.meter.move(op.tier, op.verb, self.optimizer.fetch(unit))
+
+    def store(self, unit: Unit, op: Op) -> None:
+        assert self.optimizer is not None
+        self.comm.meter.move(op.tier, op.verb, self.optimizer.store(unit))
 
     def gather_updated(self, unit: Unit, op: Op) -> None:
         self.comm.memory.after_compute()
@@ -239,9 +253,9 @@ def check_supported(layout: Layout) -> None:
                 f"{name} is split over {'+'.join(cell.over)}; this version splits over {'+'.join(DATA_AXES)} in that "
                 "order only."
             )
-        if cell.tier is not Tier.DEVICE:
+        if cell.tier is not Tier.DEVICE and name != "moments":
             raise ConfigError(
-                f"{name} rests in the {cell.tier} tier, which this version's engine does not have; use device."
+                f"{name} rests in the {cell.tier} tier, from which this version updates moments only; use device."
             )
     if layout.moments.dtype != layout.master.dtype:
         raise ConfigError(

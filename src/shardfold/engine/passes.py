@@ -19,7 +19,7 @@ from typing import Protocol
 from shardfold.comm.agreement import Agreement
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.track import Track
-from shardfold.plan.passes import FETCHES
+from shardfold.plan.passes import GATHERS
 from shardfold.plan.program import REDUCTIONS, Op
 from shardfold.sharding.unit import Life, Unit
 
@@ -170,7 +170,7 @@ class NegotiatedPass:
                 sorts.get(op.verb, self._leave)[op.unit].append(call)
         self._full = {name for name in units if not self._enter[name]}
         for op, call in refill:
-            if call is not None and op.unit in self._full and op.verb in FETCHES:
+            if call is not None and op.unit in self._full and op.verb in GATHERS:
                 self._enter[op.unit].append(call)
         self._gathers = any(self._enter[name] for name in self._places)
         self._left: dict[str, Unit] = {}  # no longer used here; given back when another is gathered

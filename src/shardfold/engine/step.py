@@ -131,19 +131,18 @@ class Stepper:
         """
         model, norms, track = self._model, self._norms, self._runner.orders.tracks["step"]
         norms.begin_step()
+        self._handlers.used = used
         track.restart()
         norms.clip_values()
         try:
             track.follow(("NORM",))
         except NonFiniteError as error:
             raise NonFiniteError(f"{error}\n{self._alarm.examine()}") from None
-        coefficient = norms.coefficient
-        if coefficient is not None and model.device.type == "cpu" and float(coefficient) >= 1.0:
-            coefficient = None
 
         def update() -> None:
-            with torch.no_grad():
-                self._updater.begin(model.units, used, coefficient)
+            if not self._updater.fused:
+                with torch.no_grad():
+                    self._updater.step_whole(model.units, used, norms.coefficient)
             track.finish()
 
         self._updater.around(update)

@@ -11,18 +11,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Mesh
+from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Mesh, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec
-from shardfold.plan.program import COLLECTIVES, Op, Program
+from shardfold.plan.program import COLLECTIVES, MOVES, Op, Program
 
 __all__ = [
+    "Moved",
     "Sent",
     "closed_form",
+    "moves",
     "op_bytes",
     "peak_bytes",
     "ring_bytes",
     "section_traffic",
     "state_bytes",
+    "tier_bytes",
     "traffic",
 ]
 
@@ -35,6 +38,13 @@ class Sent(NamedTuple):
     journey: str
     op: str
     axes: Axes
+
+
+class Moved(NamedTuple):
+    """What travels between the device and a slower tier: that tier, and which way, ``FETCH`` or ``STORE``."""
+
+    tier: str
+    op: str
 
 
 def segment_bytes(
@@ -73,6 +83,39 @@ def state_bytes(
             for state, n in segment_bytes(layout, segment, mesh, num_moments, elements).items():
                 total[state] += kept(segment) if kept is not None and state == "moments" else n
     return {state: n for state, n in total.items() if n}
+
+
+def tier_bytes(layout: Layout, held: Mapping[str, float]) -> dict[Tier, float]:
+    """Bytes at rest by tier, of bytes by state (see :func:`state_bytes`)."""
+    total: dict[Tier, float] = {}
+    for state, n in held.items():
+        tier = tier_of(layout, state)
+        total[tier] = total.get(tier, 0.0) + n
+    return total
+
+
+def tier_of(layout: Layout, state: str) -> Tier:
+    """Where a state rests; what a frozen parameter keeps in place of ``params`` lies as the others' master."""
+    return (layout.cells().get(state) or layout.rest).tier
+
+
+def moves(
+    program: Program, layout: Layout, units: Iterable[UnitSpec], mesh: Mesh, *, num_moments: int = 2, steps: int = 1
+) -> dict[Moved, tuple[int, float]]:
+    """Operations that bring states to the device and back in so many steps, and the bytes one rank moves in them:
+    ``{kind: (calls, bytes)}``."""
+    by_name = {unit.name: unit for unit in units}
+    total: dict[Moved, tuple[int, float]] = {}
+    for op in program.step if steps else ():
+        if op.verb in MOVES:
+            calls, moved = total.get(kind := Moved(op.tier, op.verb), (0, 0.0))
+            more = sum(
+                segment_bytes(layout, segment, mesh, num_moments, segment.length)[op.state]
+                for segment in by_name[op.unit].segments
+                if segment.trainable
+            )
+            total[kind] = calls + steps, moved + steps * more
+    return total
 
 
 def ring_bytes(verb: str, full: float, ranks: int) -> float:
@@ -137,14 +180,20 @@ def peak_bytes(
     prefetch: int = 1,
     temporary: Callable[[int, int], int] | None = None,
 ) -> float:
-    """Upper bound of a step's bytes on one rank, activations and the model's buffers apart.
+    """Upper bound of a step's bytes on one rank's device, activations and the model's buffers apart.
 
-    States at rest, plus the root's gathered buffers, plus ``prefetch + 1`` gathered units (all, where ``held`` is not
-    split), plus the gradients of the root and of two units on their way (where they rest whole: of one parameter, as
-    autograd makes it), plus ``temporary(bytes, ranks)`` of the wire.
+    States that rest there, plus, of those that rest in a slower tier, what ``prefetch + 1`` units are updated by; plus
+    the root's gathered buffers, plus ``prefetch + 1`` gathered units (all, where ``held`` is not split), plus the
+    gradients of the root and of two units on their way (where they rest whole: of one parameter, as autograd makes it),
+    plus ``temporary(bytes, ranks)`` of the wire.
     Gradients that wait whole (late units, ``no_sync``) come on top.
     """
-    total = sum(state_bytes(layout, units, mesh, num_moments=num_moments, padded=True).values())
+    total = 0.0
+    for state, n in state_bytes(layout, units, mesh, num_moments=num_moments, padded=True).items():
+        if tier_of(layout, state) is not Tier.DEVICE:
+            each = [state_bytes(layout, [u], mesh, num_moments=num_moments, padded=True).get(state, 0.0) for u in units]
+            n = sum(sorted(each, reverse=True)[: prefetch + 1])
+        total += n
     ranks = prod(mesh.values())
     full = {u.name: sum(s.length * ITEMSIZE[s.dtype] for s in u.segments) for u in units}
     grad = {

@@ -14,7 +14,7 @@ from shardfold.plan.program import MARKERS, Op, Program
 
 __all__ = ["Schedule", "apply", "defer_reduce", "prefetch"]
 
-FETCHES = ("CAST", "ALL_GATHER")
+GATHERS = ("CAST", "ALL_GATHER")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,8 @@ class Schedule:
     """How far ahead things are done.
 
     Attributes:
-        prefetch: how many units ahead of its use a unit is gathered; ``prefetch + 1`` units are full at a time.
+        prefetch: how many units ahead of its use a unit is gathered, and its state fetched for its update where that
+            rests in a slower tier; ``prefetch + 1`` units are full at a time.
         reduces_in_flight: units whose gradients may be on their way while the next unit runs backward, 0 or 1; None
             chooses by device: 1 on CUDA; 0 on the CPU, where sending takes the cores that backward needs.
         block: elements that one call of a fused update handles; 0 chooses by device (256K on CPU, so that a block
@@ -52,11 +53,14 @@ class Schedule:
                 )
 
 
-def prefetch(ops: tuple[Op, ...], depth: int) -> tuple[Op, ...]:
-    """Moves the fetching of each unit ``depth`` markers earlier; never before the pass begins or the unit is freed."""
+def prefetch(
+    ops: tuple[Op, ...], depth: int, moved: tuple[str, ...] = GATHERS, markers: tuple[str, ...] = MARKERS
+) -> tuple[Op, ...]:
+    """Moves what brings each unit's values ``depth`` markers earlier; never before the pass begins or the unit is
+    freed. In a step ``FETCH`` moves, past the updates of other units."""
     if depth == 0:
         return ops
-    groups = _between_markers(ops)
+    groups = _between(ops, markers)
     fetched: list[list[Op]] = [
         [] for _ in groups
     ]  # by the group they move to; the last follows END and fetches nothing
@@ -65,13 +69,13 @@ def prefetch(ops: tuple[Op, ...], depth: int) -> tuple[Op, ...]:
         for op in group:
             if op.verb == "FREE":
                 freed[op.unit] = i
-            elif op.verb in FETCHES:
+            elif op.verb in moved:
                 fetched[max(0, i - depth, freed.get(op.unit, 0))].append(op)
     out: list[Op] = []
     for group, fetches in zip(groups, fetched, strict=True):
-        out.extend(op for op in group if op.verb not in (*FETCHES, *MARKERS))
+        out.extend(op for op in group if op.verb not in (*moved, *markers))
         out.extend(fetches)
-        out.extend(op for op in group if op.verb in MARKERS)
+        out.extend(op for op in group if op.verb in markers)
     return tuple(out)
 
 
@@ -87,15 +91,15 @@ def apply(program: Program, schedule: Schedule, late: frozenset[str] = frozenset
         forward=prefetch(program.forward, schedule.prefetch),
         backward=defer_reduce(prefetch(program.backward, schedule.prefetch), late),
         last=defer_reduce(prefetch(program.last, schedule.prefetch), late),
-        step=program.step,
+        step=prefetch(program.step, schedule.prefetch, ("FETCH",), ("UPDATE",)),
     )
 
 
-def _between_markers(ops: tuple[Op, ...]) -> list[list[Op]]:
+def _between(ops: tuple[Op, ...], markers: tuple[str, ...]) -> list[list[Op]]:
     """Groups that end with their marker; the last one has none."""
     groups: list[list[Op]] = [[]]
     for op in ops:
         groups[-1].append(op)
-        if op.verb in MARKERS:
+        if op.verb in markers:
             groups.append([])
     return groups

@@ -14,7 +14,10 @@ markers: the model's own work happens there, and everything up to a marker is do
     REDUCE_SCATTER  sum gradients over the axes, keep this rank's shard
     ALL_REDUCE      sum gradients over the axes, keep the sum
     NORM            the norm of all gradients
-    UPDATE          the optimizer's step on this rank's shard; writes the compute-dtype copy
+    FETCH           a state of this rank's shard begins to come to the device from the tier that it rests in
+    UPDATE          the optimizer's step on this rank's shard, which waits for what was fetched; writes the
+                    compute-dtype copy
+    STORE           that state begins to go back to its tier
 
 No collective is chosen by hand: :func:`redistribute` derives it from how a tensor lies and how its reader needs it.
 """
@@ -32,6 +35,7 @@ from shardfold.plan.placement import UnitSpec
 __all__ = [
     "COLLECTIVES",
     "MARKERS",
+    "MOVES",
     "PARTIAL",
     "REDUCTIONS",
     "SECTIONS",
@@ -45,12 +49,16 @@ __all__ = [
 REDUCTIONS = ("REDUCE_SCATTER", "ALL_REDUCE")
 COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
 MARKERS = ("F", "B", "END")
+MOVES = ("FETCH", "STORE")
 OPERANDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("F", "B", "CAST", "FREE", "UPDATE"), ("unit",)),
     **dict.fromkeys(COLLECTIVES, ("unit", "axes", "dtype")),
     **dict.fromkeys(("END", "NORM"), ()),
     "HOLD": ("unit", "axes"),
+    **dict.fromkeys(MOVES, ("unit", "state", "tier")),
 }
+UPDATED = ("master", "moments")
+"""States that an update reads and writes."""
 MARK = "   <-- here"
 SECTIONS = ("forward", "backward", "last", "step")
 
@@ -59,7 +67,8 @@ PARTIAL = None
 
 
 class Op(NamedTuple):
-    """One operation on one unit. Collectives have ``axes`` and ``dtype``, ``HOLD`` has ``axes``.
+    """One operation on one unit. Collectives have ``axes`` and ``dtype``, ``HOLD`` has ``axes``, ``FETCH`` and
+    ``STORE`` have a ``state`` of the table and the ``tier`` that it rests in.
 
     ``dtype`` is what travels: of a unit whose segments travel in several, all of them, as in ``bf16+fp32``.
     """
@@ -68,9 +77,12 @@ class Op(NamedTuple):
     unit: str = ""
     axes: Axes = ()
     dtype: str = ""
+    state: str = ""
+    tier: str = ""
 
     def __str__(self) -> str:
         words = [self.verb, self.unit, f"[{'+'.join(self.axes)}]" if self.axes else "", self.dtype]
+        words += [self.state, self.tier]
         return " ".join(word for word in words if word)
 
     @property
@@ -239,7 +251,11 @@ class _Lowering:
             yield Op("NORM")
         for unit in self._units:
             if unit.trainable:
+                away = [(name, str(self._layout.cells()[name].tier)) for name in UPDATED]
+                away = [(name, tier) for name, tier in away if tier != "device"]
+                yield from (Op("FETCH", unit.name, state=name, tier=tier) for name, tier in away)
                 yield Op("UPDATE", unit.name)
+                yield from (Op("STORE", unit.name, state=name, tier=tier) for name, tier in away)
                 if self._layout.params is not None:
                     yield from self._turn(unit, self._layout.master.over, self._layout.params.over)
 

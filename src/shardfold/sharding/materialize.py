@@ -33,6 +33,7 @@ from shardfold.sharding.partition import Cut
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
 from shardfold.sharding.unit import Unit
+from shardfold.tiers.tiers import Tiers
 
 __all__ = ["Weights", "buffer_dtypes", "make_units", "meta_init", "move_buffers"]
 
@@ -106,6 +107,7 @@ def make_units(
     cuts: Iterable[Cut],
     layout: Layout,
     comm: Comm,
+    tiers: Tiers,
     weights: Weights | None,
     seed: int,
 ) -> list[Unit]:
@@ -126,7 +128,7 @@ def make_units(
                 for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
             ]
             unit = Unit(c.spec, segments, comm.memory, c.modules)
-            _give_values(unit, model, layout, comm, weights, seed)
+            _give_values(unit, model, layout, comm, tiers, weights, seed)
             if unit.trainable and not layout.grads.over:
                 unit.gradients.rest(adopt=mesh.world == 1 and comm.memory.device.type == "cpu")
             if unit.split and not c.spec.root:
@@ -143,6 +145,7 @@ def _give_values(
     model: nn.Module,
     layout: Layout,
     comm: Comm,
+    tiers: Tiers,
     weights: Weights | None,
     seed: int,
 ) -> None:
@@ -157,7 +160,7 @@ def _give_values(
         comm.broadcast(
             flat, f"broadcast {unit.name}", detail=FIRST.format(unit.name)
         )  # as DDP does: rank 0's values are everyone's
-        segment.bind(layout, comm.mesh.sizes, comm.mesh.coords, flat)
+        segment.bind(layout, comm.mesh.sizes, comm.mesh.coords, flat, tiers)
 
 
 def move_buffers(
