@@ -2,7 +2,7 @@
 """Small documented behaviours of DeepSpeed, one expression each, whose values are recorded from the real package.
 
 ``record`` evaluates them where DeepSpeed is installed and writes ``tests/golden/deepspeed_behaviours.json``; the tests
-evaluate the same expressions on the face. ``compare`` prints which differ where it runs::
+evaluate the same expressions on the compatibility layer. ``compare`` prints which differ where it runs::
 
     /tmp/real/bin/python benchmarks/deepspeed_behaviours.py record
     .venv/bin/python benchmarks/deepspeed_behaviours.py compare

@@ -211,7 +211,7 @@ def go_on(case: str, path: Path, first: int, steps: int) -> tuple[list[float], f
         optimizer=torch.optim.AdamW(groups(model), lr=RATE),
         layout=case.split(maxsplit=1)[0],
         precision="fp32" if "fp32" in case.split(",", maxsplit=1)[0] else "bf16" if "fp32" in case else narrow,
-        schedule=partial(sf.optim.WarmupDecayLR, **SCHEDULE),
+        lr_schedule=partial(sf.optim.WarmupDecayLR, **SCHEDULE),
         clip_norm=1.0,
     )
     engine.load(path)

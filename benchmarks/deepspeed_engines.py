@@ -4,7 +4,7 @@
 A scene is a list of lines that run one after the other on every rank, in one process group over Gloo, with an engine of
 a stage and a precision. A line that begins with ``>`` is a statement, and its error is its value; any other is an
 expression. ``record`` runs all scenes where DeepSpeed is installed and writes ``tests/golden/deepspeed_engines.json``; the
-tests run the same scenes on the face. ``compare`` prints what differs::
+tests run the same scenes on the compatibility layer. ``compare`` prints what differs::
 
     /tmp/real/bin/python benchmarks/deepspeed_engines.py record
     .venv/bin/python benchmarks/deepspeed_engines.py compare

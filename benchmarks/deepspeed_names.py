@@ -1,8 +1,8 @@
-"""The names of DeepSpeed beside those of the face: modules, objects, members, parameters with defaults, fields.
+"""The names of DeepSpeed beside those of this layer: modules, objects, members, parameters with defaults, fields.
 
 ``record`` walks the DeepSpeed that is installed where it runs and writes what it finds beside this file; ``shorten``
-leaves out what is not compared; ``compare`` asks the face for each of these, in its own process, and prints the page of
-the docs that lists what differs::
+leaves out what is not compared; ``compare`` asks this layer for each of these, in its own process, and prints the page
+of the docs that lists what differs::
 
     python -m venv /tmp/real && /tmp/real/bin/pip install deepspeed==0.19.8
     /tmp/real/bin/python benchmarks/deepspeed_names.py record
@@ -321,7 +321,7 @@ def _said(lines: dict[str, str]) -> Iterator[str]:
 
 PAGE = """# DeepSpeed's names, one by one
 
-What [the face](deepspeed-face.md) has of DeepSpeed 0.19.8's {modules} modules and {names} public names, as
+What [this layer](import-deepspeed.md) has of DeepSpeed 0.19.8's {modules} modules and {names} public names, as
 `benchmarks/deepspeed_names.py` finds it: a name, its kind, its value, its parameters in order with their defaults, the
 members of a class. What is not listed agrees. Each heading is the reason for what stands under it; "refused when used"
 can be imported and raises one sentence that says what to use in its place.
@@ -330,18 +330,18 @@ can be imported and raises one sentence that says what to use in its place.
 
 def small(recorded: dict[str, dict[str, Described]]) -> dict[str, dict[str, Described]]:
     """Without what is not compared: of modules that are not here, of values and defaults that are long."""
-    from shardfold.compat.finder import FACE
+    from shardfold.compat.finder import PACKAGE
 
     kept: dict[str, dict[str, Described]] = {}
     for path, objects in recorded.items():
-        here = importlib.util.find_spec(f"{FACE}.{path}".rstrip(".")) if _parents_are_here(FACE, path) else None
+        here = importlib.util.find_spec(f"{PACKAGE}.{path}".rstrip(".")) if _parents_are_here(PACKAGE, path) else None
         kept[path] = objects if here else {name: {} for name in objects}
     return kept
 
 
-def _parents_are_here(face: str, path: str) -> bool:
+def _parents_are_here(package: str, path: str) -> bool:
     parts = path.split(".")
-    return all(importlib.util.find_spec(".".join([face, *parts[:i]])) for i in range(1, len(parts)))
+    return all(importlib.util.find_spec(".".join([package, *parts[:i]])) for i in range(1, len(parts)))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ engine = sf.Engine(
     optimizer=partial(torch.optim.AdamW, lr=3e-3),
     layout=LAYOUT,
     clip_norm=1.0,
-    schedule=sf.optim.warmup_cosine(warmup=10, total=STEPS),
+    lr_schedule=sf.optim.warmup_cosine(warmup=10, total=STEPS),
 )
 for step in range(STEPS):
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=draw)[engine.rank :: engine.world_size]

@@ -57,9 +57,11 @@ def loader(dataset: Any = None, **more: Any) -> sf.Loader:
 
 
 ENGINE: dict[str, set[str]] = {
-    "layout": set(), "precision": set(), "accumulate": set(), "units": {"None"}, "timing": {"None"}, "device": {"None"},
+    "layout": set(), "precision": set(), "accumulate": set(), "units": {"None"}, "overlap": {"None"},
+    "device": {"None"},
     "activations": {"None"}, "clip_norm": {"None", "1e300"}, "clip": {"None"}, "loss_scale": {"None"}, "seed": {"-1"},
-    "schedule": {"None"}, "mesh": {"None"}, "weights": {"None"}, "patience": set(), "limit": set(), "debug": set(),
+    "lr_schedule": {"None"}, "mesh": {"None"}, "weights": {"None"}, "desync_timeout": set(), "timeout": set(),
+    "debug": set(),
     "optimizer": {"None"},
 }  # fmt: skip
 OTHERS: list[tuple[Callable[..., Any], dict[str, set[str]]]] = [
@@ -67,14 +69,15 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, set[str]]]] = [
     (partial(sf.Clip, norm=1.0), {"p": {"1e300"}, "error_if_nonfinite": set()}),
     (sf.LossScale, {n: set() for n in ("initial", "backoff", "interval", "hysteresis", "refill", "delay", "floor")}),
     (sf.LossScale, {"growth": {"1e300"}, "patience": {"None"}}),
-    (sf.Schedule, {"prefetch": set(), "reduces_in_flight": {"None"}, "block": set(), "order": set()}),
+    (sf.Overlap, {"prefetch": set(), "reduces_in_flight": {"None"}, "block": set(), "order": set()}),
     (partial(sf.Sampler, dataset=8, batch_size=2), {"seed": {"-1"}, "shuffle": set(), "drop_last": set()}),
     (partial(sf.Sampler, dataset=8, batch_size=2), {"fill_last": set(), "rank": {"None"}, "num_ranks": {"None"}}),
     (partial(sf.Sampler, batch_size=2), {"dataset": {"list"}}),
     (partial(sf.Sampler, 8), {"batch_size": set()}),
     (loader, {"dataset": {"None", "list"}, "sampler": set(), "num_workers": set()}),
-    (lambda **k: entered(sf.sharded_init(**k)), {"patience": set(), "limit": set(), "apply": set(), "hollow": set()}),
-    (lambda **k: entered(sf.sharded_init(**k)), {"dtype": {"None"}, "device": {"None"}, "rest": {"None"}}),
+    (lambda **k: entered(sf.sharded_init(**k)), {"desync_timeout": set(), "timeout": set()}),
+    (lambda **k: entered(sf.sharded_init(**k)), {"apply": set(), "hollow": set()}),
+    (lambda **k: entered(sf.sharded_init(**k)), {"dtype": {"None"}, "device": {"None"}, "shard_device": {"None"}}),
     (inside_whole, {"source": {"None"}, "strict": set()}),
     (lambda parameters: entered(sf.whole(parameters)), {"parameters": set()}),
     (sf.set_rng_state, {"state": set()}),
@@ -126,9 +129,9 @@ SENTENCES: dict[str, tuple[Callable[[], Any], type[ShardfoldError], str]] = {
     "a pattern": (lambda: engine(units="0.*"), ConfigError, r"units=\['0.\*'\]"),
     "meta": (lambda: engine(device="meta"), ConfigError, "trained on 'cpu' or 'cuda'"),
     "no such GPU": (lambda: engine(device="cuda:99"), ConfigError, "is no GPU of this machine"),
-    "no time": (lambda: engine(patience=0), ConfigError, "patience= is 0: it is a number of seconds"),
+    "no time": (lambda: engine(desync_timeout=0), ConfigError, "desync_timeout= is 0: it is a number of seconds"),
     "an axis": (lambda: engine(mesh={"intra": "x"}), ConfigError, "'x' for 'intra'"),
-    "a schedule": (lambda: engine(schedule=3), ConfigError, "schedule= was given a int"),
+    "a schedule": (lambda: engine(lr_schedule=3), ConfigError, "lr_schedule= was given a int"),
     "all frozen": (lambda: sf.Engine(model().requires_grad_(False), optimizer=SGD), ConfigError, "are frozen"),
     "no parameters": (lambda: sf.Engine(nn.ReLU(), optimizer=SGD), ConfigError, "it has no parameters"),
     "a seed": (lambda: sf.Sampler(8, 2, seed=1.5), ConfigError, "the sampler's seed is 1.5"),  # pyright: ignore

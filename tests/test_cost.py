@@ -19,7 +19,7 @@ from shardfold.plan import presets
 from shardfold.plan.cost import Sent, closed_form, peak_bytes, ring_bytes, section_traffic, state_bytes, traffic
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import ITEMSIZE, PRECISIONS, Cell, Layout, Precision
-from shardfold.plan.passes import Schedule, apply
+from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec, pack
 from shardfold.plan.presets import PRESETS, ddp, fsdp2, hpz, zero1, zero2, zero3
 from shardfold.plan.program import REDUCTIONS, SECTIONS, Op, lower
@@ -341,7 +341,7 @@ def test_a_quiet_backward_sends_no_gradient():
 def test_prefetch_and_late_units_change_no_cost(name: str):
     layout, units = presets.named(name).bind(PRECISIONS["bf16"], MESH), model("bf16")
     program = lower(layout, units, MESH)
-    moved = apply(program, Schedule(prefetch=2), frozenset({"a"}))
+    moved = apply(program, Overlap(prefetch=2), frozenset({"a"}))
     assert traffic(moved, layout, units, MESH) == traffic(program, layout, units, MESH)
 
 
@@ -355,7 +355,7 @@ def simulated_peak(layout: Layout, units: list[UnitSpec], mesh: dict[str, int], 
     """
     by_name = {unit.name: unit for unit in units}
     rest = sum(state_bytes(layout, units, mesh, padded=True).values())
-    program = apply(lower(layout, units, mesh), Schedule(prefetch=ahead))
+    program = apply(lower(layout, units, mesh), Overlap(prefetch=ahead))
     gathered: dict[str, float] = {}
     gradients: dict[str, float] = {}
     travelling, most = "", rest

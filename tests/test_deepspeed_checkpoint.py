@@ -288,7 +288,7 @@ def test_the_rest_of_the_run(tmp_path: Path):
         assert state["epoch"] == 4 and state["history"] == [1.5, (2, None)] and state["global_samples"] == 12
         assert torch.equal(state["order"], torch.arange(20))
     assert report.notes == [
-        "To go on in the same way the engine needs clip_norm=0.5; schedule=partial(WarmupLR, warmup_num_steps=6)."
+        "To go on in the same way the engine needs clip_norm=0.5; lr_schedule=partial(WarmupLR, warmup_num_steps=6)."
     ]
 
 
@@ -308,7 +308,7 @@ def test_which_optimizer_it_was(tmp_path: Path, kind: str, params: dict[str, Any
 
 def continued(path: Path, layout: str, steps: int) -> list[float]:
     model = Net()
-    engine = sf.Engine(model, optimizer=torch.optim.AdamW(groups(model), lr=0.02), layout=layout, schedule=SCHEDULE)
+    engine = sf.Engine(model, optimizer=torch.optim.AdamW(groups(model), lr=0.02), layout=layout, lr_schedule=SCHEDULE)
     notes = engine.load(path).notes
     assert notes[1:] == [], notes  # but for random numbers
     assert engine.steps == STEPS

@@ -76,7 +76,7 @@ def continued(path: Path, layout: str, precision: str) -> tuple[list[float], obj
     model = Theirs()
     optimizer = partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
     schedule = partial(sf.optim.WarmupLR, warmup_num_steps=6, warmup_type="linear")
-    engine = sf.Engine(model, optimizer=optimizer, layout=layout, precision=precision, schedule=schedule)
+    engine = sf.Engine(model, optimizer=optimizer, layout=layout, precision=precision, lr_schedule=schedule)
     report = engine.load(path)
     assert engine.steps == STEPS
     losses: list[float] = []

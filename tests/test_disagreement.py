@@ -23,8 +23,8 @@ from shardfold.testing import Ranks
 WIDTH = 12
 SGD = partial(torch.optim.SGD, lr=0.1)
 SPLIT = ["zero3", "fsdp2", "hsdp", "hpz"]
-PATIENCE = 6.0
-DEADLINE = 15.0  # seconds: the default patience is 10, and every rank must have raised by then
+DESYNC_TIMEOUT = 6.0
+DEADLINE = 15.0  # seconds: the default desync_timeout is 10, and every rank must have raised by then
 
 
 class Towers(nn.Module):
@@ -49,9 +49,9 @@ def _engine(layout: str = "zero3", **options: Any) -> sf.Engine:
     torch.manual_seed(0)
     world = dist.get_world_size()
     mesh = {"inter": 2, "intra": world // 2} if layout in ("hsdp", "hpz") else None
-    given = {"patience": PATIENCE, **options}
-    if given["patience"] is None:  # the default
-        del given["patience"]
+    given = {"desync_timeout": DESYNC_TIMEOUT, **options}
+    if given["desync_timeout"] is None:  # the default
+        del given["desync_timeout"]
     return sf.Engine(Towers(), optimizer=SGD, layout=layout, units=["towers.*"], mesh=mesh, **given)
 
 
@@ -103,20 +103,20 @@ def test_contradicting_orders_raise_on_every_rank(ranks: Ranks, layout: str) -> 
 
 @pytest.mark.soak
 def test_contradicting_orders_raise_on_every_rank_with_the_default_patience(ranks: Ranks) -> None:
-    """Nobody gave ``patience``: every rank has raised soon after the documented 10 seconds."""
-    body = partial(_raised, patience=None)
+    """Nobody gave ``desync_timeout``: every rank has raised soon after the documented 10 seconds."""
+    body = partial(_raised, desync_timeout=None)
     _check(ranks.run(body, _contradict, world_size=2, timeout=60), "OrderError", "rank", "'towers.", "forward")
 
 
 def test_the_default_patience_is_the_documented_one() -> None:
     """What docs/engine.md says is what an engine gets that was given none, and what its ranks wait by."""
     text = " ".join((Path(__file__).parents[1] / "docs" / "engine.md").read_text(encoding="utf-8").split())
-    said = re.search(r"within `patience` seconds \((\d+) by default\) after all are stuck", text)
-    late = re.search(r"after `limit` seconds \((\d+)\) it is an error", text)
+    said = re.search(r"within `desync_timeout` seconds \((\d+) by default\) after all are stuck", text)
+    late = re.search(r"after `timeout` seconds \((\d+)\) it is an error", text)
     assert said is not None and late is not None
     engine = sf.Engine(nn.Linear(2, 2))
     agreement = engine.sharded.comm.agreement
-    assert (agreement._patience, agreement.limit) == (
+    assert (agreement._desync_timeout, agreement.timeout) == (
         float(said.group(1)),
         float(late.group(1)),
     )
@@ -124,7 +124,7 @@ def test_the_default_patience_is_the_documented_one() -> None:
 
 
 def _contradict_at_once(layout: str, order: str) -> str:
-    engine = _engine(layout, timing=sf.Schedule(order=order))
+    engine = _engine(layout, overlap=sf.Overlap(order=order))
     try:
         _train(engine, [1, 0] if engine.rank else [0, 1])
     except ShardfoldError as error:
@@ -297,7 +297,7 @@ def _late(engine: sf.Engine) -> None:
 
 
 def test_a_rank_that_is_late_is_waited_for(ranks: Ranks) -> None:
-    answers = ranks.run(partial(_raised, patience=1.0), _late, world_size=2, timeout=60)
+    answers = ranks.run(partial(_raised, desync_timeout=1.0), _late, world_size=2, timeout=60)
     assert [said for said, _ in answers] == ["nothing was raised"] * 2
 
 
@@ -370,7 +370,7 @@ def test_ranks_may_evaluate_different_numbers_of_batches(ranks: Ranks, layout: s
 
 def _finally(seconds: float) -> tuple[str, bool]:
     """Rank 0 gives up and waits in a barrier of the user's; rank 1 comes that much later."""
-    engine = _engine(limit=2.0)
+    engine = _engine(timeout=2.0)
     said, met = "", False
     if engine.rank == 1:
         time.sleep(seconds)  # it is late: nothing waits for this to end
@@ -393,7 +393,7 @@ def test_a_barrier_in_a_finally_is_met_and_hides_no_error(ranks: Ranks) -> None:
 
 def _closes(folder: str) -> str:
     """Rank 0 gives up and closes its engine; rank 1 comes only when that is done."""
-    engine, closed = _engine(limit=2.0), Path(folder) / "closed"
+    engine, closed = _engine(timeout=2.0), Path(folder) / "closed"
     while engine.rank == 1 and not closed.exists():
         time.sleep(0.05)
     try:
@@ -426,6 +426,6 @@ def _agrees(numbers: list[float]) -> str:
 
 
 def test_lists_of_different_lengths_are_told_at_once(ranks: Ranks) -> None:
-    """`agree` would add up what does not belong together, or wait until `limit`."""
+    """`agree` would add up what does not belong together, or wait until `timeout`."""
     for said in ranks.run(_agrees, [1.0], world_size=2):
         assert said.startswith("OrderError") and "1 numbers" in said and "2 numbers" in said

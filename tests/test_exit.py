@@ -51,8 +51,8 @@ here, layout, starts, catches, what = Path(sys.argv[1]), *sys.argv[2:]
 if starts == "script":
     dist.init_process_group("gloo")
 engine = sf.Engine(
-    torch.nn.Linear(4, 1), optimizer=partial(torch.optim.AdamW, lr=0.1), layout=layout, patience=3.0,
-    limit=2.0 if what == "late" else 60.0,
+    torch.nn.Linear(4, 1), optimizer=partial(torch.optim.AdamW, lr=0.1), layout=layout, desync_timeout=3.0,
+    timeout=2.0 if what == "late" else 60.0,
 )
 kept = dist.group.WORLD  # these references stay
 group = dist.new_group() if what == "group" else None

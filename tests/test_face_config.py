@@ -372,9 +372,9 @@ def test_groups_of_ranks_are_a_mesh():
 
 
 def test_timing():
-    assert read(nested("zero_optimization", {"overlap_comm": False})).timing.reduces_in_flight == 0
-    assert read(nested("zero_optimization", {"stage3_prefetch_bucket_size": 0})).timing.prefetch == 0
-    assert read(nested("zero_optimization", {"overlap_comm": True})).timing == read({"train_batch_size": 1}).timing
+    assert read(nested("zero_optimization", {"overlap_comm": False})).overlap.reduces_in_flight == 0
+    assert read(nested("zero_optimization", {"stage3_prefetch_bucket_size": 0})).overlap.prefetch == 0
+    assert read(nested("zero_optimization", {"overlap_comm": True})).overlap == read({"train_batch_size": 1}).overlap
 
 
 def test_defaults_that_surprise_are_said():

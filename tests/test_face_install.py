@@ -175,7 +175,7 @@ def test_a_program_is_run_with_the_face():
     sf.compat.uninstall()
     command = [sys.executable, "-m", "shardfold.compat"]
     _, said, error = run([*command, sys.executable, "-m", "deepspeed.env_report"])
-    assert f"{VERSION}, the face of shardfold" in said, error
+    assert f"{VERSION}, the compatibility layer of shardfold" in said, error
     assert run([*command, "no-such-program"]) == (1, "", "'no-such-program' cannot be run: No such file or directory.")
 
 

@@ -543,7 +543,7 @@ def test_step_hooks_of_an_optimizer_run_around_each_update(kind: Any) -> None:
 
 
 def _unpaired() -> tuple[Any, Any]:
-    engine = make_engine("zero3", timing=sf.Schedule())
+    engine = make_engine("zero3", overlap=sf.Overlap())
     reports = []
     for before in (True, False):
         for _ in range(3):  # until orders are known

@@ -338,7 +338,7 @@ def test_an_existing_optimizer_keeps_its_object_groups_and_schedule(ranks: Ranks
 
 def _scheduled() -> list[float | None]:
     schedule = sf.optim.warmup_cosine(warmup=2, total=6, floor=0.1)
-    engine = sf.Engine(models.small(), optimizer=partial(torch.optim.AdamW, lr=1.0), schedule=schedule)
+    engine = sf.Engine(models.small(), optimizer=partial(torch.optim.AdamW, lr=1.0), lr_schedule=schedule)
     rates = []
     for batch in models.batches(7):
         engine.backward(engine(*batch))

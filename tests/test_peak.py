@@ -77,7 +77,7 @@ def _peak(layout: str, precision: str, prefetch: int) -> tuple[int, float]:
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
         layout=layout,
         precision=precision,
-        timing=sf.Schedule(prefetch=prefetch),
+        overlap=sf.Overlap(prefetch=prefetch),
         clip_norm=1.0,
     )
     x = torch.randn(4, WIDTH, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)

@@ -14,7 +14,7 @@ from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan import presets
 from shardfold.plan.layout import PRECISIONS, Cell, Layout, Precision
 from shardfold.plan.order import with_missing
-from shardfold.plan.passes import Schedule, apply, defer_reduce, prefetch
+from shardfold.plan.passes import Overlap, apply, defer_reduce, prefetch
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.presets import PRESETS, ddp, fsdp2, zero1, zero2
 from shardfold.plan.program import (
@@ -78,7 +78,7 @@ def programs(draw: st.DrawFn) -> Made:
     return Made(layout, units, lower(layout, units, mesh, clip=draw(st.booleans())), mesh)
 
 
-schedules = st.builds(lambda depth: Schedule(prefetch=depth), st.integers(0, 6))
+overlaps = st.builds(lambda depth: Overlap(prefetch=depth), st.integers(0, 6))
 
 
 def two_units(layout: Layout) -> Program:
@@ -95,16 +95,16 @@ def test_two_units_and_a_root_lower_to_the_golden_program(name: str):
 
 
 def test_prefetch_turns_zero3_into_the_golden_program_with_one_unit_ahead():
-    ahead = apply(two_units(presets.zero3), Schedule(prefetch=1))
+    ahead = apply(two_units(presets.zero3), Overlap(prefetch=1))
     assert f"{ahead}\n" == (GOLDEN / "zero3-prefetch-1.txt").read_text(encoding="utf-8")
 
 
-@given(programs(), schedules)
-def test_a_program_parses_back_from_its_text(made: Made, schedule: Schedule):
+@given(programs(), overlaps)
+def test_a_program_parses_back_from_its_text(made: Made, overlap: Overlap):
     units, program = made.units, made.program
     late = frozenset(u.name for u in units[::2])
     assert parse(str(program)) == program
-    assert parse(str(apply(program, schedule, late))) == apply(program, schedule, late)
+    assert parse(str(apply(program, overlap, late))) == apply(program, overlap, late)
 
 
 @given(programs(), st.data())
@@ -153,10 +153,10 @@ def test_sections_that_a_text_leaves_out_are_empty():
 # -- lowering
 
 
-@given(st.sampled_from(LAYOUTS), unit_lists(), schedules)
-def test_one_rank_sends_nothing_and_frees_nothing(layout: Layout, units: list[UnitSpec], schedule: Schedule):
+@given(st.sampled_from(LAYOUTS), unit_lists(), overlaps)
+def test_one_rank_sends_nothing_and_frees_nothing(layout: Layout, units: list[UnitSpec], overlap: Overlap):
     mesh = {"inter": 1, "intra": 1}
-    program = apply(lower(layout.bind(BF16, mesh), units, mesh), schedule)
+    program = apply(lower(layout.bind(BF16, mesh), units, mesh), overlap)
     verbs = {op.verb for section in SECTIONS for op in program.section(section)}
     assert verbs <= {*MARKERS, "UPDATE"}
 
@@ -172,9 +172,9 @@ def test_every_unit_runs_once_per_pass_and_backward_reverses_forward(made: Made)
         assert [op.verb for op in ops].count("END") == 1
 
 
-@given(st.sampled_from(LAYOUTS), meshes, st.data(), schedules)
+@given(st.sampled_from(LAYOUTS), meshes, st.data(), overlaps)
 def test_units_may_run_in_any_order_and_several_times(
-    layout: Layout, mesh: dict[str, int], data: st.DataObject, schedule: Schedule
+    layout: Layout, mesh: dict[str, int], data: st.DataObject, overlap: Overlap
 ):
     units = [unit("(root)", root=True), *(unit(name) for name in "abc")]
     orders = st.lists(st.sampled_from("abc"), max_size=6).map(
@@ -182,7 +182,7 @@ def test_units_may_run_in_any_order_and_several_times(
     )
     forward, backward = with_missing(data.draw(orders), "abc"), with_missing(data.draw(orders), "cba")
     bound = layout.bind(BF16, mesh)
-    program = apply(lower(bound, units, mesh, forward=forward, backward=backward), schedule)
+    program = apply(lower(bound, units, mesh, forward=forward, backward=backward), overlap)
     assert [op.unit for op in program.forward if op.verb == "F"] == ["(root)", *forward]
     for ops in (program.backward, program.last):
         assert [op.unit for op in ops if op.verb == "B"] == ["(root)", *backward]
@@ -307,19 +307,19 @@ def most_full(layout: Layout, units: list[UnitSpec], program: Program) -> int:
     return most
 
 
-@given(programs(), schedules)
+@given(programs(), overlaps)
 def test_every_marker_finds_its_unit_gathered_and_at_most_prefetch_plus_one_inner_units_are_full(
-    made: Made, schedule: Schedule
+    made: Made, overlap: Overlap
 ):
     layout, units, program = made.layout, made.units, made.program
     inner = sum(not u.root for u in units)
-    most = most_full(layout, units, apply(program, schedule, frozenset(u.name for u in units[1::2])))
+    most = most_full(layout, units, apply(program, overlap, frozenset(u.name for u in units[1::2])))
     if not layout.rest.over:
         assert most == 0
     elif not layout.kept.over:  # what backward needs stays full from forward on
         assert most == inner
     else:
-        assert most == min(inner, schedule.prefetch + 1)
+        assert most == min(inner, overlap.prefetch + 1)
 
 
 # -- passes
@@ -334,13 +334,13 @@ def markers_before(ops: tuple[Op, ...]) -> dict[Op, list[int]]:
     return found
 
 
-@given(programs(), schedules, st.data())
+@given(programs(), overlaps, st.data())
 def test_passes_keep_all_operations_and_only_move_fetches_earlier_and_reductions_later(
-    made: Made, schedule: Schedule, data: st.DataObject
+    made: Made, overlap: Overlap, data: st.DataObject
 ):
     units, program = made.units, made.program
     late = frozenset(data.draw(st.sets(st.sampled_from([u.name for u in units])))) if units else frozenset[str]()
-    moved = apply(program, schedule, late)
+    moved = apply(program, overlap, late)
     assert moved.step == program.step
     for section in ("forward", "backward", "last"):
         before, after = program.section(section), moved.section(section)
@@ -349,7 +349,7 @@ def test_passes_keep_all_operations_and_only_move_fetches_earlier_and_reductions
         for op in was:
             steps = [b - a for a, b in zip(was[op], now[op], strict=True)]
             if op.verb in FETCHES:
-                assert all(-schedule.prefetch <= step <= 0 for step in steps)
+                assert all(-overlap.prefetch <= step <= 0 for step in steps)
             elif op.verb in REDUCTIONS and op.unit in late:
                 assert all(step >= 0 for step in steps)
             else:
@@ -360,7 +360,7 @@ def test_passes_keep_all_operations_and_only_move_fetches_earlier_and_reductions
 
 @given(programs())
 def test_a_prefetch_of_nothing_and_no_late_units_change_nothing(made: Made):
-    assert apply(made.program, Schedule(prefetch=0)) == made.program
+    assert apply(made.program, Overlap(prefetch=0)) == made.program
 
 
 @given(programs(), st.data())
@@ -384,8 +384,8 @@ def test_a_cast_moves_together_with_its_gather():
 
 @pytest.mark.parametrize("field", ["prefetch", "block"])
 def test_a_negative_schedule_is_refused_by_name(field: str):
-    with pytest.raises(ConfigError, match=f"Schedule.{field} is -1"):
-        Schedule(**{field: -1})
+    with pytest.raises(ConfigError, match=f"Overlap.{field} is -1"):
+        Overlap(**{field: -1})
 
 
 def test_a_collective_says_every_dtype_that_travels() -> None:

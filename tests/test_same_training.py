@@ -71,16 +71,16 @@ def test_hard_models_train_as_in_plain_pytorch(ranks: Ranks, build: str, layout:
         )  # fmt: skip
 
 
-TIMINGS = [
-    sf.Schedule(prefetch=0), sf.Schedule(prefetch=3), sf.Schedule(block=1000), sf.Schedule(reduces_in_flight=1),
+OVERLAPS = [
+    sf.Overlap(prefetch=0), sf.Overlap(prefetch=3), sf.Overlap(block=1000), sf.Overlap(reduces_in_flight=1),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
-def test_the_schedule_moves_work_in_time_and_changes_nothing(ranks: Ranks, timing: Any) -> None:
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_the_schedule_moves_work_in_time_and_changes_nothing(ranks: Ranks, overlap: Any) -> None:
     same_training(
         models.small, models.batches(5), layout="zero3", world_size=2, optimizer=ADAMW, steps=5, ranks=ranks,
-        timing=timing,
+        overlap=overlap,
     )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def _on_their_way(layout: str, in_flight: int) -> list[int]:
     """At each block's output in a backward: how many units' gradients are on their way."""
     engine = sf.Engine(
         models.small(), optimizer=ADAMW, layout=layout, units=["blocks.*"],
-        timing=sf.Schedule(reduces_in_flight=in_flight),
+        overlap=sf.Overlap(reduces_in_flight=in_flight),
     )  # fmt: skip
     seen: list[int] = []
 

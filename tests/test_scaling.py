@@ -77,7 +77,7 @@ def follows_grad_scaler(layout: str, clip: float | None) -> None:
     torch.manual_seed(0)
     engine = sf.Engine(
         Explodes(), optimizer=ADAMW, layout=layout, mesh=mesh_for(layout), loss_scale=RULE, clip_norm=clip,
-        schedule=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
+        lr_schedule=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
     )  # fmt: skip
     losses, scales, rates, skipped = [], [], [], []
     for batch in overflowing(steps):
@@ -354,7 +354,7 @@ def skipped_steps_move_nothing(layout: str) -> None:
     torch.manual_seed(0)
     engine = sf.Engine(
         models.Small(), optimizer=ADAMW, layout=layout, mesh=mesh_for(layout), accumulate=2, loss_scale=1024.0,
-        schedule=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
+        lr_schedule=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
     )  # fmt: skip
     average = sf.Average(engine, decay=0.5)
     batch = [t.chunk(engine.world_size)[engine.rank] for t in models.batches(1, rows=8)[0]]
@@ -366,7 +366,7 @@ def skipped_steps_move_nothing(layout: str) -> None:
         return report
 
     def everything() -> dict[str, Any]:
-        states = {"average": average.state_dict(), "schedule": engine.schedule.state_dict()}  # type: ignore[union-attr]
+        states = {"average": average.state_dict(), "schedule": engine.lr_schedule.state_dict()}  # type: ignore[union-attr]
         for of in ("master", "exp_avg", "exp_avg_sq"):
             with engine.gathered(of=of) as values:
                 states[of] = {name: value.clone() for name, value in values.items()}
@@ -429,7 +429,7 @@ def warmed_up(low: float, peak: float, precision: Any = "fp16", steps: int = 60,
     """The learning rate goes from ``low`` to ``peak`` in 20 updates."""
     torch.manual_seed(0)
     schedule = partial(sf.optim.WarmupLR, warmup_min_lr=low, warmup_max_lr=peak, warmup_num_steps=20)
-    engine = sf.Engine(Logits(), optimizer=SLOW, precision=precision, schedule=schedule, **options)
+    engine = sf.Engine(Logits(), optimizer=SLOW, precision=precision, lr_schedule=schedule, **options)
     losses, scales, error = [], [], ""
     for tokens in texts(steps):
         part = tokens.chunk(engine.world_size)[engine.rank]

@@ -267,7 +267,7 @@ def _stepped(layout: str) -> list[tuple[float, float]]:
     rest = [p for p in model.parameters() if all(p is not q for q in head)]
     optimizer = torch.optim.AdamW([{"params": rest, "lr": BACKBONE}, {"params": head, "lr": HEAD}])
     schedule = partial(sf.optim.WarmupDecayLR, total_num_steps=6, warmup_max_lr=None, warmup_num_steps=3)
-    engine = sf.Engine(model, optimizer=optimizer, layout=layout, schedule=schedule)
+    engine = sf.Engine(model, optimizer=optimizer, layout=layout, lr_schedule=schedule)
     seen = []
     for tokens, targets in models.batches(6):
         engine.backward(engine(*(t.chunk(engine.world_size)[engine.rank] for t in (tokens, targets))))
@@ -293,7 +293,7 @@ def test_a_schedule_may_be_an_object_over_the_engines_optimizer() -> None:
     """It is stepped after each update, as one that the engine makes."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine = sf.Engine(model, optimizer=optimizer, schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    engine = sf.Engine(model, optimizer=optimizer, lr_schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
     rates = []
     for _ in range(3):
         engine.backward(engine(torch.ones(1, 2)).sum())
@@ -323,5 +323,5 @@ def test_schedules_that_the_engine_cannot_step_are_refused(schedule: Any, optimi
     given = {"made here": SGD, "object": own, "none": None}[optimizer]
     before = [p.data_ptr() for p in model.parameters()]
     with pytest.raises(ConfigError, match=words):
-        sf.Engine(model, optimizer=given, schedule=schedule(other, own))
+        sf.Engine(model, optimizer=given, lr_schedule=schedule(other, own))
     assert [p.data_ptr() for p in model.parameters()] == before and sf.engine_of(model.weight) is None

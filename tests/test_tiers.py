@@ -20,7 +20,7 @@ import shardfold as sf
 from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.plan.cost import Moved, moves, peak_bytes, state_bytes, tier_bytes
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
-from shardfold.plan.passes import Schedule, apply
+from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.program import Program, lower, parse
 from shardfold.testing import Ranks
 from shardfold.tiers.device import DeviceTier
@@ -189,7 +189,7 @@ MESH = {"inter": 1, "intra": 2}
 
 
 def program(layout: Layout, ahead: int) -> Program:
-    return apply(lower(layout, specs(), MESH, clip=True), Schedule(prefetch=ahead))
+    return apply(lower(layout, specs(), MESH, clip=True), Overlap(prefetch=ahead))
 
 
 def test_the_program_says_what_moves_between_tiers() -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardfold.errors import ShardfoldError
 from shardfold.plan.layout import Activations, Cell, Layout, Precision, Tier, Wire
-from shardfold.plan.passes import Schedule
+from shardfold.plan.passes import Overlap
 from shardfold.plan.presets import PRESETS
 from shardfold.plan.version import __version__ as __version__
 
@@ -61,9 +61,9 @@ __all__ = [
     "Loader",
     "LossScale",
     "MemoryReport",
+    "Overlap",
     "Precision",
     "Sampler",
-    "Schedule",
     "ShardfoldError",
     "Stats",
     "StepReport",

@@ -67,7 +67,7 @@ def header(
     order = {name: i for i, (name, _) in enumerate(model.module.named_parameters())}
     parameters.sort(key=lambda p: order.get(p.name, len(order)))
     run = {
-        "schedule": model.run.schedule.state_dict() if model.run.schedule is not None else None,
+        "schedule": model.run.lr_schedule.state_dict() if model.run.lr_schedule is not None else None,
         "loss_scale": model.run.loss_scale.state_dict() if model.run.loss_scale is not None else None,
         "averages": [{"updates": average.updates} for average in model.run.averages],
     }

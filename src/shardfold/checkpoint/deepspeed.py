@@ -286,7 +286,7 @@ class DeepSpeedFolder:
         if scheduled:
             kind, options = _section(config, "scheduler").get("type"), _section(config, "scheduler").get("params", {})
             arguments = ", ".join([str(kind), *(f"{k}={v!r}" for k, v in options.items())])
-            said.append(f"schedule=partial({arguments})" if kind else "the schedule that it had")
+            said.append(f"lr_schedule=partial({arguments})" if kind else "the schedule that it had")
         narrow = next((name for name in ("bf16", "fp16") if _section(config, name).get("enabled")), "")
         if narrow or scaled:
             said.append(f"precision={narrow or 'fp16'!r}")

@@ -236,7 +236,7 @@ def _take_run(
     rng = checkpoint.of_rank(model.rank, "rng") if ranks == model.world_size else None
     model.run.steps = checkpoint.index.step
     fit.take_options()
-    for name, mine in (("schedule", model.run.schedule), ("loss_scale", model.run.loss_scale)):
+    for name, mine in (("schedule", model.run.lr_schedule), ("loss_scale", model.run.loss_scale)):
         saved, title = run.get(name), name.replace("_", " ")
         known = mine.state_dict().keys() if mine is not None else set[str]()
         if saved is not None and "lr_lambdas" not in known:  # of functions, which say nothing of the place in the run

@@ -145,7 +145,9 @@ def _open(
     folder = own.folder if own is not None else path
     if all(len(ranks) == model.world_size for ranks in holders.values()):
         return Checkpoint.at(folder, data)
-    elsewhere = Elsewhere(model.comm.mesh, model.comm.agreement.limit, own.folder if own is not None else None, holders)
+    elsewhere = Elsewhere(
+        model.comm.mesh, model.comm.agreement.timeout, own.folder if own is not None else None, holders
+    )
     return Checkpoint.at(folder, data, elsewhere)
 
 

@@ -68,13 +68,13 @@ class Agreement:
 
     Args:
         mesh: the ranks and their store.
-        patience: seconds until ranks that wait for each other in vain raise.
-        limit: seconds until a collective that nobody gave up is an error.
+        desync_timeout: seconds until ranks that wait for each other in vain raise.
+        timeout: seconds until a collective that nobody gave up is an error.
     """
 
-    def __init__(self, mesh: DataMesh, patience: float, limit: float) -> None:
+    def __init__(self, mesh: DataMesh, desync_timeout: float, timeout: float) -> None:
         self._mesh = mesh
-        self._patience, self.limit = patience, limit
+        self._desync_timeout, self.timeout = desync_timeout, timeout
         self.sequence = 0  # collectives issued by this engine so far
         self.places = 0  # how many bits a round of asking has at most
         self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
@@ -269,7 +269,7 @@ class Agreement:
 
         Raises:
             OrderError: ranks wait for each other in vain, or another gave up.
-            CollectiveError: it failed, or took longer than the limit.
+            CollectiveError: it failed, or took longer than the timeout.
         """
         if self._mesh.backend == "nccl" and not control:
             work.wait()
@@ -348,17 +348,21 @@ class Agreement:
         if state != self._unmoved[0]:
             self._unmoved = state, now
         stuck = len(others) + 1 == self._mesh.world and all(entry.blocked for entry in others.values())
-        if stuck and now - self._unmoved[1] > max(1.0, self._patience - 2 * SETTLE) and self._nothing_moves(others):
+        if (
+            stuck
+            and now - self._unmoved[1] > max(1.0, self._desync_timeout - 2 * SETTLE)
+            and self._nothing_moves(others)
+        ):
             self._abort(f"no rank can go on: {self._describe(others)}.")
-        if now - begun > self._patience and not self._warned:
+        if now - begun > self._desync_timeout and not self._warned:
             self._warned = True
             LOG.warning(
                 "waiting for %.0f s: %s.%s", now - begun, self._describe(others), " Still waiting." * (not stuck)
             )
-        if now - begun > self.limit:
+        if now - begun > self.timeout:
             message = (
                 f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, did not finish within "
-                f"{self.limit:.0f} s: {self._describe(others)}."
+                f"{self.timeout:.0f} s: {self._describe(others)}."
             )
             self._mesh.store.set("abort", message)
             self._dead, self._mesh.gave_up = message, True

@@ -26,16 +26,21 @@ __all__ = ["Comm", "joined"]
 
 
 def joined(
-    owner: object, sizes: Mapping[str, int] | None, device: torch.device, patience: float, limit: float, held: ExitStack
+    owner: object,
+    sizes: Mapping[str, int] | None,
+    device: torch.device,
+    desync_timeout: float,
+    timeout: float,
+    held: ExitStack,
 ) -> tuple[DataMesh, Agreement]:
     """Mesh and agreement of ``owner``, which spans ranks; see ``Engine`` for the arguments.
 
     They end with ``held``, which is left with an exception if ``owner`` could not be made (see :meth:`DataMesh.close`),
     or when ``owner`` is collected; at exit the mesh ends by itself.
     """
-    mesh = DataMesh(sizes, device, timedelta(seconds=limit))
+    mesh = DataMesh(sizes, device, timedelta(seconds=timeout))
     held.push(lambda kind, error, trace: mesh.close(failed=kind is not None))
-    agreement = Agreement(mesh, patience, limit)
+    agreement = Agreement(mesh, desync_timeout, timeout)
     held.callback(agreement.close)
     finalizer = weakref.finalize(owner, _leave, mesh, agreement)
     finalizer.atexit = False

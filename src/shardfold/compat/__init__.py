@@ -1,4 +1,4 @@
-"""Faces of other libraries over the engine; no logic of training is here.
+"""Interfaces of other libraries over the engine; no logic of training is here.
 
 ``shardfold.compat.install()`` makes every ``import deepspeed`` mean :mod:`shardfold.compat.deepspeed`, in this process
 and in those that it starts, so that scripts and libraries written for DeepSpeed run unchanged:

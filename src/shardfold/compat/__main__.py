@@ -1,4 +1,4 @@
-"""``python -m shardfold.compat PROGRAM ARGUMENTS...``: a program whose processes find the face as ``deepspeed``."""
+"""``python -m shardfold.compat PROGRAM ARGUMENTS...``: a program whose processes find this layer as ``deepspeed``."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""How ``import deepspeed`` finds the face: in this process by a finder, in others by a directory on ``PYTHONPATH``.
+"""How ``import deepspeed`` finds this layer: in this process by a finder, in others by a directory on ``PYTHONPATH``.
 
 The finder is asked before any other. To ``deepspeed`` and all that is under it, it gives the module of the same name
-under ``shardfold.compat``, the very same object, and to ``importlib.metadata`` the face's own record. The directory,
+under ``shardfold.compat``, the very same object, and to ``importlib.metadata`` this layer's own record. The directory,
 ``path/`` beside this file, holds that record and a package ``deepspeed`` of one line, which enters the finder: a child
 process, which inherits no finder, finds these first. Both stand before ``site-packages``, so a DeepSpeed that is
 installed there is not seen.
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 __all__ = ["VERSION", "Finder", "enter", "environment", "install", "uninstall"]
 
 VERSION = "0.19.8"
-"""Of the DeepSpeed whose face this is."""
+"""Of the DeepSpeed whose interface this is."""
 
 NAME = "deepspeed"
-FACE = f"{__package__}.{NAME}"
+PACKAGE = f"{__package__}.{NAME}"
 PATH = Path(__file__).with_name("path")
 
 
 class Finder(MetaPathFinder):
-    """Gives modules and metadata of the face under DeepSpeed's names."""
+    """Gives modules and metadata of the compatibility layer under DeepSpeed's names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.partition(".")[0] != NAME:
             return None
-        face = importlib.util.find_spec(f"{__package__}.{fullname}")
-        if face is None:
+        here = importlib.util.find_spec(f"{__package__}.{fullname}")
+        if here is None:
             return None
-        spec = ModuleSpec(fullname, Alias(), origin=face.origin, is_package=face.submodule_search_locations is not None)
-        spec.submodule_search_locations = face.submodule_search_locations
+        spec = ModuleSpec(fullname, Alias(), origin=here.origin, is_package=here.submodule_search_locations is not None)
+        spec.submodule_search_locations = here.submodule_search_locations
         return spec
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
@@ -62,7 +62,7 @@ class Finder(MetaPathFinder):
 
 
 class Alias(Loader):
-    """Loads a module of the face under its other name: one module, with the spec that it has."""
+    """Loads a module of the compatibility layer under its other name: one module, with the spec that it has."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(f"{__package__}.{spec.name}")
@@ -79,7 +79,7 @@ class Alias(Loader):
 
 
 def install() -> None:
-    """Makes ``deepspeed`` the face in this process, and in processes that it starts from now on.
+    """Makes ``deepspeed`` the compatibility layer in this process, and in processes that it starts from now on.
 
     Programs that ask for the package's metadata are told :data:`VERSION`. A DeepSpeed that is installed is not seen.
     Calling it again changes nothing.
@@ -100,14 +100,14 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes back what :func:`install` did, and what the face gave to PyTorch's classes for its split parameters;
-    modules of the face that were imported stay usable."""
+    """Takes back what :func:`install` did, and what this layer gave to PyTorch's classes for its split parameters;
+    modules of the compatibility layer that were imported stay usable."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     sys.path[:] = [entry for entry in sys.path if entry != str(PATH)]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == NAME and _is_ours(module):
             del sys.modules[name]
-    attributes = sys.modules.get(f"{FACE}.zero.attributes")  # nothing was given before it was imported
+    attributes = sys.modules.get(f"{PACKAGE}.zero.attributes")  # nothing was given before it was imported
     if attributes is not None:
         attributes.uninstall()
     others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", str(PATH))]
@@ -117,7 +117,7 @@ def uninstall() -> None:
 
 
 def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """``base`` with the face first on ``PYTHONPATH``, for a process that is to be started."""
+    """``base`` with the compatibility layer first on ``PYTHONPATH``, for a process that is to be started."""
     entries = [str(PATH), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
     return {**base, "PYTHONPATH": os.pathsep.join(dict.fromkeys(entries))}
 
@@ -125,7 +125,7 @@ def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
 def enter() -> None:
     """What the package in the directory does when it is imported: from then on the finder answers."""
     _finders()
-    sys.modules[NAME] = importlib.import_module(FACE)
+    sys.modules[NAME] = importlib.import_module(PACKAGE)
 
 
 def _finders() -> None:
@@ -135,4 +135,4 @@ def _finders() -> None:
 
 
 def _is_ours(module: ModuleType) -> bool:
-    return module.__name__ == FACE or module.__name__.startswith(f"{FACE}.")
+    return module.__name__ == PACKAGE or module.__name__.startswith(f"{PACKAGE}.")

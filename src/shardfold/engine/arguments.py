@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardfold.errors import ConfigError, ModelError, UsageError, nearest
 from shardfold.plan.checks import check_flags, check_times, described, is_integer
-from shardfold.plan.passes import Schedule
+from shardfold.plan.passes import Overlap
 
 __all__ = [
     "check_accumulate",
@@ -65,7 +65,7 @@ def _of_torch(kind: type) -> bool:
 
 
 def check_settings(
-    *, units: Any, timing: Any, seed: Any, patience: Any, limit: Any, debug: Any
+    *, units: Any, overlap: Any, seed: Any, desync_timeout: Any, timeout: Any, debug: Any
 ) -> None:  # what no other file looks at
     """
     Raises:
@@ -78,11 +78,11 @@ def check_settings(
         isinstance(units, (Sequence, Set)) and all(isinstance(each, (str, type)) for each in units)
     ):
         raise ConfigError(f"units= is {described(units)}: it is a list of path patterns and classes, or None.")
-    if timing is not None and not isinstance(timing, Schedule):
-        raise ConfigError(f"timing= is {described(timing)}: it is a Schedule, as in Schedule(prefetch=2), or None.")
+    if overlap is not None and not isinstance(overlap, Overlap):
+        raise ConfigError(f"overlap= is {described(overlap)}: it is a Overlap, as in Overlap(prefetch=2), or None.")
     if not is_integer(seed):
         raise ConfigError(f"seed= is {described(seed)}: it is an integer.")
-    check_times("Engine", patience=patience, limit=limit)
+    check_times("Engine", desync_timeout=desync_timeout, timeout=timeout)
     check_flags("Engine", debug=debug)
 
 
@@ -103,18 +103,18 @@ def check_schedule(schedule: Any, optimizer: Any) -> None:
         ConfigError: ``schedule`` is no schedule, or was made of another optimizer than the engine's, or there is none.
     """
     if schedule is not None and optimizer is None:
-        raise ConfigError("schedule= needs an optimizer: pass optimizer= to the Engine too.")
+        raise ConfigError("lr_schedule= needs an optimizer: pass optimizer= to the Engine too.")
     if schedule is None or (callable(schedule) and not isinstance(schedule, LRScheduler)):
         return
     kind = type(schedule).__name__
     if not callable(getattr(schedule, "step", None)):
         raise ConfigError(
-            f"schedule= was given a {kind}: it is a torch.optim.lr_scheduler, or makes one of the optimizer."
+            f"lr_schedule= was given a {kind}: it is a torch.optim.lr_scheduler, or makes one of the optimizer."
         )
     if getattr(schedule, "optimizer", None) is not optimizer or optimizer is None:
         raise ConfigError(
-            f"schedule= was given a {kind} over another optimizer than optimizer=: give both as objects, the schedule "
-            f"made of that optimizer, or give what makes one, such as schedule=partial({kind}, ...)."
+            f"lr_schedule= was given a {kind} over another optimizer than optimizer=: give both as objects, the "
+            f"schedule made of that optimizer, or give what makes one, such as lr_schedule=partial({kind}, ...)."
         )
     _refuse_metric(schedule)
 
@@ -211,6 +211,6 @@ def _refuse_metric(schedule: Any) -> None:
         return
     except TypeError as error:
         raise ConfigError(
-            f"schedule= cannot be a {type(schedule).__name__}, whose step() wants what no engine knows ({error}): "
+            f"lr_schedule= cannot be a {type(schedule).__name__}, whose step() wants what no engine knows ({error}): "
             "make it yourself of engine.optimizer and call its step(metric) behind engine.step()."
         ) from None

@@ -1,6 +1,6 @@
 """HOW: the interpreter. Events come in, operations go out, a handler per verb acts.
 
-    layout + units --lower--> program --apply(schedule)--> tracks --events move them--> handlers
+    layout + units --lower--> program --apply(overlap)--> tracks --events move them--> handlers
 
 The engine holds no knowledge of stages: what is gathered, reduced or freed, over which axes and when, is in the
 program. What is here is what users call, and the life of a step:
@@ -64,7 +64,7 @@ from shardfold.optim.sharded import ShardedOptimizer, build, check_rounding, che
 from shardfold.plan import presets
 from shardfold.plan.checks import check_flags
 from shardfold.plan.layout import Layout, Precision
-from shardfold.plan.passes import Schedule
+from shardfold.plan.passes import Overlap
 from shardfold.plan.program import Program
 from shardfold.plan.report import MemoryReport, SavedReport, StepReport, TrafficReport
 from shardfold.plan.rules import Rules
@@ -106,15 +106,15 @@ class Engine:
         clip: by another norm, or by value; see :class:`Clip`.
         loss_scale: a number, or a :class:`LossScale`, which moves; None: ``LossScale()`` where compute or autocast is
             fp16, else none.
-        schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer, or is one of it; stepped after each update.
+        lr_schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer, or is one of it; stepped after each update.
         mesh: sizes of ``inter`` and ``intra``, e.g. ``{"intra": 8}``; None: ``intra`` is the ranks of one node.
         units: which modules are units, by path pattern or class; None finds them.
         weights: a state dict, safetensors (a file or a folder) or a checkpoint, read into the shards tensor by tensor.
-        timing: how far ahead units are gathered.
+        overlap: how far ahead units are gathered.
         device: None: this local rank's GPU if there is one, else the CPU.
         seed: of the initial values of a model built under ``meta_init``.
-        patience: seconds until ranks that run parts of the model in contradicting orders raise.
-        limit: seconds until a collective that does not finish raises.
+        desync_timeout: seconds until ranks that run parts of the model in contradicting orders raise.
+        timeout: seconds until a collective that does not finish raises.
         debug: freed memory is filled with NaN instead, so that stale aliases show.
 
     Raises:
@@ -133,27 +133,29 @@ class Engine:
         clip_norm: float | None = None,
         clip: Clip | None = None,
         loss_scale: float | LossScale | None = None,
-        schedule: Any = None,
+        lr_schedule: Any = None,
         mesh: Mapping[str, int] | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         weights: Any = None,
-        timing: Schedule | None = None,
+        overlap: Overlap | None = None,
         device: str | torch.device | None = None,
         seed: int = 0,
-        patience: float = 10.0,
-        limit: float = 1800.0,
+        desync_timeout: float = 10.0,
+        timeout: float = 1800.0,
         debug: bool = False,
     ) -> None:
         check_model(model)
-        check_settings(units=units, timing=timing, seed=seed, patience=patience, limit=limit, debug=debug)
+        check_settings(
+            units=units, overlap=overlap, seed=seed, desync_timeout=desync_timeout, timeout=timeout, debug=debug
+        )
         check_accumulate(accumulate)
-        check_schedule(schedule, optimizer)
+        check_schedule(lr_schedule, optimizer)
         table, activations = in_table(presets.named(layout), activations)
         place = pick_device(device)
-        self.clip, self.timing = one_clip(clip_norm, clip), timing or Schedule()
+        self.clip, self.overlap = one_clip(clip_norm, clip), overlap or Overlap()
         announce(model.parameters(), "an engine of their model")
         with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
-            data_mesh, agreement = joined(self, mesh, place, patience, limit, held)
+            data_mesh, agreement = joined(self, mesh, place, desync_timeout, timeout, held)
             held.push(self._forget_failed)
             ownership.claim(model, agreement)
             with agreement.told("making an engine"):
@@ -165,7 +167,7 @@ class Engine:
                 comm = Comm.of(data_mesh, agreement, tiers.device)
                 held.callback(comm.close)
                 made = build(optimizer, model) if optimizer is not None else None
-                run = RunState(make_schedule(schedule, made), self.loss_scale)
+                run = RunState(make_schedule(lr_schedule, made), self.loss_scale)
                 self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, tiers, run, made, owner=self)
                 made_here = not isinstance(optimizer, torch.optim.Optimizer)
                 self._changes = Changes(self.sharded, units, seed, made_here=made_here)
@@ -210,7 +212,7 @@ class Engine:
         if sharded.optimizer is not None:
             check_tier(sharded.optimizer, sharded.layout.moments)
         alike = given(
-            sharded.layout, [c.spec for c in cuts], sharded.optimizer, sharded.run.schedule, accumulate, self.clip,
+            sharded.layout, [c.spec for c in cuts], sharded.optimizer, sharded.run.lr_schedule, accumulate, self.clip,
             self.loss_scale.rule if self.loss_scale is not None else None,
         )  # fmt: skip
         values = Weights(readable(weights), model) if weights is not None else None
@@ -226,7 +228,7 @@ class Engine:
             return None
         stochastic = seed if sharded.rules.stochastic else None
         moments, tiers = sharded.layout.moments, sharded.tiers
-        updater = ShardedOptimizer(sharded.optimizer, sharded.units, moments, tiers, self.timing.block, stochastic)
+        updater = ShardedOptimizer(sharded.optimizer, sharded.units, moments, tiers, self.overlap.block, stochastic)
         held.callback(updater.close)
         sharded.updater = updater
         return updater
@@ -236,7 +238,7 @@ class Engine:
         sharded, precision = self.sharded, self.sharded.rules.default
         handlers = Handlers(
             sharded.layout, sharded.comm, sharded.units, self._updater, self.clip,
-            scale=1.0 / (self.world_size * accumulate), timing=self.timing, loss_scale=self.loss_scale,
+            scale=1.0 / (self.world_size * accumulate), overlap=self.overlap, loss_scale=self.loss_scale,
         )  # fmt: skip
         clips = self.clip is not None and self.clip.norm is not None
         self.alarm, shares, self._clock = (
@@ -245,7 +247,7 @@ class Engine:
             Clock(sharded.comm.agreement.waited),
         )
         held.callback(self.alarm.close)
-        runner = self._runner = Runner(sharded, handlers, self.timing, accumulate, clip=clips)
+        runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=clips)
         #: Some parameters follow the policy of the model as a whole.
         policy = any(not segment.spec.own and segment.spec.table is None for segment in sharded.segments())
         narrow = TORCH_DTYPES[precision.compute] if policy and precision.compute in ("bf16", "fp16") else None
@@ -280,9 +282,9 @@ class Engine:
         return self.sharded.optimizer
 
     @property
-    def schedule(self) -> Any:
+    def lr_schedule(self) -> Any:
         """Of the learning rate."""
-        return self.sharded.run.schedule
+        return self.sharded.run.lr_schedule
 
     @property
     def layout(self) -> Layout:

@@ -22,7 +22,7 @@ from shardfold.numerics.scaling import Scaler
 from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.layout import DATA_AXES, Layout, Tier
-from shardfold.plan.passes import Schedule
+from shardfold.plan.passes import Overlap
 from shardfold.plan.program import MARKERS, Op
 from shardfold.sharding.gradients import Gradients
 from shardfold.sharding.segment import Segment
@@ -54,7 +54,7 @@ class Handlers:
         optimizer: ShardedOptimizer | None,
         clip: Clip | None,
         scale: float,
-        timing: Schedule,
+        overlap: Overlap,
         loss_scale: Scaler | None = None,
     ) -> None:
         self.layout, self.comm = layout, comm
@@ -70,7 +70,7 @@ class Handlers:
         self.scale, self.loss_scale = scale, loss_scale
         self.lifted = 1.0
         on_gpu = comm.memory.device.type == "cuda"
-        self._overlap = on_gpu if timing.reduces_in_flight is None else timing.reduces_in_flight > 0
+        self._overlap = on_gpu if overlap.reduces_in_flight is None else overlap.reduces_in_flight > 0
         self._sending: Gradients | None = None  # of the unit whose gradients are on their way
         self.set_factors()
 

@@ -21,7 +21,7 @@ from shardfold.errors import OrderError
 from shardfold.plan import passes, program
 from shardfold.plan.layout import Layout
 from shardfold.plan.order import contradiction, describe, merge_orders, with_missing
-from shardfold.plan.passes import Schedule
+from shardfold.plan.passes import Overlap
 from shardfold.plan.program import COLLECTIVES, Op, Program
 from shardfold.sharding.unit import Unit
 
@@ -53,7 +53,7 @@ class Orders:
         layout: bound.
         comm: over which ranks tell what they ran.
         handlers: that operations are bound to.
-        timing: how far ahead units are gathered.
+        overlap: how far ahead units are gathered.
         clip: whether the program takes a norm.
 
     Attributes:
@@ -66,8 +66,8 @@ class Orders:
         tracks: the program's sections, ready to run.
     """
 
-    def __init__(self, layout: Layout, comm: Comm, handlers: Handlers, timing: Schedule, *, clip: bool) -> None:
-        self._layout, self._comm, self._handlers, self._timing, self._clip = layout, comm, handlers, timing, clip
+    def __init__(self, layout: Layout, comm: Comm, handlers: Handlers, overlap: Overlap, *, clip: bool) -> None:
+        self._layout, self._comm, self._handlers, self._overlap, self._clip = layout, comm, handlers, overlap, clip
         self.units: list[Unit] = []
         self.roots: set[str] = set()
         self.late: set[str] = set()
@@ -94,7 +94,7 @@ class Orders:
         train = self._with_missing(self.found["train"], inner)
         back = self._with_missing(self.found["backward"], train[::-1])
         evaluation = self._with_missing(self.found["eval"], train)
-        shape = partial(passes.apply, schedule=self._timing, late=frozenset(self.late))
+        shape = partial(passes.apply, overlap=self._overlap, late=frozenset(self.late))
         self._handlers.repeated = {name for order in (train, back, evaluation) for name in _repeated(order)}
         self.program: Program = shape(lower(forward=train, backward=back))
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
@@ -147,7 +147,7 @@ class Orders:
             OrderError: on all ranks: two of them contradict each other.
         """
         self.touched |= {unit.name for unit in run.touched}
-        if self._timing.order == "any":
+        if self._overlap.order == "any":
             return
         agreement = self._comm.agreement
         own = [name for name in run.own if name not in self.roots]

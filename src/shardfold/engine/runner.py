@@ -28,7 +28,7 @@ from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPas
 from shardfold.engine.visible import VisibleGradients
 from shardfold.errors import UsageError
 from shardfold.optim.guard import Guard
-from shardfold.plan.passes import Schedule
+from shardfold.plan.passes import Overlap
 from shardfold.plan.program import REDUCTIONS
 from shardfold.sharding.buffers import Buffers
 from shardfold.sharding.model import ShardedModel
@@ -44,7 +44,7 @@ class Runner:
     Args:
         model: whose run counts backwards and steps.
         handlers: that operations are bound to.
-        timing: how far ahead units are gathered.
+        overlap: how far ahead units are gathered.
         accumulate: micro-batches per step.
         clip: whether the program takes a norm.
 
@@ -57,11 +57,11 @@ class Runner:
     """
 
     def __init__(
-        self, model: ShardedModel, handlers: Handlers, timing: Schedule, accumulate: int, *, clip: bool
+        self, model: ShardedModel, handlers: Handlers, overlap: Overlap, accumulate: int, *, clip: bool
     ) -> None:
         self.model, self.handlers, self.accumulate = model, handlers, accumulate
         self.comm, self.agreement = model.comm, model.comm.agreement
-        self.orders = Orders(model.layout, model.comm, handlers, timing, clip=clip)
+        self.orders = Orders(model.layout, model.comm, handlers, overlap, clip=clip)
         self.visible = VisibleGradients(model)
         self.buffers = Buffers(model.module, model.comm)
         self._state = model.run

@@ -77,8 +77,8 @@ class Stepper:
             return StepReport(run.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings)
         run.steps += 1
         model.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
-        if run.schedule is not None:
-            run.schedule.step()
+        if run.lr_schedule is not None:
+            run.lr_schedule.step()
         for call in run.after_step:
             call()
         self._clock.end_step(model.comm.agreement.waited)

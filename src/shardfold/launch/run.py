@@ -49,7 +49,7 @@ def quietly_imported() -> Callable[[Node, Options, list[str]], int]:
 
 
 def become_deepspeed() -> None:
-    """Let `deepspeed` mean the face, the module and the command, in all processes that are started from now on."""
+    """Let `deepspeed` mean this layer, the module and the command, in all processes that are started from now on."""
     from shardfold import compat
 
     os.environ.update(compat.environment())

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: what ``Engine(schedule=...)`` takes, and what any ``torch.optim`` optimizer takes.
+"""Learning-rate schedules: what ``Engine(lr_schedule=...)`` takes, and what any ``torch.optim`` optimizer takes.
 
 :func:`warmup_cosine` is the short way. The classes have the argument names, the defaults and the curves of DeepSpeed's
 schedules of the same names, as ordinary ``torch.optim.lr_scheduler.LRScheduler`` objects: made with arguments

@@ -52,12 +52,12 @@ def check_flags(call: str, **flags: Any) -> None:
             raise ConfigError(f"{call}: {name}= is {described(value)}: it is True or False.")
 
 
-def check_times(call: str, *, patience: Any, limit: Any) -> None:
+def check_times(call: str, *, desync_timeout: Any, timeout: Any) -> None:
     """
     Raises:
         ConfigError: one of them is no time that ranks can wait.
     """
-    times: Mapping[str, Any] = {"patience": patience, "limit": limit}
+    times: Mapping[str, Any] = {"desync_timeout": desync_timeout, "timeout": timeout}
     for name, value in times.items():
         if not is_number(value, 0, LONGEST) or value == 0:
             raise ConfigError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from shardfold.plan.cost import Moved, Sent, moves, state_bytes, tier_of, traffic
 from shardfold.plan.layout import Layout, Mesh, Precision
-from shardfold.plan.passes import Schedule, apply
+from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import named
 from shardfold.plan.program import Program, lower
@@ -84,6 +84,6 @@ def explain_preset(
         UnitSpec(name, (SegmentSpec((Slot("w", (n,), 0),), -(-n // ranks) * ranks, policy.compute),), name == "(root)")
         for name, n in sizes.items()
     ]
-    program = apply(lower(bound, units, mesh, clip=True), Schedule())
+    program = apply(lower(bound, units, mesh, clip=True), Overlap())
     held = state_bytes(bound, units, mesh, padded=True)
     return explain(table, bound, program, units, mesh, held, moved=moves(program, bound, units, mesh))

@@ -37,7 +37,7 @@ def describe(i: int, j: int, u: str, v: str) -> str:
     return (
         f"rank {i} ran {u!r} before {v!r} in forward, and rank {j} ran {v!r} before {u!r}: under a layout that splits "
         "parameters ranks may leave parts of the model out, but must run them in one order, or pass "
-        'timing=Schedule(order="any") to ask before every unit.'
+        'overlap=Overlap(order="any") to ask before every unit.'
     )
 
 

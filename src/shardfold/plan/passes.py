@@ -1,6 +1,6 @@
 """Passes over programs: each takes a list of operations and gives a list that does the same at better moments.
 
-How much and when is a :class:`Schedule`, a value of its own: the table says what is held and sent, the schedule only
+How much and when is a :class:`Overlap`, a value of its own: the table says what is held and sent, the overlap only
 moves it in time. No pass adds, drops or changes a collective.
 """
 
@@ -12,13 +12,13 @@ from shardfold.errors import ConfigError
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.program import MARKERS, Op, Program
 
-__all__ = ["Schedule", "apply", "defer_reduce", "prefetch"]
+__all__ = ["Overlap", "apply", "defer_reduce", "prefetch"]
 
 GATHERS = ("CAST", "ALL_GATHER")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Overlap:
     """How far ahead things are done.
 
     Attributes:
@@ -43,13 +43,13 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.order not in ("recorded", "any"):
-            raise ConfigError(f"Schedule.order is {self.order!r}: it is 'recorded' or 'any'.")
+            raise ConfigError(f"Overlap.order is {self.order!r}: it is 'recorded' or 'any'.")
         if self.reduces_in_flight is not None and not is_integer(self.reduces_in_flight, 0, 1):
-            raise ConfigError(f"Schedule.reduces_in_flight is {described(self.reduces_in_flight)}: it is 0, 1 or None.")
+            raise ConfigError(f"Overlap.reduces_in_flight is {described(self.reduces_in_flight)}: it is 0, 1 or None.")
         for name in ("prefetch", "block"):
             if not is_integer(getattr(self, name), 0):
                 raise ConfigError(
-                    f"Schedule.{name} is {described(getattr(self, name))}: it is an integer and cannot be negative."
+                    f"Overlap.{name} is {described(getattr(self, name))}: it is an integer and cannot be negative."
                 )
 
 
@@ -85,13 +85,13 @@ def defer_reduce(ops: tuple[Op, ...], units: frozenset[str]) -> tuple[Op, ...]:
     return tuple(op for op in ops if op not in late) + late
 
 
-def apply(program: Program, schedule: Schedule, late: frozenset[str] = frozenset()) -> Program:
-    """The program that will run: ``program`` with the schedule's passes and ``late`` units reduced at the end."""
+def apply(program: Program, overlap: Overlap, late: frozenset[str] = frozenset()) -> Program:
+    """The program that will run: ``program`` with the overlap's passes and ``late`` units reduced at the end."""
     return Program(
-        forward=prefetch(program.forward, schedule.prefetch),
-        backward=defer_reduce(prefetch(program.backward, schedule.prefetch), late),
-        last=defer_reduce(prefetch(program.last, schedule.prefetch), late),
-        step=prefetch(program.step, schedule.prefetch, ("FETCH",), ("UPDATE",)),
+        forward=prefetch(program.forward, overlap.prefetch),
+        backward=defer_reduce(prefetch(program.backward, overlap.prefetch), late),
+        last=defer_reduce(prefetch(program.last, overlap.prefetch), late),
+        step=prefetch(program.step, overlap.prefetch, ("FETCH",), ("UPDATE",)),
     )
 
 

@@ -43,7 +43,7 @@ class ShardRanks:
     Args:
         device: where whole values are.
         rest: where slices are; None: there too.
-        patience, limit: seconds, as of an ``Engine``.
+        desync_timeout, timeout: seconds, as of an ``Engine``.
         hollow: reading the data of a split parameter gives no elements instead of raising.
     """
 
@@ -51,14 +51,14 @@ class ShardRanks:
         self,
         device: torch.device,
         rest: torch.device | None = None,
-        patience: float = 10.0,
-        limit: float = 1800.0,
+        desync_timeout: float = 10.0,
+        timeout: float = 1800.0,
         *,
         hollow: bool = False,
     ) -> None:
         self.device, self.rest, self.hollow = device, rest or device, hollow
         with ExitStack() as held:
-            mesh, agreement = joined(self, None, device, patience, limit, held)
+            mesh, agreement = joined(self, None, device, desync_timeout, timeout, held)
             memory = DeviceTier(device)
             transport = NcclTransport() if mesh.backend == "nccl" else GlooTransport(memory.empty, memory.recycle)
             self.comm = Comm(mesh, agreement, transport, Meter(mesh), memory)

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 
-__all__ = ["Mirror", "RunState", "Schedule", "Stateful"]
+__all__ = ["LRSchedule", "Mirror", "RunState", "Stateful"]
 
 
 class Stateful(Protocol):
@@ -21,7 +21,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Mapping[str, Any], /) -> Any: ...
 
 
-class Schedule(Stateful, Protocol):
+class LRSchedule(Stateful, Protocol):
     """A schedule of the learning rate, such as those of ``torch.optim.lr_scheduler``."""
 
     def step(self) -> Any: ...
@@ -54,7 +54,7 @@ class RunState:
     """The state of a run.
 
     Attributes:
-        schedule: of the learning rate, or None.
+        lr_schedule: of the learning rate, or None.
         loss_scale: the same where gradients are scaled.
         steps: updates so far.
         attempt: ends of gradients so far: steps, done or skipped, and gradients that were dropped.
@@ -65,7 +65,7 @@ class RunState:
         broken: why the values are of no run, if they are not.
     """
 
-    schedule: Schedule | None = None
+    lr_schedule: LRSchedule | None = None
     loss_scale: Stateful | None = None
     steps: int = 0
     attempt: int = 0

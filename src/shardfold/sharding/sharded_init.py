@@ -37,10 +37,10 @@ def sharded_init(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
-    rest: str | torch.device | None = None,
+    shard_device: str | torch.device | None = None,
     apply: bool = True,
-    patience: float = 10.0,
-    limit: float = 1800.0,
+    desync_timeout: float = 10.0,
+    timeout: float = 1800.0,
     hollow: bool = False,
 ) -> Iterator[None]:
     """Inside, parameters of new modules are split over all ranks as soon as their module's constructor has run.
@@ -50,10 +50,10 @@ def sharded_init(
     Args:
         dtype: that floating parameters are cast to; None: they keep theirs.
         device: of whole values; None: this local rank's GPU if there is one, else the CPU.
-        rest: where slices are until an engine takes them; None: on the device.
+        shard_device: where slices are until an engine takes them; None: on the device.
         apply: ``module.apply(fn)`` gives back after each call of ``fn`` what that touched; else at the end of the
             constructor that called it.
-        patience, limit: seconds until ranks that wait for each other in vain, or for too long, raise.
+        desync_timeout, timeout: seconds until ranks that wait for each other in vain, or for too long, raise.
         hollow: reading the data of a split parameter gives no elements instead of raising.
 
     Raises:
@@ -63,11 +63,11 @@ def sharded_init(
     if TOUCHED:
         yield
         return
-    check_times("sharded_init()", patience=patience, limit=limit)
+    check_times("sharded_init()", desync_timeout=desync_timeout, timeout=timeout)
     check_flags("sharded_init()", apply=apply, hollow=hollow)
     check_dtype("sharded_init()", dtype)
-    place, kept = pick_device(device), parse_device("rest", rest) if rest is not None else None
-    ranks = ShardRanks(place, kept, patience, limit, hollow=hollow)
+    place, kept = pick_device(device), parse_device("shard_device", shard_device) if shard_device is not None else None
+    ranks = ShardRanks(place, kept, desync_timeout, timeout, hollow=hollow)
     construction = _Construction(ranks, dtype)
     with _watching_constructors(construction, apply):
         yield
@@ -79,11 +79,13 @@ def shard_module(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
-    rest: str | torch.device | None = None,
+    shard_device: str | torch.device | None = None,
     hollow: bool = False,
 ) -> None:
     """Splits the parameters of a module that exists, as if it had been built under :func:`sharded_init`."""
-    ranks = ShardRanks(pick_device(device), torch.device(rest) if rest is not None else None, hollow=hollow)
+    ranks = ShardRanks(
+        pick_device(device), torch.device(shard_device) if shard_device is not None else None, hollow=hollow
+    )
     construction = _Construction(ranks, dtype)
     for part in module.modules():
         construction.split(part)

@@ -1,4 +1,4 @@
-"""DeepSpeed's public face: what its users call, done by calling the engine.
+"""DeepSpeed's public interface: what its users call, done by calling the engine.
 
 The names are imported when they are first asked for. What DeepSpeed documents and is not here raises when it is used,
 with one sentence: :mod:`shardfold.compat.deepspeed.absent` lists it.

@@ -1,4 +1,4 @@
-"""What DeepSpeed documents and the face does not do: each name can be imported, and says so when it is used."""
+"""What DeepSpeed documents and this layer does not do: each name can be imported, and says so when it is used."""
 
 from __future__ import annotations
 

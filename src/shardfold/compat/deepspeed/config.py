@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: read into :class:`Settings` for the face, and as the ``DeepSpeedConfig`` that clients know.
+"""DeepSpeed's JSON: read into :class:`Settings` for this layer, and as the ``DeepSpeedConfig`` that clients know.
 
 config_source     a dict, a file or base64 -> a dict
 config_keys       the table: every key, and what it does here

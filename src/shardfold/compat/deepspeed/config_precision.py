@@ -1,4 +1,4 @@
-"""Precision, loss scale, layout and timing: what the sections of a config become as values of ours."""
+"""Precision, loss scale, layout and overlap: what the sections of a config become as values of ours."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardfold.compat.deepspeed.config_check import Note
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.plan.layout import ITEMSIZE, Precision
-from shardfold.plan.passes import Schedule
+from shardfold.plan.passes import Overlap
 
 if TYPE_CHECKING:
     from shardfold.numerics.scaling import LossScale
 
-__all__ = ["Scaling", "layout_of", "loss_scale_of", "precision_of", "timing_of"]
+__all__ = ["Scaling", "layout_of", "loss_scale_of", "overlap_of", "precision_of"]
 
 NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3")
@@ -174,9 +174,9 @@ def layout_of(get: Get, stage: int, ranks: int, notes: list[Note], early: bool) 
     return LAYOUTS[stage], None
 
 
-def timing_of(get: Get) -> Schedule:
+def overlap_of(get: Get) -> Overlap:
     """How far ahead things are done."""
-    return Schedule(
+    return Overlap(
         prefetch=1 if get("zero_optimization.stage3_prefetch_bucket_size") else 0,
         reduces_in_flight=0 if get("zero_optimization.overlap_comm") is False else None,
     )

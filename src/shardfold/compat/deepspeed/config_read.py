@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as values of ours: ``read`` gives :class:`Settings`, which the face builds an engine from.
+"""DeepSpeed's JSON as values of ours: ``read`` gives :class:`Settings`, which this layer builds an engine from.
 
 Nothing here imports torch, so that a config can be judged without it.
 """
@@ -16,10 +16,10 @@ from shardfold.compat.deepspeed.config_check import Checked, Note, check
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_hyper import hyper, idle
 from shardfold.compat.deepspeed.config_keys import KEYS
-from shardfold.compat.deepspeed.config_precision import Scaling, layout_of, loss_scale_of, precision_of, timing_of
+from shardfold.compat.deepspeed.config_precision import Scaling, layout_of, loss_scale_of, overlap_of, precision_of
 from shardfold.compat.deepspeed.config_source import load
 from shardfold.plan.layout import Layout, Precision
-from shardfold.plan.passes import Schedule
+from shardfold.plan.passes import Overlap
 
 if TYPE_CHECKING:
     from shardfold.numerics.scaling import LossScale
@@ -43,7 +43,7 @@ class Settings:
         stage: 0 to 3.
         train_batch_size, micro_batch, accumulate: the triad; with ``early``, as given, and 1 for ``accumulate``.
         clip_norm: None does not clip.
-        precision, layout, mesh, timing: as :class:`shardfold.Engine` takes them.
+        precision, layout, mesh, overlap: as :class:`shardfold.Engine` takes them.
         scaling: of the loss, or None.
         optimizer, scheduler: type and arguments, or None.
         activations: as :class:`shardfold.Engine` takes it.
@@ -62,7 +62,7 @@ class Settings:
     precision: Precision
     layout: str | Layout
     mesh: dict[str, int] | None = None
-    timing: Schedule = field(default_factory=Schedule)
+    overlap: Overlap = field(default_factory=Overlap)
     scaling: Scaling | None = None
     optimizer: tuple[str, dict[str, Any]] | None = None
     scheduler: tuple[str, dict[str, Any]] | None = None
@@ -147,7 +147,7 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
         train_batch_size=batch.train if batch else train, micro_batch=batch.micro if batch else micro,
         accumulate=batch.accumulate if batch else accumulate or 1,
         clip_norm=float(get("gradient_clipping")) or None,
-        precision=precision, layout=layout, mesh=mesh, timing=timing_of(get), scaling=loss_scale_of(get),
+        precision=precision, layout=layout, mesh=mesh, overlap=overlap_of(get), scaling=loss_scale_of(get),
         optimizer=optimizer,
         scheduler=hyper("scheduler", get("scheduler.type"), get("scheduler.params")),
         notes=tuple(notes),

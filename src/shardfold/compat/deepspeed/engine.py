@@ -35,7 +35,7 @@ __all__ = ["DeepSpeedEngine"]
 
 
 def _saving():
-    from shardfold.compat.deepspeed import saving  # when it is needed: most of what importing the face would take
+    from shardfold.compat.deepspeed import saving  # when it is needed: most of what importing this layer would take
 
     return saving
 
@@ -90,7 +90,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         self.inside_no_sync_ctxt = False
         self._boundary: bool | None = None  # as the user set it
         self._stepping = self._step_applied = self._compiled = self._destroyed = False
-        self._messages = 0  # of ranks to each other, of the face
+        self._messages = 0  # of ranks to each other, of the compatibility layer
         self._norm: Any = None  # of the last step's gradients
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -109,7 +109,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
             activations=settings.activations, accumulate=settings.accumulate,
             clip=Clip(norm=limit) if limit is not None else None,
             loss_scale=settings.loss_scale if optimizer is not None else None,
-            mesh=settings.mesh, timing=settings.timing, device=_device(args),
+            mesh=settings.mesh, overlap=settings.overlap, device=_device(args),
         )  # fmt: skip
         self._core._runner.visible.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
         made_here(self._core)

@@ -19,7 +19,7 @@ def main() -> None:
         "python version": platform.python_version(),
         "torch version": torch.__version__,
         "torch cuda version": cuda,
-        "deepspeed": f"{VERSION}, the face of shardfold {shardfold.__version__}",
+        "deepspeed": f"{VERSION}, the compatibility layer of shardfold {shardfold.__version__}",
         "compiled operators": "none are needed",
     }
     print("DeepSpeed general environment info:")

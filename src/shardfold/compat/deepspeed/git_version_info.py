@@ -1,4 +1,4 @@
-"""Which DeepSpeed this is the face of, and what it was built with: nothing."""
+"""Which DeepSpeed's interface this is, and what it was built with: nothing."""
 
 from shardfold.compat.finder import VERSION
 

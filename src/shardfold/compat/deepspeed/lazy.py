@@ -16,7 +16,7 @@ from shardfold.compat.deepspeed.absent import ABSENT, MODULES, absent
 
 __all__ = ["attach", "enter_absent"]
 
-FACE = __package__
+PACKAGE = __package__
 
 
 @contextmanager
@@ -39,16 +39,16 @@ def _imported(module: str) -> ModuleType:
 def attach(
     package: str, names: Mapping[str, str] | None = None, modules: Iterable[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``(__getattr__, __dir__)`` for a package of the face.
+    """``(__getattr__, __dir__)`` for a package of the compatibility layer.
 
     Args:
         package: its ``__name__``.
-        names: of the public objects: the module of the face each is in, relative to the face; ``"module:"`` for the
+        names: of the public objects: the module of this layer each is in, relative to this layer; ``"module:"`` for the
             module itself.
         modules: the package's own submodules that are its attributes without being imported. What
             :data:`~shardfold.compat.deepspeed.absent.ABSENT` has of the package raises when it is used.
     """
-    prefix = package.removeprefix(str(FACE)).lstrip(".")
+    prefix = package.removeprefix(str(PACKAGE)).lstrip(".")
     places = dict(names or {})
     submodules = {*modules, *_below(MODULES, prefix)} - places.keys()
     missing = _below(ABSENT, prefix)
@@ -57,7 +57,7 @@ def attach(
         if name in submodules:
             return _imported(f"{package}.{name}")
         if name in places:
-            found = _imported(f"{FACE}.{places[name].rstrip(':')}")
+            found = _imported(f"{PACKAGE}.{places[name].rstrip(':')}")
             return found if places[name].endswith(":") else getattr(found, name)
         if name in missing:
             return absent(missing[name])
@@ -98,7 +98,7 @@ class _AbsentModules(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith(f"{FACE}.") or fullname.removeprefix(f"{FACE}.") not in MODULES:
+        if not fullname.startswith(f"{PACKAGE}.") or fullname.removeprefix(f"{PACKAGE}.") not in MODULES:
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
@@ -106,7 +106,7 @@ class _AbsentModules(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__doc__ = "Names that DeepSpeed has and the face has not."
+        module.__doc__ = "Names that DeepSpeed has and the compatibility layer has not."
         functions = attach(module.__name__)
         vars(module).update(zip(("__getattr__", "__dir__"), functions, strict=True))
 

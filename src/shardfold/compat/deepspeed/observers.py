@@ -1,6 +1,6 @@
 """What a config asks to be shown of a training, on one engine: progress, times, memory, bytes, operations, monitors.
 
-    observers = Observers(settings, core)             # core: the shardfold.Engine; face=: its DeepSpeedEngine, if any
+    observers = Observers(settings, core)             # core: the shardfold.Engine; outer=: its DeepSpeedEngine, if any
     with observers.phase("forward"): ...              # also "backward" and "step"; costs nothing where nothing asks
     observers.note_loss(loss)                         # of each micro-batch, not divided
     observers.after_step(report, step=global_steps, samples=global_samples, rates=get_lr(), momenta=get_mom())
@@ -44,7 +44,7 @@ class Observers:
     Args:
         settings: which keys are on.
         engine: what is observed.
-        face: the DeepSpeedEngine around it, for the printed profile.
+        outer: the DeepSpeedEngine around it, for the printed profile.
         monitor: the monitors, made already; None: they are made.
 
     Attributes:
@@ -59,7 +59,7 @@ class Observers:
     """
 
     def __init__(
-        self, settings: Settings, engine: Engine, face: Any = None, monitor: MonitorMaster | None = None
+        self, settings: Settings, engine: Engine, outer: Any = None, monitor: MonitorMaster | None = None
     ) -> None:
         self._settings, self._engine = settings, engine
         self.step = 0
@@ -68,7 +68,7 @@ class Observers:
         self.flops_profiler: FlopsProfiler | None = None
         if settings["flops_profiler.enabled"]:
             factor = settings["flops_profiler.recompute_fwd_factor"]
-            self.flops_profiler = FlopsProfiler(engine.module, face, factor)
+            self.flops_profiler = FlopsProfiler(engine.module, outer, factor)
         self._timed = settings.wall_clock_breakdown
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._losses: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""What the face raises for a call that DeepSpeed's documentation rules out."""
+"""What the compatibility layer raises for a call that DeepSpeed's documentation rules out."""
 
 from __future__ import annotations
 

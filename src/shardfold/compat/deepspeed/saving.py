@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 COUNTS = ("global_steps", "skipped_steps", "global_samples")
-FACE = "deepspeed"  # of what the face keeps beside the user's own
+OWN = "deepspeed"  # of what the compatibility layer keeps beside the user's own
 SCRIPT = '''#!/usr/bin/env python
 """Writes the fp32 weights of this checkpoint as files of PyTorch: python zero_to_fp32.py . OUTPUT_DIR"""
 
@@ -125,7 +125,7 @@ def save_checkpoint(
         check_folder(call, save_dir, "a folder for checkpoints")
         check_states(call, client_state=client_state)
         if engine.global_rank == 0:  # whose are saved
-            state.update(_packed(client_state or {}) | {FACE: _own_state(engine)})
+            state.update(_packed(client_state or {}) | {OWN: _own_state(engine)})
 
     engine._core.sharded.gate.meet(call, check=pack)
     tag = _one_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
@@ -171,7 +171,7 @@ def _everyone(engine: SavedEngine, text: str) -> list[str]:
     """What every rank says, by rank."""
     engine._core.sharded.gate.meet("engine.save_checkpoint() or engine.load_checkpoint()")
     engine._messages += 1
-    return engine._core.sharded.comm.agreement.exchange(f"{FACE}/{engine._messages}", text)
+    return engine._core.sharded.comm.agreement.exchange(f"{OWN}/{engine._messages}", text)
 
 
 def _own_state(engine: SavedEngine) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def _states(engine: SavedEngine, path: Path, source: Path, *, scheduler: bool) -
 
 
 def client_state_of(path: Path, *, scheduler: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The ``client_state`` of a checkpoint of ours, and what the face kept beside it.
+    """The ``client_state`` of a checkpoint of ours, and what the compatibility layer kept beside it.
 
     Args:
         path: of the checkpoint.
@@ -339,19 +339,19 @@ def _opened(engine: SavedEngine, path: Path) -> Checkpoint:
     """A checkpoint of ours, of which each host may have a part; every rank calls it."""
     engine._core.sharded.gate.meet("engine.load_checkpoint()")
     engine._messages += 1
-    return open_together(engine._core.sharded, path, f"{FACE}/{engine._messages}")
+    return open_together(engine._core.sharded, path, f"{OWN}/{engine._messages}")
 
 
 def _client_state(checkpoint: Checkpoint, *, scheduler: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     path = checkpoint.path
     state, step = checkpoint.run().get("state", {}), checkpoint.index.step
-    if not isinstance(state, Mapping) or not isinstance(state.get(FACE) or {}, Mapping):
+    if not isinstance(state, Mapping) or not isinstance(state.get(OWN) or {}, Mapping):
         raise CheckpointError(f"{path} is damaged: what it keeps of the run is no mapping.")
-    own: dict[str, Any] = {"global_steps": step, "skipped_steps": 0} | dict(state.get(FACE) or {})
+    own: dict[str, Any] = {"global_steps": step, "skipped_steps": 0} | dict(state.get(OWN) or {})
     kept = own.pop("lr_scheduler", None)
     if kept is not None and scheduler:
         own["lr_scheduler"] = _unpacked(kept, path, "lr_scheduler").get("state")
-    if FACE in state:
+    if OWN in state:
         return _unpacked(state, path), _counted(own, path)
     return dict(state), own  # saved by shardfold.Engine
 
@@ -398,7 +398,7 @@ def _imported(engine: SavedEngine, path: Path) -> Iterator[Path]:
 
 
 def _foreign_state(path: Path) -> dict[str, Any]:
-    """What the face keeps, of one of DeepSpeed's folders."""
+    """What the compatibility layer keeps, of one of DeepSpeed's folders."""
     model = DeepSpeedFolder.open(path)._model
     names = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size", "lr_scheduler")
     own = {"global_steps": 0, "skipped_steps": 0} | {name: model[name] for name in names if name in model}

@@ -170,7 +170,7 @@ class Run:
             precision=config.precision,
             accumulate=config.accumulate,
             clip_norm=config.clip_norm or None,
-            schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
+            lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
             seed=config.seed,
         )
         self.sampler = sf.Sampler(

@@ -111,14 +111,16 @@ class Init:
             raise ConfigError(f"zero.Init(remote_device={device!r}): it is one of {', '.join(DEVICES)}.")
         if device == "nvme" and offload != "nvme":
             raise ConfigError("zero.Init(remote_device='nvme') needs offload_param with an nvme_path in its config.")
-        self._rest = "cpu" if device in ("cpu", "nvme") else None
+        self._shard_device = "cpu" if device in ("cpu", "nvme") else None
         install()
         if module is not None:
-            shard_module(module, dtype=self.dtype, rest=self._rest, hollow=True)
+            shard_module(module, dtype=self.dtype, shard_device=self._shard_device, hollow=True)
 
     def __enter__(self) -> Init:
         if self.enabled:
-            self._block = sharded_init(dtype=self.dtype, rest=self._rest, apply=self._apply, hollow=True)
+            self._block = sharded_init(
+                dtype=self.dtype, shard_device=self._shard_device, apply=self._apply, hollow=True
+            )
             self._block.__enter__()
         return self
 

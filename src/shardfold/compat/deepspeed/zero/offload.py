@@ -71,7 +71,7 @@ def note_parameters(engine: Any) -> None:
     """From now on the parameters of a stage-3 engine answer as DeepSpeed's do.
 
     Args:
-        engine: the face's, or the library's; its ``optimizer``, if any, gets a ``parameter_offload``.
+        engine: the compatibility layer's, or the library's; its ``optimizer``, if any, gets a ``parameter_offload``.
     """
     for parameter in engine.module.parameters():
         note(parameter)

@@ -1,4 +1,4 @@
-"""Stands on the path of child processes: becomes the face of DeepSpeed when it is imported."""
+"""Stands on the path of child processes: becomes the compatibility layer for DeepSpeed when it is imported."""
 
 from shardfold.compat.finder import enter
 

@@ -61,7 +61,7 @@ class FlopsProfiler:
 
     Args:
         model: whose forward is profiled.
-        ds_engine: an engine of the face, for its batch size and number of ranks in the printed profile.
+        ds_engine: an engine of the compatibility layer, for its batch size and number of ranks in the printed profile.
         recompute_fwd_factor: how much of forward backward computes again.
     """
 
