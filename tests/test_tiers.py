@@ -409,45 +409,6 @@ def test_memory_of_an_update_is_given_back(tiers: Tiers) -> None:
     engine.close()
 
 
-# -- update per unit
-
-
-def test_units_are_updated_one_by_one_in_any_order() -> None:
-    """A unit's update reads its own gradients, and what it is called with: any order of units gives the same values,
-    and a coefficient that differs from unit to unit acts on that unit only."""
-    found: list[dict[str, Tensor]] = []
-    for backwards in (False, True):
-        engine = make("zero2", build=partial(models.Small, layers=3))
-        engine.backward(engine(*models.batches(1)[0]))
-        updater = engine._updater
-        assert updater is not None
-        with torch.no_grad():
-            for number, unit in sorted(enumerate(engine.units), reverse=backwards):
-                unit.gradients.complete()
-                used = [[True] * len(segment.parameters) for segment in unit.trainable]
-                updater.update(unit, used, torch.tensor(0.5) if number == 1 else None)
-        found.append(engine.state_dict())
-        engine.close()
-    assert_same(*found)
-    engine = make("zero2", build=partial(models.Small, layers=3), optimizer=partial(torch.optim.SGD, lr=0.1))
-    before = engine.state_dict()
-    engine.backward(engine(*models.batches(1)[0]))
-    grads = {name: p.grad.clone() for name, p in engine.module.named_parameters() if p.grad is not None}
-    engine._runner.visible.hide()
-    (first, second), updater = engine.units[1:3], engine._updater
-    assert updater is not None
-    with torch.no_grad():
-        for unit, factor in ((first, 0.5), (second, None)):
-            unit.gradients.complete()
-            used = [[True] * len(segment.parameters) for segment in unit.trainable]
-            updater.update(unit, used, None if factor is None else torch.tensor(factor))
-    after = engine.state_dict()
-    for unit, factor in ((engine.units[0], 0.0), (first, 0.5), (second, 1.0), (engine.units[3], 0.0)):
-        for name, _ in unit.parameters():
-            torch.testing.assert_close(after[name], before[name] - 0.1 * factor * grads[name], rtol=1e-6, atol=1e-8)
-    engine.close()
-
-
 # -- what is refused
 
 

@@ -240,6 +240,7 @@ class Engine:
             sharded.layout, sharded.comm, sharded.units, self._updater, self.clip,
             scale=1.0 / (self.world_size * accumulate), overlap=self.overlap, loss_scale=self.loss_scale,
         )  # fmt: skip
+        held.callback(handlers.cursor.close)
         clips = self.clip is not None and self.clip.norm is not None
         self.alarm, shares, self._clock = (
             Alarm(sharded, self.loss_scale, self.clip),

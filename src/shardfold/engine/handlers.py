@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardfold.comm.comm import Comm
 from shardfold.comm.transport import drain
+from shardfold.engine.cursor import Cursor
 from shardfold.engine.norms import Norms
 from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import Clip
@@ -41,6 +42,7 @@ class Handlers:
             a forward may have written into meanwhile.
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
+        cursor: the second one.
         used: by unit, which parameters any rank used in this step, as soon as ranks have agreed.
         scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
         lifted: the loss scale that gradients have until they are unscaled.
@@ -64,6 +66,7 @@ class Handlers:
             optimizer.connect(RankLink(layout.master.over, comm))
         self.norms = Norms(clip, layout.master.over, comm, self.trainable)
         self.used: dict[str, list[list[bool]]] = {}
+        self.cursor = Cursor(comm.memory.device)
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
         self.backward_follows = True
@@ -128,6 +131,8 @@ class Handlers:
                 return partial(self.update, unit)
             case "STORE":
                 return partial(self.store, unit, op)
+            case "JOIN":
+                return partial(self.cursor.join, unit.name)
             case _:
                 raise ValueError(f"the program has {op.verb!r}, which no handler does.")
 

@@ -129,7 +129,8 @@ class Stepper:
         Raises:
             NonFiniteError: on every rank: the norm is not finite and ``Clip.error_if_nonfinite`` is set.
         """
-        model, norms, track = self._model, self._norms, self._runner.orders.tracks["step"]
+        model, norms, tracks = self._model, self._norms, self._runner.orders.tracks
+        track = tracks["step"]
         norms.begin_step()
         self._handlers.used = used
         track.restart()
@@ -143,6 +144,7 @@ class Stepper:
             if not self._updater.fused:
                 with torch.no_grad():
                     self._updater.step_whole(model.units, used, norms.coefficient)
-            track.finish()
+            with self._handlers.cursor.following(tracks["beside"]):
+                track.finish()
 
         self._updater.around(update)

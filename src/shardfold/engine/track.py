@@ -52,6 +52,10 @@ class Track:
             stop += 1
         self._run(stop)
 
+    def advance(self) -> None:
+        """Runs the next operation."""
+        self._run(self.position + 1)
+
     def finish(self) -> None:
         """Runs everything that is left."""
         self._run(len(self.ops))

@@ -106,7 +106,7 @@ def moves(
     ``{kind: (calls, bytes)}``."""
     by_name = {unit.name: unit for unit in units}
     total: dict[Moved, tuple[int, float]] = {}
-    for op in program.step if steps else ():
+    for op in (*program.step, *program.beside) if steps else ():
         if op.verb in MOVES:
             calls, moved = total.get(kind := Moved(op.tier, op.verb), (0, 0.0))
             more = sum(

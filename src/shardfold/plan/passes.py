@@ -6,13 +6,13 @@ moves it in time. No pass adds, drops or changes a collective.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardfold.errors import ConfigError
-from shardfold.plan.checks import described, is_integer
+from shardfold.plan.checks import check_flags, described, is_integer
 from shardfold.plan.program import MARKERS, Op, Program
 
-__all__ = ["Overlap", "apply", "defer_reduce", "prefetch"]
+__all__ = ["Overlap", "apply", "defer_reduce", "prefetch", "updates_beside"]
 
 GATHERS = ("CAST", "ALL_GATHER")
 
@@ -31,6 +31,8 @@ class Overlap:
         order: ``"recorded"``: the first passes find the order in which units run, later ones follow it; ranks may leave
             units out but not run them in contradicting orders. ``"any"``: ranks ask each other before every unit, which
             costs a small message each time and allows everything.
+        update_thread: whether a thread of its own updates one unit after the other, so that a unit whose parameters are
+            gathered behind their update is gathered while the next one is updated.
 
     Raises:
         ConfigError: a value is negative or unknown.
@@ -40,8 +42,10 @@ class Overlap:
     reduces_in_flight: int | None = None
     block: int = 0
     order: str = "recorded"
+    update_thread: bool = False
 
     def __post_init__(self) -> None:
+        check_flags("Overlap", update_thread=self.update_thread)
         if self.order not in ("recorded", "any"):
             raise ConfigError(f"Overlap.order is {self.order!r}: it is 'recorded' or 'any'.")
         if self.reduces_in_flight is not None and not is_integer(self.reduces_in_flight, 0, 1):
@@ -85,14 +89,26 @@ def defer_reduce(ops: tuple[Op, ...], units: frozenset[str]) -> tuple[Op, ...]:
     return tuple(op for op in ops if op not in late) + late
 
 
+def updates_beside(program: Program) -> Program:
+    """Moves updates, and what brings their states, into a section of their own; what stays waits for its unit."""
+    own = ("FETCH", "UPDATE", "STORE")
+    step = tuple(op if op.verb != "UPDATE" else Op("JOIN", op.unit) for op in program.step)
+    return replace(
+        program,
+        step=tuple(op for op in step if op.verb not in own),
+        beside=tuple(op for op in program.step if op.verb in own),
+    )
+
+
 def apply(program: Program, overlap: Overlap, late: frozenset[str] = frozenset()) -> Program:
     """The program that will run: ``program`` with the overlap's passes and ``late`` units reduced at the end."""
-    return Program(
+    made = Program(
         forward=prefetch(program.forward, overlap.prefetch),
         backward=defer_reduce(prefetch(program.backward, overlap.prefetch), late),
         last=defer_reduce(prefetch(program.last, overlap.prefetch), late),
         step=prefetch(program.step, overlap.prefetch, ("FETCH",), ("UPDATE",)),
     )
+    return updates_beside(made) if overlap.update_thread else made
 
 
 def _between(ops: tuple[Op, ...], markers: tuple[str, ...]) -> list[list[Op]]:

@@ -1,7 +1,8 @@
 """WHEN things happen: a layout lowered to lists of operations that print as text and parse back.
 
-A program has four sections. ``forward`` and ``backward`` run once per micro-batch, ``last`` replaces ``backward`` in
-the last micro-batch of a step, ``step`` is the optimizer step. Within a pass, ``F u``, ``B u`` and ``END`` are
+A program has four sections, or five. ``forward`` and ``backward`` run once per micro-batch, ``last`` replaces
+``backward`` in the last micro-batch of a step, ``step`` is the optimizer step. What is in ``beside`` a second thread
+does while the first does ``step``; there are no collectives in it. Within a pass, ``F u``, ``B u`` and ``END`` are
 markers: the model's own work happens there, and everything up to a marker is done before it.
 
     verb            what the engine does
@@ -18,6 +19,7 @@ markers: the model's own work happens there, and everything up to a marker is do
     UPDATE          the optimizer's step on this rank's shard, which waits for what was fetched; writes the
                     compute-dtype copy
     STORE           that state begins to go back to its tier
+    JOIN            the first thread waits until all operations of the unit in ``beside`` are done
 
 No collective is chosen by hand: :func:`redistribute` derives it from how a tensor lies and how its reader needs it.
 """
@@ -51,7 +53,7 @@ COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
 MARKERS = ("F", "B", "END")
 MOVES = ("FETCH", "STORE")
 OPERANDS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("F", "B", "CAST", "FREE", "UPDATE"), ("unit",)),
+    **dict.fromkeys(("F", "B", "CAST", "FREE", "UPDATE", "JOIN"), ("unit",)),
     **dict.fromkeys(COLLECTIVES, ("unit", "axes", "dtype")),
     **dict.fromkeys(("END", "NORM"), ()),
     "HOLD": ("unit", "axes"),
@@ -60,7 +62,7 @@ OPERANDS: Mapping[str, tuple[str, ...]] = {
 UPDATED = ("master", "moments")
 """States that an update reads and writes."""
 MARK = "   <-- here"
-SECTIONS = ("forward", "backward", "last", "step")
+SECTIONS = ("forward", "backward", "last", "step", "beside")
 
 PARTIAL = None
 """How a tensor lies whose sum over all ranks is still to be taken."""
@@ -99,6 +101,7 @@ class Program:
     backward: tuple[Op, ...] = ()
     last: tuple[Op, ...] = ()
     step: tuple[Op, ...] = ()
+    beside: tuple[Op, ...] = ()
 
     def section(self, name: str) -> tuple[Op, ...]:
         return getattr(self, name)
@@ -114,7 +117,7 @@ class Program:
     def render(self, mark: tuple[str, int] | None = None) -> str:
         """The text form; ``mark = (section, index)`` points at the operation that failed."""
         lines: list[str] = []
-        for name in SECTIONS:
+        for name in SECTIONS if self.beside else SECTIONS[:-1]:
             lines.append(f"{name}:")
             for i, op in enumerate(self.section(name)):
                 lines.append(f"  {op}{MARK if mark == (name, i) else ''}")

@@ -11,7 +11,7 @@ collective that fills it run on the side stream; waiting for that collective mak
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -52,8 +52,8 @@ class DeviceTier:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat for a short while, whose memory is really gone when it is; ``(numel,)``."""
-        if spares := self._spare.get((numel, dtype)):
-            return spares.pop()
+        with suppress(KeyError, IndexError):  # another thread may take the last one
+            return self._spare[numel, dtype].pop()
         with exact() if self._side is None else _NOTHING:
             flat = torch.empty(numel, dtype=dtype, device=self.device)
         self._prefer_huge(flat)
