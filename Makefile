@@ -33,13 +33,13 @@ soak: $(TOOLS)
 	@$(PYTEST) -m soak
 
 numerics: $(TOOLS)
-	@JOBS=$(JOBS) $(BIN)/python tests/numerics.py
+	@JOBS=$(JOBS) $(BIN)/python tests/support/numerics.py
 
 mutants: $(TOOLS)
-	@JOBS=$(JOBS) $(BIN)/python tests/mutants.py
+	@JOBS=$(JOBS) $(BIN)/python tests/support/mutants.py
 
 matrix: $(TOOLS)
-	@$(BIN)/python tests/matrix.py $(MATRIX)
+	@$(BIN)/python tests/support/matrix.py $(MATRIX)
 
 lint: $(TOOLS)
 	@$(BIN)/ruff check .

@@ -7,7 +7,7 @@ Handlers know how to do a thing and never when: the program says that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -29,7 +29,9 @@ from shardfold.sharding.gradients import Gradients
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Life, Unit
 
-__all__ = ["Handlers", "check_supported"]
+__all__ = ["HANDLERS", "Handlers", "check_supported"]
+
+Call = Callable[[], None]
 
 
 class Handlers:
@@ -101,40 +103,17 @@ class Handlers:
             segment.factor = self.scale if late else self.scale / scale
             segment.unscale = share / scale if late else share
 
-    def bind(self, section: str, op: Op) -> Callable[[], None] | None:
-        """What the operation does in that section; None for a marker.
+    def bind(self, op: Op) -> Call | None:
+        """What the operation does; None for a marker.
 
         Raises:
             ValueError: there is no handler for it.
         """
         if op.verb in MARKERS:
             return None
-        if op.verb == "NORM":
-            return self.norms.take
-        unit = self.units[op.unit]
-        match op.verb:
-            case "ALL_GATHER" if section == "step":
-                return partial(self.gather_updated, unit, op)
-            case "ALL_GATHER":
-                return partial(self.gather, unit, op, self.layout.held is not None and section != "forward")
-            case "REDUCE_SCATTER" | "ALL_REDUCE":
-                return partial(self.reduce, unit, op)
-            case "CAST":
-                return partial(self.cast, unit)
-            case "FREE":
-                return partial(self.free, unit)
-            case "HOLD":
-                return partial(self.hold, unit)
-            case "FETCH":
-                return partial(self.fetch, unit, op)
-            case "UPDATE":
-                return partial(self.update, unit)
-            case "STORE":
-                return partial(self.store, unit, op)
-            case "JOIN":
-                return partial(self.cursor.join, unit.name)
-            case _:
-                raise ValueError(f"the program has {op.verb!r}, which no handler does.")
+        if op.verb not in HANDLERS:
+            raise ValueError(f"the program has {op.verb!r}, which no handler does.")
+        return HANDLERS[op.verb](self, op)
 
     # -- parameters
 
@@ -147,9 +126,17 @@ class Handlers:
         unit.begin_gather()
         with self.comm.memory.side(), torch.no_grad():
             for segment in unit.segments:
-                segment.fill_own_range()
+                segment.fill_own_range("master")
 
-    def gather(self, unit: Unit, op: Op, held: bool) -> None:
+    def bind_gather(self, op: Op) -> Call:
+        unit = self.units[op.unit]
+        each = op.each(len(op.moves(unit.spec)))
+        if op.target == "params":
+            return partial(self.gather_updated, unit, each)
+        return partial(self.gather, unit, op.source, each)
+
+    def gather(self, unit: Unit, source: str, ops: Sequence[Op]) -> None:
+        """Fills the flats of a unit; ``ops``: for each of its segments."""
         if unit.pins:
             return
         again = unit.life is Life.GATHERED
@@ -157,17 +144,12 @@ class Handlers:
             unit.begin_gather()
             with self.comm.memory.side(), torch.no_grad():
                 for segment in unit.segments:
-                    if held and segment.held is not None and segment.held_range is not None:
-                        segment.flat[segment.held_range[0] : segment.held_range[1]].copy_(segment.held)
-                    else:
-                        segment.fill_own_range()
-        for segment in unit.segments:
-            source = segment.own_copy(held=held)
-            lasts = not held and source is segment.rest and unit.name not in self.repeated
-            unit.exposed |= source is None
-            self.comm.collective(
-                op, segment.flat, pending=unit.filling, lasting=source if lasts else None, source=source
-            )
+                    segment.fill_own_range(source)
+        for segment, op in zip(unit.segments, ops, strict=True):
+            own = segment.own_copy(source)
+            lasts = source != "held" and own is segment.rest and unit.name not in self.repeated
+            unit.exposed |= own is None
+            self.comm.collective(op, segment.flat, pending=unit.filling, lasting=own if lasts else None, source=own)
         if again:
             drain(unit.filling, self.comm.agreement.wait)
 
@@ -199,17 +181,20 @@ class Handlers:
         """Takes a gradient."""
         unit.gradients.accept(place, grad, self._sending, self.comm.agreement.wait)
 
-    def reduce(self, unit: Unit, op: Op) -> None:
-        """Sends a unit's gradients; an all-reduce behind a reduce-scatter goes on with what that gave."""
-        gradients = unit.gradients
+    def bind_reduce(self, op: Op) -> Call:
+        unit = self.units[op.unit]
+        sends = [partial(self.comm.collective, each) for each in op.each(len(op.moves(unit.spec)))]
+        return partial(self.reduce, unit.gradients, op, sends)
+
+    def reduce(self, gradients: Gradients, op: Op, sends: Sequence[Callable[..., None]]) -> None:
+        """Sends a unit's gradients: as they came on this rank, or what a reduction has scattered of them already."""
         if self._sending is not gradients and self._sending is not None:  # those of one unit at a time
             self._sending.arrive(self.comm.agreement.wait)
         self._sending = gradients
-        collective = partial(self.comm.collective, op, pending=gradients.sending)
-        if op.verb == "ALL_REDUCE" and self.layout.master.over:
-            gradients.send_scattered(collective, self.comm.agreement.wait)
+        if op.source == "grads":
+            gradients.send_scattered(sends, self.comm.agreement.wait)
             return
-        gradients.send(collective if op.verb == "REDUCE_SCATTER" else None, collective)
+        gradients.send(sends, scatter=op.verb == "REDUCE_SCATTER")
         if not self._overlap:
             gradients.arrive(self.comm.agreement.wait)
 
@@ -226,9 +211,10 @@ class Handlers:
         assert self.optimizer is not None
         self.comm.meter.move(op.tier, op.verb, self.optimizer.store(unit))
 
-    def gather_updated(self, unit: Unit, op: Op) -> None:
+    def gather_updated(self, unit: Unit, ops: Sequence[Op]) -> None:
+        """Fills what of ``params`` rests on this rank with what other ranks have updated."""
         self.comm.memory.after_compute()
-        for segment in unit.trainable:
+        for segment, op in zip(unit.trainable, ops, strict=True):
             assert segment.rest is not None
             self.comm.collective(op, segment.rest, pending=unit.filling)
 
@@ -244,6 +230,22 @@ class Handlers:
         used = {u.name: [list(itertools.islice(bit, len(row))) for row in u.gradients.used] for u in units}
         late = [unit for unit in units if next(bit)]
         return used, late, list(bit)
+
+
+HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
+    "CAST": lambda do, op: partial(do.cast, do.units[op.unit]),
+    "ALL_GATHER": Handlers.bind_gather,
+    "HOLD": lambda do, op: partial(do.hold, do.units[op.unit]),
+    "FREE": lambda do, op: partial(do.free, do.units[op.unit]),
+    "REDUCE_SCATTER": Handlers.bind_reduce,
+    "ALL_REDUCE": Handlers.bind_reduce,
+    "NORM": lambda do, op: do.norms.take,
+    "FETCH": lambda do, op: partial(do.fetch, do.units[op.unit], op),
+    "UPDATE": lambda do, op: partial(do.update, do.units[op.unit]),
+    "STORE": lambda do, op: partial(do.store, do.units[op.unit], op),
+    "JOIN": lambda do, op: partial(do.cursor.join, op.unit),
+}
+"""What binds an operation, by verb; all that are no markers."""
 
 
 def check_supported(layout: Layout) -> None:

@@ -37,11 +37,6 @@ def mode_of(section: str) -> str:
     return section if section in ("train", "eval") else "backward"
 
 
-def _kind(section: str) -> str:
-    """The section as handlers know it."""
-    return "forward" if section in ("train", "eval") else section
-
-
 def _repeated(order: Sequence[str]) -> set[str]:
     return {name for name, count in Counter(order).items() if count > 1}
 
@@ -103,9 +98,7 @@ class Orders:
         sections = {name: self.program.section(name) for name in ("backward", "last", "quiet", "step", "beside")}
         sections["train"] = self.program.forward
         sections["eval"] = shape(lower(forward=evaluation)).forward
-        self.tracks = {
-            name: Track(name, ops, partial(self._handlers.bind, _kind(name))) for name, ops in sections.items()
-        }
+        self.tracks = {name: Track(name, ops, self._handlers.bind) for name, ops in sections.items()}
         self._collective = {name: any(op.verb in COLLECTIVES for op in ops) for name, ops in sections.items()}
 
     def sends(self, section: str) -> bool:
@@ -114,7 +107,7 @@ class Orders:
 
     def bound(self, section: str) -> list[Bound]:
         """The section's operations in definition order, each with what it does."""
-        return [(op, self._handlers.bind(_kind(section), op)) for op in self._lists[section]]
+        return [(op, self._handlers.bind(op)) for op in self._lists[section]]
 
     def known(self, section: str) -> bool:
         """Whether the section has an order that is worth following."""

@@ -476,7 +476,7 @@ class Runner:
         done = {(op.unit, op.verb) for op in self.orders.program.backward}
         for op in self.orders.program.last:
             if op.verb in REDUCTIONS and (op.unit, op.verb) not in done:
-                self.handlers.reduce(self.by_name[op.unit], op)
+                self.handlers.bind_reduce(op)()
         for unit in self.units:
             unit.gradients.arrive(self.agreement.wait)
         self._state.gradients_ready = True
@@ -487,7 +487,7 @@ class Runner:
         for unit in late:
             for op in sorted(ops, key=lambda op: REDUCTIONS.index(op.verb)):
                 if op.unit == unit.name:
-                    self.handlers.reduce(unit, op)
+                    self.handlers.bind_reduce(op)()
             unit.gradients.arrive(self.agreement.wait)
         if not self._asked_backward:
             self.orders.add_late(late)

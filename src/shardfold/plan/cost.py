@@ -110,9 +110,8 @@ def moves(
         if op.verb in MOVES:
             calls, moved = total.get(kind := Moved(op.tier, op.verb), (0, 0.0))
             more = sum(
-                segment_bytes(layout, segment, mesh, num_moments, segment.length)[op.state]
-                for segment in by_name[op.unit].segments
-                if segment.trainable
+                segment_bytes(layout, segment, mesh, num_moments, segment.length)[op.source]
+                for segment in op.moves(by_name[op.unit])
             )
             total[kind] = calls + steps, moved + steps * more
     return total
@@ -125,24 +124,22 @@ def ring_bytes(verb: str, full: float, ranks: int) -> float:
     return full * (ranks - 1) / ranks * (2 if verb == "ALL_REDUCE" else 1)
 
 
-def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Mesh, *, step: bool) -> float:
-    """Bytes one rank sends for ``op`` on ``unit``; a gather after an update moves only what was updated."""
-    total = 0.0
+def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Mesh) -> float:
+    """Bytes one rank sends for ``op`` on ``unit``."""
+    segments = op.moves(unit)
     ranks = prod(mesh[axis] for axis in op.axes)
-    for segment in unit.segments:
-        if op.verb == "ALL_GATHER":
-            if step and not segment.trainable:
-                continue
-            full = segment.length * ITEMSIZE[segment.dtype] / (layout.rest.parts(mesh) if step else 1)
-        elif segment.trainable:
-            scattered = (layout.grads.over or layout.master.over) if op.verb == "ALL_REDUCE" else ()
-            accumulated = op.verb == "ALL_REDUCE" and layout.grads.over  # what is summed is the shard itself
-            size = ITEMSIZE[segment.dtype_for("grads" if accumulated else "reduce", layout)]
-            full = segment.length * size / prod(mesh[axis] for axis in scattered)
-        else:
-            continue
-        total += ring_bytes(op.verb, full, ranks)
-    return total
+    parts = _parts(op.target if op.journey == "gather" else op.source, layout, mesh)
+    return sum(
+        ring_bytes(op.verb, segment.length * ITEMSIZE[each.format] / parts, ranks)
+        for segment, each in zip(segments, op.each(len(segments)), strict=True)
+    )
+
+
+def _parts(tensor: str, layout: Layout, mesh: Mesh) -> int:
+    """Into how many shards the whole of a unit's tensor is cut; sums of gradients as ``master``, wherever they rest."""
+    if tensor in ("flat", "local"):
+        return 1
+    return getattr(layout, "master" if tensor == "grads" else tensor).parts(mesh)
 
 
 def traffic(
@@ -163,11 +160,9 @@ def section_traffic(
         for op in program.section(section):
             if op.verb in COLLECTIVES and runs:
                 key, unit = Sent(op.journey, op.verb, op.axes), by_name[op.unit]
-                step = section == "step"
-                moved = [s for s in unit.segments if s.trainable or (op.verb == "ALL_GATHER" and not step)]
                 calls, sent = total.get(key, (0, 0.0))
-                more = op_bytes(op, layout, unit, mesh, step=step)
-                total[key] = calls + runs * len(moved), sent + runs * more
+                more = op_bytes(op, layout, unit, mesh)
+                total[key] = calls + runs * len(op.moves(unit)), sent + runs * more
     return total
 
 

@@ -97,11 +97,12 @@ class UnitSpec:
     def trainable(self) -> bool:
         return any(segment.trainable for segment in self.segments)
 
-    def dtypes_for(self, what: str, layout: Layout, *, frozen: bool = False) -> str:
-        """The dtypes of ``gather``, ``reduce`` or ``grads`` of its segments under a bound ``layout``, each once, joined
-        by ``+``; ``frozen``: of those that are not trained too."""
+    def format(self, what: str, layout: Layout, *, frozen: bool = False) -> str:
+        """The dtype of ``gather``, ``reduce`` or ``grads`` under a bound ``layout``, in one word: where the segments
+        differ, that of each, joined by ``+``; ``frozen``: also of those that are not trained."""
         moved = [segment for segment in self.segments if segment.trainable or frozen]
-        return "+".join(dict.fromkeys(segment.dtype_for(what, layout) for segment in moved))
+        dtypes = [segment.dtype_for(what, layout) for segment in moved]
+        return "+".join(dtypes if len(set(dtypes)) > 1 else dtypes[:1])
 
 
 def pack(shapes: Mapping[str, Sequence[int]], parts: int, align: int) -> tuple[tuple[Slot, ...], int]:

@@ -21,6 +21,9 @@ markers: the model's own work happens there, and everything up to a marker is do
     STORE           that state begins to go back to its tier
     JOIN            the first thread waits until all operations of the unit in ``beside`` are done
 
+All that handlers and sums of bytes need to know of an operation is in its operands (:class:`Op`), so neither asks
+where in the program it stands. :data:`VERBS` says which operands a verb has.
+
 No collective is chosen by hand: :func:`redistribute` derives it from how a tensor lies and how its reader needs it.
 """
 
@@ -31,8 +34,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError, LayoutError
-from shardfold.plan.layout import Axes, Layout, Mesh
-from shardfold.plan.placement import UnitSpec
+from shardfold.plan.layout import STATES, Axes, Layout, Mesh, Tier
+from shardfold.plan.placement import SegmentSpec, UnitSpec
 
 __all__ = [
     "COLLECTIVES",
@@ -41,8 +44,11 @@ __all__ = [
     "PARTIAL",
     "REDUCTIONS",
     "SECTIONS",
+    "TENSORS",
+    "VERBS",
     "Op",
     "Program",
+    "Verb",
     "lower",
     "parse",
     "redistribute",
@@ -52,13 +58,47 @@ REDUCTIONS = ("REDUCE_SCATTER", "ALL_REDUCE")
 COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
 MARKERS = ("F", "B", "END")
 MOVES = ("FETCH", "STORE")
-OPERANDS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("F", "B", "CAST", "FREE", "UPDATE", "JOIN"), ("unit",)),
-    **dict.fromkeys(COLLECTIVES, ("unit", "axes", "dtype")),
-    **dict.fromkeys(("END", "NORM"), ()),
-    "HOLD": ("unit", "axes"),
-    **dict.fromkeys(MOVES, ("unit", "state", "tier")),
+
+TENSORS = (*STATES, "flat", "local")
+"""What an operation reads or writes: a state of the table, or one of two buffers, both of a unit's whole length.
+
+    flat     the gathered parameters
+    local    this rank's own gradients, of which no sum was taken yet; where ``grads`` rest whole it is these themselves
+"""
+
+
+class Verb(NamedTuple):
+    """What a verb takes.
+
+    Attributes:
+        operands: fields of :class:`Op`, in the order in which they are printed.
+        source: the tensor that it reads, where that is always the same.
+        target: the tensor that it writes, where that is always the same.
+    """
+
+    operands: tuple[str, ...] = ("unit",)
+    source: str = ""
+    target: str = ""
+
+
+VERBS: Mapping[str, Verb] = {
+    "CAST": Verb(source="master", target="flat"),
+    "ALL_GATHER": Verb(("unit", "source", "target", "axes", "format")),
+    "F": Verb(),
+    "B": Verb(),
+    "END": Verb(()),
+    "HOLD": Verb(("unit", "axes"), source="flat", target="held"),
+    "FREE": Verb(source="flat"),
+    "REDUCE_SCATTER": Verb(("unit", "axes", "format"), source="local", target="grads"),
+    "ALL_REDUCE": Verb(("unit", "source", "axes", "format"), target="grads"),
+    "NORM": Verb((), source="grads"),
+    "FETCH": Verb(("unit", "source", "tier")),
+    "UPDATE": Verb(source="grads", target="master"),
+    "STORE": Verb(("unit", "source", "tier")),
+    "JOIN": Verb(),
 }
+"""All verbs. A verb that is not here neither parses nor runs."""
+
 UPDATED = ("master", "moments")
 """States that an update reads and writes."""
 MARK = "   <-- here"
@@ -68,29 +108,82 @@ PARTIAL = None
 """How a tensor lies whose sum over all ranks is still to be taken."""
 
 
-class Op(NamedTuple):
-    """One operation on one unit. Collectives have ``axes`` and ``dtype``, ``HOLD`` has ``axes``, ``FETCH`` and
-    ``STORE`` have a ``state`` of the table and the ``tier`` that it rests in.
-
-    ``dtype`` is what travels: of a unit whose segments travel in several, all of them, as in ``bf16+fp32``.
-    """
-
+class _Operands(NamedTuple):
     verb: str
     unit: str = ""
     axes: Axes = ()
-    dtype: str = ""
-    state: str = ""
+    format: str = ""
+    source: str = ""
+    target: str = ""
     tier: str = ""
 
+
+class Op(_Operands):
+    """One operation on one unit, with all that it needs to be done and to be counted.
+
+    Attributes:
+        verb: one of :data:`VERBS`.
+        unit: its name.
+        axes: of a collective: that it crosses; of ``HOLD``: that the copy is split over.
+        format: of a collective: what is on the link, e.g. ``bf16``; where the segments that move differ, that of each,
+            as in ``bf16+fp32+bf16`` (see :meth:`each`).
+        source: the one of :data:`TENSORS` that is read.
+        target: the one that is written.
+        tier: that a state is fetched from, or stored to.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        verb: str,
+        unit: str = "",
+        axes: Axes = (),
+        format: str = "",
+        source: str = "",
+        target: str = "",
+        tier: str = "",
+    ) -> Op:
+        if (always := VERBS.get(verb)) is not None:
+            source, target = source or always.source, target or always.target
+        return super().__new__(cls, verb, unit, axes, format, source, target, tier)
+
     def __str__(self) -> str:
-        words = [self.verb, self.unit, f"[{'+'.join(self.axes)}]" if self.axes else "", self.dtype]
-        words += [self.state, self.tier]
-        return " ".join(word for word in words if word)
+        known = VERBS.get(self.verb)
+        words = [self.verb]
+        for name in known.operands if known is not None else ("unit", "axes"):
+            if value := getattr(self, name):
+                words += _words(self, name, value)
+        return " ".join(words)
 
     @property
     def journey(self) -> str:
         """Which of the table's journeys a collective belongs to: ``gather`` or ``reduce``."""
         return "gather" if self.verb == "ALL_GATHER" else "reduce"
+
+    def moves(self, unit: UnitSpec) -> tuple[SegmentSpec, ...]:
+        """The segments of its unit that it works on: what is frozen has nothing but values."""
+        if "flat" in (self.source, self.target):
+            return unit.segments
+        return tuple(segment for segment in unit.segments if segment.trainable)
+
+    def each(self, num_segments: int) -> tuple[Op, ...]:
+        """The same for each of so many segments that it moves, with that segment's format."""
+        formats = self.format.split("+")
+        if len(formats) == 1:
+            return (self,) * num_segments
+        if len(formats) != num_segments:
+            raise ValueError(f"{self} has {len(formats)} formats but moves {num_segments} segments.")
+        return tuple(self._replace(format=format) for format in formats)
+
+
+def _words(op: Op, name: str, value: Any) -> list[str]:
+    """An operand as it is printed."""
+    if name == "axes":
+        return [f"[{'+'.join(value)}]"]
+    if name == "tier":
+        return [f"@{value}"]
+    return ["->", value] if name == "target" and op.source else [value]
 
 
 @dataclass(frozen=True)
@@ -124,29 +217,36 @@ class Program:
         return "\n".join(lines)
 
 
-def redistribute(unit: str, have: Axes | None, need: Axes, *, data: Axes, gather: str, reduce: str) -> Iterator[Op]:
+def redistribute(
+    unit: str, have: Axes | None, need: Axes, *, data: Axes, source: str, target: str, format: Mapping[str, str]
+) -> Iterator[Op]:
     """The collectives that turn how a unit lies into how its reader needs it.
 
     Args:
         unit: its name.
-        have: the axes it is split over, or :data:`PARTIAL`.
-        need: the axes it shall be split over.
+        have: the axes that ``source`` is split over, or :data:`PARTIAL`.
+        need: the axes that ``target`` shall be split over.
         data: all axes that a partial sum is waiting on.
-        gather: dtype on the wire of a gather.
-        reduce: dtype on the wire of a reduction.
+        source: the tensor that there is.
+        target: the tensor that is needed.
+        format: by journey what is on the link: of ``gather`` and ``reduce``, and of ``sum``, the reduction of what a
+            reduction has scattered.
 
     Raises:
         LayoutError: the two cannot be joined by a gather or a reduction.
     """
     if have is None:  # PARTIAL
         if need:
-            yield Op("REDUCE_SCATTER", unit, need, reduce)
+            yield Op("REDUCE_SCATTER", unit, need, format["reduce"], source, target)
         if rest := tuple(axis for axis in data if axis not in need):
-            yield Op("ALL_REDUCE", unit, rest, reduce)
+            if need:
+                yield Op("ALL_REDUCE", unit, rest, format["sum"], target, target)
+            else:
+                yield Op("ALL_REDUCE", unit, rest, format["reduce"], source, target)
     elif have != need:
         if have[: len(need)] != need:
             raise LayoutError(f"{unit} lies split over {have} but is needed split over {need}, which no gather gives.")
-        yield Op("ALL_GATHER", unit, have[len(need) :], gather)
+        yield Op("ALL_GATHER", unit, have[len(need) :], format["gather"], source, target)
 
 
 def lower(
@@ -196,18 +296,26 @@ class _Lowering:
         self._onward = [inner[name] for name in (inner if forward is None else forward)]
         self._back = self._onward[::-1] if backward is None else [inner[name] for name in backward]
 
-    def _turn(self, unit: UnitSpec, have: Axes | None, need: Axes, *, frozen: bool = False) -> Iterator[Op]:
-        gather, reduce = unit.dtypes_for("gather", self._layout, frozen=frozen), unit.dtypes_for("reduce", self._layout)
-        return redistribute(unit.name, have, need, data=self._data, gather=gather, reduce=reduce)
+    def _turn(self, unit: UnitSpec, source: str, target: str) -> Iterator[Op]:
+        """From how one tensor of the unit lies to how another shall."""
+        format = {
+            "gather": unit.format("gather", self._layout, frozen=target == "flat"),
+            "reduce": unit.format("reduce", self._layout),
+            "sum": unit.format("grads", self._layout),
+        }
+        have, need = PARTIAL if source == "local" else self._over(source), self._over(target)
+        return redistribute(unit.name, have, need, data=self._data, source=source, target=target, format=format)
 
-    def _fill(self, unit: UnitSpec, over: Axes, source_is_master: bool) -> Iterator[Op]:
-        if over and source_is_master:
-            yield Op("CAST", unit.name)
-        yield from self._turn(unit, over, (), frozen=True)
+    def _over(self, tensor: str) -> Axes:
+        """The axes that a tensor is split over; sums of gradients are used as ``master`` is, wherever they rest."""
+        return () if tensor == "flat" else getattr(self._layout, "master" if tensor == "grads" else tensor).over
 
     def _enter(self, unit: UnitSpec, *, forward: bool) -> Iterator[Op]:
-        cell = self._layout.rest if forward or self._layout.held is None else self._layout.held
-        yield from self._fill(unit, cell.over, self._layout.params is None and cell is self._layout.master)
+        rest = "params" if self._layout.params is not None else "master"
+        source = rest if forward or self._layout.held is None else "held"
+        if source == "master" and self._over(source):
+            yield Op("CAST", unit.name)
+        yield from self._turn(unit, source, "flat")
         yield Op("F" if forward else "B", unit.name)
 
     def _leave(
@@ -227,11 +335,7 @@ class _Lowering:
         """Gradients that rest split are scattered in every micro-batch; what remains of the sum waits for the last."""
         if not unit.trainable:
             return
-        for op in self._turn(unit, PARTIAL, self._layout.grads.over or self._layout.master.over):
-            if self._layout.grads.over and op.verb == "ALL_REDUCE":
-                op = op._replace(
-                    dtype=unit.dtypes_for("grads", self._layout)
-                )  # what is summed is the accumulated shard
+        for op in self._turn(unit, "local", "grads"):
             if last or (self._layout.grads.over and op.verb == "REDUCE_SCATTER"):
                 yield op
 
@@ -256,11 +360,11 @@ class _Lowering:
             if unit.trainable:
                 away = [(name, str(self._layout.cells()[name].tier)) for name in UPDATED]
                 away = [(name, tier) for name, tier in away if tier != "device"]
-                yield from (Op("FETCH", unit.name, state=name, tier=tier) for name, tier in away)
+                yield from (Op("FETCH", unit.name, source=name, tier=tier) for name, tier in away)
                 yield Op("UPDATE", unit.name)
-                yield from (Op("STORE", unit.name, state=name, tier=tier) for name, tier in away)
+                yield from (Op("STORE", unit.name, source=name, tier=tier) for name, tier in away)
                 if self._layout.params is not None:
-                    yield from self._turn(unit, self._layout.master.over, self._layout.params.over)
+                    yield from self._turn(unit, "master", "params")
 
 
 def parse(text: str) -> Program:
@@ -289,12 +393,25 @@ def parse(text: str) -> Program:
 def _parse_op(words: Sequence[str]) -> Op | None:
     """The operation in these words, if it has exactly the operands of its verb."""
     verb, *operands = words
-    takes = OPERANDS.get(verb)
-    if takes is None or len(operands) != len(takes):
+    takes = VERBS.get(verb)
+    if takes is None:
         return None
-    fields: dict[str, Any] = dict(zip(takes, operands, strict=True))
-    if (axes := fields.get("axes")) is not None:
-        if not (axes.startswith("[") and axes.endswith("]") and all(names := axes[1:-1].split("+"))):
+    if "target" in takes.operands:
+        at = takes.operands.index("target")
+        if operands[at : at + 1] != ["->"]:
             return None
-        fields["axes"] = tuple(names)
-    return Op(verb, **fields)
+        del operands[at]
+    if len(operands) != len(takes.operands):
+        return None
+    fields = {name: _value(name, word) for name, word in zip(takes.operands, operands, strict=True)}
+    return None if None in fields.values() else Op(verb, **fields)
+
+
+def _value(name: str, word: str) -> Any:
+    """An operand out of its word; None: it is none."""
+    if name == "axes":
+        inside = word[1:-1].split("+") if word.startswith("[") and word.endswith("]") else [""]
+        return tuple(inside) if all(inside) else None
+    if name == "tier":
+        return word[1:] if word.startswith("@") and word[1:] in list(Tier) else None
+    return word if name not in ("source", "target") or word in TENSORS else None

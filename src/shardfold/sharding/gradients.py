@@ -133,9 +133,9 @@ class Gradients:
 
     # -- sending
 
-    def send(self, scatter: Callable[..., None] | None, all_reduce: Callable[[Tensor], None]) -> None:
-        """Hands the gradients to one of two: ``scatter(flat, out=, add=)``, or, without it, ``all_reduce(flat)``; both
-        append to :attr:`sending`. Behind it only what is there keeps the buffer alive."""
+    def send(self, sends: Sequence[Callable[..., None]], *, scatter: bool) -> None:
+        """Hands the flat of each segment to one of ``sends``, which take ``(flat, pending=)`` and, to ``scatter``,
+        ``out=`` and ``add=``. Behind it only what is in :attr:`sending` keeps the buffer alive."""
         buffer = self.resting
         with torch.no_grad():
             self._take_arriving()
@@ -148,21 +148,21 @@ class Gradients:
             self.sums = Sums.REDUCED
         if self.sums is Sums.TWICE and self.extra is None:
             self.extra = [torch.zeros_like(segment.master_grads) for segment in self.segments]
-        for segment, flat, out in zip(self.segments, buffer.flats, self._scattered(), strict=True):
-            if scatter is not None:
-                scatter(flat, out=out, add=add)
+        for segment, send, flat, out in zip(self.segments, sends, buffer.flats, self._scattered(), strict=True):
+            if scatter:
+                send(flat, pending=self.sending, out=out, add=add)
             else:
-                all_reduce(flat)
+                send(flat, pending=self.sending)
                 if add:
                     self.sending.append(Pending([], partial(segment.add_to_grads, flat)))
         if buffer is not self.resting:
             self.sending.append(Pending([], partial(self._recycle, buffer)))
 
-    def send_scattered(self, all_reduce: Callable[[Tensor], None], waiter: Waiter) -> None:
+    def send_scattered(self, sends: Sequence[Callable[..., None]], waiter: Waiter) -> None:
         """The second of two reductions: sums the scattered gradients over the other axes (HSDP)."""
         self.arrive(waiter)
-        for segment, target in zip(self.segments, self._scattered(), strict=True):
-            all_reduce(target)
+        for segment, send, target in zip(self.segments, sends, self._scattered(), strict=True):
+            send(target, pending=self.sending)
             if self.extra is not None:
                 self.sending.append(Pending([], partial(segment.master_grads.add_, target)))
         self.sums, self.extra = Sums.TWICE, None

@@ -132,7 +132,7 @@ class Segment:
 
     def unseen_writes(self, written: Sequence[int]) -> str:
         """The name of a parameter of which this rank's part is another in the flat than at rest; empty: of none."""
-        source = self.rest if self.rest is not None else self.master
+        source = self._resting
         assert source is not None
         start, stop = self.rest_range
         if torch.equal(self.flat[start:stop], source.to(self.dtype)):
@@ -235,12 +235,18 @@ class Segment:
         assert grads is not None
         grads.add_(flat)
 
-    def fill_own_range(self) -> None:
-        """Writes this rank's shard into its range of the flat, ready for a gather; casts if only master rests."""
-        source = self.rest if self.rest is not None else self.master
-        assert source is not None
-        if source is not self.flat:
-            self.flat[self.rest_range[0] : self.rest_range[1]].copy_(source)
+    def fill_own_range(self, source: str = "params") -> None:
+        """Writes this rank's shard of ``source`` (``params``, ``held`` or ``master``) into its range of the flat, ready
+        for a gather; casts if only ``master`` rests."""
+        shard, bounds = (self.held, self.held_range) if source == "held" else (self._resting, self.rest_range)
+        assert shard is not None and bounds is not None
+        if shard is not self.flat:
+            self.flat[bounds[0] : bounds[1]].copy_(shard)
+
+    @property
+    def _resting(self) -> Tensor | None:
+        """``params``; where there are none, and the segment is not frozen, ``master``."""
+        return self.rest if self.rest is not None else self.master
 
     def move(self, store: DeviceTier) -> None:
         """The flat and the parameters get memory of their own; what is in the old one stays with who refers to it."""
@@ -251,12 +257,12 @@ class Segment:
         for parameter, view in zip(self.parameters, self.views_of(flat), strict=True):
             parameter.data = view
 
-    def own_copy(self, *, held: bool) -> Tensor | None:
-        """What this rank gives to a gather, as it lies outside of the flat, into which forward may write while others
-        still read; None if it is nowhere else."""
+    def own_copy(self, source: str) -> Tensor | None:
+        """What this rank gives to a gather of ``source``, as it lies outside of the flat, into which forward may write
+        while others still read; None if it is nowhere else."""
         if not self.split:
             return None
-        if held and self.held is not None:
+        if source == "held":
             return self.held
         if self.rest is not None:
             return self.rest

@@ -1,16 +1,18 @@
-"""Collectives by DeepSpeed's names, done by ``torch.distributed``.
+"""Collectives by DeepSpeed's names, done by ``torch.distributed``: a table of name, parameters and what is called.
 
-``prof``, ``log_name`` and ``debug`` are for the log of communication; a ``group`` of None is all ranks.
+Behind its own parameters each takes ``prof``, ``log_name`` and ``debug``, which are for the log of communication. A
+``group`` of None is all ranks.
 """
 
 from __future__ import annotations
 
-from datetime import timedelta
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, ReduceOp
 
 from shardfold.compat.deepspeed.comm.world import alone
 from shardfold.compat.deepspeed.utils.comms_logging import comms_logger, configure, logged
@@ -61,307 +63,6 @@ __all__ = [
 SUM: Any = ReduceOp.SUM
 
 
-@logged
-def broadcast(
-    tensor: Tensor, src: int, group: Any = None, async_op: bool = False, prof=False, log_name="broadcast", debug=None
-) -> Work | None:
-    """``src``'s values become everyone's."""
-    return dist.broadcast(tensor, src, group, async_op)
-
-
-@logged
-def broadcast_object_list(
-    object_list: list[Any],
-    src: int,
-    group: Any = None,
-    device: Any = None,
-    prof=False,
-    log_name="broadcast_object_list",
-    debug=None,
-) -> None:
-    """``src``'s objects become everyone's."""
-    dist.broadcast_object_list(object_list, src, group, device)
-
-
-@logged
-def all_reduce(
-    tensor: Tensor,
-    op: Any = SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="all_reduce",
-    debug=None,
-) -> Work | None:
-    """Reduces over the ranks, in place."""
-    return dist.all_reduce(tensor, op, group, async_op)
-
-
-@logged
-def inference_all_reduce(
-    tensor: Tensor,
-    op: Any = SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="all_reduce",
-    debug=None,
-) -> Tensor:
-    """The tensor, reduced in place as by :func:`all_reduce`; there is nothing to wait for, whatever ``async_op``."""
-    dist.all_reduce(tensor, op, group)
-    return tensor
-
-
-@logged
-def all_reduce_coalesced(
-    tensors: list[Tensor],
-    op: Any = SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="all_reduce",
-    debug=None,
-) -> Any:
-    """:func:`all_reduce` of several tensors."""
-    return _together([dist.all_reduce(tensor, op, group, async_op) for tensor in tensors], async_op)
-
-
-@logged
-def reduce(
-    tensor: Tensor,
-    dst: int,
-    op: Any = SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="reduce",
-    debug=None,
-) -> Work | None:
-    """Reduces over the ranks, for ``dst``."""
-    return dist.reduce(tensor, dst, op, group, async_op)
-
-
-@logged
-def all_gather(
-    tensor_list: list[Tensor],
-    tensor: Tensor,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="all_gather",
-    debug=None,
-) -> Work | None:
-    """Everyone's tensors, by rank."""
-    return dist.all_gather(tensor_list, tensor, group, async_op)
-
-
-@logged
-def all_gather_object(
-    object_list: list[Any], obj: Any, group: Any = None, prof=False, log_name="all_gather_object", debug=None
-) -> None:
-    """Everyone's objects, by rank."""
-    dist.all_gather_object(object_list, obj, group)
-
-
-@logged
-def all_gather_into_tensor(
-    output_tensor: Tensor,
-    tensor: Tensor,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="all_gather_into_tensor",
-    debug=None,
-) -> Work | None:
-    """Everyone's tensors, one after another in ``output_tensor``."""
-    return all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
-
-
-def allgather_fn(
-    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, debug=None
-) -> Work | None:
-    """As :func:`all_gather_into_tensor`."""
-    return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-def all_gather_coalesced(
-    output_tensors: list[Tensor], input_tensors: list[Tensor], group: Any = None, async_op: bool = False
-) -> Any:
-    """:func:`all_gather_into_tensor` of several tensors."""
-    pairs = zip(output_tensors, input_tensors, strict=True)
-    return _together([all_gather_single(out, own, group=group, async_op=async_op) for out, own in pairs], async_op)
-
-
-@logged
-def reduce_scatter(
-    output: Tensor,
-    input_list: list[Tensor],
-    op: Any = SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="reduce_scatter",
-    debug=None,
-) -> Work | None:
-    """Each rank gets its own of the reduced tensors."""
-    return dist.reduce_scatter(output, input_list, op, group, async_op)
-
-
-@logged
-def reduce_scatter_tensor(
-    output_tensor: Tensor,
-    tensor: Tensor,
-    op: Any = SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="reduce_scatter_tensor",
-    debug=None,
-) -> Work | None:
-    """Each rank gets its own range of the reduced tensor."""
-    return reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
-def reduce_scatter_fn(
-    output_tensor: Tensor,
-    tensor: Tensor,
-    op: Any = SUM,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    debug=None,
-) -> Work | None:
-    """As :func:`reduce_scatter_tensor`."""
-    return reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
-@logged
-def all_to_all_single(
-    output: Tensor,
-    tensor: Tensor,
-    output_split_sizes: list[int] | None = None,
-    input_split_sizes: list[int] | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="all_to_all_single",
-    debug=None,
-) -> Work | None:
-    """Each rank sends a range of its tensor to each other; None: ranges of equal size."""
-    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
-
-
-@logged
-def all_to_all(
-    output_tensor_list: list[Tensor],
-    input_tensor_list: list[Tensor],
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="all_to_all",
-    debug=None,
-) -> Work | None:
-    """Each rank sends a tensor to each other."""
-    return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
-
-
-@logged
-def gather(
-    tensor: Tensor,
-    gather_list: list[Tensor] | None = None,
-    dst: int = 0,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="gather",
-    debug=None,
-) -> Work | None:
-    """Everyone's tensors, for ``dst``."""
-    return dist.gather(tensor, gather_list, dst, group, async_op)
-
-
-@logged
-def scatter(
-    tensor: Tensor,
-    scatter_list: list[Tensor] | None = None,
-    src: int = 0,
-    group: Any = None,
-    async_op: bool = False,
-    prof=False,
-    log_name="scatter",
-    debug=None,
-) -> Work | None:
-    """``src`` sends a tensor to each."""
-    return dist.scatter(tensor, scatter_list, src, group, async_op)
-
-
-@logged
-def barrier(
-    group: Any = None, async_op: bool = False, device_ids: Any = None, prof=False, log_name="barrier", debug=None
-) -> Work | None:
-    """Waits for every rank."""
-    return None if alone() else dist.barrier(group, async_op, device_ids)
-
-
-@logged
-def monitored_barrier(
-    group: Any = None,
-    timeout: timedelta | None = None,
-    wait_all_ranks: bool = False,
-    prof=False,
-    log_name="monitored_barrier",
-    debug=None,
-) -> None:
-    """A barrier that names the ranks that did not come; Gloo's."""
-    if not alone():
-        dist.monitored_barrier(group, timeout, wait_all_ranks)
-
-
-# -- from one to another
-
-
-@logged
-def send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0, prof=False, log_name="send", debug=None) -> None:
-    dist.send(tensor, dst, group, tag)
-
-
-@logged
-def recv(
-    tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, prof=False, log_name="recv", debug=None
-) -> int:
-    return dist.recv(tensor, src, group, tag)
-
-
-@logged
-def isend(
-    tensor: Tensor, dst: int, group: Any = None, tag: int = 0, prof=False, log_name="isend", debug=None
-) -> Work | None:
-    return dist.isend(tensor, dst, group, tag)
-
-
-@logged
-def irecv(
-    tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, prof=False, log_name="irecv", debug=None
-) -> Work | None:
-    return dist.irecv(tensor, src, group, tag)
-
-
-class P2POp:
-    """One of :func:`batch_isend_irecv`: ``op`` is :func:`isend` or :func:`irecv`."""
-
-    def __init__(self, op: Any, tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> None:
-        if op not in (isend, irecv):
-            raise ConfigError(f"P2POp(op={op!r}): it is deepspeed.comm.isend or deepspeed.comm.irecv.")
-        self.op = dist.isend if op is isend else dist.irecv
-        self.tensor, self.peer, self.group, self.tag = tensor, peer, group, tag
-
-
-@logged
-def batch_isend_irecv(p2p_op_list: list[P2POp], prof=False, log_name="batch_isend_irecv", debug=None) -> list[Work]:
-    """Starts them all, and gives what can be waited for."""
-    return dist.batch_isend_irecv([dist.P2POp(p.op, p.tensor, p.peer, p.group, p.tag) for p in p2p_op_list])
-
-
 class _All:
     """Several works as one."""
 
@@ -377,6 +78,172 @@ class _All:
 
 def _together(works: list[Any], async_op: bool) -> _All | None:
     return _All(works) if async_op else None
+
+
+def _named(name: str, what: str, call: Callable[..., Any], *, log_name: str | None = None) -> Callable[..., Any]:
+    """``call`` under that name, in the log of communication as ``log_name`` (None: by its own name)."""
+    own = list(inspect.signature(call).parameters.values())
+    word = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for_log = {"prof": False, "log_name": log_name or name, "debug": None}
+    parameters = own + [inspect.Parameter(key, word, default=default) for key, default in for_log.items()]
+
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        mine = args[: len(own)] if len(args) <= len(parameters) else args
+        return call(*mine, **{key: value for key, value in kwargs.items() if key not in for_log})
+
+    call.__name__ = call.__qualname__ = name  # which errors about arguments name
+    collective.__name__ = collective.__qualname__ = name
+    collective.__doc__ = what
+    timed = logged(collective)
+    timed.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    return timed
+
+
+broadcast = _named(
+    "broadcast", "``src``'s values become everyone's.",
+    lambda tensor, src, group=None, async_op=False: dist.broadcast(tensor, src, group, async_op),
+)  # fmt: skip
+broadcast_object_list = _named(
+    "broadcast_object_list", "``src``'s objects become everyone's.",
+    lambda object_list, src, group=None, device=None: dist.broadcast_object_list(object_list, src, group, device),
+)  # fmt: skip
+all_reduce = _named(
+    "all_reduce", "Reduces over the ranks, in place.",
+    lambda tensor, op=SUM, group=None, async_op=False: dist.all_reduce(tensor, op, group, async_op),
+)  # fmt: skip
+inference_all_reduce = _named(
+    "inference_all_reduce", "The tensor, reduced in place: there is nothing to wait for, whatever ``async_op``.",
+    lambda tensor, op=SUM, group=None, async_op=False: (dist.all_reduce(tensor, op, group), tensor)[1],
+    log_name="all_reduce",
+)  # fmt: skip
+all_reduce_coalesced = _named(
+    "all_reduce_coalesced", "``all_reduce`` of several tensors.",
+    lambda tensors, op=SUM, group=None, async_op=False: _together(
+        [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors], async_op
+    ),
+    log_name="all_reduce",
+)  # fmt: skip
+reduce = _named(
+    "reduce", "Reduces over the ranks, for ``dst``.",
+    lambda tensor, dst, op=SUM, group=None, async_op=False: dist.reduce(tensor, dst, op, group, async_op),
+)  # fmt: skip
+all_gather = _named(
+    "all_gather", "Everyone's tensors, by rank.",
+    lambda tensor_list, tensor, group=None, async_op=False: dist.all_gather(tensor_list, tensor, group, async_op),
+)  # fmt: skip
+all_gather_object = _named(
+    "all_gather_object", "Everyone's objects, by rank.",
+    lambda object_list, obj, group=None: dist.all_gather_object(object_list, obj, group),
+)  # fmt: skip
+all_gather_into_tensor = _named(
+    "all_gather_into_tensor", "Everyone's tensors, one after another in ``output_tensor``.",
+    lambda output_tensor, tensor, group=None, async_op=False: all_gather_single(
+        output_tensor, tensor, group=group, async_op=async_op
+    ),
+)  # fmt: skip
+reduce_scatter = _named(
+    "reduce_scatter", "Each rank gets its own of the reduced tensors.",
+    lambda output, input_list, op=SUM, group=None, async_op=False: dist.reduce_scatter(
+        output, input_list, op, group, async_op
+    ),
+)  # fmt: skip
+reduce_scatter_tensor = _named(
+    "reduce_scatter_tensor", "Each rank gets its own range of the reduced tensor.",
+    lambda output_tensor, tensor, op=SUM, group=None, async_op=False: reduce_scatter_single(
+        output_tensor, tensor, op=op, group=group, async_op=async_op
+    ),
+)  # fmt: skip
+all_to_all_single = _named(
+    "all_to_all_single", "Each rank sends a range of its tensor to each other; None: ranges of equal size.",
+    lambda output, tensor, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False: (
+        dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
+    ),
+)  # fmt: skip
+all_to_all = _named(
+    "all_to_all", "Each rank sends a tensor to each other.",
+    lambda output_tensor_list, input_tensor_list, group=None, async_op=False: dist.all_to_all(
+        output_tensor_list, input_tensor_list, group, async_op
+    ),
+)  # fmt: skip
+gather = _named(
+    "gather", "Everyone's tensors, for ``dst``.",
+    lambda tensor, gather_list=None, dst=0, group=None, async_op=False: dist.gather(
+        tensor, gather_list, dst, group, async_op
+    ),
+)  # fmt: skip
+scatter = _named(
+    "scatter", "``src`` sends a tensor to each.",
+    lambda tensor, scatter_list=None, src=0, group=None, async_op=False: dist.scatter(
+        tensor, scatter_list, src, group, async_op
+    ),
+)  # fmt: skip
+barrier = _named(
+    "barrier", "Waits for every rank.",
+    lambda group=None, async_op=False, device_ids=None: (
+        None if alone() else dist.barrier(group, async_op, device_ids)
+    ),
+)  # fmt: skip
+monitored_barrier = _named(
+    "monitored_barrier", "A barrier that names the ranks that did not come; Gloo's.",
+    lambda group=None, timeout=None, wait_all_ranks=False: (
+        None if alone() else dist.monitored_barrier(group, timeout, wait_all_ranks)
+    ),
+)  # fmt: skip
+send = _named(
+    "send", "Sends to ``dst``, and waits until it is sent.",
+    lambda tensor, dst, group=None, tag=0: dist.send(tensor, dst, group, tag),
+)  # fmt: skip
+recv = _named(
+    "recv", "Waits for a tensor from ``src`` (None: from anyone); gives the sender's rank.",
+    lambda tensor, src=None, group=None, tag=0: dist.recv(tensor, src, group, tag),
+)  # fmt: skip
+isend = _named(
+    "isend", "Begins to send to ``dst``.",
+    lambda tensor, dst, group=None, tag=0: dist.isend(tensor, dst, group, tag),
+)  # fmt: skip
+irecv = _named(
+    "irecv", "Begins to receive from ``src``; None: from anyone.",
+    lambda tensor, src=None, group=None, tag=0: dist.irecv(tensor, src, group, tag),
+)  # fmt: skip
+batch_isend_irecv = _named(
+    "batch_isend_irecv", "Starts them all, and gives what can be waited for.",
+    lambda p2p_op_list: dist.batch_isend_irecv(
+        [dist.P2POp(p.op, p.tensor, p.peer, p.group, p.tag) for p in p2p_op_list]
+    ),
+)  # fmt: skip
+
+
+# -- that are not in the log
+
+
+def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op=False, debug=None) -> Any:
+    """As :func:`all_gather_into_tensor`."""
+    return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: list[Tensor], input_tensors: list[Tensor], group: Any = None, async_op: bool = False
+) -> Any:
+    """:func:`all_gather_into_tensor` of several tensors."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return _together([all_gather_single(out, own, group=group, async_op=async_op) for out, own in pairs], async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor: Tensor, tensor: Tensor, op: Any = SUM, group: Any = None, async_op=False, prof=False, debug=None
+) -> Any:
+    """As :func:`reduce_scatter_tensor`."""
+    return reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+class P2POp:
+    """One of :func:`batch_isend_irecv`: ``op`` is :func:`isend` or :func:`irecv`."""
+
+    def __init__(self, op: Any, tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> None:
+        if op not in (isend, irecv):
+            raise ConfigError(f"P2POp(op={op!r}): it is deepspeed.comm.isend or deepspeed.comm.irecv.")
+        self.op = dist.isend if op is isend else dist.irecv
+        self.tensor, self.peer, self.group, self.tag = tensor, peer, group, tag
 
 
 # -- what this PyTorch can do

@@ -1,0 +1,272 @@
+"""The near wire gives bit for bit what the Gloo wire gives, depends on no rank's timing, and says who is gone."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardfold as sf
+from shardfold.comm import boards, near
+from shardfold.comm.boards import SLOTS, possible
+from shardfold.comm.mesh import DataMesh
+from shardfold.comm.near import NearTransport
+from shardfold.comm.transport import GlooTransport
+from shardfold.errors import CollectiveError
+from shardfold.testing import Ranks, RanksFailed
+from tests.support import models
+
+pytestmark = pytest.mark.skipif(not possible(), reason="this system has no cross memory attach")
+LIMIT = timedelta(seconds=30)
+
+
+def _wait(work: Any) -> None:
+    work.wait(LIMIT)
+
+
+def _exchange(key: str, text: str) -> list[str]:
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, text)
+    return said
+
+
+def _wires() -> tuple[GlooTransport, NearTransport, Any, DataMesh]:
+    mesh = DataMesh(None, torch.device("cpu"), LIMIT)
+    gloo = GlooTransport(lambda n, dtype: torch.empty(n, dtype=dtype), lambda flat: None)
+    wire = NearTransport(gloo, mesh.groups(), mesh.rank, _exchange, _wait)
+    assert wire.near(mesh.everyone)
+    return gloo, wire, mesh.everyone, mesh
+
+
+def _values(numel: int, dtype: torch.dtype, rank: int | None = None) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def _summed(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All ranks' values added up in the order of their ranks, 16 bits in fp32 and rounded once."""
+    total = torch.zeros(len(like), dtype=torch.promote_types(dtype, torch.float32))
+    for rank in range(dist.get_world_size()):
+        total += _values(len(like), dtype, rank).to(total.dtype)
+    return total.to(dtype)
+
+
+def _compare() -> list[str]:
+    gloo, wire, group, mesh = _wires()
+    world, rank = mesh.world, mesh.rank
+    wrong: list[str] = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for chunk in (1, 1000, near.BLOCK // 4, near.BLOCK // 2 + 12345):
+            values = _values(world * chunk, dtype)
+            answers: list[list[torch.Tensor]] = []
+            for each in (gloo, wire):
+                full, lasting = torch.zeros_like(values), values.chunk(world)[rank].clone()
+                full.chunk(world)[rank].copy_(lasting)
+                again = full.clone()
+                each.all_gather(full, group).wait(_wait)
+                each.all_gather(again, group, lasting=lasting).wait(_wait)
+                each.settle(_wait)
+                each.forget()
+                inside, wide = values.clone(), torch.ones(chunk, dtype=torch.float32)
+                each.reduce_scatter(inside, inside.chunk(world)[rank], group, add=False).wait(_wait)
+                if dtype.itemsize <= 4:
+                    each.reduce_scatter(values.clone(), wide, group, add=True).wait(_wait)
+                answers.append([full, again, inside.chunk(world)[rank], wide])
+            if not torch.equal(answers[1][2], _summed(values, dtype).chunk(world)[rank]):
+                wrong.append(f"in rank order {dtype} {chunk}")
+            for name, a, b in zip(("gather", "lasting", "inside", "added"), *answers, strict=True):
+                if not torch.equal(a, b):
+                    wrong.append(f"{name} {dtype} {chunk}")
+            summed, parts = values.clone(), [torch.empty_like(values) for _ in range(world)]
+            wire.all_reduce(summed, group).wait(_wait)
+            dist.all_gather(parts, summed)
+            dist.all_gather(parts, values)
+            whole = torch.stack([part.double() for part in parts]).sum(0)
+            error = (summed.double() - whole).abs().max() / whole.abs().max()
+            if error > 2 * torch.finfo(dtype).eps:
+                wrong.append(f"sum {dtype} {chunk}: {error}")
+    mesh.close()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_what_is_read_is_bit_for_bit_what_gloo_brings(ranks: Ranks, world_size: int) -> None:
+    assert ranks.run(_compare, world_size=world_size) == [[]] * world_size
+
+
+def _many() -> bool:
+    _, wire, group, mesh = _wires()
+    right = True
+    full = torch.empty(2 * mesh.world)
+    for i in range(SLOTS * 2 + 7):
+        full.chunk(mesh.world)[mesh.rank].fill_(float(i + mesh.rank))
+        wire.all_gather(full, group).wait(_wait)
+        right &= full[::2].tolist() == [float(i + rank) for rank in range(mesh.world)]
+    mesh.close()
+    return right
+
+
+def test_a_board_has_room_for_any_number_of_collectives(ranks: Ranks) -> None:
+    assert ranks.run(_many, world_size=3) == [True] * 3
+
+
+def _late() -> float:
+    """Rank 0 waits for two sums that rank 1 has begun but does not wait for, as it stands in something else."""
+    _, wire, group, mesh = _wires()
+    tensor = torch.full((100_000,), 1.0 + mesh.rank)
+    pending = wire.all_reduce(tensor, group)
+    if mesh.rank == 0:
+        pending.wait(_wait)
+    dist.barrier()
+    pending.wait(_wait)
+    mesh.close()
+    return float(tensor.sum())
+
+
+def test_a_rank_goes_on_with_what_it_began_while_it_stands_elsewhere(ranks: Ranks) -> None:
+    assert ranks.run(_late, world_size=2) == [300_000.0] * 2
+
+
+def _losses(off: tuple[int, ...], layout: str, precision: str) -> tuple[list[float], bool]:
+    """Of a few steps on batches of this rank's own; ``off``: ranks on which the wire is switched off."""
+    if dist.get_rank() in off:
+        os.environ["SHARDFOLD_NEAR"] = "0"
+    try:
+        mesh = {"inter": 2, "intra": 2} if layout in ("hsdp", "hpz") else None
+        torch.manual_seed(0)
+        adamw = partial(torch.optim.AdamW, lr=1e-2)
+        engine = sf.Engine(models.small(), optimizer=adamw, layout=layout, precision=precision, mesh=mesh, accumulate=2)
+    finally:
+        os.environ.pop("SHARDFOLD_NEAR", None)
+    wire: Any = engine.sharded.comm.transport
+    used = wire.near(engine.mesh.everyone)
+    losses: list[float] = []
+    for batch in models.batches(6):
+        loss = engine(*(t.chunk(engine.world_size)[engine.rank] for t in batch))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.close()
+    return losses, used
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2", "hsdp", "hpz"])
+def test_training_is_the_same_to_the_bit_over_either_wire(ranks: Ranks, layout: str) -> None:
+    """In bf16; where all-reduces send gradients, which Gloo adds in a dtype of its own if they are in bf16, in fp32: of
+    two ranks' numbers there is one sum."""
+    precision = "fp32" if layout in ("ddp", "hsdp") else "bf16"
+    world = 4 if layout in ("hsdp", "hpz") else 2
+    read = ranks.run(_losses, (), layout, precision, world_size=world)
+    sent = ranks.run(_losses, (1,), layout, precision, world_size=world)
+    assert [used for _, used in read] == [True] * world
+    assert [used for _, used in sent] == [False] * world, "one rank that cannot be read sends its group to Gloo"
+    assert [losses for losses, _ in read] == [losses for losses, _ in sent]
+    assert len({tuple(losses) for losses, _ in read}) == world  # or wrong sums would look like right ones
+
+
+def _until_ended(process: str) -> None:
+    stat = Path(f"/proc/{process}/stat")
+    with suppress(OSError):  # it is gone
+        while stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            pass
+
+
+def _leaves(how: str, folder: str) -> str:
+    """Rank 1 leaves in the first unit of a forward, in which rank 0 is."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+    engine = sf.Engine(model, layout="zero3", units=["*"])
+    process = _exchange("process", str(os.getpid()))[1]
+
+    def leave(*_: Any) -> None:
+        if engine.rank == 0:
+            if how == "end":
+                _until_ended(process)
+        elif how == "end":
+            os._exit(3)
+        else:
+            raise LookupError
+
+    with torch.no_grad():
+        for _ in range(2):
+            engine(torch.ones(1, 8))
+        model[0].register_forward_hook(leave)
+        try:
+            engine(torch.ones(1, 8))
+        except LookupError:
+            engine.close()
+            return ""
+        except CollectiveError as error:
+            Path(folder, "said").write_text(str(error))
+            return str(error)
+    return "nothing was raised"
+
+
+def test_a_rank_that_closes_its_engine_inside_of_a_pass_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    said, _ = ranks.run(_leaves, "close", str(tmp_path), world_size=2, timeout=60)
+    assert "rank 1 has closed its engine" in said
+
+
+def test_a_rank_that_ends_inside_of_a_pass_raises_the_same_as_over_gloo(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        ranks.run(_leaves, "end", str(tmp_path), world_size=2, timeout=60)
+    assert "another rank has probably died" in (tmp_path / "said").read_text()
+
+
+def _ends_after(folder: str) -> None:
+    """Rank 1 reads what lasts, and its process ends before rank 0 looks whether it has."""
+    _, wire, group, mesh = _wires()
+    full = torch.full((2 * 1000,), float(mesh.rank))
+    lasting = full.chunk(2)[mesh.rank].clone()
+    process = _exchange("process", str(os.getpid()))[1]
+    wire.all_gather(full, group, lasting=lasting).wait(_wait)
+    if mesh.rank == 1:
+        wire.settle(_wait)  # rank 0 has read too: what every pass ends with
+        os._exit(0)
+    _until_ended(process)
+    wire.settle(_wait)
+    Path(folder, "sum").write_text(str(full.sum().item()))
+
+
+def test_a_rank_that_has_ended_reads_no_more(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        ranks.run(_ends_after, str(tmp_path), world_size=2, timeout=60)
+    assert (tmp_path / "sum").read_text() == "1000.0"
+
+
+def _forked() -> bool:
+    """A child that makes a board of its own must not write into its parent's."""
+    _, wire, _, mesh = _wires()
+    wire.close()
+    board = boards._boards[-1]
+    before = bytes(board)
+    child = os.fork()
+    if not child:
+        board[:] = bytes([255]) * len(board)
+        os._exit(0)
+    os.waitpid(child, 0)
+    mesh.close()
+    return bytes(board) == before
+
+
+def test_a_board_is_not_shared_with_a_fork(ranks: Ranks) -> None:
+    assert ranks.run(_forked, world_size=2) == [True] * 2
+
+
+def _ends() -> None:
+    _, wire, group, mesh = _wires()
+    if mesh.rank == 1:
+        os._exit(3)
+    full = torch.zeros(1000)
+    wire.all_gather(full, group).wait(_wait)
+
+
+def test_a_rank_that_has_ended_is_told_of(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match="a rank on this host, has ended"):
+        ranks.run(_ends, world_size=2, timeout=60)

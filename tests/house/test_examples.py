@@ -1,0 +1,73 @@
+"""The examples run as their first lines say, and learn."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ALONE = [sys.executable]
+TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(*command: str) -> str:
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step +\d+ +loss (\S+)", output, re.MULTILINE)]
+
+
+def test_the_plain_loop_learns_the_same_alone_and_on_two_ranks() -> None:
+    alone = run(*ALONE, str(EXAMPLES / "plain_loop.py"))
+    two = run(*TWO, str(EXAMPLES / "plain_loop.py"))
+    assert len(losses(alone)) == 9 and losses(alone)[-1] < 0.6 * losses(alone)[0]
+    assert losses(two) == pytest.approx(losses(alone), rel=2e-3)
+    assert "zero3 on 2 rank(s)" in two and "REDUCE_SCATTER" in two and "moments" in two
+
+
+def test_the_transformers_example_learns_its_sentence() -> None:
+    pytest.importorskip("transformers")
+    output = run(*TWO, str(EXAMPLES / "transformers_meta.py"))
+    assert "model.layers.3" in output and "written: 'A table says" in output
+    assert losses(output)[-1] < 0.2 * losses(output)[0]
+
+
+AS_DEEPSPEED = [*ALONE, "-m", "shardfold", "run", "--as-deepspeed", "--no_local_rank", "--nproc-per-node", "2"]
+SCRIPTS = ("accelerate_loop.py", "transformers_trainer.py")
+SMALL = ["--steps", "4", "--width", "32", "--layers", "2"]
+
+
+def run_as_deepspeed(script: str, stage: int, folder: Path, *more: str) -> str:
+    which = ["--stage", str(stage)] if script == "accelerate_loop.py" else []
+    which = which or ["--deepspeed", str(EXAMPLES / f"ds_zero{stage}.json")]
+    return run(*AS_DEEPSPEED, str(EXAMPLES / script), *SMALL, "--output", str(folder), *which, *more)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_that_name_deepspeed_only_run_here(script: str, tmp_path: Path) -> None:
+    """They train, save, evaluate, write the model and generate."""
+    for package in ("accelerate", "transformers"):
+        pytest.importorskip(package)
+    output = run_as_deepspeed(script, 3, tmp_path)
+    assert len(losses(output)) == 4 and losses(output)[-1] < losses(output)[0]
+    assert "held out" in output and "written 'def test_" in output and (tmp_path / "model/model.safetensors").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_that_name_deepspeed_only_go_on_where_they_saved(script: str, stage: int, tmp_path: Path) -> None:
+    whole = run_as_deepspeed(script, stage, tmp_path)
+    if script == "accelerate_loop.py":
+        saved = ["--resume", str(tmp_path / "step-2")]
+    else:
+        saved = ["--resume"]
+        (tmp_path / "checkpoint-4").rename(tmp_path / "last")
+    assert losses(run_as_deepspeed(script, stage, tmp_path, *saved))[-2:] == losses(whole)[-2:]
