@@ -448,6 +448,13 @@ def test_an_optimizer_with_a_state_of_its_own_is_refused(optimizer: Any) -> None
     )
 
 
+def test_a_tier_s_name_is_the_tier() -> None:
+    """In a table, where it is compared too."""
+    named = sf.PRESETS["zero2"].edit("moments", tier="host")
+    assert named == in_tier("zero2", "host") and named.moments.tier is Tier.HOST
+    make(named.edit("moments", tier="device"), optimizer=torch.optim.RMSprop).close()
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_moves_what_it_has(momentum: float) -> None:
     """With momentum one state per element, without it nothing."""

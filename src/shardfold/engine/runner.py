@@ -497,7 +497,6 @@ class Runner:
         self._state.micro_batch, self._state.gradients_ready = 0, False
         self.visible.forget()
         self._state.attempt += 1
-        self.comm.memory.forget_spares()
         self._evaluated = self._asked_backward = False
         self.comm.meter.control(self.agreement.control_bytes)
         self.agreement.control_bytes = 0

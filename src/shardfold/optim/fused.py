@@ -76,12 +76,11 @@ class FusedShard:
             region.fetch(memory.empty(self._numel, region.dtype))
         return sum(region.nbytes for region in self.moments.values())
 
-    def store(self, memory: DeviceTier) -> int:
+    def store(self) -> int:
         """Begins to bring back the moments that were fetched and updated, and gives up their memory on the device;
         bytes."""
         for region, values in zip(self.moments.values(), self.here, strict=True):
             region.store(values)
-            memory.recycle(values)
         self.here = []
         return sum(region.nbytes for region in self.moments.values())
 

@@ -188,7 +188,7 @@ class ShardedOptimizer:
 
     def store(self, unit: Unit) -> int:
         """The state of a unit that was updated begins to go back to its tier; bytes."""
-        return sum(self._fused[id(segment)].store(self._tiers.device) for segment in unit.trainable)
+        return sum(self._fused[id(segment)].store() for segment in unit.trainable)
 
     def update(self, unit: Unit, used: Sequence[Sequence[bool]], coefficient: Tensor | None) -> None:
         """The step for one unit's master ranges; the compute copy of what changed is written too.
@@ -252,7 +252,9 @@ class ShardedOptimizer:
     def drop(self, unit: Unit) -> None:
         """Forgets a unit that is no more, and its state."""
         for segment in unit.trainable:
-            self._fused.pop(id(segment), None)
+            if (shard := self._fused.pop(id(segment), None)) is not None:
+                for moment in shard.moments.values():
+                    moment.drop()
             for piece in self._pieces.pop(id(segment), ()):
                 self.torch_optimizer.state.pop(piece.tensor, None)
                 if self._ours is not None:
