@@ -77,6 +77,8 @@ BAD = [
     (["train", "--heads", "5"], "5 heads"),
     (["train", "--procs", "0"], "procs is '0', but should be greater than or equal to 1"),
     (["train", "--data", "no/such/text"], "no/such/text"),
+    (["bench", "gpt", "--ranks", "0"], "ranks is 0, but must be at least 1"),
+    (["ckpt", "import", __file__, "imported"], "is no file of torch.save"),
     (["train", "--config", "no-such.toml"], "no-such.toml"),
     (["train", "--warmup", "9", "--steps", "5"], "warm up for fewer"),
     (["explain", "zero9"], "Did you mean"),
