@@ -112,11 +112,18 @@ def disk(tiers: Tiers) -> tuple[DiskTier, DiskRegion]:
     return tier, tier.allocate((5000,), torch.float32)
 
 
-def test_what_is_not_written_yet_comes_from_memory(tiers: Tiers) -> None:
+@pytest.fixture
+def gate(tiers: Tiers) -> Iterator[Event]:
+    """Behind which the disk's thread may be held; open when the tiers are closed, also by a test that failed."""
+    made = Event()
+    yield made
+    made.set()
+
+
+def test_what_is_not_written_yet_comes_from_memory(tiers: Tiers, gate: Event) -> None:
     """Values that wait for the disk are given from where they wait, as often as they are asked for, and into the memory
     that is given; the file is written with the next ones."""
     tier, region = disk(tiers)
-    gate = Event()
     tier.threads.submit(gate.wait)
     region.store(numbers(1.0))
     into = torch.zeros(5000)
@@ -129,12 +136,11 @@ def test_what_is_not_written_yet_comes_from_memory(tiers: Tiers) -> None:
     assert torch.equal(region.get(), numbers(2.0))
 
 
-def test_values_on_their_way_are_waited_for(tiers: Tiers) -> None:
+def test_values_on_their_way_are_waited_for(tiers: Tiers, gate: Event) -> None:
     """``fetch`` gives nothing but the beginning: ``get`` returns when the values are there."""
     tier, region = disk(tiers)
     region.store(numbers(1.0))
     region.flush()
-    gate = Event()
     tier.threads.submit(gate.wait)
     into = torch.zeros(5000)
     region.fetch(into)
