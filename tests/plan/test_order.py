@@ -129,5 +129,5 @@ def test_a_verb_without_a_handler_is_refused_when_it_is_bound() -> None:
     """A program never runs an operation as another one."""
     handlers = Handlers.__new__(Handlers)
     handlers.units = {"block": None}  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="'FETCH', which no handler does"):
-        handlers.bind(Op("FETCH", "block"))
+    with pytest.raises(ValueError, match="'SEND', which no handler does"):
+        handlers.bind(Op("SEND", "block"))
