@@ -14,6 +14,7 @@ import torch
 
 from shardfold.comm.comm import Comm
 from shardfold.comm.transport import drain
+from shardfold.engine.cursor import Cursor
 from shardfold.engine.norms import Norms
 from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import Clip
@@ -41,6 +42,8 @@ class Handlers:
             shards before the pass is over.
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
+        cursor: the second one.
+        used: by unit, which parameters any rank used in this step, as soon as ranks have agreed.
         scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
         lifted: the loss scale that gradients have until they are unscaled.
     """
@@ -61,6 +64,8 @@ class Handlers:
         if optimizer is not None:
             optimizer.connect(RankLink(layout.master.over, comm))
         self.norms = Norms(clip, comm, self.trainable)
+        self.used: dict[str, list[list[bool]]] = {}
+        self.cursor = Cursor(comm.memory.device)
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
         self.backward_follows = True
@@ -179,7 +184,15 @@ class Handlers:
     def update(self, unit: Unit) -> None:
         assert self.optimizer is not None
         with torch.no_grad():
-            self.optimizer.update(unit)
+            self.optimizer.update(unit, self.used[unit.name], self.norms.coefficient)
+
+    def fetch(self, unit: Unit, op: Op) -> None:
+        assert self.optimizer is not None
+        self.comm.meter.move(op.tier, op.verb, self.optimizer.fetch(unit))
+
+    def store(self, unit: Unit, op: Op) -> None:
+        assert self.optimizer is not None
+        self.comm.meter.move(op.tier, op.verb, self.optimizer.store(unit))
 
     def gather_updated(self, unit: Unit, ops: Sequence[Op]) -> None:
         """Fills what of ``params`` rests on this rank with what other ranks have updated."""
@@ -214,7 +227,10 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "DROP": lambda do, op: do.units[op.unit].gradients.give_back,
     "CLAMP": lambda do, op: do.norms.clip_values,
     "NORM": lambda do, op: do.norms.take,
+    "FETCH": lambda do, op: partial(do.fetch, do.units[op.unit], op),
     "UPDATE": lambda do, op: partial(do.update, do.units[op.unit]),
+    "STORE": lambda do, op: partial(do.store, do.units[op.unit], op),
+    "JOIN": lambda do, op: partial(do.cursor.join, op.unit),
 }
 """What binds an operation, by verb; all that are no markers."""
 
@@ -237,9 +253,9 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
                 f"{name} is split over {'+'.join(cell.over)}; this version splits over {'+'.join(DATA_AXES)} in that "
                 "order only."
             )
-        if cell.tier is not Tier.DEVICE:
+        if cell.tier is not Tier.DEVICE and name != "moments":
             raise ConfigError(
-                f"{name} rests in the {cell.tier} tier, which this version's engine does not have; use device."
+                f"{name} rests in the {cell.tier} tier, from which this version updates moments only; use device."
             )
     if layout.moments.dtype != layout.master.dtype:
         raise ConfigError(

@@ -119,7 +119,7 @@ class Orders:
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
             name: lower().section("forward" if name in ("train", "eval") else name) for name in SECTIONS
         }
-        sections = {name: self.program.section(name) for name in ("backward", "last", "quiet", "step")}
+        sections = {name: self.program.section(name) for name in ("backward", "last", "quiet", "step", "beside")}
         sections["closing"] = passes.closing(self.program, self._overlap)
         sections["train"] = self.program.forward
         sections["eval"] = shape(lower(forward=evaluation)).forward

@@ -19,14 +19,14 @@ from typing import Protocol
 from shardfold.comm.agreement import Agreement
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.track import Section, Track
-from shardfold.plan.passes import FETCHES
+from shardfold.plan.passes import GATHERS
 from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS
 from shardfold.sharding.unit import Life, Unit
 
 __all__ = ["LocalPass", "NegotiatedPass", "Pass", "ReplayedPass"]
 
 MOMENTS: Mapping[str, str] = {
-    **dict.fromkeys(FETCHES, "enter"),
+    **dict.fromkeys(GATHERS, "enter"),
     "GRADS": "begin",
     **dict.fromkeys(SUMS, "reduce"),
     **dict.fromkeys(("HOLD", "FREE"), "leave"),
@@ -209,7 +209,7 @@ class NegotiatedPass:
         enter = self._numbers["enter"]
         self._full = {name for name in units if not enter[name]}
         for i, op in enumerate(refill.ops):
-            if op.unit in self._full and op.verb in FETCHES:
+            if op.unit in self._full and op.verb in GATHERS:
                 enter[op.unit].append((refill, i))
         self._gathers = any(enter[name] for name in self._places)
         self._left: dict[str, Unit] = {}  # no longer used here; given back when another is gathered

@@ -130,6 +130,7 @@ class Stepper:
         """
         runner = self._runner
         self._norms.begin_step()
+        self._handlers.used = used
         with runner.between(runner.orders.tracks["step"]) as track:
             try:
                 track.reach("STEP")
@@ -139,10 +140,8 @@ class Stepper:
 
     def _run(self, track: Track, used: dict[str, list[list[bool]]]) -> None:
         """The optimizer's step, with whatever hooks it has around it."""
-        model, norms = self._model, self._norms
-        coefficient = norms.coefficient
-        if coefficient is not None and model.device.type == "cpu" and float(coefficient) >= 1.0:
-            coefficient = None
-        with torch.no_grad():
-            self._updater.begin(model.units, used, coefficient)
-        track.finish()
+        if not self._updater.fused:
+            with torch.no_grad():
+                self._updater.step_whole(self._model.units, used, self._norms.coefficient)
+        with self._handlers.cursor.following(self._runner.orders.tracks["beside"]):
+            track.finish()

@@ -111,6 +111,10 @@ class Track(Section):
                 return None
         return None
 
+    def advance(self) -> None:
+        """Runs the next operation."""
+        self._run(self.position + 1)
+
     def finish(self) -> None:
         """Runs everything that is left."""
         self._run(len(self.ops))

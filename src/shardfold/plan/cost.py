@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes
+from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec
-from shardfold.plan.program import COLLECTIVES, REDUCTIONS, Op, Program
+from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, Op, Program
 
 __all__ = [
+    "Moved",
     "Sent",
+    "fetched_bytes",
     "in_use",
+    "moves",
     "op_bytes",
     "peak_bytes",
     "ring_bytes",
     "section_traffic",
     "state_bytes",
+    "tier_bytes",
     "traffic",
 ]
 
@@ -34,6 +38,13 @@ class Sent(NamedTuple):
     journey: str
     op: str
     axes: Axes
+
+
+class Moved(NamedTuple):
+    """What travels between the device and a slower tier: that tier, and which way, ``FETCH`` or ``STORE``."""
+
+    tier: str
+    op: str
 
 
 def segment_bytes(
@@ -73,6 +84,42 @@ def state_bytes(
             for state, n in segment_bytes(layout, segment, mesh, num_moments, elements).items():
                 total[state] += kept(segment) if kept is not None and state == "moments" else n
     return {state: n for state, n in total.items() if n}
+
+
+def tier_bytes(layout: Layout, held: Mapping[str, float]) -> dict[Tier, float]:
+    """Bytes at rest by tier, of bytes by state (see :func:`state_bytes`)."""
+    total: dict[Tier, float] = {}
+    for state, n in held.items():
+        tier = tier_of(layout, state)
+        total[tier] = total.get(tier, 0.0) + n
+    return total
+
+
+def tier_of(layout: Layout, state: str) -> Tier:
+    """Where a state rests; what a frozen parameter keeps in place of ``params`` lies as the others' master."""
+    return (layout.cells().get(state) or layout.rest).tier
+
+
+def moves(
+    program: Program, layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, *, num_moments: int = 2, steps: int = 1
+) -> dict[Moved, tuple[int, float]]:
+    """Operations that bring states to the device and back in so many steps, and the bytes one rank moves in them:
+    ``{kind: (calls, bytes)}``."""
+    by_name = {unit.name: unit for unit in units}
+    total: dict[Moved, tuple[int, float]] = {}
+    for op in (*program.step, *program.beside) if steps else ():
+        if op.verb in MOVES:
+            calls, moved = total.get(kind := Moved(op.tier, op.verb), (0, 0.0))
+            more = fetched_bytes(op, layout, by_name[op.unit], mesh, num_moments)
+            total[kind] = calls + steps, moved + steps * more
+    return total
+
+
+def fetched_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, num_moments: int = 2) -> float:
+    """Bytes of one rank's part of the state that ``op``, a FETCH or a STORE, moves."""
+    return sum(
+        segment_bytes(layout, segment, mesh, num_moments, segment.length)[op.source] for segment in op.moves(unit)
+    )
 
 
 def ring_bytes(verb: str, full: float, ranks: int) -> float:
@@ -125,17 +172,21 @@ def section_traffic(
 
 
 def in_use(
-    program: Program, units: Sequence[UnitSpec], *, temporary: Callable[[float, Axes], float] | None = None
+    program: Program,
+    units: Sequence[UnitSpec],
+    *,
+    temporary: Callable[[float, Axes], float] | None = None,
+    fetched: Callable[[Op], float] | None = None,
 ) -> Iterator[tuple[str, int, float]]:
     """Bytes that are held beside what rests while each operation of a step of two micro-batches runs:
     ``(section, number, bytes)``.
 
-    Gathered parameters live up to FREE, gradients of a unit from GRADS to DROP, and ``temporary(bytes, axes)`` of the
-    transport from a reduction to its WAIT.
+    Gathered parameters live up to FREE, gradients of a unit from GRADS to DROP, ``temporary(bytes, axes)`` of the
+    transport from a reduction to its WAIT, and ``fetched(op)`` bytes of a state from FETCH to STORE.
     """
     by_name = {unit.name: unit for unit in units}
     held: dict[tuple[str, str], float] = {}
-    for section in ("forward", "backward", "forward", "last", "step"):
+    for section in ("forward", "backward", "forward", "last", "step", "beside"):
         for number, op in enumerate(program.section(section)):
             if op.verb in ("CAST", "ALL_GATHER") and op.target == "flat":
                 held[op.unit, "flat"] = sum(s.length * ITEMSIZE[s.dtype] for s in by_name[op.unit].segments)
@@ -143,8 +194,10 @@ def in_use(
                 held[op.unit, "local"] = _sent_bytes(op, by_name[op.unit])
             elif op.verb in REDUCTIONS and temporary is not None:
                 held[op.unit, "temporary"] = temporary(_sent_bytes(op, by_name[op.unit]), op.axes)
+            elif op.verb == "FETCH" and fetched is not None:
+                held[op.unit, op.source] = fetched(op)
             yield section, number, sum(held.values())
-            if op.verb in ("FREE", "DROP"):
+            if op.verb in ("FREE", "DROP", "STORE"):
                 held.pop((op.unit, op.source), None)
             elif op.verb == "WAIT":
                 held.pop((op.unit, "temporary"), None)
@@ -161,6 +214,7 @@ def peak_bytes(
     *,
     rest: float,
     temporary: Callable[[float, Axes], float] | None = None,
+    fetched: Callable[[Op], float] | None = None,
 ) -> float:
     """The most bytes of a step on one rank, without activations and the model's buffers: ``rest`` bytes at rest,
     :func:`in_use` beside them, and the largest parameter's gradient as autograd makes it.
@@ -169,4 +223,8 @@ def peak_bytes(
     """
     trained = [segment for unit in units for segment in unit.segments if segment.trainable]
     made = max((slot.numel * ITEMSIZE[segment.dtype] for segment in trained for slot in segment.slots), default=0)
-    return rest + max((most for *_, most in in_use(program, units, temporary=temporary)), default=0.0) + made
+    return (
+        rest
+        + max((most for *_, most in in_use(program, units, temporary=temporary, fetched=fetched)), default=0.0)
+        + made
+    )

@@ -1,8 +1,9 @@
 """WHEN things happen: a layout lowered to lists of operations that print as text and parse back.
 
-A program has four sections. ``forward`` and ``backward`` run once per micro-batch, ``last`` replaces ``backward`` in
-the last micro-batch of a step, ``step`` is the optimizer step. ``F u``, ``B u``, ``END`` and ``STEP`` are markers: the
-model's and the optimizer's own work happens there, and everything up to a marker is done before it.
+A program has four sections, or five. ``forward`` and ``backward`` run once per micro-batch, ``last`` replaces
+``backward`` in the last micro-batch of a step, ``step`` is the optimizer step. What is in ``beside`` a second thread
+does while the first does ``step``; there are no collectives in it. ``F u``, ``B u``, ``END`` and ``STEP`` are markers:
+the model's and the optimizer's own work happens there, and everything up to a marker is done before it.
 
     verb            what the engine does
     CAST            write this rank's master shard into its place of the gathered buffer, in the wire's dtype
@@ -19,7 +20,11 @@ model's and the optimizer's own work happens there, and everything up to a marke
     CLAMP           cut every element of the gradients to a range
     NORM            the norm of all gradients
     STEP            the optimizer's step begins (marker)
-    UPDATE          the optimizer's step on this rank's shard; writes the compute-dtype copy
+    FETCH           a state of this rank's shard begins to come to the device from the tier that it rests in
+    UPDATE          the optimizer's step on this rank's shard, which waits for what was fetched; writes the
+                    compute-dtype copy
+    STORE           that state begins to go back to its tier
+    JOIN            the first thread waits until all operations of the unit in ``beside`` are done
 
 All that handlers and sums of bytes need to know of an operation is in its operands (:class:`Op`), so neither asks
 where in the program it stands. :data:`VERBS` says which operands a verb has.
@@ -41,6 +46,7 @@ from shardfold.plan.placement import SegmentSpec, UnitSpec
 __all__ = [
     "COLLECTIVES",
     "MARKERS",
+    "MOVES",
     "PARTIAL",
     "REDUCTIONS",
     "SECTIONS",
@@ -61,6 +67,7 @@ SUMS = (*REDUCTIONS, "WAIT", "DROP")
 """What a unit's gradients go through once all are there."""
 COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
 MARKERS = ("F", "B", "END", "STEP")
+MOVES = ("FETCH", "STORE")
 
 TENSORS = (*STATES, "flat", "local")
 """What an operation reads or writes: a state of the table, or one of two buffers, both of a unit's whole length.
@@ -100,12 +107,17 @@ VERBS: Mapping[str, Verb] = {
     "CLAMP": Verb((), source="grads", target="grads"),
     "NORM": Verb((), source="grads"),
     "STEP": Verb(()),
+    "FETCH": Verb(("unit", "source", "tier")),
     "UPDATE": Verb(source="grads", target="master"),
+    "STORE": Verb(("unit", "source", "tier")),
+    "JOIN": Verb(),
 }
 """All verbs. A verb that is not here neither parses nor runs."""
 
+UPDATED = ("master", "moments")
+"""States that an update reads and writes."""
 MARK = "   <-- here"
-SECTIONS = ("forward", "backward", "last", "step")
+SECTIONS = ("forward", "backward", "last", "step", "beside")
 
 PARTIAL = None
 """How a tensor lies whose sum over all ranks is still to be taken."""
@@ -132,7 +144,7 @@ class Op(_Operands):
             move differ, that of each, as in ``bf16+fp32+bf16`` (see :meth:`each`).
         source: the one of :data:`TENSORS` that is read.
         target: the one that is written.
-        tier: where the part of a state is moved to or from.
+        tier: that a state is fetched from, or stored to.
     """
 
     __slots__ = ()
@@ -197,6 +209,7 @@ class Program:
     backward: tuple[Op, ...] = ()
     last: tuple[Op, ...] = ()
     step: tuple[Op, ...] = ()
+    beside: tuple[Op, ...] = ()
 
     def section(self, name: str) -> tuple[Op, ...]:
         return getattr(self, name)
@@ -213,7 +226,7 @@ class Program:
         """The text form; ``mark = (section, index)`` points at the operation that failed."""
         return "\n".join(
             render_section(name, self.section(name), mark[1] if mark is not None and mark[0] == name else None)
-            for name in SECTIONS
+            for name in (SECTIONS if self.beside else SECTIONS[:-1])
         )
 
 
@@ -386,7 +399,11 @@ class _Lowering:
         waits: list[Op] = []
         for unit in self._units:
             if unit.trainable:
+                away = [(name, str(unit.table_or(self._layout).cells()[name].tier)) for name in UPDATED]
+                away = [(name, tier) for name, tier in away if tier != "device"]
+                yield from (Op("FETCH", unit.name, source=name, tier=tier) for name, tier in away)
                 yield Op("UPDATE", unit.name)
+                yield from (Op("STORE", unit.name, source=name, tier=tier) for name, tier in away)
                 whole = unit.table_or(self._layout).params is not None
                 for op in self._turn(unit, "master", "params") if whole else ():
                     yield op

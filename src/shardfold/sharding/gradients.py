@@ -21,7 +21,7 @@ from torch import Tensor
 from shardfold.comm.transport import Pending, Waiter, drain
 from shardfold.sharding.gradient_buffer import GradientBuffer
 from shardfold.sharding.segment import Segment
-from shardfold.tiers.device import DeviceStore
+from shardfold.tiers.device import DeviceTier
 
 __all__ = ["Gradients", "SlotNumbers", "Sums"]
 
@@ -57,7 +57,7 @@ class Gradients:
         count: of all places.
     """
 
-    def __init__(self, segments: Sequence[Segment], store: DeviceStore) -> None:
+    def __init__(self, segments: Sequence[Segment], store: DeviceTier) -> None:
         self.segments = list(segments)
         self.sums = Sums.OWN
         self.resting: GradientBuffer | None = None
