@@ -289,6 +289,8 @@ def secure(changes: Changes) -> None:
     full = [segment for unit in model.units if unit.life is Life.GATHERED for segment in unit.segments]
     moved, refused = _take_values(full, model.loans)
     if moved or refused:  # a change of dtype, there and back, makes autograd forget the nodes that have our hooks
+        for unit in model.units:
+            unit.shown.note_unheard()
         model.gate.attach(model.units)
     flats = {storage_key(segment.flat.untyped_storage()) for segment in full}
     slots = [(p, slot) for s in full for p, slot in zip(s.parameters, s.spec.slots, strict=True)]
