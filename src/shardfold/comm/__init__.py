@@ -5,6 +5,7 @@
     watchdog     where each rank is                           boards      what they tell each other there
     meter        counts what is sent                          choice      which transport there is
     comm         all of these in one                          coalesced   many tensors in one collective
+    peers        the ranks that run one program
 
 It imports ``plan`` and ``tiers``.
 """
