@@ -383,7 +383,10 @@ def test_a_rank_that_is_interrupted_says_so(ranks: Ranks, tmp_path: Path) -> Non
     assert first[:2] == ["KeyboardInterrupt: "] * 2 and second[2] == "KeyboardInterrupt: "
     assert all("rank 0: it was interrupted (KeyboardInterrupt)" in each for each in second[:2])
     assert "rank 1: it was interrupted (KeyboardInterrupt)" in first[2]
-    assert second[3] == "RuntimeError: can't start new thread" and "rank 1: RuntimeError: can't start new thread" in first[3]
+    assert (
+        second[3] == "RuntimeError: can't start new thread"
+        and "rank 1: RuntimeError: can't start new thread" in first[3]
+    )
     assert whole(root) == 1
     assert left_over(root) == []
 
