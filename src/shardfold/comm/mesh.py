@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -20,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardfold.errors import ConfigError, LayoutError, UsageError, did_you_mean
+from shardfold.errors import CollectiveError, ConfigError, LayoutError, UsageError, did_you_mean
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.layout import DATA_AXES, Axes
 from shardfold.torch_internals import all_groups, default_store
 
 __all__ = ["DataMesh", "default_backend", "parse_device", "pick_device", "resolve_sizes", "start_group"]
 
+JOINED, ALL = "joined", "all"  # where ranks look before they make groups, and what it says if there is nothing wrong
 UNSENT = 2**31 - 1  # the tag of a message that nobody sends
 
 
@@ -55,12 +57,16 @@ def resolve_sizes(world: int, mesh: Mapping[str, int] | None, local: int | None 
     given = prod(size for size in sizes.values() if size)
     if any(size < 0 for size in sizes.values()) or world % given or (all(sizes.values()) and given != world):
         raise LayoutError(
-            f"mesh {' x '.join(f'{axis}={size}' for axis, size in mesh.items())} does not multiply up to the "
+            f"mesh {_by_axis(mesh)} does not multiply up to the "
             f"{world} rank{'s' if world > 1 else ''} there are: change the sizes or the number of ranks."
         )
     if not sizes["inter"] and not sizes["intra"]:
         return {"inter": 1, "intra": world}
     return {axis: size or world // given for axis, size in sizes.items()}
+
+
+def _by_axis(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
@@ -136,9 +142,6 @@ class DataMesh:
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world = dist.get_world_size() if self.distributed else 1
-        local = os.environ.get("LOCAL_WORLD_SIZE")
-        self.sizes = resolve_sizes(self.world, sizes, int(local) if local else None)
-        self.coords = {"inter": self.rank // self.sizes["intra"], "intra": self.rank % self.sizes["intra"]}
         if self.world > 1:
             # The default store is the only key-value store that every rank is known to share.
             default = default_store()
@@ -146,7 +149,48 @@ class DataMesh:
             self.name = str(default.add(f"shardfold/engines/{self.rank}", 1))
             self.default_store = default
             self.store = dist.distributed_c10d.PrefixStore(f"shardfold/{self.name}", default)
+        self.sizes = self._agreed_sizes(sizes, timeout)
+        self.coords = {"inter": self.rank // self.sizes["intra"], "intra": self.rank % self.sizes["intra"]}
+        if self.world > 1:
             self._make_groups(timeout)
+
+    def _agreed_sizes(self, mesh: Mapping[str, int] | None, timeout: timedelta) -> dict[str, int]:
+        """The sizes, once every rank is known to have the same: making groups, ranks would wait for one that has none,
+        or makes others.
+
+        Raises:
+            LayoutError: on every rank: ``mesh`` of one is refused, or is not that of the others.
+            CollectiveError: a rank did not come.
+        """
+        local = os.environ.get("LOCAL_WORLD_SIZE")
+        try:
+            sizes = resolve_sizes(self.world, mesh, int(local) if local else None)
+            if self.store is None:
+                return sizes
+            first, theirs = json.loads(self.store.compare_set("sizes", "", json.dumps([self.rank, sizes])))
+            if theirs != sizes:
+                raise LayoutError(
+                    f"mesh is {_by_axis(sizes)} on rank {self.rank} and {_by_axis(theirs)} on rank {first}: give every "
+                    "rank the same mesh=."
+                )
+        except LayoutError as error:
+            if self.store is not None:
+                self.store.compare_set(JOINED, "", f"rank {self.rank}: {error}")
+            raise
+        if self.store.add("came", 1) == self.world:
+            self.store.compare_set(JOINED, "", ALL)
+        try:
+            self.store.wait([JOINED], timeout)
+            said = self.store.get(JOINED).decode()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.rank}: not every rank came to make an engine within {timeout.total_seconds():.0f} s "
+                f"({str(error).splitlines()[0]}); another rank has probably died or does something else: look at its "
+                "output."
+            ) from error
+        if said != ALL:
+            raise LayoutError(f"no engine is made, as another rank refused its mesh=: {said}")
+        return sizes
 
     def _make_groups(self, timeout: timedelta) -> None:
         inter, intra = self.sizes["inter"], self.sizes["intra"]
