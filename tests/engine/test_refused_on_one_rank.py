@@ -97,3 +97,51 @@ def test_the_default_group_outlives_a_mesh_that_one_rank_is_refused(tmp_path: Pa
     """Under torchrun's environment: the ranks agree about whether there is still a group."""
     call = f"run_script\nfrom {__name__} import mesh_in_a_script\nmesh_in_a_script()"
     assert all("there\n" in text for text in run_script(tmp_path, call))
+
+
+# -- gradients
+
+
+def _gradient(layout: str, alone: int | None) -> tuple[list[str], bool, list[float], list[float]]:
+    """A gradient put into ``.grad`` on rank ``alone`` where gradients have another form; what the step raises, whether
+    nothing changed, and the values behind the mended step, and of a run in which nothing happened."""
+    with closing(small(layout, accumulate=2)) as plain:
+        for _ in range(2):
+            plain.backward(plain(torch.ones(2, 4)).sum())
+        plain.step()
+        with plain.gathered():
+            wanted = [p.sum().item() for p in plain.module.parameters()]
+    with closing(small(layout, accumulate=2)) as engine:
+        weight = engine.module.weight
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+        if engine.rank == alone:
+            weight.grad = torch.ones(4, 4)
+        said = [said_of(engine.step)]
+        steps = engine.steps
+        had = alone == engine.rank or engine.module.bias.grad is not None  # what is shown is shown again
+        if engine.rank == alone:
+            weight.grad = None
+        said.append(said_of(engine.step))
+        engine.zero_grad()
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        with engine.gathered():
+            return said, had and steps == 0, [p.sum().item() for p in engine.module.parameters()], wanted
+
+
+@pytest.mark.parametrize("layout", ["zero2", "zero3"])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_gradient_that_the_step_refuses_on_one_rank_is_refused_on_all(ranks: Ranks, layout: str, alone: int) -> None:
+    """The rank raises its own sentence, the other one that names it, and nothing is updated; behind zero_grad() both
+    train on as if nothing had been."""
+    for rank, (said, kept, values, wanted) in enumerate(
+        ranks.run(_gradient, layout, alone, world_size=2, timeout=LIMIT)
+    ):
+        own = "the .grad of 'weight' was set by hand"
+        assert own in said[0], said
+        assert said[0].startswith("UsageError" if rank == alone else "ConfigError"), said
+        assert (f"rank {alone}: {own}" in said[0]) is (rank != alone), said
+        assert kept, said
+        assert values == wanted, said
