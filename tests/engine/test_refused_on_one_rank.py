@@ -112,7 +112,7 @@ def _gradient(layout: str, alone: int | None) -> tuple[list[str], bool, list[flo
         with plain.gathered():
             wanted = [p.sum().item() for p in plain.module.parameters()]
     with closing(small(layout, accumulate=2)) as engine:
-        weight = engine.module.weight
+        weight: Any = engine.module.weight
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 4)).sum())
         if engine.rank == alone:
