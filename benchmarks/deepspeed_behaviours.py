@@ -44,6 +44,10 @@ def rates(kind, n=6, **a):
     o = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.01, momentum=0.9); s = kind(o, **a); out = []
     for _ in range(n): s.step(); out.append(round(float(o.param_groups[0]["lr"]), 7))
     return out
+def curriculum(n=31, kind="fixed_linear", least=8, most=64, **a):
+    d = m("deepspeed.runtime.data_pipeline.curriculum_scheduler")
+    s = d.CurriculumScheduler(dict(min_difficulty=least, max_difficulty=most, schedule_type=kind, schedule_config=a))
+    return [s.get_difficulty(i) for i in range(n)], [s.update_difficulty(i) for i in range(n)], s.state["current_difficulty"]
 def written(data):
     w = m("deepspeed.runtime.config").DeepSpeedConfigWriter({"a": 1}); w.add_config("b", data)
     with tempfile.TemporaryDirectory() as d:
@@ -257,6 +261,26 @@ d.VALID_LR_SCHEDULES, d.LR_SCHEDULE, d.LR_RANGE_TEST, d.ONE_CYCLE, d.WARMUP_LR, 
 d.get_lr_from_config({"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}), d.get_lr_from_config({"type": "OneCycle", "params": {"cycle_max_lr": 2}})
 d.get_lr_from_config({})[0], d.get_lr_from_config({"type": "x", "params": {}})[0]
 d.get_config_from_args(argparse.Namespace(lr_schedule=None))[0]
+""",
+    "runtime.data_pipeline.curriculum_scheduler": """
+curriculum(total_curriculum_step=20, difficulty_step=8)
+curriculum(most=70, total_curriculum_step=13, difficulty_step=16)
+curriculum(kind="fixed_root", least=3, most=50, total_curriculum_step=17, difficulty_step=1, root_degree=2)
+curriculum(kind="fixed_root", most=100, total_curriculum_step=25, difficulty_step=8, root_degree=3)
+curriculum(kind="fixed_root", least=10, most=2049, total_curriculum_step=30, difficulty_step=16, root_degree=1.5)
+curriculum(least=0.5, most=7.25, total_curriculum_step=9, difficulty_step=0.25)
+curriculum(least=9, most=12, total_curriculum_step=4, difficulty_step=8)
+curriculum(kind="fixed_discrete", least=1, most=3, difficulty=[1, 2, 3], max_step=[5, 10])
+curriculum(kind="fixed_discrete", least=1, most=5, difficulty=[5, 2, 4], max_step=[3, 3])
+(lambda s: (s.set_custom_get_difficulty(lambda n: 3 * n), [s.get_difficulty(2), s.update_difficulty(1), s.update_difficulty(4), s.update_difficulty(2)])[1])(d.CurriculumScheduler(dict(min_difficulty=1, max_difficulty=9, schedule_type="custom")))
+sorted(d.CurriculumScheduler(dict(min_difficulty=1, max_difficulty=9, schedule_type="custom")).state.items())
+d.CurriculumScheduler({}), d.CurriculumScheduler(dict(min_difficulty=1, max_difficulty=9))
+d.CurriculumScheduler(dict(min_difficulty=1, max_difficulty=9, schedule_type="fixed"))
+curriculum(difficulty_step=8)
+curriculum(total_curriculum_step=4)
+curriculum(kind="fixed_root", total_curriculum_step=4, difficulty_step=8)
+curriculum(kind="fixed_discrete", difficulty=[1, 2], max_step=[1, 2])
+curriculum(kind="fixed_discrete", difficulty=[1], max_step=[])
 """,
     "runtime.config_utils": """
 d.get_scalar_param({"a": 1}, "a", 2), d.get_scalar_param({}, "a", 2), d.get_list_param({}, "a", []), d.get_dict_param({"a": {}}, "a", 1)

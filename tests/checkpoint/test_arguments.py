@@ -44,6 +44,11 @@ STATES: dict[str, tuple[dict[str, Any], str]] = {
     "a key": ({"state": {"a": {Odd: 1}}}, f"the key <class '{__name__}.Odd'> of state['a'] is a type"),
     "of this rank": ({"rank_state": {"o": {"l": threading.Lock()}}}, "rank_state['o']['l'] is a lock"),
     "a sparse tensor": ({"state": {"o": [torch.eye(3).to_sparse()]}}, "state['o'][0] is a sparse tensor"),
+    "a generator": (
+        {"state": {"g": torch.Generator()}},
+        "state['g'] is a torch.Generator, which a checkpoint does not",
+    ),
+    "of each rank": ({"rank_state": {"g": [torch.Generator()]}}, "rank_state['g'][0] is a torch.Generator"),
     "a tensor of nothing": ({"state": {"o": torch.empty(9, device="meta")}}, "state['o'] is a tensor on the meta"),
     "how many": ({"keep": 0}, "engine.save(keep=0)"),
 }

@@ -79,6 +79,10 @@ def sparse() -> torch.Tensor:
     return torch.eye(3).to_sparse()
 
 
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 FILES: dict[str, tuple[Callable[[], Any], str]] = {
     "weights": (lambda: {"w": torch.ones(2), "s": sparse()}, "'s' of {path} is a sparse tensor"),
     "rows": (lambda: {"s": torch.eye(3).to_sparse_csr()}, "'s' of {path} is a sparse tensor"),
@@ -90,12 +94,20 @@ FILES: dict[str, tuple[Callable[[], Any], str]] = {
         },
         "'exp_avg' of 'w', of the optimizer, is a sparse tensor",
     ),
+    "rows of moments": (
+        lambda: {
+            "model": {"w": torch.ones(3, 3)},
+            "optimizer": {"state": {0: {"exp_avg": nested()}}, "param_groups": [{"params": [0], "lr": 1.0}]},
+        },
+        "'exp_avg' of 'w', of the optimizer, is a nested tensor",
+    ),
     "nothing": (dict[str, Any], "{path} has no weights: it holds an empty dict."),
     "none under a key": (lambda: {"model": {}}, "has no weights"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("case", FILES)
 def test_what_is_no_dense_tensor_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str):
     """One sentence names the tensor; nothing is left behind."""

@@ -256,15 +256,13 @@ def _stored(weights: Mapping[str, Any], path: Path, report: ImportReport) -> Sto
         elif not isinstance(value, Later):
             others.append(name)
             continue
-        stored.tensors[name] = _later(value, name)
+        stored.tensors[name] = _later(value)
     if others:
         report.notes.append(f"Left out of the weights, being no tensors: {', '.join(others)}.")
     return stored
 
 
-def _later(value: Tensor | Later, what: str) -> Later:
-    if isinstance(value, Tensor):
-        check_dense(value, what)
+def _later(value: Tensor | Later) -> Later:
     return value if isinstance(value, Later) else Later(tuple(value.shape), value.dtype, lambda: value)
 
 
@@ -307,6 +305,10 @@ class _Moments:
         for options, ids in groups:
             self._groups.append((options, [named[each] for each in ids]))
         self._state = {named[each]: values for each, values in state.items() if each in named}
+        for name, values in self._state.items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):  # before it is asked for its shape, which not every kind has
+                    check_dense(value, f"{key!r} of {name!r}, of the optimizer,")
         wrong = [
             f"{key} of {name}"
             for name, values in self._state.items()
@@ -352,7 +354,7 @@ class _Moments:
             for key, value in values.items():
                 whole = isinstance(value, Tensor | Later) and tuple(value.shape) == self._stored.tensors[name].shape
                 if whole and key != "step" and not _is_buffer(name, self._stored.tensors[name]):
-                    later = _later(value, f"{key!r} of {name!r}, of the optimizer,")
+                    later = _later(value)
                     writer.state(name, key, later.read, dtype=later.dtype)
                 else:
                     once[key] = _read(value)

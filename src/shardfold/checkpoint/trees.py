@@ -60,6 +60,11 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor], called: str = "")
         name, each = next(strangers(value, called or where))
         if isinstance(each, Tensor):
             check_dense(each, name)
+        if isinstance(each, torch.Generator):
+            raise CheckpointError(
+                f"{name} is a torch.Generator, which a checkpoint does not take as it is: give its get_state(), a "
+                "tensor that set_state() takes when it is loaded."
+            ) from None
         raise CheckpointError(
             f"{name} is a {type(each).__name__}, which a checkpoint does not take (it has no pickled objects): give "
             "None, numbers, strings, bytes, lists, tuples, dicts, tensors or arrays; a value of state= or rank_state= "

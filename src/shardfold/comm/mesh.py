@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardfold.data import ranks_read_alike, ranks_read_apart
-from shardfold.errors import ConfigError, LayoutError, UsageError, did_you_mean
+from shardfold.errors import CollectiveError, ConfigError, LayoutError, UsageError, did_you_mean
 from shardfold.plan.axes import DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.placement import shard_index
@@ -30,6 +31,7 @@ from shardfold.torch_internals import all_groups, default_store
 
 __all__ = ["DataMesh", "Given", "default_backend", "parse_device", "pick_device", "resolve_mesh", "start_group"]
 
+JOINED, ALL = "joined", "all"  # where ranks look before they make groups, and what it says if there is nothing wrong
 UNSENT = 2**31 - 1  # the tag of a message that nobody sends
 
 
@@ -55,10 +57,9 @@ def resolve_mesh(world: int, mesh: Given | None, local: int | None = None) -> Me
     sizes = {**dict.fromkeys(DATA_AXES, 0), **_given_sizes(mesh)}
     given = prod(size for size in sizes.values() if size)
     if any(size < 0 for size in sizes.values()) or world % given or (all(sizes.values()) and given != world):
-        text = " x ".join(f"{axis}={size}" for axis, size in _given_sizes(mesh).items())
         raise LayoutError(
-            f"mesh {text} does not multiply up to the {world} rank{'s' if world > 1 else ''} there are: change the "
-            "sizes or the number of ranks."
+            f"mesh {_by_axis(_given_sizes(mesh))} does not multiply up to the {world} rank{'s' if world > 1 else ''} "
+            "there are: change the sizes or the number of ranks."
         )
     if not sizes["inter"] and not sizes["intra"]:
         sizes["inter"] = 1
@@ -87,6 +88,14 @@ def _given_sizes(mesh: Given) -> dict[str, int]:
         if not size and axis not in DATA_AXES:
             raise LayoutError(f"mesh= has 0 for {axis!r}: leave the axis out, or give it a number of ranks.")
     return {axis: int(size) for axis, size in mesh.items()}
+
+
+def _by_axis(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _axis_text(name: str, size: int, role: str) -> str:
+    return f"{name}={size}" + ("" if KNOWN.get(name) == role else f" ({role})")
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
@@ -166,14 +175,6 @@ class DataMesh:
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world = dist.get_world_size() if self.distributed else 1
-        local = os.environ.get("LOCAL_WORLD_SIZE")
-        self.sizes = resolve_mesh(self.world, sizes, int(local) if local else None)
-        self.coords = self.sizes.coords(self.rank)
-        self.data: Axes = self.sizes.reading
-        self.data_rank = shard_index(self.data, self.sizes, self.coords)
-        self.data_ranks = self.sizes.divisor
-        if self.data_ranks < self.world:
-            ranks_read_alike(self, self.data_rank, self.data_ranks)
         if self.world > 1:
             # The default store is the only key-value store that every rank is known to share.
             default = default_store()
@@ -181,7 +182,54 @@ class DataMesh:
             self.name = str(default.add(f"shardfold/engines/{self.rank}", 1))
             self.default_store = default
             self.store = dist.distributed_c10d.PrefixStore(f"shardfold/{self.name}", default)
+        self.sizes = self._agreed_sizes(sizes, timeout)
+        self.coords = self.sizes.coords(self.rank)
+        self.data: Axes = self.sizes.reading
+        self.data_rank = shard_index(self.data, self.sizes, self.coords)
+        self.data_ranks = self.sizes.divisor
+        if self.data_ranks < self.world:
+            ranks_read_alike(self, self.data_rank, self.data_ranks)
+        if self.world > 1:
             self._make_groups(timeout)
+
+    def _agreed_sizes(self, mesh: Given | None, timeout: timedelta) -> Mesh:
+        """The sizes, once every rank is known to have the same: making groups, ranks would wait for one that has none,
+        or makes others.
+
+        Raises:
+            LayoutError: on every rank: ``mesh`` of one is refused, or is not that of the others.
+            CollectiveError: a rank did not come.
+        """
+        local = os.environ.get("LOCAL_WORLD_SIZE")
+        try:
+            sizes = resolve_mesh(self.world, mesh, int(local) if local else None)
+            if self.store is None:
+                return sizes
+            mine = [[axis.name, axis.size, str(axis.role)] for axis in sizes.axes]
+            first, theirs = json.loads(self.store.compare_set("sizes", "", json.dumps([self.rank, mine])))
+            if theirs != mine:
+                here, there = (" x ".join(_axis_text(*axis) for axis in each) for each in (mine, theirs))
+                raise LayoutError(
+                    f"mesh is {here} on rank {self.rank} and {there} on rank {first}: give every rank the same mesh=."
+                )
+        except LayoutError as error:
+            if self.store is not None:
+                self.store.compare_set(JOINED, "", f"rank {self.rank}: {error}")
+            raise
+        if self.store.add("came", 1) == self.world:
+            self.store.compare_set(JOINED, "", ALL)
+        try:
+            self.store.wait([JOINED], timeout)
+            said = self.store.get(JOINED).decode()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.rank}: not every rank came to make an engine within {timeout.total_seconds():.0f} s "
+                f"({str(error).splitlines()[0]}); another rank has probably died or does something else: look at its "
+                "output."
+            ) from error
+        if said != ALL:
+            raise LayoutError(f"no engine is made, as another rank refused its mesh=: {said}")
+        return sizes
 
     def _make_groups(self, timeout: timedelta) -> None:
         # What the host needs to know travels on the CPU: no device synchronization. It never shares a Gloo group with

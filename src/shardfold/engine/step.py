@@ -16,7 +16,7 @@ from shardfold.activations.modes import Replacements
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock
 from shardfold.engine.track import Track
-from shardfold.errors import NonFiniteError
+from shardfold.errors import NonFiniteError, UsageError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
@@ -56,9 +56,13 @@ class Stepper:
         model, run, runner, scaler = self._model, self._model.run, self._runner, self._scaler
         assert model.optimizer is not None
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
-        by_hand = runner.visible.before_step()
-        flags = [False, self._replaced.waits, by_hand]  # the first: of buffers
+        by_hand, refusal = self._take_visible()
+        flags = [False, self._replaced.waits, by_hand, refusal is not None]  # the first: of buffers
         said = runner.meet("the optimizer step", flags=flags)
+        if said[3]:
+            if refusal is None:
+                runner.visible.show()  # nothing is done here, either
+            model.comm.agreement.refuse("engine.step()", refusal)
         if said[1]:
             self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX))
         if said[2]:
@@ -84,6 +88,14 @@ class Stepper:
         self._clock.end_step(model.comm.agreement.waited)
         norm = self._norms.norm
         return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings)
+
+    def _take_visible(self) -> tuple[bool, UsageError | None]:
+        """Whether users did anything to gradients on this rank, and why it is refused: the others, which come to the
+        step, are to hear of it before it is raised."""
+        try:
+            return self._runner.visible.before_step(), None
+        except UsageError as error:
+            return self._runner.visible.touched, error
 
     def _update(self) -> bool:
         """The update; False if gradients overflowed on any rank, in which case no rank has changed anything."""

@@ -44,6 +44,7 @@ TESTED: dict[str, str] = {
     "runtime.bf16_optimizer": "test_documented.py",
     "runtime.config": "test_config.py",
     "runtime.config_utils": "test_behaviours.py",
+    "runtime.data_pipeline.curriculum_scheduler": "test_behaviours.py",
     "runtime.dataloader": "test_initialize.py",
     "runtime.engine": "test_engine.py",
     "runtime.fp16.fused_optimizer": "test_documented.py",

@@ -12,6 +12,7 @@ __getattr__, __dir__ = attach(
         "config",
         "config_utils",
         "constants",
+        "data_pipeline",
         "dataloader",
         "engine",
         "fp16",

@@ -1,0 +1,147 @@
+"""What one rank alone is refused is told to all: they raise too, say what it was and where, and can go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardfold as sf
+from shardfold.errors import ShardfoldError
+from shardfold.testing import Ranks
+from tests.engine.test_failed_engines import run_script
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+LIMIT = 60.0  # seconds; a rank that is not told waits for half an hour
+
+
+def said_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ShardfoldError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def trained(engine: sf.Engine) -> list[float]:
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    with engine.gathered():
+        return [p.sum().item() for p in engine.module.parameters()]
+
+
+def small(layout: str = "zero1", **options: Any) -> sf.Engine:
+    torch.manual_seed(0)
+    return sf.Engine(nn.Linear(4, 4), optimizer=SGD, layout=layout, **options)
+
+
+# -- the mesh
+
+MESHES: dict[str, tuple[list[Any], str]] = {  # by rank, and what is said of them
+    "does not fit": ([None, {"intra": 3}], "rank 1: mesh intra=3 does not multiply up to the 2 ranks there are"),
+    "unknown axis": ([{"intr": 2}, None], "rank 0: mesh names the axis 'intr', which is unknown"),
+    "no number": ([None, {"intra": "2"}], "rank 1: mesh= has '2' for 'intra'"),
+}
+
+
+def _mesh(meshes: list[Any]) -> tuple[str, list[float]]:
+    """What an engine of these sizes raises, and what the next one trains to."""
+    rank = dist.get_rank()
+    said = said_of(lambda: small(mesh=meshes[rank]))
+    with closing(small()) as engine:
+        return said, trained(engine)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_mesh_that_one_rank_is_refused_is_refused_on_all(ranks: Ranks, kind: str) -> None:
+    """The rank itself raises its own sentence, the others one that names it; the next engine is made and trains."""
+    meshes, words = MESHES[kind]
+    alone = next(rank for rank, mesh in enumerate(meshes) if mesh is not None)
+    answers = ranks.run(_mesh, meshes, world_size=2, timeout=LIMIT)
+    own = words.partition(": ")[2]
+    for rank, (said, _) in enumerate(answers):
+        assert said.startswith("LayoutError: ") and own in said, said
+        assert (words in said) is (rank != alone), said
+    assert answers[0][1] == answers[1][1]
+
+
+def test_meshes_of_other_sizes_on_one_rank_raise_on_all(ranks: Ranks) -> None:
+    """Sizes that fit and differ would have ranks make different groups; both are named."""
+    meshes = [{"intra": 4}] * 3 + [{"inter": 2, "intra": 2}]
+    answers = ranks.run(_mesh, meshes, world_size=4, timeout=LIMIT)
+    for said, values in answers:
+        assert said.startswith("LayoutError: "), said
+        assert "inter=1 x intra=4 on rank" in said and "inter=2 x intra=2 on rank" in said, said
+        assert values == answers[0][1]
+
+
+def mesh_in_a_script() -> None:
+    """As above, where the engine itself starts the default group."""
+    meshes, words = MESHES["does not fit"]
+    rank = int(os.environ["RANK"])
+    assert words.partition(": ")[2] in said_of(lambda: small(mesh=meshes[rank]))
+    with closing(small()) as engine:
+        trained(engine)
+    print("there", flush=True)
+
+
+def test_the_default_group_outlives_a_mesh_that_one_rank_is_refused(tmp_path: Path) -> None:
+    """Under torchrun's environment: the ranks agree about whether there is still a group."""
+    call = f"run_script\nfrom {__name__} import mesh_in_a_script\nmesh_in_a_script()"
+    assert all("there\n" in text for text in run_script(tmp_path, call))
+
+
+# -- gradients
+
+
+def _gradient(layout: str, alone: int | None) -> tuple[list[str], bool, list[float], list[float]]:
+    """A gradient put into ``.grad`` on rank ``alone`` where gradients have another form; what the step raises, whether
+    nothing changed, and the values behind the mended step, and of a run in which nothing happened."""
+    with closing(small(layout, accumulate=2)) as plain:
+        for _ in range(2):
+            plain.backward(plain(torch.ones(2, 4)).sum())
+        plain.step()
+        with plain.gathered():
+            wanted = [p.sum().item() for p in plain.module.parameters()]
+    with closing(small(layout, accumulate=2)) as engine:
+        weight: Any = engine.module.weight
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+        if engine.rank == alone:
+            weight.grad = torch.ones(4, 4)
+        said = [said_of(engine.step)]
+        steps = engine.steps
+        had = alone == engine.rank or engine.module.bias.grad is not None  # what is shown is shown again
+        if engine.rank == alone:
+            weight.grad = None
+        said.append(said_of(engine.step))
+        engine.zero_grad()
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        with engine.gathered():
+            return said, had and steps == 0, [p.sum().item() for p in engine.module.parameters()], wanted
+
+
+@pytest.mark.parametrize("layout", ["zero2", "zero3"])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_gradient_that_the_step_refuses_on_one_rank_is_refused_on_all(ranks: Ranks, layout: str, alone: int) -> None:
+    """The rank raises its own sentence, the other one that names it, and nothing is updated; behind zero_grad() both
+    train on as if nothing had been."""
+    for rank, (said, kept, values, wanted) in enumerate(
+        ranks.run(_gradient, layout, alone, world_size=2, timeout=LIMIT)
+    ):
+        own = "the .grad of 'weight' was set by hand"
+        assert own in said[0], said
+        assert said[0].startswith("UsageError" if rank == alone else "ConfigError"), said
+        assert (f"rank {alone}: {own}" in said[0]) is (rank != alone), said
+        assert kept, said
+        assert values == wanted, said
