@@ -367,7 +367,7 @@ def simulated_peak(layout: Layout, units: list[UnitSpec], mesh: dict[str, int], 
                 gathered.pop(op.unit)
             elif op.verb == "B" and layout.grads.over:
                 live = [s.length for s in by_name[op.unit].segments if s.trainable]
-                gradients[op.unit] = sum(live) * ITEMSIZE[layout.reduce.dtype]
+                gradients[op.unit] = sum(live) * ITEMSIZE[layout.buffer]
             elif op.verb in REDUCTIONS and op.unit != travelling:
                 gradients.pop(travelling, None)
                 travelling = op.unit

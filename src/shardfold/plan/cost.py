@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Mesh
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, Op, Program
@@ -88,7 +89,7 @@ def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Mesh) -> float:
     ranks = prod(mesh[axis] for axis in op.axes)
     parts = _parts(op.target if op.journey == "gather" else op.source, layout, mesh)
     return sum(
-        ring_bytes(op.verb, segment.length * ITEMSIZE[each.format] / parts, ranks)
+        ring_bytes(op.verb, FORMATS[each.format].nbytes(segment.length) / parts, ranks)
         for segment, each in zip(segments, op.each(len(segments)), strict=True)
     )
 

@@ -64,9 +64,17 @@ class SegmentSpec:
     table: Layout | None = None
 
     def dtype_for(self, what: str, layout: Layout) -> str:
-        """The dtype of ``grads``, ``master``, ``moments``, ``gather`` or ``reduce`` of this segment under a bound
-        ``layout``."""
-        return self.dtype if self.own else getattr(self.table or layout, what).dtype
+        """The dtype of ``grads``, ``master``, ``moments``, or for ``reduce`` of the buffer that feeds it, of this
+        segment under a bound ``layout``."""
+        table = self.table or layout
+        return self.dtype if self.own else table.buffer if what == "reduce" else getattr(table, what).dtype
+
+    def format_for(self, what: str, layout: Layout) -> str:
+        """As what ``gather``, ``reduce`` or ``grads`` of this segment travel under a bound ``layout``; ``grads``: sums
+        that are summed on, as they rest."""
+        table = self.table or layout
+        formats = {"gather": table.gather.format, "reduce": table.reduce.format, "grads": table.grads.dtype}
+        return self.dtype if self.own else formats[what]
 
     @property
     def numel(self) -> int:
@@ -98,11 +106,11 @@ class UnitSpec:
         return any(segment.trainable for segment in self.segments)
 
     def format(self, what: str, layout: Layout, *, frozen: bool = False) -> str:
-        """The dtype of ``gather``, ``reduce`` or ``grads`` under a bound ``layout``, in one word: where the segments
+        """As what ``gather``, ``reduce`` or ``grads`` travel under a bound ``layout``, in one word: where the segments
         differ, that of each, joined by ``+``; ``frozen``: also of those that are not trained."""
         moved = [segment for segment in self.segments if segment.trainable or frozen]
-        dtypes = [segment.dtype_for(what, layout) for segment in moved]
-        return "+".join(dtypes if len(set(dtypes)) > 1 else dtypes[:1])
+        formats = [segment.format_for(what, layout) for segment in moved]
+        return "+".join(formats if len(set(formats)) > 1 else formats[:1])
 
 
 def pack(shapes: Mapping[str, Sequence[int]], parts: int, align: int) -> tuple[tuple[Slot, ...], int]:

@@ -135,7 +135,7 @@ class Gradients:
 
     def send(self, sends: Sequence[Callable[..., None]], *, scatter: bool) -> None:
         """Hands the flat of each segment to one of ``sends``, which take ``(flat, pending=)`` and, to ``scatter``,
-        ``out=`` and ``add=``. Behind it only what is in :attr:`sending` keeps the buffer alive."""
+        ``out=``, ``add=`` and ``state=``. Behind it only what is in :attr:`sending` keeps the buffer alive."""
         buffer = self.resting
         with torch.no_grad():
             self._take_arriving()
@@ -150,7 +150,7 @@ class Gradients:
             self.extra = [torch.zeros_like(segment.master_grads) for segment in self.segments]
         for segment, send, flat, out in zip(self.segments, sends, buffer.flats, self._scattered(), strict=True):
             if scatter:
-                send(flat, pending=self.sending, out=out, add=add)
+                send(flat, pending=self.sending, out=out, add=add, state=segment.format_state)
             else:
                 send(flat, pending=self.sending)
                 if add:

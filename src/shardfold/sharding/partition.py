@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from math import lcm
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardfold.errors import ModelError, did_you_mean
+from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, Mesh
 from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
 from shardfold.plan.rules import Rules
@@ -279,9 +281,10 @@ def _lay_out(
     for (dtype, keeps, trainable, group, rule), members in segments.items():
         layout = rules.layouts[rule]
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
-        step = max(1, least, align if trainable else 1)
-        slots, length = pack({name: p.shape for name, p in members.items()}, parts, step)
         table = layout if rule != policy[-1] else None
+        formats = () if keeps else (FORMATS[wire.format] for wire in (layout.gather, layout.reduce))
+        step = lcm(max(1, least, align if trainable else 1), *(form.block for form in formats))
+        slots, length = pack({name: p.shape for name, p in members.items()}, parts, step)
         specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table))
         c.by_segment.append(list(members.values()))
     c.spec = UnitSpec(c.name, tuple(specs), root=c.name == ROOT)
