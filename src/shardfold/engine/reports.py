@@ -9,7 +9,7 @@ from shardfold.activations.modes import Replacements
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.plan.cost import section_traffic, state_bytes
+from shardfold.plan.cost import STATES, section_traffic, state_bytes
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout
 from shardfold.plan.presets import PRESETS
@@ -49,7 +49,7 @@ class Reports:
         tensors, transient = self._tensors()
         seen: set[int] = set()
         rows: list[MemoryRow] = []
-        for name, cell in {n: getattr(model.layout, n) for n in tensors}.items():
+        for name, cell in {n: getattr(model.layout, n, None) for n in tensors}.items():
             held = _live_bytes(tensors[name], seen)
             if held or padded.get(name):
                 tier = str(cell.tier) if cell is not None else "device"
@@ -60,13 +60,13 @@ class Reports:
 
     def _tensors(self) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
         """What rests, by state, and what comes and goes."""
-        tensors: dict[str, list[Tensor]] = {name: [] for name in ("params", "held", "grads", "master", "moments")}
+        tensors: dict[str, list[Tensor]] = {name: [] for name in STATES}
         transient: list[Tensor] = []
         for unit in self._model.units:
             for segment in unit.segments:
                 states = {
                     "held": segment.held, "grads": segment.gradient_flat, "params": segment.rest,
-                    "master": segment.master,
+                    "master": segment.master, "format": segment.format_state,
                 }  # fmt: skip
                 for name, tensor in states.items():
                     if tensor is not None:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from shardfold.plan.formats import FORMATS
+from shardfold.plan.formats import FORMATS, TORCH_DTYPES
 from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Mesh
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, Op, Program
 
 __all__ = [
+    "STATES",
     "Sent",
     "closed_form",
     "op_bytes",
@@ -27,7 +28,8 @@ __all__ = [
     "traffic",
 ]
 
-STATES = ("params", "held", "grads", "master", "moments")
+STATES = ("params", "held", "grads", "master", "moments", "format")
+"""What rests, and ``format``: what the formats of reductions keep."""
 
 
 class Sent(NamedTuple):
@@ -53,6 +55,9 @@ def segment_bytes(
         bytes_[state] = elements * size * count / cell.parts(mesh)
     if frozen and layout.params is None:  # nothing to cast from: the compute copy itself rests, split as master
         bytes_["params"] = elements * ITEMSIZE[segment.dtype] / layout.rest.parts(mesh)
+    keeps = FORMATS[segment.format_for("reduce", layout)].state
+    if keeps is not None and not frozen:
+        bytes_["format"] = elements * keeps.itemsize
     return bytes_
 
 
@@ -138,12 +143,15 @@ def peak_bytes(
 
     States at rest, plus the root's gathered buffers, plus ``prefetch + 1`` gathered units (all, where ``held`` is not
     split), plus the gradients of the root and of two units on their way (where they rest whole: of one parameter, as
-    autograd makes it), plus ``temporary(bytes, ranks)`` of the wire.
+    autograd makes it), plus ``temporary(bytes, ranks)`` of the transport, plus payloads where formats encode.
     Gradients that wait whole (late units, ``no_sync``) come on top.
     """
     total = sum(state_bytes(layout, units, mesh, num_moments=num_moments, padded=True).values())
     ranks = prod(mesh.values())
-    full = {u.name: sum(s.length * ITEMSIZE[s.dtype] for s in u.segments) for u in units}
+    full = {
+        u.name: sum(s.length * ITEMSIZE[s.dtype] + _payload(s, "gather", s.dtype, layout) for s in u.segments)
+        for u in units
+    }
     grad = {
         u.name: sum(s.length * ITEMSIZE[s.dtype_for("reduce", layout)] for s in u.segments if s.trainable)
         for u in units
@@ -158,9 +166,26 @@ def peak_bytes(
         total += sum(sorted((grad[name] for name in inner), reverse=True)[:2])
     else:  # gradients rest whole; autograd makes each before it is added
         total += max((x.numel * ITEMSIZE[s.dtype] for u in units for s in u.segments for x in s.slots), default=0)
-    if temporary is not None and ranks > 1:
+    encoded = [
+        sum(_encoded_sum(s, layout, mesh) for s in u.segments if s.trainable) if ranks > 1 else 0.0 for u in units
+    ]
+    total += max(encoded, default=0)
+    if temporary is not None and ranks > 1 and not any(encoded):
         total += temporary(max(grad.values(), default=0), ranks)
     return total
+
+
+def _payload(segment: SegmentSpec, journey: str, dtype: str, layout: Layout) -> int:
+    """Bytes of what a format makes of all of a segment in that dtype; 0 where it travels as it lies."""
+    form = FORMATS[segment.format_for(journey, layout)]
+    return 0 if form.native == TORCH_DTYPES[dtype] else form.nbytes(segment.length)
+
+
+def _encoded_sum(segment: SegmentSpec, layout: Layout, mesh: Mesh) -> float:
+    """Bytes that the encoded reduction of a segment needs: what is sent, what comes, a sum and a row of fp32."""
+    dtype = segment.dtype_for("reduce" if layout.grads.over else "grads", layout)
+    payload = _payload(segment, "reduce", dtype, layout)
+    return 2 * payload + (2 * 8 * segment.length / layout.master.parts(mesh) if payload else 0)
 
 
 def closed_form(
