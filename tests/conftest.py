@@ -54,7 +54,7 @@ def _leaves_nothing_behind(_pool: Ranks) -> Iterator[None]:
     environment, threads, processes = dict(os.environ), set(threading.enumerate()), _children(_pool)
     yield
     leaks = _leaked_processes(_pool, processes) + _leaked_threads(threads)
-    leaks += _leaked_environment(environment) + _leaked_process_group()
+    leaks += _leaked_environment(environment) + _leaked_process_group() + _leaked_settings()
     if leaks:
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
 
@@ -128,3 +128,11 @@ def _leaked_process_group() -> list[str]:
         return []
     dist.destroy_process_group()
     return ["a default process group"]
+
+
+def _leaked_settings() -> list[str]:
+    found = sys.modules.get("shardfold.compat.deepspeed.runtime.activation_checkpointing.checkpointing")
+    if found is None or not found.is_configured():
+        return []
+    found._State.settings, found._State.configured = found.Settings(), False
+    return ["a configured activation checkpointing"]

@@ -121,7 +121,7 @@ class Sampler(data.Sampler[list[int]]):
     ) -> None:
         if (rank is None) != (num_ranks is None):
             raise ConfigError(f"rank={rank!r} beside num_ranks={num_ranks!r}: give both or neither.")
-        place = _place() if rank is None or num_ranks is None else (rank, num_ranks)
+        place = _rank_and_ranks() if rank is None or num_ranks is None else (rank, num_ranks)
         self.length = _length(dataset)
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -364,7 +364,7 @@ def _length(dataset: Any) -> int:
     return len(dataset)
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_ranks() -> tuple[int, int]:
     """This rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

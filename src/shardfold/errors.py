@@ -14,7 +14,7 @@ ShardfoldError                     the base: its message is one sentence (what, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "OrderError",
     "ShardfoldError",
     "UsageError",
+    "by_rank",
     "did_you_mean",
     "nearest",
 ]
@@ -94,3 +95,18 @@ def did_you_mean(word: object, choices: Iterable[str]) -> str:
     known = sorted(choices)
     near = nearest(word, known)
     return f" Did you mean {near!r}?" if near else f" Known: {', '.join(known)}."
+
+
+def by_rank(said: Mapping[int, str] | Sequence[str], shown: Callable[[str], str] = str) -> str:
+    """``"rank 0, 1: one text; rank 2: another"`` for what ranks say, without those that say nothing; the text alone
+    where there is one rank.
+
+    ``shown``: what is shown of a text; two that differ are told apart even if they are shown alike.
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, text in said.items() if isinstance(said, Mapping) else enumerate(said):
+        if text:
+            ranks.setdefault(text, []).append(str(rank))
+    if len(said) == 1:
+        return shown(next(iter(ranks), ""))
+    return "; ".join(f"rank {', '.join(numbers)}: {shown(text).rstrip('.')}" for text, numbers in ranks.items())

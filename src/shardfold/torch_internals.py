@@ -27,6 +27,9 @@ from shardfold.errors import ShardfoldError
 
 Pack = Callable[[Tensor], Any]
 
+untraced: Any = torch.compiler.disable
+"""Public, and typed as more than it gives: torch.compile neither looks into such a function nor unrolls its loops."""
+
 __all__ = [
     "ATTRIBUTES",
     "INTERNALS",
@@ -76,6 +79,7 @@ __all__ = [
     "tree_iter",
     "tree_unflatten",
     "unflatten_dense",
+    "untraced",
     "weak_storage",
 ]
 

@@ -368,8 +368,6 @@ def test_ranks_may_differ_in_modes(ranks: Ranks) -> None:
 
 
 def test_values_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(sf.ShardfoldError, match="cannot be split over mesh axes yet"):
-        sf.Activations(mode="keep", over=("tp",))
     with pytest.raises(sf.ShardfoldError, match="folder is for 'disk'"):
         sf.Activations(mode="host", folder="/tmp")
     with pytest.raises(sf.ShardfoldError, match="a number of bytes"):

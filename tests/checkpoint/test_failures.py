@@ -99,10 +99,10 @@ def broken_saves(folder: str) -> dict[str, list[str]]:
     attempt("rename", broken=failing(root, "rename", 1, errno.EACCES))
     attempt("latest", broken=failing(root, "replace", 1, errno.EACCES))
     attempt("latest of one of that name", root / "a", broken=failing(root, "replace", 1, errno.EACCES))
-    exchange, drafts._exchange = drafts._exchange, lambda one, other: False
+    exchange, drafts._swap = drafts._swap, lambda one, other: False
     attempt("latest, no exchange", root / "a", broken=failing(root, "replace", 1, errno.EACCES))
     attempt("second rename, no exchange", root / "a", broken=failing(root, "rename", 2, errno.EIO))
-    drafts._exchange = exchange
+    drafts._swap = exchange
     attempt("below a file", root / "file" / "b")
     attempt("no checkpoint", root / "taken")
     attempt("a file", root / "file")
@@ -610,7 +610,7 @@ def test_what_is_renamed_is_on_the_disk_before(tmp_path: Path, monkeypatch: pyte
 
     for name in ("fsync", "rename", "replace"):
         monkeypatch.setattr(os, name, recorded(name, getattr(os, name)))
-    monkeypatch.setattr(drafts, "_exchange", recorded("exchange", drafts._exchange))
+    monkeypatch.setattr(drafts, "_swap", recorded("exchange", drafts._swap))
     trained.save(root / "a", wait=True)
     monkeypatch.undo()
     trained.close()

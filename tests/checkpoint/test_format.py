@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.checkpoint.files import Part, write_file
-from shardfold.checkpoint.format import Box, Index, Parameter, Piece, overlaps
+from shardfold.checkpoint.format import Index, Parameter, Piece, overlaps
 from shardfold.checkpoint.trees import decode, encode
 from shardfold.errors import CheckpointError
+from shardfold.plan.box import Box
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -46,7 +47,7 @@ def test_overlaps_are_those_of_the_elements(given: tuple[tuple[int, ...], Piece]
         cut = whole[tuple(slice(a, a + n) for a, n in zip(*piece.box, strict=True))]
     held = cut.reshape(-1)[piece.start : piece.stop]  # the number in the whole of each value of the piece
     runs = list(overlaps(piece, shape, start, stop))
-    found = [(run.whole + i, run.piece + i) for run in runs for i in range(run.numel)]
+    found = [(run.one + i, run.other + i) for run in runs for i in range(run.numel)]
     assert found == sorted((int(n), at) for at, n in enumerate(held) if start <= n < stop)
     assert all(run.numel > 0 for run in runs)
 

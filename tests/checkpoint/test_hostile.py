@@ -102,11 +102,11 @@ def named(name: str) -> Change:
     return change
 
 
-def boxed(box: Any) -> Change:
-    """The weights as those of a box."""
+def boxed(box: Any, kind: str = "element") -> Change:
+    """The weights, or a buffer, as those of a box."""
 
     def change(said: dict[str, Any]) -> None:
-        next(piece for piece in said["pieces"] if piece["state"] == "weight")["box"] = box
+        next(p for p in said["pieces"] if p["kind"] == kind and p["state"] in ("weight", ""))["box"] = box
 
     return change
 
@@ -151,6 +151,7 @@ INDEXES: dict[str, tuple[Change, str]] = {
     "a range of one": (put("pieces/0/range", [9]), "range is [9], which is not the first element"),
     "a box outside": (boxed([[2, 0], [3, 4]]), "its box is not within its shape"),
     "a box of other dims": (boxed([[0], [12]]), "its box is not within its shape"),
+    "a buffer's box": (boxed([[0], [1]], kind="buffer"), "its box is not within its shape"),
     "a box that is none": (boxed("x"), "box is not [starts, sizes]"),
     "blocks of nothing": (put("pieces/0/block", 0), "block is 0, which is no number of elements"),
     "sums of numbers": (put("pieces/0/sums", [1]), "sums is no list of texts"),

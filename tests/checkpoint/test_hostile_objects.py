@@ -390,7 +390,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a pipe": ("x.pt", a_pipe, "it is a pipe"),
     "a pipe of safetensors": ("x.safetensors", a_pipe, "it is a pipe"),
     "no archive": ("x.pt", lambda path: path.write_bytes(b"\x80\x02garbage"), "x.pt"),
-    "half an archive": ("x.pt", lambda path: path.write_bytes(b"PK\x03\x04" + b"\0" * 100), "not be read"),
+    "half an archive": ("x.pt", lambda path: path.write_bytes(b"PK\x03\x04" + b"\0" * 100), "it is damaged"),
     "a header without end": (
         "x.safetensors", lambda path: path.write_bytes((2**62).to_bytes(8, "little") + b"{}"), "not be read"
     ),

@@ -305,7 +305,7 @@ def save_and_die(folder: str, victims: tuple[int, ...], share: float, same: bool
     """Saves step 1, and again step 2, where the victims die after ``share`` of their calls of the file system."""
     root = home(folder)
     if not swap:
-        draft._exchange = lambda one, other: False
+        draft._swap = lambda one, other: False
     trained = engine()
     train(trained)
     expect(trained, Path(folder) / "any")

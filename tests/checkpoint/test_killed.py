@@ -35,7 +35,7 @@ def save_and_die(root: str, victim: int, share: float, wait: bool, same: bool, s
     if port:
         _join(rank, port, serves=rank == 0)
     if not swap:
-        draft._exchange = lambda one, other: False
+        draft._swap = lambda one, other: False
     trained = engine()
     train(trained)
     expect(trained, folder)

@@ -43,6 +43,7 @@ from shardfold.compat.deepspeed.utils.init_on_device import OnDevice
 from shardfold.compat.deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 from shardfold.errors import ConfigError, UsageError
 from shardfold.testing import Ranks, same_training
+from tests.support.deepspeed_training import keeping_checkpointing
 
 # -- schedules
 
@@ -485,16 +486,13 @@ def test_checkpointed_gradients_are_the_plain_ones(options: dict[str, Any]):
             first, second = call(model, x, 2.0, shift=shift)
         return list(torch.autograd.grad((first * second).sum(), [x, shift, *model.parameters()]))
 
-    try:
+    with keeping_checkpointing():
         checkpointing.configure(None, **options)
         assert checkpointing.is_configured()
         with torch.random.fork_rng(), redirect_stdout(io.StringIO()) as out:
             plain = gradients(lambda module, *args, **kwargs: module(*args, **kwargs))
             again = gradients(checkpointing.checkpoint)
         assert bool(options.get("profile")) == ("time (ms) | forward" in out.getvalue())
-    finally:
-        checkpointing._State.settings, checkpointing._State.configured = checkpointing.Settings(), False
-        checkpointing.get_cuda_rng_tracker().reset()
     for a, b in zip(plain, again, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
@@ -503,14 +501,12 @@ def test_checkpointing_reads_a_configuration(tmp_path: Path):
     """A section's keys, and arguments that come before them; what does not go together is refused."""
     path = tmp_path / "ds.json"
     path.write_text('{"activation_checkpointing": {"cpu_checkpointing": true, "number_checkpoints": 3}}')
-    try:
+    with keeping_checkpointing():
         checkpointing.configure(None, deepspeed_config=str(path), num_checkpoints=4)
         settings = checkpointing._State.settings
         assert settings.checkpoint_in_cpu and settings.num_checkpoints == 4 and not settings.profile
         with pytest.raises(ConfigError, match="contiguous_checkpointing needs"):
             checkpointing.configure(None, contiguous_checkpointing=True)
-    finally:
-        checkpointing._State.settings, checkpointing._State.configured = checkpointing.Settings(), False
 
 
 def test_tracked_generators_refuse_what_would_be_the_same():

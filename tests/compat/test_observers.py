@@ -143,6 +143,17 @@ def test_operations_of_a_small_network():
     assert without[0] == 2 * macs
 
 
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers_are_counted(kind: Any, gates: int) -> None:
+    """In each time step each gate multiplies inputs and state by a matrix, in each direction of each layer."""
+    rows, time, wide, hidden = 2, 7, 3, 5
+    for layers, directions in ((1, 1), (2, 2)):
+        model = kind(wide, hidden, num_layers=layers, bidirectional=directions == 2, batch_first=True)
+        inputs = [wide] + [directions * hidden] * (layers - 1)
+        _, macs, _ = get_model_profile(model, (rows, time, wide), print_profile=False, as_string=False)
+        assert macs == sum(directions * time * rows * gates * (n * hidden + hidden * hidden) for n in inputs)
+
+
 def test_a_profile_is_printed_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     get_model_profile(mlp(), args=[torch.zeros(3, 8)], top_modules=2)
     out = capsys.readouterr().out

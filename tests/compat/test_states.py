@@ -31,6 +31,7 @@ from shardfold.compat.deepspeed.runtime.zero.offload_config import (
 )
 from shardfold.errors import ConfigError, UsageError
 from shardfold.testing import run_ranks
+from tests.support.deepspeed_training import keeping_checkpointing
 
 AVAILABLE, NOT_AVAILABLE = zero.ZeroParamStatus.AVAILABLE, zero.ZeroParamStatus.NOT_AVAILABLE
 
@@ -161,8 +162,9 @@ def test_init_takes_a_config_object() -> None:
     config = deepspeed.DeepSpeedConfig(_config(3, bf16={"enabled": True}))
     with zero.Init(config_dict_or_path=config):
         assert nn.Linear(2, 2).weight.dtype is torch.bfloat16
-    deepspeed.checkpointing.configure(None, deepspeed_config=config)
-    assert deepspeed.checkpointing.is_configured()
+    with keeping_checkpointing():
+        deepspeed.checkpointing.configure(None, deepspeed_config=config)
+        assert deepspeed.checkpointing.is_configured()
 
 
 def test_checkpoint_function() -> None:

@@ -63,7 +63,7 @@ def planted_inf(layout: str) -> None:
         Net(), optimizer=SGD, layout=layout, mesh=mesh, accumulate=2,
         clip=sf.Clip(norm=1.0, error_if_nonfinite=True),
     )  # fmt: skip
-    watch = sf.numerics.Watch(engine)
+    watch = sf.numerics.ActivationWatch(engine)
     draw = torch.Generator().manual_seed(engine.rank)
     for step in range(1, PLANTED + 1):
         for micro in (0, 1):
@@ -133,7 +133,7 @@ def test_parameters_states_and_buffers_are_named_and_numbers_are_the_whole_model
 
 
 def overflows_in_a_module(layout: str) -> None:
-    """Nobody opened a Watch: the engine did once the scale was at its floor."""
+    """Nobody opened a ActivationWatch: the engine did once the scale was at its floor."""
     mesh = {"inter": 2, "intra": 1} if layout in ("hsdp", "hpz") else None
     torch.manual_seed(0)
     rule = sf.LossScale(initial=4.0, patience=2)
@@ -202,7 +202,7 @@ class Masked(nn.Module):
 
 def test_masks_are_finite_and_what_an_interrupted_pass_left_is_forgotten() -> None:
     engine = sf.Engine(Masked(), optimizer=SGD)
-    watch = sf.numerics.Watch(engine)
+    watch = sf.numerics.ActivationWatch(engine)
     engine.backward(engine(torch.ones(2, 8)))
     assert sf.numerics.check(engine).finite
     engine.step()
@@ -223,11 +223,11 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_of_a_watched_model_is_plain(way: str) -> None:
-    """The copy has the user's hook alone, and what it computes does not reach the Watch."""
+    """The copy has the user's hook alone, and what it computes does not reach the ActivationWatch."""
     engine = sf.Engine(models.Small(), optimizer=SGD)
     engine.module.head.register_forward_hook(plain_hook)  # type: ignore[union-attr]
     tokens, targets = models.batches(1, rows=4)[0]
-    watch = sf.numerics.Watch(engine)
+    watch = sf.numerics.ActivationWatch(engine)
     for _ in range(2):  # watched, and not any more
         with engine.gathered():
             alone = WAYS[way](engine.module)

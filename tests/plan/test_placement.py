@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfold.plan.placement import Piece, SegmentSpec, Slot, UnitSpec, pack, shard_index, shard_range
+from shardfold.plan.placement import SegmentSpec, Slot, SlotRange, UnitSpec, pack, shard_index, shard_range
 
 AXES = ("inter", "intra", "third")
 SPLITS = [over for n in range(len(AXES) + 1) for over in permutations(AXES, n)]
@@ -120,8 +120,8 @@ def test_a_scalar_takes_one_element_and_an_empty_parameter_none():
     assert [slot.numel for slot in slots] == [1, 0, 5]
     assert length == 16
     spec = SegmentSpec(slots, length, "fp32")
-    assert list(spec.pieces(0, 8)) == [Piece(0, 0, 1), Piece(2, 4, 8)]
-    assert list(spec.pieces(8, 16)) == [Piece(2, 8, 9)]
+    assert list(spec.pieces(0, 8)) == [SlotRange(0, 0, 1), SlotRange(2, 4, 8)]
+    assert list(spec.pieces(8, 16)) == [SlotRange(2, 8, 9)]
     assert (spec.numel, spec.padding) == (6, 10)
 
 

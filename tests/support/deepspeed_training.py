@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
+from shardfold.compat.deepspeed.runtime.activation_checkpointing import checkpointing
 
 STEPS, RANKS, ROWS = 4, 2, 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -72,3 +74,15 @@ def near(found: Any, wanted: Any) -> None:
 
 def weights(engine: DeepSpeedEngine) -> list[Tensor]:
     return list(engine._core.state_dict().values())
+
+
+@contextmanager
+def keeping_checkpointing() -> Iterator[None]:
+    """What is configured inside is not for the tests behind it: as in DeepSpeed, no call takes it back."""
+    state = checkpointing._State
+    before = state.settings, state.configured
+    try:
+        yield
+    finally:
+        state.settings, state.configured = before
+        checkpointing.get_cuda_rng_tracker().reset()

@@ -507,16 +507,15 @@ def may_refuse(op: Op, plain: Plain, layout: str, before: Sequence[Op], sentence
     """Whether the documents say that an engine refuses an operation there."""
     name, which = op[0], op[1]
     several, split = plain.ranks > 1, layout in SPLITS
+    uneven = several and any(b[0] == "branch" for b in before) and ENDS in sentence
     if name == "step":
-        uneven = several and any(b[0] == "branch" for b in before) and ENDS in sentence
         return (plain.micro[which] == 0 and "no backward since" in sentence) or uneven
     if name in ("method", "submodule", "head", "regularizer"):
         return several and split
     if name in READS:
-        branches = any(b[0] == "branch" for b in before)
-        return several and (layout != "ddp" or not plain.boundary[which] or branches)
+        return several and (layout != "ddp" or not plain.boundary[which])
     if name == "read_grads":
-        return not plain.boundary[which]
+        return not plain.boundary[which] or uneven
     if name == "save_load":
         return plain.micro[which] > 0
     return False

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Case, Setting]] = {
     "dropout, schedule, clipping, accumulation": (
         Case(
             Wet, precision="bf16", average=True, accumulate=2,
-            options=(("clip_norm", 0.5), ("schedule", warmup_cosine(warmup=4, total=300))),
+            options=(("clip_norm", 0.5), ("lr_schedule", warmup_cosine(warmup=4, total=300))),
         ),
         Setting("zero3", 2),
     ),

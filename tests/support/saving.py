@@ -46,16 +46,16 @@ class Disk:
     @contextmanager
     def watched(self) -> Iterator[Disk]:
         real = {name: getattr(os, name) for name in CALLS}
-        exchange = draft._exchange
+        exchange = draft._swap
         try:
             for name, call in real.items():
                 setattr(os, name, partial(self._call, name, call))
-            draft._exchange = partial(self._call, "exchange", exchange)
+            draft._swap = partial(self._call, "exchange", exchange)
             yield self
         finally:
             for name, call in real.items():
                 setattr(os, name, call)
-            draft._exchange = exchange
+            draft._swap = exchange
 
     def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._below(args[0]):

@@ -18,7 +18,7 @@ from shardfold.errors import ConfigError
 from shardfold.tools import cli
 from shardfold.tools.bench import contenders, results, show, traces
 from shardfold.tools.bench.results import Measured, Turn
-from shardfold.tools.bench.rounds import Watch, compare
+from shardfold.tools.bench.rounds import Callbacks, compare
 from shardfold.tools.bench.settings import Settings, gpt_shape
 
 TINY = Settings(params=2e5, context=16, rounds=3, steps=2)
@@ -76,7 +76,7 @@ def test_a_contender_that_dies_is_reported_and_the_others_go_on(capsys: pytest.C
                     child.send_signal(signal.SIGKILL)
 
     chosen, left_out = contenders.choose(settings, ["bare", "bare-zeros"])
-    measured = compare(settings, chosen, Watch(turned=kill))
+    measured = compare(settings, chosen, Callbacks(turned=kill))
     assert killed
     assert len(measured.turns["bare"]) == 3 and len(measured.turns["bare-zeros"]) == 1
     assert measured.failures["bare-zeros"].reason == "rank 0 was killed by SIGKILL in 'turn'"

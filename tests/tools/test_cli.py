@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -15,8 +16,16 @@ import pytest
 from shardfold import launch
 from shardfold.checkpoint import Checkpoint
 from shardfold.tools import cli
-from shardfold.tools.observe.metrics import read_metrics
+from shardfold.tools.observe.metrics import StepMetrics
 from shardfold.tools.recipes.config import TrainConfig
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """The steps that a run wrote; a number that was not finite is NaN."""
+    optional = ("grad_norm", "held_out_bits_per_byte", "loss_scale")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lost = [{name: math.nan for name, value in row.items() if value is None and name not in optional} for row in rows]
+    return [StepMetrics(**(row | nan)) for row, nan in zip(rows, lost, strict=True)]
 
 
 def call(*arguments: str) -> int:
@@ -77,6 +86,8 @@ BAD = [
     (["train", "--heads", "5"], "5 heads"),
     (["train", "--procs", "0"], "procs is '0', but should be greater than or equal to 1"),
     (["train", "--data", "no/such/text"], "no/such/text"),
+    (["bench", "gpt", "--ranks", "0"], "ranks is 0, but must be at least 1"),
+    (["ckpt", "import", __file__, "imported"], "is no file of torch.save"),
     (["train", "--config", "no-such.toml"], "no-such.toml"),
     (["train", "--warmup", "9", "--steps", "5"], "warm up for fewer"),
     (["explain", "zero9"], "Did you mean"),

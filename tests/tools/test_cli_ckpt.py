@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 import shardfold as sf
-from shardfold.checkpoint.format import INDEX, SUM_BYTES, Box, Index, Parameter, Piece
+from shardfold.checkpoint.format import INDEX, SUM_BYTES, Index, Parameter, Piece
 from shardfold.checkpoint.inspect import _count, inspect
 from shardfold.checkpoint.verify import Verification, gaps, read_index, verify
 from shardfold.errors import CheckpointError
+from shardfold.plan.box import Box
 from shardfold.testing import Ranks
 from shardfold.tools import cli
 from tests.support.saving import engine, train
@@ -284,6 +285,7 @@ def a_range(start: int, stop: int, **other: Any) -> Piece:
         ([a_range(0, 24), a_range(0, 30, state="exp_avg")], "has 30 values for the elements 0 to 30 of 24"),
         ([a_range(0, 24), a_range(0, 24, state="q", kind="block", block=10, shape=(2,))], "has 2 values for"),
         ([a_range(0, 12, box=Box((0, 0), (4, 3)))], "weight/w: has no elements 3 to 6 of 24"),
+        ([a_range(0, 16, box=Box((0, 0), (4, 4))), a_range(0, 8, box=Box((0, 2), (4, 2)))], "elements 2 to 4 twice"),
         ([a_range(0, 10), a_range(10, 24, dtype="F16")], "weight/w: has parts of F16 and F32"),
         ([a_range(0, 24), Piece("v", "", "run", "F32", (1,), file="f", sums=("x",))], "run/v: is there, but nothing"),
     ],
@@ -291,6 +293,15 @@ def a_range(start: int, stop: int, **other: Any) -> Piece:
 def test_an_index_that_is_not_whole(pieces: list[Piece], says: str) -> None:
     """Elements that no file has, or two have, are named; a save never makes a checkpoint of such an index."""
     assert any(says in str(each) for each in gaps(an_index(*pieces))), [str(each) for each in gaps(an_index(*pieces))]
+
+
+def test_boxes_of_absurd_sizes_are_told_without_a_look_at_each_row() -> None:
+    """One value may stand for 2**40 elements in as many rows."""
+    box = Box((0, 0), (2**40, 1))
+    piece = a_range(0, 2**40, state="s", kind="block", block=2**40, shape=(1,), box=box)
+    index = an_index(piece)
+    index.parameters = [Parameter("w", (2**40, 2), "F32", digest="x")]
+    assert [each.what for each in gaps(index)] == [f"has boxes that do not have each of its {2**41} elements once"]
 
 
 def test_an_index_that_is_whole() -> None:

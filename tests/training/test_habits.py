@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 
 import shardfold as sf
 from shardfold.errors import UsageError
@@ -191,6 +193,40 @@ def test_what_only_other_ranks_used_is_dropped_with_it(ranks: Ranks, layout: str
     ranks.run(_dropped_where_used, layout, world_size=2)
 
 
+def _asked_for_where_dropped(layout: str) -> None:
+    engine = make_engine(layout, partial(torch.optim.SGD, lr=1.0))
+    before = copy.deepcopy(engine.state_dict())
+    with engine.gathered():
+        engine.module[engine.rank](rows(0)).sum().backward()
+    engine.module.zero_grad(set_to_none=False)
+    with engine.gathered(of="grads", write=True) as grads:
+        assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads.values())
+        for grad in grads.values():
+            grad.fill_(2.0)
+    assert engine.step().updated
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, before[name] - 2.0, rtol=1e-12, atol=0)
+    with engine.gathered():
+        engine.module[engine.rank](rows(0)).sum().backward()
+    engine.module.zero_grad()
+    with engine.gathered(of="grads") as grads:
+        assert set(grads.values()) == {None}
+    if engine.rank == 0:
+        engine.optimizer.zero_grad()
+    differs = r"gathered\(of='grads'\): rank 0 dropped all gradients .* rank 1 did not"
+    with pytest.raises(UsageError, match=differs), engine.gathered(of="grads"):
+        pass
+    engine.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3"])
+def test_what_was_dropped_is_gone_when_gradients_are_asked_for(ranks: Ranks, layout: str) -> None:
+    """Also of what only another rank used; what is written into them then is what the step uses, and where ranks did
+    not do the same all of them are told."""
+    ranks.run(_asked_for_where_dropped, layout, world_size=2)
+
+
 # -- clipping ---------------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +304,77 @@ def _where_it_is() -> None:
             with pytest.raises(UsageError, match=where):
                 weight.grad.sum()
         engine.step()
+    engine.close()
+
+
+class _Ways(nn.Module):
+    """Blocks that run in the order that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)).double()
+
+    def forward(self, x: Tensor, way: Sequence[int], *, again: bool = False) -> Tensor:
+        for i in way:
+            x = checkpoint(self.blocks[i], x, use_reentrant=True) if again else torch.tanh(self.blocks[i](x))
+        return x.square().mean()
+
+
+WAYS = {
+    "as before": [(0, 1, 2), (0, 1, 2)],
+    "the other way round": [(2, 1, 0), (2, 1, 0)],
+    "more": [(0, 1, 2, 3), (3, 0, 1, 2)],
+    "the other way round on one rank": [(0, 1, 2), (2, 1, 0)],
+    "each another part": [(1,), (0, 2)],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whole_gradients_are_there_in_whatever_order_a_backward_runs(ranks: Ranks, way: str) -> None:
+    """Under ``ddp`` a gradient that came in another order than before is in the sums that ``.grad`` shows: those of
+    plain PyTorch, and so is what clipping by hand makes of them."""
+    ranks.run(_another_order, WAYS[way], world_size=2)
+
+
+def _another_order(ways: Sequence[Sequence[int]]) -> None:
+    plain = _Ways()
+    engine = sf.Engine(_Ways(), optimizer=SGD, layout="ddp", units=["blocks.*"])
+    for several in ([(0, 1, 2)] * 2, ways, [(0, 1, 2)] * 2, ways):
+        plain.zero_grad()
+        engine.backward(engine(rows(0, engine), several[engine.rank]))
+        for way, part in zip(several, rows(0).chunk(2), strict=True):
+            (plain(part, way) / 2).backward()
+        for (name, p), expected in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
+            found = torch.zeros_like(expected) if p.grad is None else p.grad
+            wanted = torch.zeros_like(expected) if expected.grad is None else expected.grad
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15, msg=name)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1e-3) for m in (plain, engine.module)]
+        assert norms[0] == pytest.approx(float(norms[1]), rel=1e-12)
+        engine.zero_grad()
+    engine.close()
+
+
+def test_a_gradient_that_came_behind_its_sum_says_so(ranks: Ranks) -> None:
+    """A block that runs in two re-entrant checkpoints gets its gradient in two parts; the second is in the sums of
+    ``gathered`` and of the step, and ``.grad`` says that it does not show them."""
+    ranks.run(_in_two_parts, world_size=2)
+
+
+def _in_two_parts() -> None:
+    plain = _Ways()
+    engine = sf.Engine(_Ways(), optimizer=SGD, layout="ddp", units=["blocks.*"])
+    weight = engine.module.blocks[1].weight
+    x = rows(0).requires_grad_()
+    plain(x, (1, 0, 1), again=True).backward()
+    expected = plain.blocks[1].weight.grad
+    engine.backward(engine(x.detach().chunk(2)[engine.rank].requires_grad_(), (1, 0, 1), again=True))
+    with pytest.raises(UsageError, match="of which more came, from a re-entrant checkpoint"):
+        weight.grad.sum()
+    with engine.gathered("blocks.1.weight", of="grads") as grad:
+        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=1e-15)
+    engine.zero_grad()
     engine.close()
 
 

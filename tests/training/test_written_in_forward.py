@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardfold as sf
+from shardfold.errors import UsageError
 from shardfold.testing import Ranks
 
 LAYOUTS = ("ddp", "zero2", "zero3", "fsdp2", "hsdp", "hpz")
@@ -300,3 +301,63 @@ def _state_after_a_write(layout: str, precision: str) -> list[float]:
 def test_a_state_dict_has_what_was_written_before_it(ranks: Ranks, layout: str, precision: str) -> None:
     """Also beside a finer master, with no forward between."""
     assert ranks.run(_state_after_a_write, layout, precision, world_size=2) == [[7.0, 3.0]] * 2
+
+
+class _Replaced(_Clamped):
+    """Points a trained weight at other memory while ``replaces`` is set."""
+
+    replaces = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replaces:
+            with torch.no_grad():
+                self.last.weight.set_(self.last.weight.clamp(-0.2, 0.2))
+        return self.last(torch.tanh(self.first(x)))
+
+
+def _replaced(layout: str, precision: str) -> list[list[float]]:
+    torch.manual_seed(0)
+    model = _Replaced()
+    engine = sf.Engine(model, optimizer=ADAMW, layout=layout, precision=precision, units=["first", "last"])
+    data = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1)).chunk(engine.world_size)[engine.rank]
+    engine.backward(engine(data.flatten(0, 1)).float().square().mean())
+    with pytest.raises(UsageError, match=r"memory of 'last\.weight' was replaced by Tensor\.set_, .* copy_\(\)"):
+        engine.step()
+    engine.zero_grad()
+    model.replaces = False
+    for _ in range(2):  # heard again
+        engine.backward(engine(data.flatten(0, 1)).float().square().mean())
+        assert engine.step().updated
+    state = engine.state_dict()["last.weight"].tolist()
+    engine.close()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "size"),
+    [("ddp", "fp32", 2), ("zero2", "fp32", 2), ("zero3", "fp32", 2), ("ddp", "bf16", 1)],
+)
+def test_a_weight_whose_memory_is_replaced_says_so(ranks: Ranks, layout: str, precision: str, size: int) -> None:
+    """Autograd gives the gradient of such a weight to nobody but ``.grad``, so that ranks would go on with different
+    sums: the step says what happened, and without it the weight trains again."""
+    first, *others = ranks.run(_replaced, layout, precision, world_size=size)
+    assert all(other == first for other in others)
+
+
+def test_one_rank_trains_a_weight_whose_memory_is_replaced() -> None:
+    """Its ``.grad`` is all there is to sum: weights are plain PyTorch's."""
+    torch.manual_seed(0)
+    plain = _Replaced()
+    torch.manual_seed(0)
+    engine = sf.Engine(_Replaced(), optimizer=ADAMW, layout="ddp")
+    optimizer = ADAMW(plain.parameters())
+    for x in torch.randn(STEPS, 4, 6, generator=torch.Generator().manual_seed(1)):
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.step()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    state = engine.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-7)
+    engine.close()

@@ -29,11 +29,21 @@ from torch import Tensor
 
 from shardfold.activations.knapsack import Item, Option, choose, peak, smallest
 from shardfold.activations.offload import Results, Tally
-from shardfold.activations.profile import Bytes, Run, Saved, Spot, covers, milliseconds, numel, size_of, survey
+from shardfold.activations.profile import (
+    Bytes,
+    MeasuredForward,
+    Saved,
+    Spot,
+    covers,
+    milliseconds,
+    numel,
+    size_of,
+    survey,
+)
 from shardfold.errors import ConfigError
 from shardfold.plan.sizes import human
 from shardfold.sharding.autograd import tensors_in
-from shardfold.torch_internals import expired, free_weak, storage_key, top_saved_hooks, weak_storage
+from shardfold.torch_internals import expired, free_weak, storage_key, top_saved_hooks, untraced, weak_storage
 
 __all__ = ["Planner"]
 
@@ -41,7 +51,6 @@ ROUNDS = 3
 """How often each mode is timed."""
 
 LOG = getLogger("shardfold")
-_untraced: Any = torch.compiler.disable
 
 
 class Planner:
@@ -76,11 +85,11 @@ class Planner:
             mode for mode in ("recompute", "keep", "select") if any(mode in s.modes for s in spots if s.modes[1:])
         ]
         self.phase, self._next = "bytes", trials * ROUNDS
-        self._after = self._passes = self._forwards = 0
+        self._after = self._forwards = 0
         self._repeated = self._inside = False
         self._shapes: list[Any] = []
         self._open: list[tuple[Any, Any]] = []  # forwards since the last backward: what lives with them, shapes
-        self._events: list[Run | Saved] = []
+        self._events: list[MeasuredForward | Saved] = []
         self._plan: list[tuple[Spot, Option]] = []
         self._predicted = 0
         self.kept: int | None = None
@@ -158,7 +167,6 @@ class Planner:
         elif self.phase == "check" and self.kept is not None and self.kept > self._budget:
             LOG.warning("activations=%r: %s were on the device at once", self._asked, human(self.kept))
         if self.phase not in ("", "wait"):
-            self._passes += 1
             self._enter("" if self.phase == "check" else self._next.pop(0) if self._next else "wait")
 
     def _enter(self, phase: str) -> None:
@@ -222,7 +230,7 @@ class Planner:
 
     @contextmanager
     def _noted(self, spot: Spot, inputs: Any) -> Iterator[None]:
-        run = Run(spot, size_of(inputs))
+        run = MeasuredForward(spot, size_of(inputs))
         for tensor in tensors_in(inputs):
             self._note(run.inputs, tensor)
 
@@ -400,4 +408,4 @@ def _on_top(pack: Callable[[Tensor], None], unpack: Callable[[Any], Any]) -> tup
     def unpacked(value: Any) -> Any:
         return unpack(value) if outer is None else outer[1](unpack(value))
 
-    return _untraced(packed), _untraced(unpacked)
+    return untraced(packed), untraced(unpacked)

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 from shardfold.plan.report import SavedReport, SavedRow
 from shardfold.sharding.autograd import inside_checkpoint, tensors_in
 from shardfold.sharding.freed import apart
+from shardfold.sharding.partition import ROOT
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.disk import DiskStore
 from shardfold.tiers.host import HostStore
-from shardfold.torch_internals import DispatchMode, in_backward, storage_key, top_saved_hooks
+from shardfold.torch_internals import DispatchMode, in_backward, storage_key, top_saved_hooks, untraced
 
 __all__ = ["Counter", "Movers", "Results", "Tally", "counted", "held"]
 
-ROOT = "(root)"
-
-_untraced: Any = torch.compiler.disable  # torch.compile looks into what a forward that it does not trace calls
 
 PROBE = 4 * 1024 * 1024
 """Bytes of a copy by which a store is timed."""
@@ -107,7 +105,7 @@ class _Entry:
         self._tally.rest(-self.nbytes)
 
 
-class _Piece(NamedTuple):
+class _Offloaded(NamedTuple):
     """What is saved in place of a tensor."""
 
     frame: _Frame
@@ -138,7 +136,7 @@ def _leave_untraced(owner: type, *names: str) -> None:
     for name in names:
         method = vars(owner)[name]
         if not hasattr(method, "_torchdynamo_disable"):
-            setattr(owner, name, _untraced(method))
+            setattr(owner, name, untraced(method))
 
 
 class _Frame:
@@ -154,7 +152,7 @@ class _Frame:
         self._num_bytes = self._pieces = self._given = 0
         self._fetched = False
 
-    def pack(self, tensor: Tensor) -> _Piece | _Elsewhere:
+    def pack(self, tensor: Tensor) -> _Offloaded | _Elsewhere:
         with torch.no_grad(), apart():
             if not self._movers.moves(tensor, self._smallest):
                 pack, unpack = self._outer or (None, None)
@@ -168,8 +166,8 @@ class _Frame:
             entry.pieces += 1
             self._pieces += 1
             if whole:
-                return _Piece(self, entry, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-            return _Piece(self, entry, tensor.shape, tensor.contiguous().stride(), 0)
+                return _Offloaded(self, entry, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            return _Offloaded(self, entry, tensor.shape, tensor.contiguous().stride(), 0)
 
     def _entry(self, key: Any, tensor: Tensor, whole: bool) -> _Entry:
         known = self._movers.known(key[0])
@@ -191,7 +189,7 @@ class _Frame:
         self._tally.arrive(entry.nbytes)
         return entry
 
-    def unpack(self, packed: _Piece | _Elsewhere) -> Tensor:
+    def unpack(self, packed: _Offloaded | _Elsewhere) -> Tensor:
         if isinstance(packed, _Elsewhere):
             return packed.packed if packed.unpack is None else packed.unpack(packed.packed)
         with torch.no_grad(), apart():
@@ -411,8 +409,8 @@ class Counter:
             if self._open and self._open[-1][0] is module and not in_backward():
                 self._open.pop()[1].__exit__(None, None, None)
 
-        self._handles.append(module.register_forward_pre_hook(_untraced(before)))
-        self._handles.append(module.register_forward_hook(_untraced(after), always_call=True))
+        self._handles.append(module.register_forward_pre_hook(untraced(before)))
+        self._handles.append(module.register_forward_hook(untraced(after), always_call=True))
 
     def count(self, name: str, tensor: Tensor) -> _Saved:
         """``tensor`` is kept for backward in forwards of ``name``, for as long as the answer lives."""
@@ -451,7 +449,7 @@ class Counter:
         def unpack(saved: _Saved) -> Tensor:
             return saved.packed if outer is None else outer[1](saved.packed)
 
-        return torch.autograd.graph.saved_tensors_hooks(_untraced(pack), _untraced(unpack))
+        return torch.autograd.graph.saved_tensors_hooks(untraced(pack), untraced(unpack))
 
 
 class Results(DispatchMode):

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from shardfold.sharding.autograd import tensors_in
 
-__all__ = ["Bytes", "Run", "Saved", "Spot", "covers", "milliseconds", "numel", "size_of", "survey"]
+__all__ = ["Bytes", "MeasuredForward", "Saved", "Spot", "covers", "milliseconds", "numel", "size_of", "survey"]
 
 Bytes = dict[int, int]  # by storage
 
 
-class Parts(NamedTuple):
+class SpotBytes(NamedTuple):
     """Bytes of a spot under a mode, as of :class:`shardfold.activations.knapsack.Option`."""
 
     kept: int
@@ -25,7 +25,7 @@ class Parts(NamedTuple):
     moved: int
 
 
-NOTHING = Parts(0, 0, 0)
+NOTHING = SpotBytes(0, 0, 0)
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Spot:
     place: int = -1  # in the order of forward; -1: not seen yet
     fixed: int = 0
     inputs: int = 0
-    kept: dict[str, Parts] = field(default_factory=dict[str, Parts])
+    kept: dict[str, SpotBytes] = field(default_factory=dict[str, SpotBytes])
     once: bool = True  # what it saved was asked for by one backward, and no result was changed in place
 
     @property
@@ -75,14 +75,14 @@ class Spot:
         self.place, self.fixed, self.inputs = (int(number) for number in numbers[:3])
         for i, mode in enumerate(self.modes):
             kept, back, moved, forward, again = numbers[3 + 5 * i : 8 + 5 * i]
-            self.kept[mode] = Parts(int(kept), int(back), int(moved))
+            self.kept[mode] = SpotBytes(int(kept), int(back), int(moved))
             for times, value in ((self.forward, forward), (self.again, again)):
                 if value >= 0:
                     times[mode] = value
         self.once = not numbers[-1]
 
 
-class Run:
+class MeasuredForward:
     """One forward of a spot, while bytes are measured. ``token`` lives as long as what it saved."""
 
     def __init__(self, spot: Spot, size: int) -> None:
@@ -109,7 +109,7 @@ class Saved(NamedTuple):
         return {self.key: self.num_bytes}
 
 
-def survey(events: Sequence[Run | Saved]) -> tuple[int, bool]:
+def survey(events: Sequence[MeasuredForward | Saved]) -> tuple[int, bool]:
     """Tells spots what a pass says of them. A storage that one run alone has is its mode's; one that several have, or
     that what lies between spots saves, stays anyway, from the first of them on.
 
@@ -120,23 +120,23 @@ def survey(events: Sequence[Run | Saved]) -> tuple[int, bool]:
         Bytes that are saved behind the last spot, and whether any spot ran several times.
     """
     events = _without_inputs(events)
-    runs = [event for event in events if isinstance(event, Run)]
+    runs = [event for event in events if isinstance(event, MeasuredForward)]
     holders: dict[int, int] = {}
     for event in events:
         for key in event.every:
-            holders[key] = holders.get(key, 0) + (1 if isinstance(event, Run) else 2)
+            holders[key] = holders.get(key, 0) + (1 if isinstance(event, MeasuredForward) else 2)
     met: set[int] = set()
     fixed = 0
-    found: dict[Spot, tuple[int, int, dict[str, Parts]]] = {}
+    found: dict[Spot, tuple[int, int, dict[str, SpotBytes]]] = {}
     for event in events:
         every = event.every
         fixed += sum(n for key, n in every.items() if holders[key] > 1 and key not in met)
         met |= every.keys()
-        if isinstance(event, Run):
+        if isinstance(event, MeasuredForward):
             before, inputs, kept = found.get(event.spot, (0, 0, {}))
             for mode, parts in _modes(event, {key for key in every if holders[key] == 1}).items():
                 old = kept.get(mode, NOTHING)
-                kept[mode] = Parts(old.kept + parts.kept, max(old.back, parts.back), max(old.moved, parts.moved))
+                kept[mode] = SpotBytes(old.kept + parts.kept, max(old.back, parts.back), max(old.moved, parts.moved))
             found[event.spot] = before + fixed, inputs + event.size, kept
             fixed = 0
     for place, (spot, (before, inputs, kept)) in enumerate(found.items()):
@@ -145,7 +145,7 @@ def survey(events: Sequence[Run | Saved]) -> tuple[int, bool]:
         # What autograd has not given back by now is there for another backward.
         spot.once &= all(run.token() is None for run in runs if run.spot is spot)
         for mode, parts in kept.items():
-            spot.kept[mode] = Parts(*map(max, spot.kept.get(mode, NOTHING), parts))
+            spot.kept[mode] = SpotBytes(*map(max, spot.kept.get(mode, NOTHING), parts))
     return fixed, len(runs) > len(found)
 
 
@@ -157,11 +157,11 @@ def numel(shapes: Any) -> int:
     return sum(prod(shape) for _, shape in shapes)
 
 
-def _without_inputs(events: Sequence[Run | Saved]) -> list[Run | Saved]:
+def _without_inputs(events: Sequence[MeasuredForward | Saved]) -> list[MeasuredForward | Saved]:
     """Without what a checkpoint saves as it begins: the inputs of the run that follows."""
-    found: list[Run | Saved] = []
+    found: list[MeasuredForward | Saved] = []
     for event in events:
-        if isinstance(event, Run) and event.spot.modes[0] in ("recompute", "select"):
+        if isinstance(event, MeasuredForward) and event.spot.modes[0] in ("recompute", "select"):
             inputs = set(event.inputs)
             while found and isinstance(last := found[-1], Saved) and last.key in inputs:
                 inputs.remove(last.key)
@@ -186,7 +186,7 @@ def _fits(small: Any, large: Any) -> bool:
     )
 
 
-def _modes(run: Run, own: set[int]) -> dict[str, Parts]:
+def _modes(run: MeasuredForward, own: set[int]) -> dict[str, SpotBytes]:
     """What a run keeps, what comes back beside it, and what of that is moved, under each mode."""
     saved, inputs, results = run.saved, run.inputs, run.results
 
@@ -195,16 +195,16 @@ def _modes(run: Run, own: set[int]) -> dict[str, Parts]:
 
     moved = {key for key in own & saved.keys() if saved[key] >= run.spot.smallest}
     found = {
-        "keep": Parts(size(own & saved.keys(), saved), 0, 0),
-        "recompute": Parts(size(own & inputs.keys(), inputs), size(saved.keys() - inputs.keys(), saved), 0),
-        "select": Parts(
+        "keep": SpotBytes(size(own & saved.keys(), saved), 0, 0),
+        "recompute": SpotBytes(size(own & inputs.keys(), inputs), size(saved.keys() - inputs.keys(), saved), 0),
+        "select": SpotBytes(
             size(own & (inputs.keys() | results.keys()), inputs | results),
             size(saved.keys() - inputs.keys() - results.keys(), saved),
             0,
         ),
     }
     for mode in ("host", "disk"):
-        found[mode] = Parts(size(own & saved.keys() - moved, saved), size(moved, saved), size(moved, saved))
+        found[mode] = SpotBytes(size(own & saved.keys() - moved, saved), size(moved, saved), size(moved, saved))
     return {mode: found[mode] for mode in run.spot.modes}
 
 

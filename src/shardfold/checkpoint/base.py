@@ -34,7 +34,7 @@ class Base:
 
         Raises:
             ConfigError: ``frozen`` is neither ``"keep"`` nor ``"skip"``.
-            UsageError: nothing would be left, as the engine has no optimizer.
+            UsageError: nothing would be left, as the engine has no optimizer, or a rank has a box only of one of them.
         """
         if frozen == "keep":
             return {}
@@ -47,6 +47,12 @@ class Base:
                 "use frozen='keep'."
             )
         units = [unit for unit in model.units if any(not s.spec.trainable for s in unit.segments)]
+        frozen_slots = [slot for unit in units for s in unit.segments if not s.spec.trainable for slot in s.spec.slots]
+        if boxed := next((slot for slot in frozen_slots if slot.box is not None), None):
+            raise UsageError(
+                f"engine.save(frozen='skip') keeps a checksum of all of {boxed.name!r}, of which this rank has a box "
+                f"of shape {boxed.shape} in {boxed.whole}: use frozen='keep'."
+            )
         version = [model.followed, *((unit.name, unit.life, unit.version) for unit in units)]
         if model.comm.control([float(version != self._version)], dist.ReduceOp.MAX)[0]:
             self._known = _digests(
@@ -71,12 +77,18 @@ def other_base(model: ShardedModel, left_out: Mapping[str, Parameter]) -> tuple[
         left_out: what the checkpoint says of them, by the engine's names.
 
     Returns:
-        Names of those that differ, and of those that cannot be compared as they are kept in fewer digits here.
+        Names of those that differ, and of those that cannot be compared, as they are kept in fewer digits here or not
+        whole.
     """
     if not left_out:
         return [], []
-    mine = {s.name: most_precise(model, g)[0].dtype for u in model.units for g in u.segments for s in g.spec.slots}
-    unclear = [n for n, p in left_out.items() if torch.promote_types(mine[n], DTYPES[p.dtype]) != mine[n]]
+    slots = {s.name: (s, most_precise(model, g)[0]) for u in model.units for g in u.segments for s in g.spec.slots}
+    unclear = [
+        name
+        for name, theirs in left_out.items()
+        for slot, kept in [slots[name]]
+        if slot.box is not None or torch.promote_types(kept.dtype, DTYPES[theirs.dtype]) != kept.dtype
+    ]
     found = _digests(model, {n: DTYPES[p.dtype] for n, p in left_out.items() if n not in unclear})
     return [name for name, digest in found.items() if digest != left_out[name].digest], unclear
 

@@ -83,7 +83,7 @@ def check_index(said: Mapping[str, Any], itemsizes: Mapping[str, int], kinds: Se
         for number, one in enumerate(said[place]):
             _parameter(one, f"{place}[{number}]", itemsizes)
         _named_once(said[place], place)
-    shapes: dict[str, list[int]] = {one["name"]: one["shape"] for one in said["parameters"]}
+    shapes: dict[str, list[int]] = {one["name"]: one["shape"] for one in [*said["buffers"], *said["parameters"]]}
     for number, one in enumerate(said["pieces"]):
         _piece(one, f"pieces[{number}]", files, itemsizes, kinds)
         if "box" in one and one["of"] in shapes:

@@ -16,7 +16,7 @@ from shardfold.checkpoint.rng import rng_state
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
 from shardfold.plan.layout import DATA_AXES, Axes
-from shardfold.plan.placement import shard_index
+from shardfold.plan.placement import Slot, shard_index
 from shardfold.plan.version import __version__
 from shardfold.sharding.groups import alignment
 from shardfold.sharding.model import ShardedModel
@@ -61,7 +61,7 @@ def header(
     also = names_of(model.module)
     parameters: list[Parameter] = []
     for segment, slot in _places(model):
-        name, shape = segment.spec.slots[slot].name, segment.spec.slots[slot].shape
+        name, shape = segment.spec.slots[slot].name, segment.spec.slots[slot].whole
         dtype, trainable = NAMES[most_precise(model, segment)[0].dtype], segment.spec.trainable
         parameters.append(Parameter(name, shape, dtype, also.get(name, ()), trainable, left_out.get(name)))
     order = {name: i for i, (name, _) in enumerate(model.module.named_parameters())}
@@ -118,10 +118,11 @@ def _places(model: ShardedModel) -> Iterator[tuple[Segment, int]]:
             yield from ((segment, slot) for slot in range(len(segment.spec.slots)))
 
 
-def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes) -> tuple[int, int]:
-    """This rank's share of a range that all ranks have which differ from it on other axes only."""
+def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes, slot: Slot) -> tuple[int, int]:
+    """This rank's share of a range that all ranks have which differ from it on other axes only: data axes, or, of a
+    parameter that is whole, any."""
     sizes = model.comm.mesh.sizes
-    others = tuple(axis for axis in DATA_AXES if axis not in over and sizes[axis] > 1)
+    others = tuple(a for a, n in sizes.items() if a not in over and n > 1 and (slot.box is None or a in DATA_AXES))
     replicas = model.comm.mesh.parts(others)
     number = shard_index(others, sizes, model.comm.mesh.coords)
     align = alignment(model.optimizer)
@@ -135,11 +136,11 @@ def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes) -> tuple[in
 def _of_parameter(model: ShardedModel, segment: Segment, slot: int, parts: list[Part], index: Index) -> None:
     place = segment.spec.slots[slot]
     weights, bounds, over = most_precise(model, segment)
-    low, high = _share(model, bounds, over)
+    low, high = _share(model, bounds, over, place)
     a, b = max(low, place.offset), min(high, place.offset + place.numel)
     first = place.offset in range(low, high) or (not place.numel and model.rank == 0)
     if a < b:
-        parts.append(_range(place.name, "weight", a - place.offset, weights[a - bounds[0] : b - bounds[0]]))
+        parts.append(_range(place, "weight", a - place.offset, weights[a - bounds[0] : b - bounds[0]]))
     update = model.updater
     if update is None or not segment.spec.trainable:
         return
@@ -147,11 +148,11 @@ def _of_parameter(model: ShardedModel, segment: Segment, slot: int, parts: list[
     if a < b:
         for name, per_value, values in update.stored(segment, slot):
             x, y = (a - begin) // per_value, -(-(b - begin) // per_value)
-            parts.append(_range(place.name, name, a - place.offset, values[x:y], b - a, per_value))
+            parts.append(_range(place, name, a - place.offset, values[x:y], b - a, per_value))
         for number, average in enumerate(model.run.averages):
             values = average.shard(segment)[a - bounds[0] : b - bounds[0]]
-            parts.append(_range(place.name, average_state(number), a - place.offset, values))
-    if first:
+            parts.append(_range(place, average_state(number), a - place.offset, values))
+    if first and not any(place.starts):  # of boxes the one that begins the parameter: what is kept once is equal in all
         numbers: dict[str, Any] = {}
         for name, value in update.kept_once(segment, slot).items():
             if isinstance(value, Tensor) and value.dim():
@@ -162,11 +163,11 @@ def _of_parameter(model: ShardedModel, segment: Segment, slot: int, parts: list[
             index.once[place.name] = numbers
 
 
-def _range(name: str, state: str, start: int, values: Tensor, numel: int | None = None, block: int = 1) -> Part:
+def _range(slot: Slot, state: str, start: int, values: Tensor, numel: int | None = None, block: int = 1) -> Part:
     kind = "element" if block == 1 else "block"
     stop = start + (values.numel() if numel is None else numel)
-    shape = (values.numel(),)
-    return Part(Piece(name, state, kind, _dtype(values, name), shape, start, stop, block=block), values)
+    dtype, shape = _dtype(values, slot.name), (values.numel(),)
+    return Part(Piece(slot.name, state, kind, dtype, shape, start, stop, slot.box, block), values)
 
 
 def _whole(kind: str, state: str, name: str, values: Tensor, rank: int | None = None) -> Part:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.checkpoint.deepspeed_ranks import Place, RankFile, cut_each, cut_together, is_plain, rank_files
+from shardfold.checkpoint.deepspeed_ranks import FlatPlace, RankFile, cut_each, cut_together, is_plain, rank_files
 from shardfold.checkpoint.folders import deepspeed_folder
 from shardfold.checkpoint.pickled import Foreign, load_pickled
 from shardfold.checkpoint.writer import Writer
@@ -63,7 +63,7 @@ class DeepSpeedFolder:
     path: Path
     names: list[str] = field(default_factory=list[str])
     also: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    places: dict[str, Place] = field(default_factory=dict[str, Place])
+    places: dict[str, FlatPlace] = field(default_factory=dict[str, FlatPlace])
     frozen: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]] = field(
         default_factory=dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]]
     )

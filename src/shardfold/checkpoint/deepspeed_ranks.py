@@ -29,14 +29,14 @@ from shardfold.checkpoint.pickled import load_pickled
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
 
-__all__ = ["Place", "RankFile", "Stretch", "cut_each", "cut_together", "is_plain", "rank_files"]
+__all__ = ["FlatPlace", "RankFile", "RankRange", "cut_each", "cut_together", "is_plain", "rank_files"]
 
 OPTIMIZER_FILE = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 #: Options of a group that say how a class computes, or count; the rest says what it computes.
 NOT_KEPT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "bias_correction", "step"}
 
 
-class Stretch(NamedTuple):
+class RankRange(NamedTuple):
     """Consecutive elements of a parameter: ``[start, start + numel)`` of one of a rank's flats."""
 
     rank: int
@@ -45,12 +45,12 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class FlatPlace:
     """Where a parameter is: its elements in order, stretch by stretch, all in the flat of the same number."""
 
     flat: int
     shape: tuple[int, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[RankRange, ...]
 
 
 class RankFile:
@@ -152,26 +152,26 @@ def rank_files(folder: Path) -> list[RankFile]:
 
 def cut_together(
     flat: int, shapes: Mapping[str, tuple[int, ...]], gaps: Sequence[int], lengths: Sequence[int]
-) -> Iterator[tuple[str, Place]]:
+) -> Iterator[tuple[str, FlatPlace]]:
     """Stages 1 and 2: parameters one behind the other, cut into a part of ``lengths`` elements for each rank."""
     bounds = list(pairwise(accumulate(lengths, initial=0)))
     at = 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
         stop = at + math.prod(shape)
         cuts = [(rank, max(at, low), min(stop, high), low) for rank, (low, high) in enumerate(bounds)]
-        stretches = tuple(Stretch(rank, a - low, b - a) for rank, a, b, low in cuts if a < b)
-        yield name, Place(flat, shape, stretches)
+        stretches = tuple(RankRange(rank, a - low, b - a) for rank, a, b, low in cuts if a < b)
+        yield name, FlatPlace(flat, shape, stretches)
         at = stop + gap
 
 
-def cut_each(flat: int, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> Iterator[tuple[str, Place]]:
+def cut_each(flat: int, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> Iterator[tuple[str, FlatPlace]]:
     """Stage 3: of each parameter an equal part for each rank."""
     at = 0
     for name, shape in shapes.items():
         numel = math.prod(shape)
         part = -(-numel // ranks)
         sizes = [min(part, numel - rank * part) for rank in range(ranks)]
-        yield name, Place(flat, shape, tuple(Stretch(rank, at, n) for rank, n in enumerate(sizes) if n > 0))
+        yield name, FlatPlace(flat, shape, tuple(RankRange(rank, at, n) for rank, n in enumerate(sizes) if n > 0))
         at += part
 
 

@@ -202,8 +202,8 @@ class Draft:
             os.rename(path, target)
             return lambda: os.rename(target, path)
         self._check_target()
-        if _exchange(path, target):
-            return lambda: None if _exchange(path, target) else self._lose()
+        if _swap(path, target):
+            return lambda: None if _swap(path, target) else self._lose()
         # No such system call here: for a moment neither is there, and ``resolve`` knows the other name.
         aside = target.parent / ASIDE.format(target.name)
         shutil.rmtree(aside, ignore_errors=True)
@@ -234,7 +234,7 @@ class Draft:
             )
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _swap(one: Path, other: Path) -> bool:
     """Exchanges two folders at once; False where the system cannot."""
     if not sys.platform.startswith("linux"):
         return False

@@ -256,12 +256,15 @@ class Reader:
     def __init__(self, folder: Path, *, verify: bool = True, elsewhere: Elsewhere | None = None) -> None:
         self._folder, self._verify, self._elsewhere = folder, verify, elsewhere
         self._open: dict[str, int] = {}
+        #: The last block that was read in parts: rows of a box lie in the same one.
+        self._block: tuple[Piece, int, Tensor] | None = None
         self.num_bytes = 0  # read so far
 
     def close(self) -> None:
         for fd in self._open.values():
             os.close(fd)
         self._open.clear()
+        self._block = None
 
     def read(self, piece: Piece, start: int, out: Tensor) -> None:
         """Values ``[start, start + out.numel())`` of a piece into 1-D ``out``, of any dtype and device.
@@ -273,22 +276,27 @@ class Reader:
         size, stop = dtype.itemsize, start + out.numel()
         straight = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
         target = out.detach().view(torch.uint8) if straight and out.numel() else None
-        scratch: Tensor | None = None
         for number in range(start * size // SUM_BYTES, -(-stop * size // SUM_BYTES)):
             low, high = number * SUM_BYTES, min((number + 1) * SUM_BYTES, piece.nbytes)
             a, b = max(low, start * size), min(high, stop * size)
             if target is not None and (a, b) == (low, high):
                 self._fetch(piece, number, low, target[a - start * size : b - start * size])
                 continue
-            if scratch is None:
-                scratch = torch.empty(min(SUM_BYTES, piece.nbytes), dtype=torch.uint8)
             if self._verify:
-                self._fetch(piece, number, low, scratch[: high - low])
-                values = scratch[a - low : b - low]
+                values = self._checked(piece, number, low, high)[a - low : b - low]
             else:
-                values = scratch[: b - a]
+                values = torch.empty(b - a, dtype=torch.uint8)
                 self._fetch(piece, number, a, values)
             out[a // size - start : b // size - start].copy_(values.view(dtype))
+
+    def _checked(self, piece: Piece, number: int, low: int, high: int) -> Tensor:
+        """A block that has one checksum, ``(high - low,)`` bytes."""
+        if self._block is None or self._block[0] is not piece or self._block[1] != number:
+            self._block = None
+            block = torch.empty(high - low, dtype=torch.uint8)
+            self._fetch(piece, number, low, block)
+            self._block = piece, number, block
+        return self._block[2]
 
     def tensor(self, piece: Piece) -> Tensor:
         """All of a piece, in its shape."""

@@ -51,7 +51,7 @@ class Fit:
         self.options: dict[int, dict[str, Any]] = {}
         segments = [segment for unit in model.units for segment in unit.segments]
         buffers = buffers_of(model.module)
-        self._mine = {slot.name: (slot.shape, segment) for segment in segments for slot in segment.spec.slots}
+        self._mine = {slot.name: (slot.whole, segment) for segment in segments for slot in segment.spec.slots}
         self._buffers = {name: buffer for name, (buffer, _) in buffers.items()}
         #: Of parameters and buffers: what was made of others' files does not say which is one.
         self._theirs = checkpoint.parameters | checkpoint.buffers

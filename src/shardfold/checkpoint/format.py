@@ -2,12 +2,12 @@
 
 A checkpoint is a folder of safetensors files and an ``index.json`` (byte by byte in docs/checkpoint-format.md). The
 index lists *pieces*: of which parameter, of which state, which elements, in which file and where. Elements are named by
-a *box* of the parameter (a block of a tensor-parallel split; the whole of it today) and a flat range in the box's
-row-major order, so a shard of any layout is one piece, and a reader needs to know nothing of who wrote it.
+a *box* of the parameter (the block of it that a rank has; the whole, mostly) and a flat range in the box's row-major
+order, so a shard of any layout is one piece, and a reader needs to know nothing of who wrote it.
 
     kind      a piece holds
     element   one value for each element of its range: weights, moments
-    block     one value for each ``block`` elements of its range, counted from the parameter's first: 8-bit scales
+    block     one value for each ``block`` elements of its range, counted from the box's first: 8-bit scales
     once      a tensor that the parameter has once: factored moments, step counts
     buffer    a buffer of a module
     run       a tensor of the run's own state, named by the tree that refers to it
@@ -20,12 +20,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
 from shardfold.checkpoint.checked import DEPTH, check_index, is_deep, no_constant, once_each
 from shardfold.errors import CheckpointError
+from shardfold.plan.box import Box, Extent, shared
 
 __all__ = [
     "INDEX",
@@ -33,11 +34,9 @@ __all__ = [
     "KINDS",
     "SUM_BYTES",
     "VERSION",
-    "Box",
     "Index",
     "Parameter",
     "Piece",
-    "Run",
     "checksum",
     "overlaps",
 ]
@@ -60,25 +59,6 @@ def checksum(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-class Box(NamedTuple):
-    """A block of a tensor: ``starts`` and ``sizes`` on each dim."""
-
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-
-class Run(NamedTuple):
-    """Consecutive elements: ``[whole, whole + numel)`` of the whole are ``[piece, piece + numel)`` of a piece."""
-
-    whole: int
-    piece: int
-    numel: int
-
-
 @dataclass(frozen=True)
 class Piece:
     """A tensor of one of the files.
@@ -91,7 +71,7 @@ class Piece:
         shape: of the tensor in the file; 1-D for ``element`` and ``block``.
         start: the first element of the box that it holds, in row-major order.
         stop: the element behind its last; both count elements, also of a ``block`` piece.
-        box: None: the whole parameter.
+        box: of the parameter; None: the whole.
         block: elements per value.
         file: in the folder.
         at: where its bytes begin in the file.
@@ -160,6 +140,7 @@ class Parameter:
     """A parameter or a buffer.
 
     Attributes:
+        shape: of the whole, whatever box of it a rank had.
         also: further names of the same tensor (tied weights).
         dtype: of the ``weight`` state, as safetensors names it.
         trainable: whether the optimizer had it.
@@ -288,31 +269,20 @@ def _compact(said: Any) -> bytes:
     return json.dumps(said, separators=(",", ":"), sort_keys=True).encode()
 
 
-def overlaps(piece: Piece, shape: Sequence[int], start: int, stop: int) -> Iterator[Run]:
-    """Where a piece has elements ``[start, stop)`` of its parameter, which has this shape; in rising order."""
-    if piece.box is None or piece.box.sizes == tuple(shape):
+def overlaps(piece: Piece, shape: Sequence[int], start: int, stop: int, box: Box | None = None) -> Iterator[Extent]:
+    """Where a piece has elements ``[start, stop)`` of a ``box`` of its parameter, in rising order.
+
+    Args:
+        piece: of kind ``element``.
+        shape: of the whole parameter.
+        start, stop: elements of ``box``.
+        box: of the parameter; None: the whole.
+    """
+    if box == piece.box:
         a, b = max(start, piece.start), min(stop, piece.stop)
         if a < b:
-            yield Run(a, a - piece.start, b - a)
+            yield Extent(a, a - piece.start, b - a)
         return
-    starts, sizes = piece.box
-    # The trailing dims that the box has all of, and one more, are consecutive in both.
-    tail = len(shape)
-    while tail > 0 and sizes[tail - 1] == shape[tail - 1]:
-        tail -= 1
-    lead = max(tail - 1, 0)
-    row = math.prod(sizes[lead:])
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    if row == 0:
-        return
-    for number in range(piece.start // row, -(-piece.stop // row)):
-        first, rest = 0, number
-        for dim in range(lead - 1, -1, -1):
-            rest, at = divmod(rest, sizes[dim])
-            first += (starts[dim] + at) * strides[dim]
-        first += starts[lead] * strides[lead] if lead < len(shape) else 0
-        low, high = max(number * row, piece.start), min((number + 1) * row, piece.stop)  # in the box
-        a = max(start, first + low - number * row)
-        b = min(stop, first + high - number * row)
-        if a < b:
-            yield Run(a, a - first + number * row - piece.start, b - a)
+    whole = Box.of(shape)
+    for run in shared(box or whole, (start, stop), piece.box or whole, (piece.start, piece.stop)):
+        yield run._replace(other=run.other - piece.start)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shardfold.checkpoint.draft import Draft
-from shardfold.errors import CheckpointError
+from shardfold.errors import CheckpointError, by_rank
 
-__all__ = ["Host", "find_hosts", "hosts_said", "whose", "words_by_rank"]
+__all__ = ["Host", "find_hosts", "hosts_said", "whose"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def find_hosts(
             problem = str(error)
     problems |= {number: said or problems[number] for number, said in enumerate(everyone("drafts", problem))}
     if any(problems.values()):
-        raise CheckpointError(words_by_rank(problems))
+        raise CheckpointError(by_rank(problems))
     ranks: dict[int, list[int]] = {}
     for number, said in enumerate(told):
         ranks.setdefault(said[0], []).append(number)
@@ -105,17 +105,6 @@ def whose(index: Any, file: str) -> str:
         if file in host.files:
             return f"it was written on {host} as {Path(host.folder) / file}: copy it from there"
     return ""
-
-
-def words_by_rank(said: Mapping[int, str]) -> str:
-    """``rank 0, 1: one text; rank 2: another``; the text alone where there is one rank."""
-    texts: dict[str, list[str]] = {}
-    for rank, text in said.items():
-        if text:
-            texts.setdefault(text, []).append(str(rank))
-    if len(said) == 1:
-        return next(iter(texts))
-    return "; ".join(f"rank {', '.join(numbers)}: {text.rstrip('.')}" for text, numbers in texts.items())
 
 
 def _ranges(ranks: Sequence[int]) -> str:

@@ -197,9 +197,10 @@ def _unpickled(path: Path) -> dict[str, Any]:
             said = load_object(path, str(path))  # of before torch 1.6, which is no zip archive
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a pickle that is none raises
-        why = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} cannot be read as a file of torch.save: {why.rstrip('.')}.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except Exception:  # whatever a pickle that is none raises: its words are about the pickle's inside
+        raise CheckpointError(f"{path} is no file of torch.save, or it is damaged.") from None
     if not isinstance(said, Mapping):
         raise CheckpointError(f"{path} holds a {type(said).__name__}, not a state dict.")
     return dict(said)

@@ -18,8 +18,8 @@ from shardfold.checkpoint.draft import Draft
 from shardfold.checkpoint.files import Part, write_file
 from shardfold.checkpoint.format import ITEMSIZES, Index
 from shardfold.checkpoint.hosts import Host
-from shardfold.checkpoint.messages import Messages
-from shardfold.checkpoint.outcome import Outcome, failure, words
+from shardfold.checkpoint.messages import Messages, words
+from shardfold.checkpoint.outcome import Outcome, failure
 from shardfold.errors import CheckpointError
 from shardfold.sharding.model import ShardedModel
 from shardfold.tiers.pages import exact, huge

@@ -22,12 +22,13 @@ from torch import Tensor
 from shardfold.checkpoint.base import other_base
 from shardfold.checkpoint.collect import average_state, is_average
 from shardfold.checkpoint.fit import Fit
+from shardfold.checkpoint.messages import words
 from shardfold.checkpoint.names import Rename
 from shardfold.checkpoint.opened import open_together
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.rng import set_rng_state
 from shardfold.comm.coalesced import complete
-from shardfold.errors import CheckpointError, ShardfoldError
+from shardfold.errors import CheckpointError, ShardfoldError, by_rank
 from shardfold.plan.layout import DATA_AXES, Axes
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.loans import refuse_during
@@ -152,26 +153,12 @@ class _Agreed:
             error = raised
         if not model.comm.control([float(error is not None)], dist.ReduceOp.MAX)[0]:
             return value
-        said = model.comm.agreement.exchange(f"{self._prefix}/{self._number}", "" if error is None else _words(error))
-        texts: dict[str, list[str]] = {}
-        for rank, text in enumerate(said):
-            if text:
-                texts.setdefault(text, []).append(str(rank))
-        everywhere = len(texts) == 1 and all(said)
+        said = model.comm.agreement.exchange(f"{self._prefix}/{self._number}", "" if error is None else words(error))
+        everywhere = len(set(said)) == 1
         if everywhere and isinstance(error, ShardfoldError) and not isinstance(error, CheckpointError):
             raise error
-        told = "; ".join(
-            (f"rank {', '.join(ranks)}: " if not everywhere else "") + text.rstrip(".") for text, ranks in texts.items()
-        )
-        raise CheckpointError(f"{told}. {self.after}") from error
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, ShardfoldError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'reading'}: {error.strerror}"
-    return f"{type(error).__name__}: {error}"
+        told = said[0] if everywhere else by_rank(said)
+        raise CheckpointError(f"{told.rstrip('.')}. {self.after}") from error
 
 
 def _fit(
@@ -205,7 +192,10 @@ def _check_base(model: ShardedModel, checkpoint: Checkpoint, fit: Fit, strict: b
     if other:
         fit.notes.append(f"Frozen parameters that were left out have other values here: {names}.")
     if unclear:
-        fit.notes.append(f"Not compared, as they were saved in more digits than they have here: {', '.join(unclear)}.")
+        fit.notes.append(
+            "Not compared, as they were saved in more digits than they have here, or are not whole on a rank here: "
+            f"{', '.join(unclear)}."
+        )
 
 
 def _narrower(model: ShardedModel, checkpoint: Checkpoint) -> str:
@@ -394,5 +384,5 @@ class _Work:
                 continue
             out = target[a - bounds[0] : b - bounds[0]]
             x, y = a - place.offset, b - place.offset
-            self.attempt(lambda o=old, x=x, y=y, t=out: checkpoint.read(o, state, x, y, out=t))
+            self.attempt(lambda o=old, x=x, y=y, t=out, b=place.box: checkpoint.read(o, state, x, y, out=t, box=b))
         complete(model.comm, [target], others, WHAT)

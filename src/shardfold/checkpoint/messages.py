@@ -13,9 +13,9 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from shardfold.errors import CheckpointError
+from shardfold.errors import CheckpointError, ShardfoldError
 
-__all__ = ["SILENCE_AT_EXIT", "Messages", "ask", "drop", "put", "take"]
+__all__ = ["SILENCE_AT_EXIT", "Messages", "ask", "drop", "put", "take", "words"]
 
 BEAT = 1.0  # seconds between two signs of life of a rank
 SILENCE, SILENCE_AT_EXIT = 20.0, 8.0  # seconds without one after which it counts as dead
@@ -186,3 +186,14 @@ def ask(store: Any, call: str, *arguments: Any) -> Any:
             "the store through which ranks talk is gone, as the process that serves it has died or left "
             f"({str(error).splitlines()[0]})"
         ) from error
+
+
+def words(error: BaseException) -> str:
+    """An error in a few words, as others are told of it."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}" + (f" ({error.filename})" if error.filename else "")
+    if not isinstance(error, Exception):
+        return f"it was interrupted ({type(error).__name__})"
+    if isinstance(error, ShardfoldError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

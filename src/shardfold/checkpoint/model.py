@@ -16,6 +16,7 @@ from shardfold.errors import CheckpointError, ConfigError
 from shardfold.plan.checks import check_flags, described
 from shardfold.sharding.materialize import meta_init
 from shardfold.sharding.segment import check_dtype
+from shardfold.sharding.whole_state import every_buffer
 
 __all__ = ["load_model"]
 
@@ -62,7 +63,7 @@ def load_model(
             model = model()
     stored = open_weights(path).renamed(renamer(rename, "load_model"), str(path))
     tied: dict[int, list[str]] = {}
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **_persistent_buffers(model)}
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **every_buffer(model)}
     for name, tensor in tensors.items():
         tied.setdefault(id(tensor), []).append(name)
     homes: dict[str, str] = {}
@@ -106,15 +107,6 @@ def _assign(model: nn.Module, names: list[str], old: Tensor, later: Later, devic
     for name in names:
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, value)
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
 
 
 def _shape(shape: Iterable[int]) -> str:

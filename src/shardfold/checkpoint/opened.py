@@ -18,11 +18,10 @@ from shardfold.checkpoint.elsewhere import Elsewhere
 from shardfold.checkpoint.folders import ASIDE, DRAFT, IN_RUN, resolve
 from shardfold.checkpoint.format import INDEX, Index, checksum
 from shardfold.checkpoint.hosts import hosts_said
-from shardfold.checkpoint.messages import drop, put, take
-from shardfold.checkpoint.outcome import words
+from shardfold.checkpoint.messages import drop, put, take, words
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.verify import Damage, index_bytes, missing_files
-from shardfold.errors import CheckpointError
+from shardfold.errors import CheckpointError, by_rank
 from shardfold.sharding.model import ShardedModel
 
 __all__ = ["open_together"]
@@ -156,18 +155,11 @@ def _open(
 
 def _differ(path: Path, found: _Version | None, everyone: Sequence[str], said: str) -> CheckpointError:
     """Ranks do not find one checkpoint, or none finds a complete one."""
-    texts: dict[str, list[str]] = {}
-    for rank, text in enumerate(everyone):
-        texts.setdefault(text, []).append(str(rank))
-    if len(texts) == 1:
+    if len(set(everyone)) == 1:
         if found is not None:
             return CheckpointError(_not_complete(found.folder, [str(each) for each in found.damage]))
         return CheckpointError(said[1:])
-    told = "; ".join(
-        f"rank {', '.join(ranks)}: "
-        + (text[1:].rstrip(".") if text[0] == "!" else f"finds {text[1:].partition(' ')[0]}")
-        for text, ranks in texts.items()
-    )
+    told = by_rank(everyone, lambda text: text[1:] if text[0] == "!" else f"finds {text[1:].partition(' ')[0]}")
     return CheckpointError(f"ranks do not find the same checkpoint at {path}, nothing was changed: {told}.")
 
 

@@ -23,12 +23,12 @@ from logging import getLogger
 from shardfold.checkpoint.draft import Draft
 from shardfold.checkpoint.folders import older, remove
 from shardfold.checkpoint.format import INDEX, Index, Piece
-from shardfold.checkpoint.hosts import Host, words_by_rank
-from shardfold.checkpoint.messages import Messages
+from shardfold.checkpoint.hosts import Host
+from shardfold.checkpoint.messages import Messages, words
 from shardfold.checkpoint.verify import gaps, missing_files
-from shardfold.errors import CheckpointError
+from shardfold.errors import CheckpointError, by_rank
 
-__all__ = ["Outcome", "failure", "words"]
+__all__ = ["Outcome", "failure"]
 
 LOG = getLogger("shardfold")
 
@@ -99,7 +99,7 @@ class Outcome:
             wrong = {0: problem} | {rank: text[1:] for rank, text in said.items() if text.startswith("!")}
             wrong |= dict.fromkeys(lost, self._unheard())
             if any(wrong.values()):
-                raise CheckpointError(words_by_rank(wrong | {rank: "" for rank in said if rank not in wrong}))
+                raise CheckpointError(by_rank(wrong | {rank: "" for rank in said if rank not in wrong}))
             index = self._merged(header, part, said)
             self._check_finite(index)
             data = index.to_bytes()
@@ -167,7 +167,7 @@ class Outcome:
         self._messages.drop("place", 0, self._messages.told("place", [0])[0])
         wrong = {rank: text[1:] for rank, text in said.items() if text != "+"} | dict.fromkeys(lost, self._unheard())
         if wrong:
-            raise CheckpointError(words_by_rank(wrong | {0: ""}))
+            raise CheckpointError(by_rank(wrong | {0: ""}))
         return lost
 
     def _messages_end(self, text: str, lost: Sequence[int]) -> None:
@@ -308,12 +308,3 @@ def _refuse_damage(damage: Sequence[object]) -> None:
     if damage:
         more = f" and {len(damage) - 4} more" * (len(damage) > 4)
         raise CheckpointError(f"what the ranks wrote is not whole: {'; '.join(map(str, damage[:4]))}{more}")
-
-
-def words(error: BaseException) -> str:
-    """An error in a few words, as others are told of it."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}" + (f" ({error.filename})" if error.filename else "")
-    if not isinstance(error, Exception):
-        return f"it was interrupted ({type(error).__name__})"
-    return str(error) or type(error).__name__

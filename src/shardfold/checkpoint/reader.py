@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from shardfold.checkpoint.given import check_place
 from shardfold.checkpoint.trees import decode
 from shardfold.checkpoint.verify import index_bytes, missing_files
 from shardfold.errors import CheckpointError, did_you_mean
+from shardfold.plan.box import Box, Extent, shared
 
 if TYPE_CHECKING:
     from shardfold.checkpoint.elsewhere import Elsewhere
@@ -151,9 +153,16 @@ class Checkpoint:
         return DTYPES[self.parameters[name].dtype] if state == "weight" else torch.float32
 
     def read(
-        self, name: str, state: str = "weight", start: int = 0, stop: int | None = None, *, out: Tensor | None = None
+        self,
+        name: str,
+        state: str = "weight",
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        out: Tensor | None = None,
+        box: Box | None = None,
     ) -> Tensor:
-        """Elements ``[start, stop)`` of a state in row-major order.
+        """Elements ``[start, stop)`` of a state in row-major order, whatever boxes of it were written.
 
         Args:
             name: of a parameter, as the checkpoint has it.
@@ -161,6 +170,7 @@ class Checkpoint:
             start: first element.
             stop: behind the last; None: the end.
             out: 1-D, contiguous, of any dtype and device, is written to; None makes one of the state's own dtype.
+            box: of the parameter, whose elements ``start`` and ``stop`` count; None: the whole.
 
         Returns:
             ``out``, ``(stop - start,)``.
@@ -171,19 +181,37 @@ class Checkpoint:
         parameter = self.parameters.get(name) or self.buffers.get(name)
         if parameter is None:
             raise CheckpointError(f"{self.path} has no parameter {name!r}.{did_you_mean(name, self.parameters)}")
-        stop = parameter.numel if stop is None else stop
+        if box is not None and box == Box.of(parameter.shape):
+            box = None
+        stop = (parameter.numel if box is None else box.numel) if stop is None else stop
         if (name, state) not in self._by_state and (name, f"{state}_codes") in self._by_state:
-            return self._decoded(parameter, state, start, stop, out)
+            return self._decoded(parameter, state, start, stop, out, box)
+        found = self._found(parameter, state, start, stop, box)
+        if out is None:
+            out = torch.empty(stop - start, dtype=self.dtype(name, state))
+        for piece, extents in found:
+            for extent in extents:
+                a = extent.one - start
+                self._reader.read(piece, extent.other, out[a : a + extent.numel])
+        return out
+
+    def _found(
+        self, parameter: Parameter, state: str, start: int, stop: int, box: Box | None
+    ) -> list[tuple[Piece, list[Extent]]]:
+        """The pieces that have elements ``[start, stop)`` of a box, and where.
+
+        Raises:
+            CheckpointError: elements are missing.
+        """
+        name = parameter.name
         found = [
-            (run, piece)
+            (piece, list(overlaps(piece, parameter.shape, start, stop, box)))
             for piece in self._by_state.get((name, state), ())
-            for run in overlaps(piece, parameter.shape, start, stop)
         ]
-        found.sort(key=lambda each: each[0])
-        read = 0
-        for run, _ in found:  # each element once: what no file has is not made up
-            if run.whole == start + read:
-                read += run.numel
+        read, behind = 0, start
+        for first, _, numel in sorted(extent for _, extents in found for extent in extents):
+            read += max(0, first + numel - max(behind, first))  # each element once: what no file has is not made up
+            behind = max(behind, first + numel)
         if read != stop - start:
             if state == "weight" and parameter.digest is not None:
                 raise CheckpointError(
@@ -195,35 +223,49 @@ class Checkpoint:
                 + ("; it keeps " + ", ".join(self.states(name)) if not read else "")
                 + "."
             )
-        if out is None:
-            out = torch.empty(stop - start, dtype=self.dtype(name, state))
-        for run, piece in found:
-            self._reader.read(piece, run.piece, out[run.whole - start : run.whole - start + run.numel])
+        return found
+
+    def _decoded(
+        self, parameter: Parameter, state: str, start: int, stop: int, out: Tensor | None, box: Box | None
+    ) -> Tensor:
+        """Values of an 8-bit state (arXiv 2110.02861); blocks are counted in the box that they were written of."""
+        self._found(parameter, f"{state}_codes", start, stop, box)
+        whole = Box.of(parameter.shape)
+        out = torch.empty(stop - start) if out is None else out
+        by_box: dict[Box, list[Piece]] = {}
+        for piece in self._by_state[(parameter.name, f"{state}_scales")]:
+            by_box.setdefault(piece.box or whole, []).append(piece)
+        for theirs, scales in by_box.items():
+            mine, within = box or whole, (start, stop)
+            extents = list(shared(mine, within, theirs, (0, theirs.numel)))
+            if not extents:
+                continue
+            low, high = extents[0].other, extents[-1].other + extents[-1].numel
+            for first, values in self._decoded_blocks(parameter, state, low, high, theirs, scales):
+                for a, b, numel in shared(mine, within, theirs, (first, first + values.numel())):
+                    out[a - start : a - start + numel].copy_(values[b - first : b - first + numel])
         return out
 
-    def _decoded(self, parameter: Parameter, state: str, start: int, stop: int, out: Tensor | None) -> Tensor:
-        """Values of an 8-bit state (arXiv 2110.02861)."""
+    def _decoded_blocks(
+        self, parameter: Parameter, state: str, start: int, stop: int, box: Box, scales: Sequence[Piece]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The blocks of a box that have its elements ``[start, stop)``: the first element, and values in fp32."""
         from shardfold.optim.adamw8bit import dequantize
 
-        scales = self._by_state[(parameter.name, f"{state}_scales")]
         block = scales[0].block
-        low, high = start // block * block, min(-(-stop // block) * block, parameter.numel)
-        codes = self.read(parameter.name, f"{state}_codes", low, high)
+        low, high = start // block * block, min(-(-stop // block) * block, box.numel)
+        codes = self.read(parameter.name, f"{state}_codes", low, high, box=box)
         factors = torch.full((-(-(high - low) // block),), float("nan"))
         for piece in scales:
             a, b = max(low, piece.start), min(high, piece.stop)
             if a < b:
                 part = factors[(a - low) // block : -(-(b - low) // block)]
                 self._reader.read(piece, (a - piece.start) // block, part)
-        out = torch.empty(stop - start) if out is None else out
         step = max(AT_ONCE // block, 1) * block
         for a in range(low, high, step):
             b = min(a + step, high)
             some = factors[(a - low) // block : -(-(b - low) // block)]
-            values = dequantize(codes[a - low : b - low], some, block, signed=state == "exp_avg")
-            x, y = max(a, start), min(b, stop)
-            out[x - start : y - start].copy_(values[x - a : y - a])
-        return out
+            yield a, dequantize(codes[a - low : b - low], some, block, signed=state == "exp_avg")
 
     def parameter(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter's weights, in its shape."""

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.checkpoint.draft import Draft
-from shardfold.checkpoint.hosts import Host, find_hosts, words_by_rank
+from shardfold.checkpoint.hosts import Host, find_hosts
 from shardfold.checkpoint.job import Job, Saving
 from shardfold.checkpoint.messages import SILENCE_AT_EXIT, ask
-from shardfold.errors import CheckpointError, ConfigError, UsageError
+from shardfold.errors import CheckpointError, ConfigError, UsageError, by_rank
 from shardfold.plan.report import MemoryRow
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.model import ShardedModel
@@ -86,7 +86,7 @@ class Saver:
             if job.error is not None and not isinstance(job.error, Exception):
                 raise job.error
             if any(said):
-                raise job.failure(words_by_rank(dict(enumerate(said)))) from job.error
+                raise job.failure(by_rank(said)) from job.error
             job.begin(self._hosts(job, token, shared))
         except BaseException as error:
             job.give_up(error)
@@ -128,8 +128,7 @@ class Saver:
         if flags[2] != -flags[3]:
             said = self._everyone(f"save/{name}/place", text)
             raise ConfigError(
-                f"engine.save() was given different places or options: {words_by_rank(dict(enumerate(said)))}; give "
-                "every rank the same."
+                f"engine.save() was given different places or options: {by_rank(said)}; give every rank the same."
             )
         return name
 

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from shardfold.checkpoint.format import (
 from shardfold.checkpoint.hosts import whose
 from shardfold.checkpoint.paths import check_regular, inside, open_regular
 from shardfold.errors import CheckpointError
+from shardfold.plan.box import Box
 
 __all__ = [
     "Damage",
@@ -43,6 +45,7 @@ __all__ = [
 
 METADATA = {"format": "pt"}  # of every file's header
 INDEX_BYTES = 4 * 2**30  # at most: some 10 million pieces
+ROWS = 100_000  # of boxes that do not fit, at most, are looked at to say where
 HEADER_BYTES = 100_000_000  # at most: safetensors' own limit
 
 
@@ -270,17 +273,37 @@ def _malformed(piece: Piece, known: Mapping[str, Parameter], index: Index) -> It
 
 def _uncovered(parameter: Parameter, pieces: Sequence[Piece]) -> Iterator[str]:
     """Ranges of elements that no piece has, or that two have."""
+    if _tiled(parameter, pieces):
+        return
     whole = parameter.numel
-    runs = sorted(run for piece in pieces for run in overlaps(piece, parameter.shape, 0, whole))
+    found = (run for piece in pieces for run in overlaps(piece, parameter.shape, 0, whole))
+    runs = sorted(islice(found, ROWS + 1))
+    if len(runs) > ROWS:
+        yield f"has boxes that do not have each of its {whole} elements once"
+        return
     at = 0
-    for run in runs:
-        if run.whole > at:
-            yield f"has no elements {at} to {run.whole} of {whole}"
-        elif run.whole < at:
-            yield f"has the elements {run.whole} to {min(at, run.whole + run.numel)} twice"
-        at = max(at, run.whole + run.numel)
+    for first, _, numel in runs:
+        if first > at:
+            yield f"has no elements {at} to {first} of {whole}"
+        elif first < at:
+            yield f"has the elements {first} to {min(at, first + numel)} twice"
+        at = max(at, first + numel)
     if at < whole:
         yield f"has no elements {at} to {whole} of {whole}"
+
+
+def _tiled(parameter: Parameter, pieces: Sequence[Piece]) -> bool:
+    """Whether pieces cover their boxes and these the parameter, each once: without a look at every row of a box."""
+    by_box: dict[Box, list[tuple[int, int]]] = {}
+    for piece in pieces:
+        by_box.setdefault(piece.box or Box.of(parameter.shape), []).append((piece.start, piece.stop))
+    for box, ranges in by_box.items():
+        ranges.sort()
+        ends = [0, *(stop for _, stop in ranges)]
+        if ends[-1] != box.numel or any(start != end for (start, _), end in zip(ranges, ends, strict=False)):
+            return False
+    apart = not any(one.meets(other) for one, other in combinations(by_box, 2))
+    return apart and sum(box.numel for box in by_box) == parameter.numel
 
 
 def _unreferenced(index: Index) -> Iterator[Damage]:

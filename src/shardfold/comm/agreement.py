@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.watchdog import Watchdog, Whereabouts
-from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError
+from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
 
 __all__ = ["Agreement", "Meeting"]
 
@@ -199,12 +199,7 @@ class Agreement:
         said = self.exchange(f"refused/{self.sequence}", "" if error is None else str(error))
         if error is not None:
             raise error
-        texts = dict.fromkeys(text for text in said if text)
-        told = "; ".join(
-            f"rank {', '.join(str(rank) for rank, one in enumerate(said) if one == text)}: {text.rstrip('.')}"
-            for text in texts
-        )
-        raise ConfigError(f"{what} was refused elsewhere, so nothing was done here either: {told}.")
+        raise ConfigError(f"{what} was refused elsewhere, so nothing was done here either: {by_rank(said)}.")
 
     def same(self, parts: Mapping[str, str]) -> None:
         """Every rank must say the same of each part; long texts are compared by their hash.

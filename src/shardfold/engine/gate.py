@@ -94,8 +94,11 @@ class PassGate:
         return used
 
     def sum_late(self) -> dict[str, list[list[bool]]]:
-        with self._runner.visible.hidden():
-            used, late, _ = self._runner.handlers.agree_on_use()
+        visible = self._runner.visible
+        with visible.hidden():
+            used, late, [by_hand] = self._runner.handlers.agree_on_use(visible.touched)
+            if by_hand:
+                visible.compare("gathered(of='grads')")
             self._runner.reduce_late(late)
         return used
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardfold.sharding.autograd import inside_checkpoint, tensors_in
+from shardfold.sharding.autograd import hear, inside_checkpoint, tensors_in
 from shardfold.sharding.freed import apart
 from shardfold.sharding.pickling import copy_alone, copy_without_hooks, forget_hooks
 from shardfold.sharding.tree import cast_floats
@@ -33,7 +33,6 @@ from shardfold.torch_internals import (
     at_end_of_backward,
     in_backward,
     modes_are_on,
-    no_subclass_functions,
     pop_saved_hooks,
     push_saved_hooks,
     storage_key,
@@ -158,11 +157,7 @@ class Hooks:
                 for j, parameter in enumerate(segment.parameters):
                     # On the node that accumulates, because its hooks run after all of the parameter's: a hook of the
                     # user's that is registered later still finds ``parameter.grad``.
-                    with no_subclass_functions():  # a freed parameter has such a node too
-                        wanted = parameter.requires_grad  # not now, if it is frozen for a while
-                        parameter.requires_grad_(True)
-                        node = torch.autograd.graph.get_gradient_edge(parameter).node
-                        parameter.requires_grad_(wanted)
+                    node = hear(parameter)
                     self._accumulators.append(node)
                     self._add(node.register_prehook(self._before_gradient))
                     self._add(node.register_hook(self._on_gradient(parameter, unit, i, j)))

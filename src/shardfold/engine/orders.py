@@ -52,6 +52,8 @@ class Orders:
         clip: whether the program takes a norm.
 
     Attributes:
+        waits: whether a backward ends with all sums, because every rank has them whole and shows them: no unit is
+            reduced before its gradients are there.
         units: in definition order.
         roots: names of those that are held through a pass.
         late: names of those that are reduced at the end of backward, as gradients came behind their reduction.
@@ -63,6 +65,7 @@ class Orders:
 
     def __init__(self, layout: Layout, comm: Comm, handlers: Handlers, overlap: Overlap, *, clip: bool) -> None:
         self._layout, self._comm, self._handlers, self._overlap, self._clip = layout, comm, handlers, overlap, clip
+        self.waits = not layout.master.over
         self.units: list[Unit] = []
         self.roots: set[str] = set()
         self.late: set[str] = set()
@@ -89,7 +92,7 @@ class Orders:
         train = self._with_missing(self.found["train"], inner)
         back = self._with_missing(self.found["backward"], train[::-1])
         evaluation = self._with_missing(self.found["eval"], train)
-        shape = partial(passes.apply, overlap=self._overlap, late=frozenset(self.late))
+        shape = partial(passes.apply, overlap=self._overlap, late=frozenset(self.late | self._unplaced(inner)))
         self._handlers.repeated = {name for order in (train, back, evaluation) for name in _repeated(order)}
         self.program: Program = shape(lower(forward=train, backward=back))
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
@@ -125,6 +128,12 @@ class Orders:
         inner = [name for name in order if name not in self.roots]
         whole = with_missing(inner, list(dict.fromkeys(known)))
         return [name for i, name in enumerate(whole) if i == 0 or whole[i - 1] != name]
+
+    def _unplaced(self, inner: Sequence[str]) -> set[str]:
+        """Units that had all their gradients in no recorded backward, where a rank shows the sums behind it: whenever
+        their gradients come, END is not too early."""
+        found = self.found["backward"]
+        return set(inner) - set(found) if found is not None and self.waits else set()
 
     def add_late(self, units: Sequence[Unit]) -> None:
         """From the next step on these are reduced at the end of backward."""

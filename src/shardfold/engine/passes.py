@@ -78,13 +78,23 @@ class ReplayedPass:
         roots: units that are held through the pass.
         handlers: to give back what was kept longer than the program thought.
         deviate: called with a unit that is needed behind the track's position.
+        waits: gradients of a unit that this rank has not used yet are not sent in passing: they may still come, and
+            what comes behind them would not be in the sums until the step.
     """
 
     def __init__(
-        self, verb: str, track: Track, roots: Sequence[Unit], handlers: Handlers, deviate: Callable[[Unit], None]
+        self,
+        verb: str,
+        track: Track,
+        roots: Sequence[Unit],
+        handlers: Handlers,
+        deviate: Callable[[Unit], None],
+        *,
+        waits: bool = False,
     ) -> None:
         self.own: list[str] = []
         self.track = track
+        self._waits, self._complete = waits, set[str]()
         self._verb, self._roots, self._handlers, self._deviate = verb, roots, handlers, deviate
         self._held = {unit.name for unit in roots}
 
@@ -118,7 +128,12 @@ class ReplayedPass:
     def complete(self, unit: Unit) -> None:
         if not unit.split:
             self.own.append(unit.name)
-        if self.track.at("B", unit.name) or self.track.reach("B", unit.name):
+        if self._waits:
+            self._complete.add(unit.name)
+            while (name := self.track.ahead(REDUCTIONS)) in self._complete:
+                self.track.reach("B", name)
+                self.track.follow(REDUCTIONS)
+        elif self.track.at("B", unit.name) or self.track.reach("B", unit.name):
             self.track.follow(REDUCTIONS)
 
     def finish(self) -> None:

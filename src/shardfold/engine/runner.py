@@ -7,9 +7,11 @@ Every pass that issues collectives begins with a meeting, in which ranks find ou
 things before they do them. A rank that waits there while others still evaluate helps them: it takes part in the
 collectives of their forward and computes nothing.
 
-``[Note: late gradients]`` A gradient may arrive after its unit was reduced: another rank took another branch, or a
-second backward follows. It waits in the unit's incoming buffer; at the step all ranks agree (in the same small
-reduction that agrees on used parameters) to reduce such units once more. Sums are linear, so nothing is lost.
+``[Note: late gradients]`` A gradient may arrive after its unit was reduced: another rank took another branch, the units
+ran in another order, or a second backward follows. It waits in the unit's incoming buffer; at the step all ranks agree
+(in the same small reduction that agrees on used parameters) to reduce such units once more. Sums are linear, so nothing
+is lost. Where ranks show whole sums behind the last backward (``ddp``) no unit is reduced before its gradients are
+there, so that these sums are complete; only a re-entrant checkpoint still brings some later.
 """
 
 from __future__ import annotations
@@ -111,7 +113,9 @@ class Runner:
             return LocalPass()
         roots = [unit for unit in self.units if unit.name in self.roots]
         if not nested and self.orders.known(section):
-            return ReplayedPass(verb, self.orders.tracks[section], roots, self.handlers, self._deviate)
+            return ReplayedPass(
+                verb, self.orders.tracks[section], roots, self.handlers, self._deviate, waits=self.orders.waits
+            )
         return self._asked(section, nested=nested)
 
     def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> NegotiatedPass:

@@ -62,7 +62,7 @@ class Stepper:
         if said[1]:
             self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX))
         if said[2]:
-            runner.visible.compare()
+            runner.visible.compare("engine.step()")
         scale = self._handlers.lifted
         updated = self._update()
         findings = self._alarm.report.findings if self._alarm.report is not None else ()

@@ -43,6 +43,15 @@ class Track:
         """Whether that marker is the last thing reached."""
         return self.position > 0 and self.ops[self.position - 1][:2] == (verb, unit)
 
+    def ahead(self, verbs: tuple[str, ...]) -> str | None:
+        """The unit of the next operation that is one of ``verbs``; None if there is none before END."""
+        for op in self.ops[self.position :]:
+            if op.verb in verbs:
+                return op.unit
+            if op.verb == "END":
+                return None
+        return None
+
     def follow(self, verbs: tuple[str, ...] | None = None) -> None:
         """Runs on to the next marker, or, if ``verbs`` are given, only while the next operation is one of them."""
         stop = self.position

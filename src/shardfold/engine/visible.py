@@ -16,6 +16,7 @@ __all__ = ["VisibleGradients"]
 
 EVERY = "all gradients"
 NOT_SUMMED = "which is summed over ranks in the last backward of a step only"
+LATE = "of which more came, from a re-entrant checkpoint, than the backward had summed over ranks"
 
 
 class VisibleGradients:
@@ -35,10 +36,11 @@ class VisibleGradients:
         model = self._model
         over, mesh = model.layout.master.over, model.comm.mesh
         pieces = f"which lies in pieces on {mesh.parts(over)} ranks" if over else ""
+        missing = LATE if model.run.gradients_ready else NOT_SUMMED
         with no_subclass_functions():
             for unit in model.units:
                 summed = unit.gradients.sums is not Sums.OWN and not unit.gradients.unsent
-                where = pieces or ("" if mesh.world == 1 or summed else NOT_SUMMED)
+                where = pieces or ("" if mesh.world == 1 or summed else missing)
                 unit.shown.show(where if self.hints or not where else None)
 
     def hide(self) -> None:
@@ -56,8 +58,10 @@ class VisibleGradients:
     def hidden(self) -> Iterator[None]:
         """Inside, what users did is in the gradients."""
         self.hide()
-        yield
-        self.show()
+        try:
+            yield
+        finally:
+            self.show()
 
     def drop(self, *, zero: bool = False) -> None:
         """Forgets the gradients that have come since the last step, or makes them ``zero``; it stays the same step."""
@@ -76,18 +80,31 @@ class VisibleGradients:
     def before_step(self) -> bool:
         """Takes what users did to gradients since the last step; whether they did anything."""
         units, whole = self._model.units, not self._model.layout.master.over
+        alone = self._model.comm.mesh.world == 1
         with no_subclass_functions():
             touched = part([unit.shown for unit in units], given=True)
             for unit in units:
                 if not touched:
                     unit.shown.forget()
                     continue
-                for change in unit.shown.take_back(whole=whole):  # one by one: what follows may raise
-                    self._by_hand.append((self._model.run.micro_batch, *change))
+                try:
+                    for change in unit.shown.take_back(whole=whole, alone=alone):  # one by one: what follows may raise
+                        self._by_hand.append((self._model.run.micro_batch, *change))
+                except UsageError:
+                    self._model.gate.attach(units)  # parameters whose nodes autograd has forgotten are heard again
+                    raise
+        return self.touched
+
+    @property
+    def touched(self) -> bool:
+        """Whether this rank's user did anything to gradients since the last step that is known here."""
         return bool(self._by_hand)
 
-    def compare(self) -> None:
+    def compare(self, what: str) -> None:
         """Some rank's user changed gradients; a rank that did not use a parameter had nothing to drop, and follows.
+
+        Args:
+            what: is about to use them, for the message.
 
         Raises:
             UsageError: on all ranks: they did not do the same, so that they would go on with different sums.
@@ -104,10 +121,11 @@ class VisibleGradients:
                 if list(change) not in changes and not nothing_here:
                     who = next(other for other, (done, _, _) in enumerate(said) if list(change) in done)
                     raise UsageError(
-                        f"engine.step(): rank {who} {verb} {name if name == EVERY else f'the gradient of {name!r}'} "
+                        f"{what}: rank {who} {verb} {name if name == EVERY else f'the gradient of {name!r}'} "
                         f"behind backward {behind} of this step, and rank {rank} did not: do the same on every rank, "
                         "e.g. by what engine.agree() says. Nothing was updated; engine.zero_grad() drops all there is."
                     )
-        missing = [(verb, name) for behind, verb, name in every if (behind, verb, name) not in self._by_hand]
+        missing = [change for change in every if change not in self._by_hand]
         for unit in units:
-            unit.shown.drop_also(missing)
+            unit.shown.drop_also([(verb, name) for _, verb, name in missing])
+        self._by_hand += missing  # it is done: what is written from now on stays

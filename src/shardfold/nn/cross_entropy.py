@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
-from shardfold.torch_internals import keeps_graph
+from shardfold.torch_internals import keeps_graph, untraced
 
 __all__ = ["chunked_cross_entropy"]
 
@@ -23,7 +23,6 @@ CHUNK_BYTES = {"cpu": 64 * 2**20}
 OTHER_CHUNK_BYTES = 512 * 2**20
 BLOCK = 2**22  # elements of the gradient of a 16-bit weight that are added to the sum at once
 REDUCTIONS = ("mean", "sum", "none")
-_untraced: Any = torch.compiler.disable  # torch.compile would write out the loop, chunk by chunk
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -133,7 +132,7 @@ class _CrossEntropy(torch.autograd.Function):
         return *scaled, None, None
 
 
-@_untraced
+@untraced
 def _apply(*args: Any) -> Any:
     return _CrossEntropy.apply(*args)
 

@@ -1,8 +1,8 @@
 """Norms, clipping, loss scales and what tells where inf came from: 16-bit training must not go wrong in silence."""
 
 from shardfold.numerics.clipping import Clip
-from shardfold.numerics.forensics import NumericsReport, UnitNumbers, Watch, check
+from shardfold.numerics.forensics import ActivationWatch, NumericsReport, UnitNumbers, check
 from shardfold.numerics.scaling import LossScale, Scaler
 from shardfold.plan.report import Finding
 
-__all__ = ["Clip", "Finding", "LossScale", "NumericsReport", "Scaler", "UnitNumbers", "Watch", "check"]
+__all__ = ["ActivationWatch", "Clip", "Finding", "LossScale", "NumericsReport", "Scaler", "UnitNumbers", "check"]

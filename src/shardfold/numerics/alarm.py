@@ -2,7 +2,7 @@
 
 Steps that are finite pay for nothing but a look at the losses on the host and one byte in a reduction that there is
 anyway. Whatever costs more comes after something was noticed: all ranks look for its place together, and a
-:class:`Watch` of the modules' outputs is opened once lowering the loss scale has not helped.
+:class:`ActivationWatch` of the modules' outputs is opened once lowering the loss scale has not helped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfold.errors import NonFiniteError
 from shardfold.numerics.clipping import Clip
-from shardfold.numerics.forensics import NumericsReport, Watch, examine
+from shardfold.numerics.forensics import ActivationWatch, NumericsReport, examine
 from shardfold.numerics.scaling import Scaler
 from shardfold.sharding.model import ShardedModel
 
@@ -39,8 +39,8 @@ class Alarm:
         self._losses: dict[int, Tensor] = {}  # of the micro-batches since the last step, as engine.backward() got them
         self._attempt = -1
         self._rung = False  # in the step before, with no loss scale
-        self.watch: Watch | None = None
-        self._own: Watch | None = None  # ours, not the user's
+        self.watch: ActivationWatch | None = None
+        self._own: ActivationWatch | None = None  # ours, not the user's
         self.report: NumericsReport | None = None
         self.num_examined = 0
 
@@ -92,7 +92,7 @@ class Alarm:
         if scaler is None or not scaler.stuck:
             self.close()
         elif self.watch is None:
-            self._own = Watch.over(self._model, self)
+            self._own = ActivationWatch.over(self._model, self)
 
     def examine(self, *, only_gradients: bool = False) -> NumericsReport:
         """Looks at everything; all ranks are known to be at the same place."""

@@ -1,8 +1,9 @@
 """Where inf and NaN came from: which module, parameter, rank, step and micro-batch were first.
 
 :func:`check` reads every state once and asks all ranks; it costs nothing while it is not called. What it finds in
-gradients has been summed over ranks by then, so it tells the parameter but not who spoiled it. A :class:`Watch` can: it
-sums what every module returns, and what comes back for it, and looks at the sums only when a report is made.
+gradients has been summed over ranks by then, so it tells the parameter but not who spoiled it. An
+:class:`ActivationWatch` can: it sums what every module returns, and what comes back for it, and looks at the sums only
+when a report is made.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 from shardfold.torch_internals import in_backward
 
-__all__ = ["NumericsReport", "UnitNumbers", "Watch", "check", "examine"]
+__all__ = ["ActivationWatch", "NumericsReport", "UnitNumbers", "check", "examine"]
 
 
 class UnitNumbers(NamedTuple):
@@ -80,7 +81,7 @@ class Notes(Protocol):
         num_examined: examinations so far, of which all ranks make the same.
     """
 
-    watch: Watch | None
+    watch: ActivationWatch | None
     num_examined: int
 
     def bad_losses(self) -> list[int]:
@@ -105,7 +106,7 @@ class Watched(Protocol):
     def alarm(self) -> Notes: ...
 
 
-class Watch:
+class ActivationWatch:
     """Sums the outputs of every module, and their gradients, in each training forward of an engine.
 
     Nothing is read on the host, and nothing sent, until a report is made; the sums of one step are kept. Modules that
@@ -116,7 +117,7 @@ class Watch:
         self._begin(engine.sharded, engine.alarm)
 
     @classmethod
-    def over(cls, model: ShardedModel, notes: Notes) -> Watch:
+    def over(cls, model: ShardedModel, notes: Notes) -> ActivationWatch:
         """The same, for who has no engine."""
         watch = cls.__new__(cls)
         watch._begin(model, notes)
@@ -125,7 +126,7 @@ class Watch:
     def _begin(self, model: ShardedModel, notes: Notes) -> None:
         notes.close()  # its own, in whose place this one is
         if notes.watch is not None:
-            raise UsageError("this engine has a Watch: close() it before another is made.")
+            raise UsageError("this engine has a ActivationWatch: close() it before another is made.")
         self._run, self._notes = model.run, notes
         self._attempt = -1
         self._sums: list[tuple[str, str, int, Tensor]] = []  # kind, path, micro-batch, sum
@@ -178,7 +179,7 @@ class Watch:
 
 def check(engine: Watched) -> NumericsReport:
     """Reads parameters, gradients (once all are summed, before ``step()``), the optimizer's states and buffers, and the
-    sums of a :class:`Watch`, on every rank. Every rank calls it, between passes."""
+    sums of a :class:`ActivationWatch`, on every rank. Every rank calls it, between passes."""
     model = engine.sharded
     model.gate.meet("sf.numerics.check()")
     with model.gate.gradients_hidden():

@@ -54,6 +54,9 @@ class Adafactor(PartOptimizer):
             raise ConfigError(f"Adafactor(beta2_decay={beta2_decay!r}): it is a number <= 0.")
         super().__init__(params, dict(lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay))
 
+    def needs_whole(self, group: dict[str, Any]) -> bool:
+        return True
+
     def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
         if len(place.shape) < 2:
             return {"step": 0, "variance": torch.zeros_like(tensor)}

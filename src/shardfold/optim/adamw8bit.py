@@ -67,7 +67,7 @@ class AdamW8bit(PartOptimizer):
         return self.block
 
     def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
-        if place.numel < self.min_8bit_size:
+        if place.whole_numel < self.min_8bit_size:
             wide = torch.zeros_like(tensor, dtype=torch.float32)
             return {"step": 0, "exp_avg": wide, "exp_avg_sq": wide.clone()}
         state: dict[str, Any] = {"step": 0}
@@ -78,7 +78,7 @@ class AdamW8bit(PartOptimizer):
         return state
 
     def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
-        if place.numel < self.min_8bit_size:
+        if place.whole_numel < self.min_8bit_size:
             return 8 * place.held
         return 2 * (place.held + 4 * -(-place.held // self.block))
 

@@ -57,6 +57,9 @@ class LAMB(PartOptimizer):
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
         super().__init__(params, {**defaults, "trust_range": trust_range, "adapt": adapt})
 
+    def needs_whole(self, group: dict[str, Any]) -> bool:
+        return group["adapt"]
+
     def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
         return {"step": 0, "exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
 

@@ -91,6 +91,9 @@ class Muon(PartOptimizer):
                 "heads into a group with adamw=True; sf.optim.muon_groups(model) makes both groups."
             )
 
+    def needs_whole(self, group: dict[str, Any]) -> bool:
+        return not group["adamw"]
+
     def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
         if group["adamw"]:
             return {"step": 0, "exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}

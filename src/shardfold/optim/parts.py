@@ -30,19 +30,26 @@ class Place(NamedTuple):
     """Where parts of one parameter are.
 
     Attributes:
-        shape: of the whole parameter.
+        shape: of the parameter, as ranks of the link have it together.
         shares: ``(start, stop)`` in the flattened parameter of each rank's part, by rank of the link.
         rank: whose part is this one.
+        whole: elements of the larger parameter that this one is a box of; 0: it is the whole.
     """
 
     shape: tuple[int, ...]
     shares: tuple[tuple[int, int], ...]
     rank: int = 0
+    whole: int = 0
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the parameter."""
         return prod(self.shape)
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the larger parameter that it is a box of, or of itself."""
+        return self.whole or self.numel
 
     @property
     def start(self) -> int:
@@ -127,6 +134,10 @@ class PartOptimizer(Optimizer):
         return 1
 
     # -- what each optimizer says of itself
+
+    def needs_whole(self, group: dict[str, Any]) -> bool:
+        """Whether the update of an element reads others of its parameter, so that a box of it is not enough."""
+        return False
 
     def update(self, uses: list[Use]) -> None:
         """One step of the parts that have gradients; called without autograd."""

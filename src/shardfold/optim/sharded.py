@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -478,4 +479,4 @@ def _place(segment: Segment, slot: int) -> Place:
     for low in range(0, spec.length, b - a):
         start, stop = max(low - offset, 0), min(low + b - a - offset, numel)
         shares.append((start, stop) if start < stop else (0, 0))
-    return Place(spec.slots[slot].shape, tuple(shares), a // (b - a))
+    return Place(spec.slots[slot].shape, tuple(shares), a // (b - a), prod(spec.slots[slot].whole))

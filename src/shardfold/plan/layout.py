@@ -192,7 +192,6 @@ class Activations:
         kept: of ``select``: operations whose results are kept too, e.g. ``torch.ops.aten.silu.default``.
         smallest: of ``host`` and ``disk``: bytes of the smallest tensor that is moved.
         folder: of ``disk``: where the file is; None: the system's folder for temporary files.
-        over: mesh axes over which what is saved is split; none can be given yet.
 
     Raises:
         ConfigError: the mode is unknown, or a field does not go with it.
@@ -203,11 +202,10 @@ class Activations:
     kept: tuple[Any, ...] = ()
     smallest: int = 64 * 1024
     folder: str | None = None
-    over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         fits = self.budget is not None
-        for name in ("among", "kept", "over"):
+        for name in ("among", "kept"):
             if not isinstance(getattr(self, name), tuple):
                 raise ConfigError(f"Activations.{name} is {described(getattr(self, name))}: it is a tuple.")
         for mode in self.among:
@@ -217,11 +215,6 @@ class Activations:
                 )
         if self.mode not in MODES and not fits:
             raise ConfigError(f"activations={self.mode!r} is unknown.{did_you_mean(str(self.mode), MODES)}")
-        if self.over:
-            raise ConfigError(
-                f"Activations.over is {self.over!r}: activations cannot be split over mesh axes yet, so leave it out; "
-                "'recompute' and 'host' free the same memory."
-            )
         if self.kept and self.mode != "select" and not fits:
             raise ConfigError(f"Activations.kept says what 'select' keeps, but mode is {self.mode!r}: leave it out.")
         if self.folder is not None and self.mode != "disk" and "disk" not in self.among:
@@ -507,7 +500,7 @@ class Layout:
             else:
                 lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}")
         saved = self.activations
-        lines.append(f"{'activations':<13}{_axes(saved.over):<16}{'as made':<10}{saved.fate}")
+        lines.append(f"{'activations':<13}{_axes(()):<16}{'as made':<10}{saved.fate}")
         lines.append(f"communication: gather as {self.gather}, reduce as {self.reduce}")
         return "\n".join(lines)
 

@@ -18,27 +18,46 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from shardfold.plan.box import Box
 from shardfold.plan.layout import Axes, Layout, Mesh
 
-__all__ = ["ALIGN_BYTES", "Piece", "SegmentSpec", "Slot", "UnitSpec", "pack", "shard_index", "shard_range"]
+__all__ = ["ALIGN_BYTES", "SegmentSpec", "Slot", "SlotRange", "UnitSpec", "pack", "shard_index", "shard_range"]
 
 ALIGN_BYTES = 256
 """Every parameter and every shard starts at a multiple of this many bytes of the smallest state."""
 
 
 class Slot(NamedTuple):
-    """A parameter's place in its segment: ``[offset, offset + numel)``."""
+    """A parameter's place in its segment: ``[offset, offset + numel)``.
+
+    Attributes:
+        shape: of what ranks have here, which may be a box of a larger parameter.
+        larger: the shape of that; empty: this is the whole.
+        starts: where the box begins in it, on each dimension; empty: at its first element.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    larger: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.larger or self.shape
 
-class Piece(NamedTuple):
+    @property
+    def box(self) -> Box | None:
+        """What of the whole parameter lies here; None: all of it."""
+        return Box(self.starts or (0,) * len(self.shape), self.shape) if self.whole != self.shape else None
+
+
+class SlotRange(NamedTuple):
     """The part of one slot that lies in one range: elements ``[start, stop)`` of the segment."""
 
     slot: int
@@ -85,12 +104,12 @@ class SegmentSpec:
     def padding(self) -> int:
         return self.length - self.numel
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, start: int, stop: int) -> Iterator[SlotRange]:
         """The parts of slots inside ``[start, stop)``, in order; empty slots have none."""
         for i, slot in enumerate(self.slots):
             a, b = max(start, slot.offset), min(stop, slot.offset + slot.numel)
             if a < b:
-                yield Piece(i, a, b)
+                yield SlotRange(i, a, b)
 
 
 @dataclass(frozen=True)
@@ -113,8 +132,15 @@ class UnitSpec:
         return "+".join(formats if len(set(formats)) > 1 else formats[:1])
 
 
-def pack(shapes: Mapping[str, Sequence[int]], parts: int, align: int) -> tuple[tuple[Slot, ...], int]:
+def pack(
+    shapes: Mapping[str, Sequence[int]],
+    parts: int,
+    align: int,
+    boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+) -> tuple[tuple[Slot, ...], int]:
     """Slots for parameters in the given order, and the padded length, both in elements.
+
+    ``boxes``: of those that are a box of a larger one, its shape and where in it they begin.
 
     Each slot starts at a multiple of ``align``; the length is a multiple of ``parts * align`` and never 0. Padding is
     therefore below ``align`` per parameter plus ``parts * align`` (just that for a segment of nothing).
@@ -122,7 +148,7 @@ def pack(shapes: Mapping[str, Sequence[int]], parts: int, align: int) -> tuple[t
     slots: list[Slot] = []
     end = 0
     for name, shape in shapes.items():
-        slots.append(Slot(name, tuple(shape), end))
+        slots.append(Slot(name, tuple(shape), end, *(boxes or {}).get(name, ())))
         end = _round_up(end + prod(shape), align)
     return tuple(slots), max(_round_up(end, parts * align), parts * align)
 

@@ -6,11 +6,37 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from shardfold.torch_internals import in_backward, top_saved_hooks
+from shardfold.torch_internals import in_backward, no_subclass_functions, top_saved_hooks
 
-__all__ = ["inside_checkpoint", "tensors_in"]
+__all__ = ["accumulator_of", "hear", "inside_checkpoint", "is_heard", "tensors_in"]
+
+HEARD = "shardfold"
+"""In the metadata of a node of autograd's whose gradients an engine takes."""
+
+
+def accumulator_of(parameter: nn.Parameter) -> Any:
+    """The node that adds to the parameter's ``.grad``; one that is freed, or frozen for a while, has a node too."""
+    with no_subclass_functions():
+        wanted = parameter.requires_grad
+        parameter.requires_grad_(True)
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        parameter.requires_grad_(wanted)
+    return node
+
+
+def hear(parameter: nn.Parameter) -> Any:
+    """The parameter's node, marked. Who keeps it keeps the mark: a parameter refers to its node weakly."""
+    node = accumulator_of(parameter)
+    node.metadata[HEARD] = True
+    return node
+
+
+def is_heard(parameter: nn.Parameter) -> bool:
+    """Whether the parameter has the node still that was marked: ``Tensor.set_`` makes autograd forget it."""
+    return HEARD in accumulator_of(parameter).metadata
 
 
 def inside_checkpoint() -> bool:

@@ -7,12 +7,15 @@ tables and masks never do), and that costs nothing to find out: the meeting befo
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor, nn
 
+from shardfold.comm.coalesced import BATCH
 from shardfold.comm.comm import Comm
 
-__all__ = ["Buffers"]
+__all__ = ["Buffers", "take_first_rank"]
 
 
 class Buffers:
@@ -45,16 +48,7 @@ class Buffers:
         self.due = False
         if not changed or self._comm.mesh.world == 1:
             return
-        buffers = [buffer for buffer in self._present() if buffer.numel()]
-        with torch.no_grad():
-            # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
-            flat = torch.cat([b.contiguous().reshape(-1).view(torch.uint8) for b in buffers])
-            self._comm.broadcast(flat, "the broadcast of buffers")
-            if self._comm.mesh.rank:
-                for buffer, part in zip(buffers, flat.split([b.numel() * b.itemsize for b in buffers]), strict=True):
-                    value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned for its dtype
-                    if not torch.equal(value, buffer):
-                        buffer.copy_(value)
+        take_first_rank(self._comm, self._present(), "the broadcast of buffers")
         self._known = self._state()
 
     def _present(self) -> list[Tensor]:
@@ -63,3 +57,36 @@ class Buffers:
 
     def _state(self) -> list[tuple[int, int]]:
         return [(id(buffer), buffer._version) for buffer in self._present()]
+
+
+def take_first_rank(comm: Comm, buffers: Sequence[Tensor], what: str, detail: str = "") -> None:
+    """Buffers get rank 0's values on every rank, at most 64 MiB, or one, in a broadcast; what has them is not written.
+
+    ``what`` and ``detail`` are for messages.
+    """
+    if comm.mesh.world == 1:
+        return
+    with torch.no_grad():
+        for batch in _batches([buffer for buffer in buffers if buffer.numel()]):
+            # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
+            flat = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in batch])
+            comm.broadcast(flat, what, detail=detail)
+            if comm.mesh.rank:
+                for buffer, part in zip(batch, flat.split([b.numel() * b.itemsize for b in batch]), strict=True):
+                    value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned for its dtype
+                    if not torch.equal(value, buffer):
+                        buffer.copy_(value)
+
+
+def _batches(buffers: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    batch: list[Tensor] = []
+    size = 0
+    for buffer in buffers:
+        num_bytes = buffer.numel() * buffer.itemsize  # of an expanded one too
+        if batch and size + num_bytes > BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(buffer)
+        size += num_bytes
+    if batch:
+        yield batch

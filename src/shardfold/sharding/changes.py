@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from shardfold.errors import ConfigError, UsageError
+from shardfold.sharding.boxes import check_boxes
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.groups import alignment, group_numbers
 from shardfold.sharding.loans import Loan
@@ -97,9 +98,11 @@ class Changes:
             ours = TORCH_DTYPES[model.rules.precisions[rule].compute] if own and main is not None else main
             return own.get(id(p), p.dtype not in (main, ours))
 
-        return cut(
+        cuts = cut(
             model.module, self._units, trained, model.rules, model.comm.mesh.sizes, keeps, alignment(model.optimizer)
         )  # fmt: skip
+        check_boxes(model.optimizer, [c.spec for c in cuts])
+        return cuts
 
     def close(self) -> None:
         let_go(self.model)
@@ -286,6 +289,8 @@ def secure(changes: Changes) -> None:
     full = [segment for unit in model.units if unit.life is Life.GATHERED for segment in unit.segments]
     moved, refused = _take_values(full, model.loans)
     if moved or refused:  # a change of dtype, there and back, makes autograd forget the nodes that have our hooks
+        for unit in model.units:
+            unit.shown.note_unheard()
         model.gate.attach(model.units)
     flats = {storage_key(segment.flat.untyped_storage()) for segment in full}
     slots = [(p, slot) for s in full for p, slot in zip(s.parameters, s.spec.slots, strict=True)]

@@ -189,10 +189,10 @@ class FreedParameter(nn.Parameter):
 
     # The two methods that reach memory without asking the class.
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse("Tensor.set_", (self,), None)
+        return _there(self, "Tensor.set_").set_(*args, **kwargs)
 
     def as_subclass(self, cls: Any) -> Any:
-        _refuse("Tensor.as_subclass", (self,), None)
+        return _there(self, "Tensor.as_subclass").as_subclass(cls)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Parameter {_name(self)!r} of shape {tuple(self.shape)} (only this rank's shard is in memory)"
@@ -247,6 +247,16 @@ def _freed_in(values: Any) -> Iterator[FreedParameter]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _freed_in(value)
+
+
+def _there(parameter: Any, what: str) -> Any:
+    """The parameter with its memory, of its own class; it may have got that already, from one of the arguments."""
+    if isinstance(parameter, FreedParameter):
+        with apart():
+            gathered = parameter.__dict__[_FREED][2]()
+        if not gathered or isinstance(parameter, FreedParameter):
+            _refuse(what, (parameter,), None)
+    return parameter
 
 
 def _name(freed: FreedParameter) -> str:

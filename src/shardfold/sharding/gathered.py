@@ -39,7 +39,7 @@ __all__ = ["gathered"]
 LOG = getLogger("shardfold")
 
 
-class Place(NamedTuple):
+class Home(NamedTuple):
     """Where a parameter lies; ``name`` is the first that was asked for, of a tied one."""
 
     name: str
@@ -83,19 +83,19 @@ def gathered(
     what = _title(names, write, of) + (f" from rank {source}" if source else "")
     if write and any(loan.what.startswith("average.") for loan in model.loans):
         raise UsageError(f"{what} inside `with average.applied():` would be lost when it ends: write outside of it.")
-    places, asked = _find(model, names, of)
-    if of == "params" and model.gate.hold(list(dict.fromkeys(place.unit for place in places))):
+    homes, asked = _find(model, names, of)
+    if of == "params" and model.gate.hold(list(dict.fromkeys(home.unit for home in homes))):
         if write:
             raise UsageError(f"{what} inside of a pass: change weights between steps.")
         yield asked[names[0]] if len(names) == 1 else asked
         return
-    if write or of != "params" or not all(place.unit.pins for place in places):  # else nothing is sent
+    if write or of != "params" or not all(home.unit.pins for home in homes):  # else nothing is sent
         model.gate.meet(what)
     lent: Lent
     if of == "params":
-        lent = _Parameters(model, places, asked, what, write)
+        lent = _Parameters(model, homes, asked, what, write)
     else:
-        lent = _States(model, places, asked, what, of)
+        lent = _States(model, homes, asked, what, of)
     loan = Loan(what, lent.watched, writes=write)
     model.loans.append(loan)
     try:
@@ -103,10 +103,10 @@ def gathered(
             yield lent.values[names[0]] if len(names) == 1 else lent.values
         except BaseException as error:
             if write:
-                _leave_by_exception(model, lent, places, error)
+                _leave_by_exception(model, lent, homes, error)
             raise
         if write:
-            _write(model, lent, loan, places, source, strict)
+            _write_back(model, lent, loan, homes, source, strict)
         elif (changed := loan.changed()) and not strict:
             outcome = "that is gone now" if lent.dropped else "it was kept"
             LOG.warning("%s changed inside %s, which only reads: %s.", _listed(changed), what, outcome)
@@ -122,17 +122,17 @@ def gathered(
         lent.close()
 
 
-def _write(model: ShardedModel, lent: Lent, loan: Loan, places: Sequence[Place], source: int, strict: bool) -> None:
+def _write_back(model: ShardedModel, lent: Lent, loan: Loan, homes: Sequence[Home], source: int, strict: bool) -> None:
     """Writes the source's values, unless some rank left by an exception or changed what it must not."""
-    names, changed = [place.name for place in places], loan.changed()
+    names, changed = [home.name for home in homes], loan.changed()
     if foreign := [name for name in changed if name not in names]:
         error = UsageError(
             f"{_listed(foreign)} changed inside {loan.what}, which did not ask for it: "
             "name it too; nothing was written."
         )
-        _leave_by_exception(model, lent, places, error)
+        _leave_by_exception(model, lent, homes, error)
         raise error
-    failed, first, other = _agree(model, places, changed, source, failed=False)
+    failed, first, other = _agree(model, homes, changed, source, failed=False)
     stray = [name for name in names if strict and name in other and name not in first]
     if failed or stray:
         lent.restore()
@@ -148,7 +148,7 @@ def _write(model: ShardedModel, lent: Lent, loan: Loan, places: Sequence[Place],
     lent.write(first, source)
 
 
-def _leave_by_exception(model: ShardedModel, lent: Lent, places: Sequence[Place], error: BaseException) -> None:
+def _leave_by_exception(model: ShardedModel, lent: Lent, homes: Sequence[Home], error: BaseException) -> None:
     """Nothing is written, and the other ranks, which wait at the end of the block, are told; raises nothing."""
     try:
         lent.restore()
@@ -157,32 +157,32 @@ def _leave_by_exception(model: ShardedModel, lent: Lent, places: Sequence[Place]
     if isinstance(error, Exception) and not isinstance(error, (OrderError, CollectiveError)):
         # The others may be gone, or be elsewhere: then they raise that, and what the user's code raised is seen here.
         with suppress(ShardfoldError, RuntimeError):
-            _agree(model, places, [], 0, failed=True)
+            _agree(model, homes, [], 0, failed=True)
 
 
 def _agree(
-    model: ShardedModel, places: Sequence[Place], changed: Sequence[str], source: int, *, failed: bool
+    model: ShardedModel, homes: Sequence[Home], changed: Sequence[str], source: int, *, failed: bool
 ) -> tuple[list[int], set[str], set[str]]:
     """Ranks that left by an exception, and what was changed on the source and on any other rank."""
     world, mine = model.world_size, set(changed)
     flags = [0.0] * world
     flags[model.rank] = float(failed)
     for first in (True, False):
-        flags += [float(place.name in mine and (model.rank == source) is first) for place in places]
+        flags += [float(home.name in mine and (model.rank == source) is first) for home in homes]
     model.gate.meet("the end of engine.gathered()")
     said = model.comm.control(flags, dist.ReduceOp.MAX)
-    first, other = said[world : world + len(places)], said[world + len(places) :]
+    first, other = said[world : world + len(homes)], said[world + len(homes) :]
     return (
         [rank for rank in range(world) if said[rank]],
-        {place.name for place, flag in zip(places, first, strict=True) if flag},
-        {place.name for place, flag in zip(places, other, strict=True) if flag},
+        {home.name for home, flag in zip(homes, first, strict=True) if flag},
+        {home.name for home, flag in zip(homes, other, strict=True) if flag},
     )
 
 
 # -- who ----------------------------------------------------------------------------------------------------------
 
 
-def _find(model: ShardedModel, names: tuple[str, ...], of: str) -> tuple[list[Place], dict[str, nn.Parameter]]:
+def _find(model: ShardedModel, names: tuple[str, ...], of: str) -> tuple[list[Home], dict[str, nn.Parameter]]:
     """Each wanted parameter once, in the order of units, and the parameters by every name asked for."""
     known = dict(model.module.named_parameters(remove_duplicate=False))
     for name in names:
@@ -192,26 +192,26 @@ def _find(model: ShardedModel, names: tuple[str, ...], of: str) -> tuple[list[Pl
     first: dict[int, str] = {}
     for name, parameter in asked.items():
         first.setdefault(id(parameter), name)
-    places = [
-        Place(first[id(parameter)], parameter, unit, segment, slot)
+    homes = [
+        Home(first[id(parameter)], parameter, unit, segment, slot)
         for unit in model.units
         for segment in unit.segments
         for slot, parameter in enumerate(segment.parameters)
         if id(parameter) in first
     ]
     if of == "params":
-        return places, asked
+        return homes, asked
     if model.optimizer is None:
         raise UsageError(f"gathered(of={of!r}) needs an optimizer: pass optimizer= to the Engine.")
-    frozen = [place.name for place in places if not place.segment.spec.trainable]
+    frozen = [home.name for home in homes if not home.segment.spec.trainable]
     if names and frozen:
         raise UsageError(
             f"gathered(of={of!r}): {_listed(frozen)} {'is' if len(frozen) == 1 else 'are'} frozen with no gradient, "
             "master copy or optimizer state: ask for trainable parameters only."
         )
-    places = [place for place in places if place.segment.spec.trainable]
-    trainable = {id(place.parameter) for place in places}
-    return places, {name: parameter for name, parameter in asked.items() if id(parameter) in trainable}
+    homes = [home for home in homes if home.segment.spec.trainable]
+    trainable = {id(home.parameter) for home in homes}
+    return homes, {name: parameter for name, parameter in asked.items() if id(parameter) in trainable}
 
 
 def _title(names: Sequence[str], write: bool, of: str) -> str:
@@ -232,15 +232,15 @@ class _Parameters:
     """Lends the parameters themselves; the units that own them are full meanwhile."""
 
     def __init__(
-        self, model: ShardedModel, places: Sequence[Place], asked: Mapping[str, nn.Parameter], what: str, write: bool
+        self, model: ShardedModel, homes: Sequence[Home], asked: Mapping[str, nn.Parameter], what: str, write: bool
     ) -> None:
-        self._model, self._places, self._what = model, places, what
+        self._model, self._homes, self._what = model, homes, what
         self.values: dict[str, Any] = dict(asked)
-        self._units = list(dict.fromkeys(place.unit for place in places))
+        self._units = list(dict.fromkeys(home.unit for home in homes))
         stays = {id(unit) for unit in self._units if not unit.split or unit.life is not Life.RESTING}
         self.dropped = not stays
         _pin(model, self._units, what)
-        named = {id(place.parameter): place.name for place in places}
+        named = {id(home.parameter): home.name for home in homes}
         self.watched: dict[str, Tensor] = {
             named.get(id(parameter), name): parameter for unit in self._units for name, parameter in unit.parameters()
         }
@@ -251,12 +251,12 @@ class _Parameters:
             self._before = [(flat, flat.clone()) for flat in flats]
 
     def write(self, changed: set[str], source: int) -> None:
-        views = [place.segment.views_of(place.segment.flat)[place.slot] for place in self._places]
+        views = [home.segment.views_of(home.segment.flat)[home.slot] for home in self._homes]
         spread(self._model.comm, views, self._what, source)
         with torch.no_grad():
-            for place, view in zip(self._places, views, strict=True):
-                place.segment.take(place.slot, view, exact=place.name in changed)
-        _mark_written(self._model, [place.parameter for place in self._places])
+            for home, view in zip(self._homes, views, strict=True):
+                home.segment.take(home.slot, view, exact=home.name in changed)
+        _mark_written(self._model, [home.parameter for home in self._homes])
 
     def keep(self, changed: Sequence[str]) -> None:
         with torch.no_grad():
@@ -328,27 +328,27 @@ class _States:
     dropped = True
 
     def __init__(
-        self, model: ShardedModel, places: Sequence[Place], asked: Mapping[str, nn.Parameter], what: str, of: str
+        self, model: ShardedModel, homes: Sequence[Home], asked: Mapping[str, nn.Parameter], what: str, of: str
     ) -> None:
         self._model, self._what, self._of = model, what, of
         if of == "grads":
-            there, dtype = _used(model, places), TORCH_DTYPES[model.layout.grads.dtype]
+            there, dtype = _used(model, homes), TORCH_DTYPES[model.layout.grads.dtype]
         elif of == "master":
-            there, dtype = [True] * len(places), TORCH_DTYPES[model.layout.master.dtype]
+            there, dtype = [True] * len(homes), TORCH_DTYPES[model.layout.master.dtype]
         else:
-            there, dtype = _has_state(model, places, of)
-        self._places = [place for place, is_there in zip(places, there, strict=True) if is_there]
+            there, dtype = _has_state(model, homes, of)
+        self._homes = [home for home, is_there in zip(homes, there, strict=True) if is_there]
         shards: dict[int, Tensor] = {}
-        for place in self._places:
-            if id(place.segment) not in shards:
-                shards[id(place.segment)] = self._shard(place.segment, dtype)
-        slices = [Slice(place.segment, place.slot, shards[id(place.segment)]) for place in self._places]
+        for home in self._homes:
+            if id(home.segment) not in shards:
+                shards[id(home.segment)] = self._shard(home.segment, dtype)
+        slices = [Slice(home.segment, home.slot, shards[id(home.segment)]) for home in self._homes]
         over = model.layout.master.over
         with torch.no_grad():
             whole = gather_slices(model.comm, slices, over, what)
-        by_id = {id(place.parameter): value for place, value in zip(self._places, whole, strict=True)}
+        by_id = {id(home.parameter): value for home, value in zip(self._homes, whole, strict=True)}
         self.values: dict[str, Any] = {name: by_id.get(id(parameter)) for name, parameter in asked.items()}
-        self.watched = {place.name: value for place, value in zip(self._places, whole, strict=True)}
+        self.watched = {home.name: value for home, value in zip(self._homes, whole, strict=True)}
 
     def _shard(self, segment: Segment, dtype: torch.dtype) -> Tensor:
         if self._of == "grads":
@@ -365,20 +365,20 @@ class _States:
     def write(self, changed: set[str], source: int) -> None:
         spread(self._model.comm, list(self.watched.values()), self._what, source)
         with torch.no_grad():
-            for place in self._places:
-                self._take(place, self.watched[place.name].view(-1), place.name in changed)
+            for home in self._homes:
+                self._take(home, self.watched[home.name].view(-1), home.name in changed)
         if self._of == "master":
-            _mark_written(self._model, [place.parameter for place in self._places])
+            _mark_written(self._model, [home.parameter for home in self._homes])
 
-    def _take(self, place: Place, values: Tensor, changed: bool) -> None:
+    def _take(self, home: Home, values: Tensor, changed: bool) -> None:
         if self._of == "master":
-            place.segment.take(place.slot, values)
+            home.segment.take(home.slot, values)
         elif self._of == "grads":
-            piece, part = place.segment.own_piece(place.slot)
-            place.segment.master_grads[piece].copy_(values[part] / place.segment.unscale)
+            piece, part = home.segment.own_piece(home.slot)
+            home.segment.master_grads[piece].copy_(values[part] / home.segment.unscale)
         else:
             assert self._model.updater is not None
-            self._model.updater.take_state(place.segment, place.slot, self._of, values, changed=changed)
+            self._model.updater.take_state(home.segment, home.slot, self._of, values, changed=changed)
 
     def keep(self, changed: Sequence[str]) -> None:
         return
@@ -390,7 +390,7 @@ class _States:
         return
 
 
-def _used(model: ShardedModel, places: Sequence[Place]) -> list[bool]:
+def _used(model: ShardedModel, homes: Sequence[Home]) -> list[bool]:
     """Which parameters any rank used since the last step; gradients that came late are reduced first.
 
     Raises:
@@ -403,10 +403,10 @@ def _used(model: ShardedModel, places: Sequence[Place]) -> list[bool]:
         )
     used = model.gate.sum_late()
     numbers = {id(segment): i for unit in model.units for i, segment in enumerate(unit.trainable)}
-    return [used[place.unit.name][numbers[id(place.segment)]][place.slot] for place in places]
+    return [used[home.unit.name][numbers[id(home.segment)]][home.slot] for home in homes]
 
 
-def _has_state(model: ShardedModel, places: Sequence[Place], of: str) -> tuple[list[bool], torch.dtype]:
+def _has_state(model: ShardedModel, homes: Sequence[Home], of: str) -> tuple[list[bool], torch.dtype]:
     """Which parameters have that state on any rank, and its dtype; a control message.
 
     Raises:
@@ -419,7 +419,7 @@ def _has_state(model: ShardedModel, places: Sequence[Place], of: str) -> tuple[l
     name = str(of)
     if name in known:
         code = 1.0 + dtypes.index(dtype_name(known[name]) or "fp32")
-    mine = [float(update.has_state(place.segment, place.slot, name)) for place in places]
+    mine = [float(update.has_state(home.segment, home.slot, name)) for home in homes]
     said = model.comm.control([code, *mine], dist.ReduceOp.MAX)
     if not said[0]:
         near = did_you_mean(of, {"params", "grads", "master", *known})

@@ -23,9 +23,9 @@ from shardfold.sharding.gradient_buffer import GradientBuffer
 from shardfold.sharding.segment import Segment
 from shardfold.tiers.device import DeviceStore
 
-__all__ = ["Gradients", "Place", "Sums"]
+__all__ = ["Gradients", "SlotNumbers", "Sums"]
 
-Place = tuple[int, int]
+SlotNumbers = tuple[int, int]
 """The number of the trainable segment, and of the slot."""
 
 
@@ -62,10 +62,10 @@ class Gradients:
         self.sums = Sums.OWN
         self.resting: GradientBuffer | None = None
         self.incoming: GradientBuffer | None = None
-        self.arriving: list[tuple[Place, Tensor]] = []
+        self.arriving: list[tuple[SlotNumbers, Tensor]] = []
         self.sending: list[Pending] = []
         self.extra: list[Tensor] | None = None
-        self.seen: set[Place] = set()
+        self.seen: set[SlotNumbers] = set()
         self.used = [[False] * len(segment.parameters) for segment in self.segments]
         self.count = sum(map(len, self.used))
         self._store = store
@@ -86,7 +86,7 @@ class Gradients:
 
     # -- arriving
 
-    def accept(self, place: Place, grad: Tensor, other: Gradients | None, waiter: Waiter) -> None:
+    def accept(self, place: SlotNumbers, grad: Tensor, other: Gradients | None, waiter: Waiter) -> None:
         """Takes a gradient. While those of an ``other`` unit are on their way it stays as autograd made it, so that no
         more than two units' gradients are in memory."""
         segment, slot = place
@@ -105,7 +105,7 @@ class Gradients:
         while self.arriving:
             self._add(*self.arriving.pop(0))
 
-    def _add(self, place: Place, grad: Tensor) -> None:
+    def _add(self, place: SlotNumbers, grad: Tensor) -> None:
         segment, slot = place
         scale = self.segments[segment].factor
         if self.resting is not None and self.sums is Sums.OWN:
@@ -185,7 +185,7 @@ class Gradients:
 
     # -- forgetting
 
-    def drop(self, place: Place, *, zero: bool = False) -> None:
+    def drop(self, place: SlotNumbers, *, zero: bool = False) -> None:
         """Forgets the gradient of one parameter, or makes it ``zero``: with that an update still counts."""
         segment, slot = place
         held = self.segments[segment]

@@ -29,6 +29,7 @@ from shardfold.comm.comm import Comm
 from shardfold.errors import ModelError, UsageError, did_you_mean
 from shardfold.plan.layout import Layout
 from shardfold.plan.rules import Rules
+from shardfold.sharding.buffers import take_first_rank
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
@@ -189,16 +190,8 @@ def move_buffers(
                 continue
             casts = dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64
             module._buffers[name] = buffer.to(comm.memory.device, dtype if casts else buffer.dtype)
-    if comm.mesh.world > 1:
-        for buffer in {id(b): b for module in modules.values() for b in module.buffers(recurse=False)}.values():
-            # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
-            values = buffer.detach().clone(memory_format=torch.contiguous_format)
-            if values.numel():
-                comm.broadcast(
-                    values.reshape(-1).view(torch.uint8), "broadcast the buffers", detail=FIRST.format("the buffers")
-                )
-                if comm.mesh.rank and not torch.equal(values, buffer):
-                    buffer.copy_(values)
+    moved = {id(b): b for module in modules.values() for b in module.buffers(recurse=False)}
+    take_first_rank(comm, list(moved.values()), "broadcast the buffers", FIRST.format("the buffers"))
 
 
 def buffer_dtypes(rules: Rules, model: nn.Module) -> dict[int, torch.dtype]:
@@ -220,6 +213,7 @@ def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:
             if parameter.is_meta:
                 empty.add(slot.name)
                 fresh = nn.Parameter(view.new_empty(0), requires_grad=False)
+                vars(fresh).update(vars(parameter))  # what users wrote on it stays with the object
                 try:
                     torch.utils.swap_tensors(parameter, fresh.requires_grad_(parameter.requires_grad))
                 except RuntimeError as error:

@@ -70,7 +70,11 @@ class Gate(Protocol):
         ...
 
     def sum_late(self) -> dict[str, list[list[bool]]]:
-        """The same, with all gradients summed that came late."""
+        """The same, with all gradients summed that came late, and dropped on all ranks what some rank's user dropped.
+
+        Raises:
+            UsageError: on all ranks: users did not do the same to gradients.
+        """
         ...
 
     def zero_grad(self) -> None:

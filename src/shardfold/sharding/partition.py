@@ -31,6 +31,7 @@ from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, Mesh
 from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
 from shardfold.plan.rules import Rules
+from shardfold.sharding.boxes import box_of
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.segment import dtype_name, rest_itemsize
 
@@ -281,10 +282,11 @@ def _lay_out(
     for (dtype, keeps, trainable, group, rule), members in segments.items():
         layout = rules.layouts[rule]
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
+        boxes = {name: box for name, p in members.items() if (box := box_of(p)) is not None}
         table = layout if rule != policy[-1] else None
         formats = () if keeps else (FORMATS[wire.format] for wire in (layout.gather, layout.reduce))
         step = lcm(max(1, least, align if trainable else 1), *(form.block for form in formats))
-        slots, length = pack({name: p.shape for name, p in members.items()}, parts, step)
+        slots, length = pack({name: p.shape for name, p in members.items()}, parts, step, boxes)
         specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table))
         c.by_segment.append(list(members.values()))
     c.spec = UnitSpec(c.name, tuple(specs), root=c.name == ROOT)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfold.comm.coalesced import complete, spread
+from shardfold.comm.coalesced import as_bytes, complete, spread
 from shardfold.comm.comm import Comm, joined
 from shardfold.comm.meter import Meter
 from shardfold.comm.transport import GlooTransport, NcclTransport
@@ -91,9 +91,9 @@ class ShardRanks:
             own.copy_(_padded(flat[self.comm.mesh.rank * size : (self.comm.mesh.rank + 1) * size], size))
         elif size:
             parts = range(ranks if self.comm.mesh.rank == 0 else 0)
-            sent = [_bytes(_padded(flat[i * size : (i + 1) * size], size)) for i in parts] or None
+            sent = [as_bytes(_padded(flat[i * size : (i + 1) * size], size)) for i in parts] or None
             self.comm.agreement.issue("a scatter of a parameter")
-            work = dist.scatter(_bytes(own), sent, group_src=0, group=self.comm.mesh.everyone, async_op=True)
+            work = dist.scatter(as_bytes(own), sent, group_src=0, group=self.comm.mesh.everyone, async_op=True)
             self.comm.agreement.wait(work)
         return own.to(self.rest)
 
@@ -251,7 +251,7 @@ def release(parameters: Iterable[nn.Parameter], *, source: int | None = None, fa
     for ranks, members in _by_ranks(parameters):
         try:
             if source is not None:
-                _write(ranks, members, source, failed)
+                _write_back(ranks, members, source, failed)
         finally:
             for p in members:
                 shard = _shard(p)
@@ -260,7 +260,7 @@ def release(parameters: Iterable[nn.Parameter], *, source: int | None = None, fa
                     shard.seal(p)
 
 
-def _write(ranks: ShardRanks, members: Sequence[nn.Parameter], source: int, failed: bool) -> None:
+def _write_back(ranks: ShardRanks, members: Sequence[nn.Parameter], source: int, failed: bool) -> None:
     what = f"writing {_described([_shard(p) for p in members], [p.shape for p in members])} of rank {source}"
     if failed:
         with suppress(OrderError):  # what this rank raises already is what its user shall see
@@ -318,7 +318,3 @@ def _padded(piece: Tensor, size: int) -> Tensor:
     padded = piece.new_zeros(size)
     padded[: piece.numel()].copy_(piece)
     return padded
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)

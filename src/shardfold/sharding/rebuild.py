@@ -223,9 +223,11 @@ def _carry_states(model: ShardedModel, update: Updater, unit: Unit, homes: Homes
         assert old.master is not None
         every = range(len(old.spec.slots))
         if old.master.dtype != old.dtype:  # else the values that the unit was made of are the master's
-            carry(old.master, lambda new, i, values: _write(new, new.master, i, values), every)
+            carry(old.master, lambda new, i, values: _write_part(new, new.master, i, values), every)
         for average in model.run.averages:
-            carry(average.shard(old), lambda new, i, values, of=average: _write(new, of.shard(new), i, values), every)
+            carry(
+                average.shard(old), lambda new, i, values, of=average: _write_part(new, of.shard(new), i, values), every
+            )
         states = _agree_on_states(model, update, old)
         kinds = {(n, v.dtype) for state in states.values() for n, v in state.items() if isinstance(v, PerElement)}
         for name, dtype in sorted(kinds, key=str):
@@ -246,7 +248,7 @@ def _whole(model: ShardedModel, segment: Segment, shard: Tensor, over: Axes) -> 
     return flat
 
 
-def _write(segment: Segment, shard: Tensor | None, slot: int, values: Tensor) -> None:
+def _write_part(segment: Segment, shard: Tensor | None, slot: int, values: Tensor) -> None:
     """Writes this rank's part of a parameter's ``values`` ``(numel,)`` into a shard of the master range."""
     assert shard is not None
     piece, part = segment.own_piece(slot)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import UsageError
+from shardfold.sharding.autograd import is_heard
 from shardfold.sharding.gradient_buffer import GradientBuffer
-from shardfold.sharding.gradients import Gradients, Place, Sums
+from shardfold.sharding.gradients import Gradients, SlotNumbers, Sums
 from shardfold.sharding.hidden import HiddenGradient
 from shardfold.sharding.segment import Segment
 from shardfold.torch_internals import storage_key
@@ -57,7 +58,8 @@ class ShownGradients:
         # by segment: the buffer's views, where they begin, what shows them, and where each of these lies
         self._aliases: dict[int, tuple[list[Tensor], int, list[Tensor], list[int]]] = {}
         self._standing: dict[tuple[int, str], list[HiddenGradient]] = {}  # of a segment, by slot, and where they are
-        self._zeroed: set[Place] = set()  # of those
+        self._zeroed: set[SlotNumbers] = set()  # of those
+        self._unheard: set[SlotNumbers] = set()  # whose gradient autograd brought to no engine
         self._nothing = [[None] * len(segment.parameters) for segment in gradients.segments]
 
     def show(self, where: str | None) -> None:
@@ -129,14 +131,15 @@ class ShownGradients:
         self.forget()
         return changes
 
-    def take_back(self, *, whole: bool) -> Iterator[Change]:
+    def take_back(self, *, whole: bool, alone: bool) -> Iterator[Change]:
         """Before a step: as :meth:`hide`, and takes the gradients that users gave to parameters that had none.
 
         Raises:
-            UsageError: of those, this rank does not have gradients ``whole``.
+            UsageError: of those, this rank does not have gradients ``whole``; or autograd gave one, unheard, of which
+                ranks have to make a sum, as this one is not ``alone``.
         """
         yield from self.hide()
-        yield from self._take_given(whole=whole)
+        yield from self._take_given(whole=whole, alone=alone)
 
     def forget(self) -> None:
         """Nothing is shown any more."""
@@ -147,6 +150,19 @@ class ShownGradients:
         self._shown = []
         self._lying.clear()
         self._zeroed.clear()
+
+    def note_unheard(self) -> None:
+        """Before parameters are heard again: whose ``.grad`` came from autograd, and not from the user."""
+        for i, segment in enumerate(self._gradients.segments):
+            for slot, parameter in enumerate(segment.parameters):
+                shown = self._shown[i][slot] if self._shown else None
+                if parameter.grad is not None and shown is None and not is_heard(parameter):
+                    self._unheard.add((i, slot))
+
+    def end_step(self) -> None:
+        """As before the first backward of a step."""
+        self.forget()
+        self._unheard.clear()
 
     def resting_flats(self) -> list[Tensor]:
         """The memory of what is shown, where gradients are whole."""
@@ -191,7 +207,7 @@ class ShownGradients:
             changes.append(("zeroed", self._name(place)))
         return changes
 
-    def _is_still(self, place: Place, shown: Tensor | None, found: Tensor | None) -> bool:
+    def _is_still(self, place: SlotNumbers, shown: Tensor | None, found: Tensor | None) -> bool:
         """Whether a parameter has the gradient that was shown, in the memory where it was."""
         i, slot = place
         if shown is None or found is None or isinstance(shown, HiddenGradient):
@@ -204,7 +220,7 @@ class ShownGradients:
             return found is shown and _lie([found], [where]) and found.shape == buffer.views[i][slot].shape
         return _same(found, buffer.views[i][slot])  # what autograd made may have been copied there meanwhile
 
-    def _take_given(self, *, whole: bool) -> list[Change]:
+    def _take_given(self, *, whole: bool, alone: bool) -> list[Change]:
         """Gradients that users put into ``.grad`` of what shows none; says of which."""
         changes: list[Change] = []
         for i, segment in enumerate(self._gradients.segments):
@@ -213,7 +229,10 @@ class ShownGradients:
                 if given is None:
                     continue
                 buffer = self._gradients.resting
-                if not whole or buffer is None or not _as_parameter(segment, buffer.flats[i]):
+                takes = whole and buffer is not None and _as_parameter(segment, buffer.flats[i])
+                if not (takes and alone) and ((i, slot) in self._unheard or not is_heard(parameter)):
+                    self._refuse_unheard((i, slot))
+                if not takes or buffer is None:
                     self._refuse((i, slot))
                 with torch.no_grad():
                     buffer.put(i, slot, given)
@@ -221,7 +240,7 @@ class ShownGradients:
                 changes.append(("set", self._name((i, slot))))
         return changes
 
-    def _follow_one(self, place: Place, shown: Tensor, found: Tensor | None) -> Change:
+    def _follow_one(self, place: SlotNumbers, shown: Tensor, found: Tensor | None) -> Change:
         """A parameter has another gradient than was shown; says what that makes of it."""
         i, slot = place
         if found is None:
@@ -248,14 +267,22 @@ class ShownGradients:
                 if verb := verbs.get(self._name((i, slot))):
                     self._gradients.drop((i, slot), zero=verb == "zeroed")
 
-    def _refuse(self, place: Place) -> NoReturn:
+    def _refuse(self, place: SlotNumbers) -> NoReturn:
         name = self._name(place)
         raise UsageError(
             f"the .grad of {name!r} was set by hand, but its gradient is kept in another form here: set it to None "
             f"again, and write the gradient in `with engine.gathered({name!r}, of='grads', write=True) as grad:`."
         )
 
-    def _name(self, place: Place) -> str:
+    def _refuse_unheard(self, place: SlotNumbers) -> NoReturn:
+        name = self._name(place)
+        raise UsageError(
+            f"the memory of {name!r} was replaced by Tensor.set_, as in the model's forward: autograd gives the "
+            "gradient of such a weight to nobody but .grad, where ranks do not sum it. Write the values by copy_() "
+            "under torch.no_grad(), or `parameter.data = x`; engine.zero_grad() drops what came of this step."
+        )
+
+    def _name(self, place: SlotNumbers) -> str:
         return self._gradients.segments[place[0]].spec.slots[place[1]].name
 
 

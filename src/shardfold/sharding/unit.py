@@ -183,8 +183,8 @@ class Unit:
                 if parameter.data_ptr() != view.data_ptr():
                     if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
                         raise UsageError(
-                            f"{segment.spec.slots[slot].name!r} got .data of another shape, dtype or device inside of "
-                            "the model's forward or backward: change it between steps."
+                            f"{segment.spec.slots[slot].name!r} got memory (by .data or set_) of another shape, dtype "
+                            "or device inside of the model's forward or backward: change it between steps."
                         )
                     with torch.no_grad():
                         view.copy_(parameter.detach())
@@ -225,7 +225,7 @@ class Unit:
 
     def forget_gradients(self) -> None:
         """As before the first backward of a step."""
-        self.shown.forget()
+        self.shown.end_step()
         self.gradients.forget()
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -14,7 +14,16 @@ from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.whole_segments import whole_segments
 
-__all__ = ["buffers_of", "check_state", "load_state", "most_precise", "named_state", "names_of", "state_dict"]
+__all__ = [
+    "buffers_of",
+    "check_state",
+    "every_buffer",
+    "load_state",
+    "most_precise",
+    "named_state",
+    "names_of",
+    "state_dict",
+]
 
 
 def state_dict(model: ShardedModel, frozen: str) -> dict[str, Tensor]:
@@ -49,7 +58,7 @@ def check_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: boo
             "name."
         )
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
-    buffers = {name: buffer for first, (buffer, also) in buffers_of(model.module).items() for name in (first, *also)}
+    buffers = every_buffer(model.module)
     known: dict[str, Tensor] = {**parameters, **buffers}
     missing, unexpected = sorted(set(known) - set(state)), sorted(map(str, set(state) - set(known)))
     if strict and (missing or unexpected):
@@ -71,8 +80,7 @@ def check_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: boo
 def load_state(model: ShardedModel, state: Mapping[str, Tensor]) -> None:
     """See :meth:`Engine.load_state_dict`; the state has been looked at."""
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
-    found = buffers_of(model.module)
-    buffers = {name: buffer for first, (buffer, also) in found.items() for name in (first, *also)}
+    buffers = every_buffer(model.module)
     with torch.no_grad():
         by_id = {id(parameters[name]): state[name] for name in state.keys() & parameters.keys()}
         for unit in model.units:
@@ -123,6 +131,11 @@ def buffers_of(module: nn.Module) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
             elif full not in found[home][1]:
                 found[home] = (buffer, (*found[home][1], full))
     return found
+
+
+def every_buffer(module: nn.Module) -> dict[str, Tensor]:
+    """Persistent buffers, by all of their names."""
+    return {name: buffer for first, (buffer, also) in buffers_of(module).items() for name in (first, *also)}
 
 
 def named_state(module: nn.Module, whole: Mapping[int, Tensor]) -> dict[str, Tensor]:

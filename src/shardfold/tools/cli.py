@@ -176,8 +176,10 @@ def bench(
     from shardfold.tools.bench import command
     from shardfold.tools.bench.settings import Settings
 
+    if ranks is None:
+        ranks = 1 if job == "units" else 2
     settings = Settings(
-        job=job, params=params, rows=rows, context=context, ranks=ranks or (1 if job == "units" else 2),
+        job=job, params=params, rows=rows, context=context, ranks=ranks,
         precision=precision, optimizer=optimizer, device=device, rounds=rounds, steps=steps, warm=warm, timeout=timeout,
     )  # fmt: skip
     chosen, others = command.words(only), command.words(without)

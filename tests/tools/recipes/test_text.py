@@ -104,6 +104,11 @@ def test_by_default_the_standard_library_is_read():
     assert b"import " in content(corpus.train[:100_000])
 
 
+def test_a_device_is_no_text():
+    with pytest.raises(ConfigError, match="'/dev/null' is neither a file nor a folder"):
+        load_corpus("/dev/null")
+
+
 @given(length=st.integers(17, 2000))
 def test_windows_predict_each_byte_once(length: int):
     """Every byte but the first is the target of one position, up to a tail of less than a window."""

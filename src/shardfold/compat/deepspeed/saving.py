@@ -31,7 +31,7 @@ from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall, check_c
 from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.engine.engine import Engine
-from shardfold.errors import CheckpointError, ShardfoldError
+from shardfold.errors import CheckpointError, ShardfoldError, by_rank
 from shardfold.sharding.whole_segments import whole_segments
 from shardfold.sharding.whole_state import named_state
 
@@ -316,8 +316,7 @@ def _states(engine: SavedEngine, path: Path, source: Path, *, scheduler: bool) -
     said = _everyone(engine, "" if problem is None else str(problem))
     if any(said):
         alike = len(set(said)) == 1
-        told = (f"rank {rank}: {text.rstrip('.')}" for rank, text in enumerate(said) if text)
-        raise CheckpointError(said[0] if alike else f"{path} is not loaded: {'; '.join(told)}.") from problem
+        raise CheckpointError(said[0] if alike else f"{path} is not loaded: {by_rank(said)}.") from problem
     return client, own
 
 

@@ -17,13 +17,13 @@ from shardfold.tools.bench.results import Failure, Measured, Turn
 from shardfold.tools.bench.settings import Settings
 from shardfold.tools.bench.teams import ContenderFailed, Team
 
-__all__ = ["Watch", "available_bytes", "compare"]
+__all__ = ["Callbacks", "available_bytes", "compare"]
 
 SPARE = 1.1  # of what the largest contender needs has to be available
 MEMINFO, DEVICES = Path("/proc/meminfo"), Path("/proc/net/dev")
 
 
-class Watch(NamedTuple):
+class Callbacks(NamedTuple):
     """Called before something that takes a while, and after each turn."""
 
     doing: Callable[[str], object] = lambda _: None
@@ -83,9 +83,9 @@ class _Teams:
         self._alive.clear()
 
 
-def compare(settings: Settings, contenders: Sequence[Contender], watch: Watch | None = None) -> Measured:
+def compare(settings: Settings, contenders: Sequence[Contender], watch: Callbacks | None = None) -> Measured:
     """Runs the rounds. A contender that fails is noted with what it said, and the others go on."""
-    watch = watch or Watch()
+    watch = watch or Callbacks()
     measured = Measured(settings=settings, contenders=list(contenders))
     teams = _Teams(settings, measured)
     try:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shardfold.launch import num_cores
 from shardfold.tools.bench.results import Measured, loss_difference, rows, unit_rows
-from shardfold.tools.bench.rounds import Watch
+from shardfold.tools.bench.rounds import Callbacks
 from shardfold.tools.observe.formats import format_bytes
 
 __all__ = ["Show", "environment", "markdown", "print_report", "table"]
@@ -114,7 +114,7 @@ class Show:
         self._doing, self._measured = "", None
         console = Console(stderr=True)
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        self.watch = Watch(doing=self._begin, turned=self._turned)
+        self.watch = Callbacks(doing=self._begin, turned=self._turned)
 
     def __enter__(self) -> Show:
         if self._live:

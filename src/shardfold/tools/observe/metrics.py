@@ -7,9 +7,8 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-__all__ = ["MetricsWriter", "StepMetrics", "read_metrics"]
+__all__ = ["MetricsWriter", "StepMetrics"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +35,6 @@ class StepMetrics:
     """Steps so far, this one included, that were left out because gradients overflowed."""
 
 
-OPTIONAL = ("grad_norm", "held_out_bits_per_byte", "loss_scale")
-
-
 class MetricsWriter:
     """Appends a line per step to a file."""
 
@@ -61,18 +57,3 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def read_metrics(path: Path) -> list[StepMetrics]:
-    """Return the steps that a run wrote; values that were not finite come back as nan.
-
-    A last line that a crash cut short is left out.
-    """
-    steps = []
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-        row: dict[str, Any] = json.loads(line)
-        for name, value in row.items():
-            if value is None and name not in OPTIONAL:
-                row[name] = math.nan
-        steps.append(StepMetrics(**row))
-    return steps

@@ -55,6 +55,8 @@ def load_corpus(data: str | Path | None = None) -> Corpus:
         root = Path(data).expanduser()
         if not root.exists():
             raise ConfigError(f"there is no file or folder {str(root)!r}: give --data the path of some text.")
+        if not (root.is_file() or root.is_dir()):
+            raise ConfigError(f"{str(root)!r} is neither a file nor a folder: give --data the path of some text.")
         left_out: list[str] = []
         paths = [root] if root.is_file() else list(walk(root, left_out))
         root, source = (root.parent if root.is_file() else root), str(root)

@@ -1,6 +1,7 @@
 """Counts floating-point operations of a model's forward with PyTorch's own counter, module by module.
 
-Matrix products, convolutions and attention are counted by PyTorch's formulas, two operations for each multiply and add.
+Matrix products, convolutions and attention are counted by PyTorch's formulas, two operations for each multiply and add;
+so are the matrix products inside of the kernels for recurrent layers, of which PyTorch's counter knows none.
 A convolution's bias, activations, pooling, normalizations and softmax are counted too, by elements. Other element-wise
 operations are not, ``tanh`` and ``sigmoid`` among them.
 """
@@ -56,6 +57,19 @@ ON_CPU: dict[Any, Callable[..., int]] = {
 }
 
 
+def _recurrent(x: Sequence[int], *weights: Any, out_shape: Any = None, **options: Any) -> int:
+    """Each matrix (gates x hidden, inputs or hidden) is multiplied by one vector for each sequence and time step."""
+    vectors = torch.Size(x[:-1]).numel()
+    return 2 * vectors * sum(torch.Size(weight).numel() for weight in weights if len(weight) == 2)
+
+
+RECURRENT: dict[Any, Callable[..., int]] = {
+    ATEN.mkldnn_rnn_layer: lambda x, to_gates, between, *rest, **options: _recurrent(x, to_gates, between),
+    ATEN._cudnn_rnn: lambda x, weights, *rest, **options: _recurrent(x, *weights),
+}
+"""Of one layer in one direction on CPUs, of all layers on GPUs."""
+
+
 class FlopsProfiler:
     """Profiles forwards between :meth:`start_profile` and :meth:`stop_profile`.
 
@@ -86,7 +100,7 @@ class FlopsProfiler:
                 self._handles += [module.register_forward_pre_hook(self._enter),
                                   module.register_forward_hook(self._leave)]  # fmt: skip
         self._counter = FlopCounterMode(
-            display=False, custom_mapping={**ELEMENTS, **ON_CPU, ATEN.convolution: self._convolution}
+            display=False, custom_mapping={**ELEMENTS, **ON_CPU, **RECURRENT, ATEN.convolution: self._convolution}
         )
         self._counter.__enter__()
         self.started = True
