@@ -27,6 +27,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardfold.errors import ShardfoldError
+from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Activations, Cell, Layout, Precision, Tier, Wire
 from shardfold.plan.passes import Overlap
 from shardfold.plan.presets import PRESETS
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from shardfold.numerics.scaling import LossScale
     from shardfold.optim.average import Average
     from shardfold.plan.report import MemoryReport, StepReport, TrafficReport
+    from shardfold.sharding.distinct import mark_distinct
     from shardfold.sharding.forwards import register_forward
     from shardfold.sharding.materialize import meta_init
     from shardfold.sharding.sharded_init import sharded_init
@@ -53,6 +55,7 @@ __all__ = [
     "PRESETS",
     "Activations",
     "Average",
+    "Axis",
     "Cell",
     "Checkpoint",
     "Clip",
@@ -74,6 +77,7 @@ __all__ = [
     "compat",
     "engine_of",
     "load_model",
+    "mark_distinct",
     "meta_init",
     "nn",
     "numerics",
@@ -93,6 +97,7 @@ _LAZY = {
     "Clip": "shardfold.numerics.clipping",
     "LossScale": "shardfold.numerics.scaling",
     "load_model": "shardfold.checkpoint",
+    "mark_distinct": "shardfold.sharding.distinct",
     "meta_init": "shardfold.sharding.materialize",
     "sharded_init": "shardfold.sharding.sharded_init",
     "engine_of": "shardfold.engine.engine",

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +97,8 @@ class Sampler(data.Sampler[list[int]]):
         batch_size: samples per rank and batch.
         shuffle: False reads every epoch in the order of the dataset.
         seed: of the order.
-        rank, num_ranks: this data-parallel rank and how many there are; None: those of ``torch.distributed``, else of
+        rank, num_ranks: this data-parallel rank and how many there are; None: those of an engine's mesh that is open
+            and has axes on which ranks read the same, else of ``torch.distributed``, else of
             ``torchrun``'s environment, else one. Ranks that read the same samples (tensor parallelism) give the same
             rank.
         drop_last: leaves out what is left of an epoch where it is less than a global batch; each sample is in an epoch
@@ -364,8 +366,23 @@ def _length(dataset: Any) -> int:
     return len(dataset)
 
 
+_PLACES: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
+
+
+def ranks_read_alike(owner: object, rank: int, num_ranks: int) -> None:
+    """While ``owner`` lives, some ranks read the same samples: this one as ``rank`` of ``num_ranks`` that do not."""
+    _PLACES[owner] = rank, num_ranks
+
+
+def ranks_read_apart(owner: object) -> None:
+    """Takes back :func:`ranks_read_alike`."""
+    _PLACES.pop(owner, None)
+
+
 def _rank_and_ranks() -> tuple[int, int]:
-    """This rank and the number of ranks."""
+    """This rank and the number of ranks: of the meshes that are open where some ranks read the same, else of all."""
+    if len(known := set(_PLACES.values())) == 1:
+        return known.pop()
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -124,7 +124,7 @@ def _each_way(name: str) -> list[str]:
         full = torch.full_like(_values(0), float("nan"))
         full[mine] = chunks[rank]
         for pending in gather_encoded(transport, memory, form, full, group):
-            pending.arrive(_wait)
+            pending.wait(_wait)
         if not torch.equal(full, gathered):
             wrong.append(f"{who} gathers something else in {name}")
         for add, expected in ((False, summed), (True, 1 + summed)):

@@ -67,13 +67,12 @@ def _compare() -> list[str]:
             values = _values(world * chunk, dtype)
             answers: list[list[torch.Tensor]] = []
             for each in (gloo, wire):
-                full, lasting = torch.zeros_like(values), values.chunk(world)[rank].clone()
-                full.chunk(world)[rank].copy_(lasting)
+                full, resident = torch.zeros_like(values), values.chunk(world)[rank].clone()
+                full.chunk(world)[rank].copy_(resident)
                 again = full.clone()
                 each.all_gather(full, group).wait(_wait)
-                each.all_gather(again, group, lasting=lasting).wait(_wait)
-                each.settle(_wait)
-                each.forget()
+                each.all_gather(again, group, resident=resident).wait(_wait)
+                each.fence(_wait)
                 inside, wide = values.clone(), torch.ones(chunk, dtype=torch.float32)
                 each.reduce_scatter(inside, inside.chunk(world)[rank], group, add=False).wait(_wait)
                 if dtype.itemsize <= 4:
@@ -81,7 +80,7 @@ def _compare() -> list[str]:
                 answers.append([full, again, inside.chunk(world)[rank], wide])
             if not torch.equal(answers[1][2], _summed(values, dtype).chunk(world)[rank]):
                 wrong.append(f"in rank order {dtype} {chunk}")
-            for name, a, b in zip(("gather", "lasting", "inside", "added"), *answers, strict=True):
+            for name, a, b in zip(("gather", "resident", "inside", "added"), *answers, strict=True):
                 if not torch.equal(a, b):
                     wrong.append(f"{name} {dtype} {chunk}")
             summed, parts = values.clone(), [torch.empty_like(values) for _ in range(world)]
@@ -115,6 +114,166 @@ def _many() -> bool:
 
 def test_a_board_has_room_for_any_number_of_collectives(ranks: Ranks) -> None:
     assert ranks.run(_many, world_size=3) == [True] * 3
+
+
+class _Shards:
+    """Two tensors that rest on this rank, gathered by name, with what a gather of each brought."""
+
+    def __init__(self) -> None:
+        _, self.wire, self.group, self.mesh = _wires()
+        self.shards = {name: torch.full((1000,), float(self.mesh.rank)) for name in "ab"}
+
+    def fill(self, name: str, value: float) -> None:
+        """Whoever writes has made sure that nobody reads."""
+        self.shards[name].fill_(value + self.mesh.rank)
+
+    def begin(self, name: str) -> tuple[torch.Tensor, Any]:
+        shard = self.shards[name]
+        full = torch.cat([shard] * self.mesh.world)
+        return full, self.wire.all_gather(full, self.group, resident=shard)
+
+    def gather(self, name: str) -> list[float]:
+        full, pending = self.begin(name)
+        pending.wait(_wait)
+        return full[::1000].tolist()
+
+    def a_pass(self) -> list[float]:
+        got = [*self.gather("a"), *self.gather("b")]
+        self.wire.fence(_wait)
+        return got
+
+
+def _at_once() -> list[float]:
+    """Rank 1 begins its second gather only when rank 0 has the result of its own."""
+    shards = _Shards()
+    shards.a_pass()
+    shards.gather("a")
+    if shards.mesh.rank:
+        dist.barrier()
+    got = shards.gather("b")
+    if not shards.mesh.rank:
+        dist.barrier()
+    shards.wire.fence(_wait)
+    shards.mesh.close()
+    return got
+
+
+def test_what_is_resident_is_read_without_waiting_once_all_are_past_the_last_fence(ranks: Ranks) -> None:
+    assert ranks.run(_at_once, world_size=2) == [[0.0, 1.0]] * 2
+
+
+def _changed(how: str) -> list[float]:
+    """Rank 1 writes into its shard before its gather, when rank 0 has begun the same gather already."""
+    shards = _Shards()
+    for name in "ab":
+        shards.fill(name, 0.0)
+    for _ in range(2):
+        shards.a_pass()
+    name = "a"
+    if how == "behind a gather":
+        shards.gather("a")
+        shards.gather("b")
+        shards.wire.fence(_wait, shards.shards["a"])  # of this rank's own
+    elif how == "made anew":
+        for other in "ab":
+            shards.shards[other] = torch.full((1000,), float(shards.mesh.rank))
+        shards.gather("a")
+        name = "b"
+    if shards.mesh.rank == 0:
+        full, pending = shards.begin(name)
+        began = pending.done()
+        dist.barrier()
+        pending.wait(_wait)
+        got = [float(began), *full[::1000].tolist()]
+    else:
+        dist.barrier()
+        shards.fill(name, 10.0)
+        got = [0.0, *shards.gather(name)]
+    shards.wire.fence(_wait)
+    shards.mesh.close()
+    return got
+
+
+@pytest.mark.parametrize("how", ["behind a fence", "behind a gather", "made anew"])
+def test_what_was_resident_and_has_changed_is_read_as_it_is_now(ranks: Ranks, how: str) -> None:
+    """Rank 0 waits for rank 1, as none has shown yet that it is past the fence, or has gathered it before since."""
+    assert ranks.run(_changed, how, world_size=2) == [[0.0, 0.0, 11.0]] * 2
+
+
+def _fence() -> bool:
+    """Rank 1 reads only when rank 0 waits for it at the fence; whether it had to."""
+    shards = _Shards()
+    store, waited = dist.distributed_c10d._get_default_store(), False
+    if shards.mesh.rank:
+        read = boards.Group.read
+        boards.Group.read = lambda *args: (store.wait(["go"], LIMIT), read(*args))[1]  # type: ignore[assignment]
+
+    def wait(work: Any) -> None:
+        nonlocal waited
+        waited = True
+        store.set("go", "")
+        work.wait(LIMIT)
+
+    try:
+        shards.gather("a")
+        shards.wire.fence(wait)
+        store.set("go", "")
+    finally:
+        if shards.mesh.rank:
+            boards.Group.read = read  # type: ignore[assignment]
+    shards.mesh.close()
+    return waited
+
+
+def test_behind_a_fence_no_other_rank_reads(ranks: Ranks) -> None:
+    assert ranks.run(_fence, world_size=2)[0]
+
+
+class _Writing(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+            self.bias.mul_(0.5)
+        return super().forward(input)
+
+
+def _fences() -> tuple[int, int, list[bool]]:
+    """Of one step of a model that writes into its weights: fences at the ends of passes, of single shards, and whether
+    each of these had its old values."""
+    model = torch.nn.Sequential(*[_Writing(8, 8) for _ in range(4)])
+    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.0), layout="zero3", units=["*"])
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+    ends, old, fence = 0, [], NearTransport.fence
+    rests: list[Any] = [segment.rest for unit in engine.sharded.units for segment in unit.segments]
+    before = {id(rest): rest.clone() for rest in rests}
+
+    def noted(self: Any, waiter: Any, resident: torch.Tensor | None = None) -> None:
+        nonlocal ends
+        if resident is None:
+            ends += 1
+        elif id(resident) in before:
+            old.append(torch.equal(resident, before[id(resident)]))
+        fence(self, waiter, resident)
+
+    NearTransport.fence = noted  # type: ignore[method-assign]
+    try:
+        for unit in engine.sharded.units:
+            unit.fence = partial(noted, engine.sharded.comm.transport, engine.sharded.comm.agreement.wait)
+        engine.backward(engine(torch.ones(1, 8)).sum())
+    finally:
+        NearTransport.fence = fence  # type: ignore[method-assign]
+    changed = sum(not torch.equal(rest, before[id(rest)]) for rest in rests)
+    engine.close()
+    return ends, changed, old
+
+
+def test_passes_end_with_a_fence_and_shards_written_inside_of_one_have_their_own(ranks: Ranks) -> None:
+    for ends, changed, old in ranks.run(_fences, world_size=2):
+        assert ends == 2
+        assert changed == 4
+        assert old == [True] * 4
 
 
 def _late() -> float:
@@ -220,17 +379,17 @@ def test_a_rank_that_ends_inside_of_a_pass_raises_the_same_as_over_gloo(ranks: R
 
 
 def _ends_after(folder: str) -> None:
-    """Rank 1 reads what lasts, and its process ends before rank 0 looks whether it has."""
+    """Rank 1 reads what is resident, and its process ends before rank 0 looks whether it has."""
     _, wire, group, mesh = _wires()
     full = torch.full((2 * 1000,), float(mesh.rank))
-    lasting = full.chunk(2)[mesh.rank].clone()
+    resident = full.chunk(2)[mesh.rank].clone()
     process = _exchange("process", str(os.getpid()))[1]
-    wire.all_gather(full, group, lasting=lasting).wait(_wait)
+    wire.all_gather(full, group, resident=resident).wait(_wait)
     if mesh.rank == 1:
-        wire.settle(_wait)  # rank 0 has read too: what every pass ends with
+        wire.fence(_wait)  # rank 0 has read too: what every pass ends with
         os._exit(0)
     _until_ended(process)
-    wire.settle(_wait)
+    wire.fence(_wait)
     Path(folder, "sum").write_text(str(full.sum().item()))
 
 

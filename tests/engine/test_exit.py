@@ -61,8 +61,16 @@ def train(width=4):
     engine.backward(engine(torch.ones(2, width)).mean())
     engine.step()
 
+def refuse(grad):
+    raise ValueError("of a hook")
+
 def alone():
-    if what == "shape":
+    if what == "hook":
+        if engine.rank == 0:
+            loss = engine(torch.ones(2, 4)).mean()
+            loss.register_hook(refuse)
+            engine.backward(loss)
+    elif what == "shape":
         train(4 if engine.rank == 0 else 3)
     elif engine.rank == 1:
         while what == "late" and not (here / "rank 0 gave up").exists():
@@ -94,12 +102,14 @@ print("past the barrier", flush=True)
         ("zero3", "engine", "raises", "step"),
         ("ddp", "engine", "raises", "group"),
         ("zero3", "script", "raises", "late"),
+        ("ddp", "script", "raises", "hook"),
     ],
 )
 def test_ranks_that_wait_for_each_other_in_vain_end(
     tmp_path: Path, layout: str, starts: str, catches: str, what: str
 ) -> None:
-    """Rank 0 saves or trains alone, or gave up when rank 1 comes late, and rank 1 stands in a barrier of the script's:
+    """Rank 0 saves or trains alone, gave up when rank 1 comes late, or fails in a backward before it knows that rank 1
+    is not in it, and rank 1 stands in a barrier of the script's:
     both end with status 1 and say why, whoever started the group and whatever still refers to it."""
     script = tmp_path / "script.py"
     script.write_text(ALONE)
@@ -124,6 +134,9 @@ def test_ranks_that_wait_for_each_other_in_vain_end(
     assert not any("past the barrier" in text for text in said), said
     if what == "late":
         assert "CollectiveError" in said[0] and "did not finish within 2 s" in said[0], said
+        return
+    if what == "hook":
+        assert "ValueError: of a hook" in said[0], said
         return
     assert "RAISED OrderError no rank can go on" in said[0] and "leaves all process groups" in said[0], said
     assert "OrderError: no rank can go on" in said[1], said

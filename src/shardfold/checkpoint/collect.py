@@ -15,7 +15,7 @@ from shardfold.checkpoint.format import Index, Parameter, Piece
 from shardfold.checkpoint.rng import rng_state
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
-from shardfold.plan.layout import DATA_AXES, Axes
+from shardfold.plan.layout import Axes
 from shardfold.plan.placement import Slot, shard_index
 from shardfold.plan.version import __version__
 from shardfold.sharding.groups import alignment
@@ -118,11 +118,12 @@ def _places(model: ShardedModel) -> Iterator[tuple[Segment, int]]:
             yield from ((segment, slot) for slot in range(len(segment.spec.slots)))
 
 
-def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes, slot: Slot) -> tuple[int, int]:
+def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes, segment: Segment, slot: Slot) -> tuple[int, int]:
     """This rank's share of a range that all ranks have which differ from it on other axes only: data axes, or, of a
     parameter that is whole, any."""
     sizes = model.comm.mesh.sizes
-    others = tuple(a for a, n in sizes.items() if a not in over and n > 1 and (slot.box is None or a in DATA_AXES))
+    every = slot.box is None and not segment.spec.distinct
+    others = tuple(axis for axis in (sizes if every else model.comm.mesh.data) if axis not in over and sizes[axis] > 1)
     replicas = model.comm.mesh.parts(others)
     number = shard_index(others, sizes, model.comm.mesh.coords)
     align = alignment(model.optimizer)
@@ -136,7 +137,7 @@ def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes, slot: Slot)
 def _of_parameter(model: ShardedModel, segment: Segment, slot: int, parts: list[Part], index: Index) -> None:
     place = segment.spec.slots[slot]
     weights, bounds, over = most_precise(model, segment)
-    low, high = _share(model, bounds, over, place)
+    low, high = _share(model, bounds, over, segment, place)
     a, b = max(low, place.offset), min(high, place.offset + place.numel)
     first = place.offset in range(low, high) or (not place.numel and model.rank == 0)
     if a < b:

@@ -8,8 +8,9 @@ from typing import Any
 
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import described
+from shardfold.sharding.model import ShardedModel
 
-__all__ = ["check_loadable", "check_place", "check_states"]
+__all__ = ["check_loadable", "check_mesh", "check_place", "check_states"]
 
 
 def check_place(call: str, path: Any, what: str) -> None:
@@ -31,6 +32,19 @@ def check_states(call: str, **states: Any) -> None:
     for name, state in states.items():
         if state is not None and not isinstance(state, Mapping):
             raise ConfigError(f"{call}: {name}= is {described(state)}: give a dict by name.")
+
+
+def check_mesh(call: str, model: ShardedModel) -> None:
+    """
+    Raises:
+        ConfigError: ranks hold slices that a checkpoint of this version does not tell apart.
+    """
+    mesh = model.comm.mesh
+    if others := [axis for axis in mesh.sizes if axis not in mesh.data and mesh.sizes[axis] > 1]:
+        raise ConfigError(
+            f"{call}: the mesh has the axis {', '.join(map(repr, others))}, on which ranks hold slices of parameters, "
+            "which checkpoints of this version do not tell apart: take engine.state_dict() of each rank."
+        )
 
 
 def check_loadable(call: str, state: Mapping[str, Any] | None) -> None:

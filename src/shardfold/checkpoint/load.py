@@ -29,7 +29,7 @@ from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.rng import set_rng_state
 from shardfold.comm.coalesced import complete
 from shardfold.errors import CheckpointError, ShardfoldError, by_rank
-from shardfold.plan.layout import DATA_AXES, Axes
+from shardfold.plan.layout import Axes
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.model import ShardedModel
@@ -319,7 +319,7 @@ class _Work:
         model, checkpoint, fit = self._model, self._checkpoint, self._fit
         update = model.updater
         assert update is not None and segment.master is not None
-        bounds, over = segment.master_range, model.layout.master.over
+        bounds, over = segment.master_range, segment.table.master.over
         here = [(i, fit.parameters[s.name]) for i, s in enumerate(segment.spec.slots) if s.name in fit.parameters]
         for number, average in enumerate(model.run.averages):
             shard, state = average.shard(segment), average_state(number)
@@ -371,7 +371,7 @@ class _Work:
         ``slots``: of these parameters only.
         """
         model, checkpoint = self._model, self._checkpoint
-        others = tuple(axis for axis in DATA_AXES if axis not in over and model.comm.mesh.sizes[axis] > 1)
+        others = tuple(axis for axis in model.comm.mesh.data if axis not in over)
         size = target.numel() // model.comm.mesh.parts(others)
         low = bounds[0] + size * shard_index(others, model.comm.mesh.sizes, model.comm.mesh.coords)
         for slot, a, b in segment.spec.pieces(low, low + size):

@@ -5,7 +5,7 @@
     watchdog     where each rank is                           boards      what they tell each other there
     meter        counts what is sent                          choice      which transport there is
     encoded      what does not travel as it lies              coalesced   many tensors in one collective
-    comm         all of these in one
+    comm         all of these in one                          peers       the ranks that run one program
 
 It imports ``plan`` and ``tiers``.
 """

@@ -5,8 +5,9 @@ collective, and gives wrong sums in silence when the shapes happen to be equal. 
 number, and ranks can only disagree at two places, each of which asks before it acts:
 
     meet       before each pass, step or gathered(): one small reduction tells whether all ranks are about to do the
-               same. Ranks that still evaluate, or that need units which their last pass has given back already, are
-               helped by the others; else all raise, each naming what every rank asked for.
+               same. (A pass that sends nothing at first is announced: the answer is looked at before it sends.) Ranks
+               that still evaluate, or that need units which their last pass has given back already, are helped by the
+               others; else all raise, each naming what every rank asked for.
     ask        while the order of units is not known: a small reduction tells who needs which unit next.
 
 A rank that waits for a meeting of one engine while another rank needs more of a pass of a second engine takes part in
@@ -27,13 +28,14 @@ from hashlib import sha256
 from logging import getLogger
 from os import getpid
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
 from shardfold.comm.mesh import DataMesh
+from shardfold.comm.peers import Peers
 from shardfold.comm.watchdog import Watchdog, Whereabouts
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
 
@@ -47,6 +49,7 @@ BITS = HEADER + 2 * CODE
 SHORT = 200  # characters of what ranks compare that are shown where it differs
 SETTLE = 2.0  # seconds that published whereabouts are behind what they tell of
 LOG = getLogger("shardfold")
+Said = TypeVar("Said")
 
 
 class Meeting(NamedTuple):
@@ -67,13 +70,18 @@ class Agreement:
     """The collectives of one engine on one rank, by number.
 
     Args:
-        mesh: the ranks and their store.
+        mesh: whose collectives they are.
         desync_timeout: seconds until ranks that wait for each other in vain raise.
         timeout: seconds until a collective that nobody gave up is an error.
+        peers: the ranks that run this program; None: all of the mesh.
+
+    Attributes:
+        peers: as above; only they meet, ask, and tell each other.
     """
 
-    def __init__(self, mesh: DataMesh, desync_timeout: float, timeout: float) -> None:
+    def __init__(self, mesh: DataMesh, desync_timeout: float, timeout: float, peers: Peers | None = None) -> None:
         self._mesh = mesh
+        self.peers = peers if peers is not None else Peers(mesh)
         self._desync_timeout, self.timeout = desync_timeout, timeout
         self.sequence = 0  # collectives issued by this engine so far
         self.places = 0  # how many bits a round of asking has at most
@@ -81,6 +89,7 @@ class Agreement:
         self.waited = 0.0  # seconds that the host waited for collectives
         self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=8)
         self._detail = ""  # what the last of them is for on this rank
+        self._announced: tuple[str, torch.Tensor, Any] | None = None  # a meeting whose answer is still to be looked at
         self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
         self.take_part: Callable[[], bool] = lambda: False  # see Watched
         self._dead: str | None = None  # the sentence with which this engine was given up
@@ -88,17 +97,17 @@ class Agreement:
         self._warned = False
         self._process = getpid()
         self._watch: Watchdog | None = None
-        if mesh.world > 1:
+        if self.peers.size > 1:
             self._watch = Watchdog.of(mesh.default_store, mesh.rank, mesh.world)
-            self._watch.join(mesh.name, self)
+            self._watch.join(self.peers.name, self)
 
     def close(self) -> None:
         """The other ranks learn that this one has left."""
         if self._watch is not None:
-            if self._mesh.store is not None:  # a mesh is closed by itself when the interpreter exits
+            if (store := self.peers.store) is not None:  # a mesh is closed by itself when the interpreter exits
                 with suppress(RuntimeError):  # the process that served the store may have died
-                    self._mesh.store.set(f"left/{self._mesh.rank}", "")
-            self._watch.leave(self._mesh.name)
+                    store.append("left", f"{self.peers.rank} ")
+            self._watch.leave(self.peers.name)
             self._watch = None
 
     @property
@@ -114,6 +123,7 @@ class Agreement:
                 f"{what}: this process was forked from one that has an engine, whose connections to the other ranks "
                 "it cannot use; make an engine in each process that trains."
             )
+        self._confirm()
         self.sequence += 1
         self._log.append((self.sequence, what))
         self._detail, self._needs_help = detail, False
@@ -148,13 +158,36 @@ class Agreement:
         said = self._say([1, 0, evaluating, 0 if more is None else more + 1, not evaluated], what, flags)
         if said[MEETS] and said[ASKS]:
             raise self._disagree(what)
-        if all(said[i] == 255 - said[i + CODE] for i in range(HEADER, HEADER + CODE)):  # the least is the greatest
+        if _alike(said):
             return Meeting(True, said[FLAGS:HEADER])
         if said[MORE]:
             return Meeting(more is not None, said[FLAGS:HEADER], said[MORE] - 1)
         if said[EVALUATES] and not said[NOT_EVALUATED]:
             return Meeting(evaluating, said[FLAGS:HEADER])
         raise self._disagree(what)
+
+    def announce(self, what: str) -> None:
+        """As :meth:`meet` where no rank can need help, and without waiting: the others' answer is looked at before this
+        rank's next collective, so that its pass runs while they are still coming to theirs.
+
+        Raises:
+            OrderError: later, by :meth:`issue`, on every rank, naming what each asked for.
+        """
+        if self.peers.size > 1:
+            values = self._message([1, 0, 0, 0, 1], what)
+            self._announced = what, values, self._begin(values, what, meets=True)
+            self._mesh.meets = True
+
+    def _confirm(self) -> None:
+        """What was announced is what all ranks do."""
+        if self._announced is None:
+            return
+        (what, values, work), self._announced = self._announced, None
+        self.wait(work, control=True)
+        self._mesh.meets = False
+        said = values.tolist()
+        if said[ASKS] or not _alike(said):
+            raise self._disagree(what)
 
     def ask(self, bits: Sequence[bool]) -> list[int]:
         """One round of asking: for each place whether any rank set it."""
@@ -167,24 +200,33 @@ class Agreement:
     def _say(self, kind: Sequence[int], what: str, flags: Sequence[bool], bits: Sequence[bool] = ()) -> list[int]:
         """The greatest over all ranks of each byte of a message; of one form for meetings and for asking, because ranks
         that do not do the same must find that out from it."""
+        values = self._message(kind, what, flags, bits)
+        if self.peers.size > 1:
+            work = self._begin(values, what, meets=bool(kind[MEETS]))
+            self._needs_help = bool(kind[MORE])
+            self.wait(work, control=True)
+        return values.tolist()
+
+    def _message(
+        self, kind: Sequence[int], what: str, flags: Sequence[bool] = (), bits: Sequence[bool] = ()
+    ) -> torch.Tensor:
         code = crc32(what.encode()).to_bytes(CODE, "big")
         padded = [*flags, *[False] * (HEADER - FLAGS - len(flags))]
         values = [*map(int, kind), *map(int, padded), *code, *(255 - byte for byte in code), *map(int, bits)]
-        if self._mesh.world == 1:
-            return values
         tensor = torch.zeros(BITS + self.places, dtype=torch.uint8)
         tensor[: len(values)] = torch.tensor(values, dtype=torch.uint8)
-        self.issue("a message", f"the meeting before {what}" if kind[MEETS] else f"a round of asking for {what}")
-        self._needs_help = bool(kind[MORE])
-        self.wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._mesh.control, async_op=True), control=True)
-        self.control_bytes += tensor.nbytes
-        return tensor.tolist()
+        return tensor
+
+    def _begin(self, message: torch.Tensor, what: str, *, meets: bool) -> Any:
+        self.issue("a message", f"the meeting before {what}" if meets else f"a round of asking for {what}")
+        self.control_bytes += message.nbytes
+        return self.peers.reduce(message, dist.ReduceOp.MAX)
 
     def _disagree(self, what: str) -> OrderError:
         number = self.sequence
-        asked = self.exchange(f"meeting/{number}", what)
+        asked = _by_text(dict(self._by_rank(self.exchange(f"meeting/{number}", what))))
         return self._give_up(
-            f"after operation {number - 1} the ranks are about to do different things: {_by_text(asked)}. Every "
+            f"after operation {number - 1} the ranks are about to do different things: {asked}. Every "
             "rank must run the same passes, steps and gathered() in one order; to run a part on some ranks only "
             "(evaluation, generation, saving) do it inside `with engine.gathered():` that all ranks enter."
         )
@@ -199,7 +241,8 @@ class Agreement:
         said = self.exchange(f"refused/{self.sequence}", "" if error is None else str(error))
         if error is not None:
             raise error
-        raise ConfigError(f"{what} was refused elsewhere, so nothing was done here either: {by_rank(said)}.")
+        told = by_rank(dict(self._by_rank(said)))
+        raise ConfigError(f"{what} was refused elsewhere, so nothing was done here either: {told}.")
 
     def same(self, parts: Mapping[str, str]) -> None:
         """Every rank must say the same of each part; long texts are compared by their hash.
@@ -211,31 +254,37 @@ class Agreement:
         mine = {what: text if short[what] else sha256(text.encode()).hexdigest() for what, text in parts.items()}
         said = [json.loads(text) for text in self.exchange(f"same/{self.sequence}", json.dumps(mine))]
         for what in parts:
-            other = [rank for rank, values in enumerate(said) if values.get(what) != said[0].get(what)]
+            values = dict(self._by_rank([each.get(what) for each in said]))
+            first = self.peers.ranks[0]
+            other = [rank for rank, value in values.items() if value != values[first]]
             if other:
-                values = f" ({said[other[0]].get(what)} and {said[0].get(what)})" if short[what] else ""
+                texts = f" ({values[other[0]]} and {values[first]})" if short[what] else ""
                 raise ConfigError(
-                    f"{what} of rank {', '.join(map(str, other))} differ from rank 0's{values}: build the same model "
-                    "with the same arguments on every rank."
+                    f"{what} of rank {', '.join(map(str, other))} differ from rank {first}'s{texts}: build the same "
+                    "model with the same arguments on every rank."
                 )
 
-    def exchange(self, key: str, value: str) -> list[str]:
-        """What every rank says under ``key``, by rank.
+    def exchange(self, what: str, value: str) -> list[str]:
+        """What every peer says of ``what``, in their order; through the group, which notices at once that a rank is
+        gone, and costs as many messages for a thousand ranks as for two.
 
         Raises:
             OrderError: another rank gave up, or ranks wait for each other in vain.
             CollectiveError: a rank is gone.
         """
-        store = self._mesh.store
-        if store is None:
+        if self.peers.size == 1:
             return [value]
-        store.set(f"{key}/{self._mesh.rank}", value)
-        # Through the group and not the store: it notices at once that a rank is gone.
-        here = torch.zeros(1, dtype=torch.uint8)
-        self.issue("an exchange of words", f"what every rank says of {key!r}")
-        self.wait(dist.all_reduce(here, dist.ReduceOp.MAX, group=self._mesh.control, async_op=True), control=True)
-        self.control_bytes += here.nbytes
-        return [store.get(f"{key}/{rank}").decode() for rank in range(self._mesh.world)]
+
+        def send(begin: Callable[[], Any], num_bytes: int) -> None:
+            self.issue("an exchange of words", f"what every rank says of {what!r}")
+            self.wait(begin(), control=True)
+            self.control_bytes += num_bytes
+
+        return [text.decode() for text in self.peers.exchange(value.encode(), send)]
+
+    def _by_rank(self, said: Sequence[Said]) -> Iterator[tuple[int, Said]]:
+        """What each peer said, with its rank of the job."""
+        return zip(self.peers.ranks, said, strict=True)
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
@@ -245,9 +294,9 @@ class Agreement:
         except (OrderError, CollectiveError):  # which the others know of
             raise
         except Exception as error:
-            if self._mesh.store is not None and self.aborted() is None:
+            if self.peers.store is not None and self.aborted() is None:
                 with suppress(RuntimeError):  # the process that served the store may have died
-                    self._mesh.store.set("abort", f"{what} failed on rank {self._mesh.rank}: {error}")
+                    self.peers.store.set("abort", f"{what} failed on rank {self.peers.rank}: {error}")
             raise
 
     @staticmethod
@@ -296,10 +345,11 @@ class Agreement:
 
     def _failure(self, error: RuntimeError) -> Exception:
         """Why a collective failed, as far as the store knows."""
-        what = f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, failed"
+        what = f"rank {self.peers.rank}: operation {self.sequence}, {self.doing}, failed"
         try:
             self._check()
-            left = [r for r in range(self._mesh.world) if self._mesh.store.check([f"left/{r}"])]
+            store = self.peers.store
+            left = sorted(map(int, set(store.get("left").split()))) if store and store.check(["left"]) else []
         except (RuntimeError, ValueError) as gone:  # the store went with its rank
             if isinstance(gone, OrderError):
                 return gone
@@ -315,7 +365,7 @@ class Agreement:
         assert self._watch is not None
         self._watch.waiting = True
         log = [(number, str(entry)) for number, entry in self._log]
-        self._watch.publish("wait", what, engine=self._mesh.name, log=log, needs_help=self._needs_help)
+        self._watch.publish("wait", what, engine=self.peers.name, log=log, needs_help=self._needs_help)
         self._unmoved: tuple[Any, float] = (None, 0.0)
         self._warned = False
 
@@ -327,7 +377,7 @@ class Agreement:
         """
         assert self._watch is not None
         for entry in self._watch.read().values():
-            if entry.engine != self._mesh.name and self._watch.help(entry):
+            if entry.engine != self.peers.name and self._watch.help(entry):
                 self._watch.clear()
                 self._watch.waiting = False
                 return True
@@ -337,12 +387,13 @@ class Agreement:
         """After a slice in vain: raises if waiting on makes no sense."""
         assert self._watch is not None
         self._check()
-        others, now = self._watch.read(), monotonic()
+        others = {rank: entry for rank, entry in self._watch.read().items() if rank in self.peers.ranks}
+        now = monotonic()
         self._find_contradiction(others)
         state: Any = tuple((rank, entry.nonce) for rank, entry in sorted(others.items()))
         if state != self._unmoved[0]:
             self._unmoved = state, now
-        stuck = len(others) + 1 == self._mesh.world and all(entry.blocked for entry in others.values())
+        stuck = len(others) + 1 == self.peers.size and all(entry.blocked for entry in others.values())
         if (
             stuck
             and now - self._unmoved[1] > max(1.0, self._desync_timeout - 2 * SETTLE)
@@ -356,27 +407,27 @@ class Agreement:
             )
         if now - begun > self.timeout:
             message = (
-                f"rank {self._mesh.rank}: operation {self.sequence}, {self.doing}, did not finish within "
+                f"rank {self.peers.rank}: operation {self.sequence}, {self.doing}, did not finish within "
                 f"{self.timeout:.0f} s: {self._describe(others)}."
             )
-            self._mesh.store.set("abort", message)
+            self.peers.store.set("abort", message)
             self._dead, self._mesh.gave_up = message, True
             raise CollectiveError(message)
 
     def _find_contradiction(self, others: dict[int, Whereabouts]) -> None:
         """What proves by itself that this rank and another will never meet."""
         for rank, other in others.items():
-            if other.engine != self._mesh.name:
+            if other.engine != self.peers.name:
                 continue
             theirs = dict(other.log)
             for number, entry in self._log:
                 if number in theirs and theirs[number] != str(entry):
-                    mine = f"{entry} on rank {self._mesh.rank}"
+                    mine = f"{entry} on rank {self.peers.rank}"
                     self._abort(f"operation {number} is {mine} but {theirs[number]} on rank {rank}.")
 
     def _nothing_moves(self, others: dict[int, Whereabouts]) -> bool:
         """Every rank is blocked. False if it may be that a collective that all have issued is just slow."""
-        name = self._mesh.name
+        name = self.peers.name
         if any(entry.kind != "wait" for entry in others.values()):
             return True
         assert self._watch is not None
@@ -385,24 +436,24 @@ class Agreement:
         return not any(all(count.get(engine, 0) >= number for count in counts) for engine, number in waits)
 
     def _describe(self, others: dict[int, Whereabouts]) -> str:
-        texts = {self._mesh.rank: f"waits for operation {self.sequence}, {self.doing}"}
+        texts = {self.peers.rank: f"waits for operation {self.sequence}, {self.doing}"}
         for rank, entry in others.items():
-            last = max((number for number, _ in entry.log), default=entry.issued.get(self._mesh.name, 0))
+            last = max((number for number, _ in entry.log), default=entry.issued.get(self.peers.name, 0))
             texts[rank] = {
                 "wait": f"waits for operation {last}, {entry.what}{self._of_engine(entry.engine)}",
                 "user": f"is in {entry.what}, after operation {last}",
                 "busy": f"is {entry.what}, after operation {last}",
             }.get(entry.kind, f"has {entry.kind}")
-        return _by_text([texts.get(rank, "moves") for rank in range(self._mesh.world)])
+        return _by_text({rank: texts.get(rank, "moves") for rank in self.peers.ranks})
 
     def _of_engine(self, name: str) -> str:
-        return f" (of engine {name}, where this is {self._mesh.name})" if name != self._mesh.name else ""
+        return f" (of engine {name}, where this is {self.peers.name})" if name != self.peers.name else ""
 
     # -- giving up
 
     def aborted(self) -> str | None:
         """The sentence with which some rank gave this engine up."""
-        store = self._mesh.store
+        store = self.peers.store
         return store.get("abort").decode() if store is not None and store.check(["abort"]) else None
 
     @property
@@ -424,7 +475,7 @@ class Agreement:
     def _abort(self, message: str) -> None:
         """Raises ``message`` here and, at their next look, on all other ranks."""
         if self.aborted() is None:
-            self._mesh.store.set("abort", message)
+            self.peers.store.set("abort", message)
         self._wake()
         raise self._give_up(self.aborted() or message)
 
@@ -437,20 +488,25 @@ class Agreement:
         if not stuck:
             return
         while "user" in stuck and monotonic() < deadline:
-            self._pause(self._mesh.store, ["never"])
+            self._pause(self.peers.store, ["never"])
             stuck = [entry.kind for entry in self._watch.read().values()]
         LOG.error(
             "rank %d leaves all process groups, because other ranks wait in one of them and would never end: from here "
             "on it cannot use torch.distributed. %s",
-            self._mesh.rank, self.aborted(),
+            self.peers.rank, self.aborted(),
         )  # fmt: skip
         self._mesh.abandon()
 
 
-def _by_text(texts: Sequence[str]) -> str:
+def _alike(said: Sequence[int]) -> bool:
+    """Whether all ranks said the same text: the least of each byte of its hash is the greatest."""
+    return all(said[i] == 255 - said[i + CODE] for i in range(HEADER, HEADER + CODE))
+
+
+def _by_text(texts: Mapping[int, str]) -> str:
     """``rank 0: ...; ranks 1, 2: ...``"""
     ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
+    for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
     return "; ".join(
         f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who[:16]))}{' ...' * (len(who) > 16)}: {text}"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardfold.comm.comm import Comm
 from shardfold.comm.transport import Pending
-from shardfold.plan.layout import DATA_AXES, Axes
+from shardfold.plan.layout import Axes
 from shardfold.plan.placement import shard_index
 from shardfold.plan.program import Op
 
@@ -59,8 +59,8 @@ def complete(comm: Comm, flats: Sequence[Tensor], over: Axes, what: str) -> None
 
 
 def spread(comm: Comm, tensors: Sequence[Tensor], what: str, source: int = 0) -> None:
-    """The values that rank ``source`` has of contiguous ``tensors`` become every rank's."""
-    if comm.mesh.world == 1:
+    """The values that ``source``, by data rank, has of contiguous ``tensors`` become every rank's."""
+    if comm.mesh.data_ranks == 1:
         return
     small, large = _by_size(tensors)
     for tensor in large:
@@ -70,10 +70,10 @@ def spread(comm: Comm, tensors: Sequence[Tensor], what: str, source: int = 0) ->
     total = sum(part.numel() for part in parts)
     for start in range(0, total, BATCH):
         buffer = comm.memory.empty(min(BATCH, total - start), torch.uint8)
-        if comm.mesh.rank == source:
+        if comm.mesh.data_rank == source:
             _copy(stream, parts, buffer, start, read=True)
         _broadcast(comm, buffer, what, source)
-        if comm.mesh.rank != source:
+        if comm.mesh.data_rank != source:
             _copy(stream, parts, buffer, start, read=False)
 
 
@@ -134,5 +134,5 @@ def _all_gather(comm: Comm, flat: Tensor, over: Axes, what: str) -> Pending:
 
 
 def _broadcast(comm: Comm, flat: Tensor, what: str, source: int) -> None:
-    comm.meter.ask("BROADCAST", DATA_AXES, flat.nbytes)
+    comm.meter.ask("BROADCAST", comm.mesh.data, flat.nbytes)
     comm.broadcast(flat, f"BROADCAST for {what}", source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +15,7 @@ from torch import Tensor
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.choice import data_transport
 from shardfold.comm.encoded import gather_encoded, scatter_encoded
-from shardfold.comm.mesh import DataMesh
+from shardfold.comm.mesh import DataMesh, Given
 from shardfold.comm.meter import Meter
 from shardfold.comm.transport import Pending, Transport
 from shardfold.plan.formats import FORMATS
@@ -29,7 +28,7 @@ __all__ = ["Comm", "joined"]
 
 def joined(
     owner: object,
-    sizes: Mapping[str, int] | None,
+    sizes: Given | None,
     device: torch.device,
     desync_timeout: float,
     timeout: float,
@@ -90,13 +89,12 @@ class Comm:
         pending: list[Pending],
         out: Tensor | None = None,
         add: bool = False,
-        lasting: Tensor | None = None,
-        source: Tensor | None = None,
+        resident: Tensor | None = None,
         state: Tensor | None = None,
     ) -> None:
         """Hands one flat to the transport, in the format that ``op`` says, and counts what this rank sends; ``pending``
-        gets what is to be waited for. ``out``, ``add``, ``lasting`` and ``source``: see the transport; ``state``: what
-        the format keeps."""
+        gets what is to be waited for. ``out``, ``add`` and ``resident``: see the transport; ``state``: what the format
+        keeps."""
         self.agreement.issue(op)
         group = self.mesh.group(op.axes)
         if op.verb != "ALL_GATHER":
@@ -105,7 +103,7 @@ class Comm:
             if FORMATS[op.format].native is not flat.dtype:
                 pending += self._encoded(op, flat, group, out, add=add, state=state)
             elif op.verb == "ALL_GATHER":
-                pending.append(self.transport.all_gather(flat, group, lasting=lasting, source=source))
+                pending.append(self.transport.all_gather(flat, group, resident=resident))
             elif op.verb == "REDUCE_SCATTER":
                 assert out is not None
                 pending.append(self.transport.reduce_scatter(flat, out, group, add=add))
@@ -124,36 +122,43 @@ class Comm:
         return scatter_encoded(self.transport, self.memory, form, flat, out, group, add=add, state=state)
 
     def control(self, values: list[float], op: Any) -> list[float]:
-        """A few numbers reduced over all ranks, on the host."""
-        if self.mesh.world == 1:
+        """A few numbers reduced over the ranks that run this program, on the host."""
+        if self.agreement.peers.size == 1:
             return values
         return self._reduced(torch.tensor(values, dtype=torch.float64), op, "a control message").tolist()
 
     def any_rank(self, flags: list[bool], what: str) -> list[bool]:
-        """Which of the ``flags`` any rank set; ``what`` it is about, for messages."""
-        if self.mesh.world == 1:
+        """Which of the ``flags`` any of these ranks set; ``what`` it is about, for messages."""
+        if self.agreement.peers.size == 1:
             return flags
         said = self._reduced(torch.tensor(flags, dtype=torch.uint8), dist.ReduceOp.MAX, what)
         return [bool(bit) for bit in said.tolist()]
 
     def _reduced(self, tensor: Tensor, op: Any, what: str) -> Tensor:
         self.agreement.issue(what)
-        work = dist.all_reduce(tensor, op, group=self.mesh.control, async_op=True)
-        self.agreement.wait(work, control=True)
+        self.agreement.wait(self.agreement.peers.reduce(tensor, op), control=True)
         self.meter.control(tensor.nbytes)
         return tensor
 
     def number(self, value: Tensor, over: Axes, op: Any, what: str) -> None:
-        """Reduces a 0-d tensor over axes, in place, where the tensors are."""
-        self.agreement.issue(what)
-        self.agreement.wait(dist.all_reduce(value, op, group=self.mesh.group(over), async_op=True))
-        self.meter.control(value.nbytes)
+        """Reduces a 0-d tensor over axes, in place, where the tensors are: first over those of data, then along each
+        other one."""
+        data = tuple(axis for axis in over if axis in self.mesh.data)
+        for axes in filter(None, (data, *((axis,) for axis in over if axis not in data))):
+            self.agreement.issue(what)
+            self.agreement.wait(dist.all_reduce(value, op, group=self.mesh.group(axes), async_op=True))
+            self.meter.control(value.nbytes)
 
-    def broadcast(self, values: Tensor, what: str, source: int = 0, *, detail: str = "") -> None:
-        """Gives every rank the values of ``source``, in place; nothing on one rank."""
-        if self.mesh.world > 1:
+    def broadcast(
+        self, values: Tensor, what: str, source: int = 0, *, over: Axes | None = None, detail: str = ""
+    ) -> None:
+        """Gives the ranks along the axes ``over`` the values of the ``source``-th of them, in place; nothing on one
+        rank. None: the axes on which ranks read other things."""
+        over = self.mesh.data if over is None else over
+        if self.mesh.parts(over) > 1:
             self.agreement.issue(what, detail)
-            self.agreement.wait(dist.broadcast(values, group_src=source, group=self.mesh.everyone, async_op=True))
+            group = self.mesh.group(over)
+            self.agreement.wait(dist.broadcast(values, group_src=source, group=group, async_op=True))
 
     def close(self) -> None:
         """Nothing is sent any more; mesh and agreement end as :func:`joined` says."""

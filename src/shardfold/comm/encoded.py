@@ -25,15 +25,14 @@ __all__ = ["gather_encoded", "scatter_encoded"]
 def gather_encoded(
     transport: Transport, memory: DeviceStore, form: Format, full: Tensor, group: Any
 ) -> tuple[Pending, Pending]:
-    """Completes ``full``, in which this rank's chunk is in place; to be waited for in this order. The payload lives as
-    long as they do: other ranks may read this rank's part of it until the first is settled."""
+    """Completes ``full``, in which this rank's chunk is in place; to be waited for in this order."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     values = full.view(ranks, -1)
     payload = memory.empty(ranks * form.nbytes(values.shape[1]), torch.uint8)
     rows = payload.view(ranks, -1)
     with torch.no_grad():
         form.encode(values[me : me + 1], rows[me : me + 1])
-    return transport.all_gather(payload, group), Pending([], partial(_decode, form, rows, values))
+    return transport.all_gather(payload, group), Pending([], partial(_decode, memory, form, rows, values))
 
 
 def scatter_encoded(
@@ -59,10 +58,11 @@ def scatter_encoded(
     return exchanged, Pending([], partial(_sum, memory, form, sent, received.view(ranks, -1), out, add))
 
 
-def _decode(form: Format, payload: Tensor, values: Tensor) -> None:
+def _decode(memory: DeviceStore, form: Format, payload: Tensor, values: Tensor) -> None:
     _used_here(payload)
     with torch.no_grad():
         form.decode(payload, values)
+    memory.recycle(payload.view(-1))
 
 
 def _sum(memory: DeviceStore, form: Format, sent: Tensor, received: Tensor, out: Tensor, add: bool) -> None:

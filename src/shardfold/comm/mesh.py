@@ -9,10 +9,11 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -20,22 +21,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from shardfold.data import ranks_read_alike, ranks_read_apart
 from shardfold.errors import ConfigError, LayoutError, UsageError, did_you_mean
+from shardfold.plan.axes import DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh
 from shardfold.plan.checks import described, is_integer
-from shardfold.plan.layout import DATA_AXES, Axes
+from shardfold.plan.placement import shard_index
 from shardfold.torch_internals import all_groups, default_store
 
-__all__ = ["DataMesh", "default_backend", "parse_device", "pick_device", "resolve_sizes", "start_group"]
+__all__ = ["DataMesh", "Given", "default_backend", "parse_device", "pick_device", "resolve_mesh", "start_group"]
 
 UNSENT = 2**31 - 1  # the tag of a message that nobody sends
 
 
-def resolve_sizes(world: int, mesh: Mapping[str, int] | None, local: int | None = None) -> dict[str, int]:
-    """Sizes of ``inter`` and ``intra`` whose product is ``world``.
+Given = Mapping[str, int] | Sequence[Axis]
+"""What users say of a mesh: sizes by the name of an axis that has a role, or axes."""
+
+
+def resolve_mesh(world: int, mesh: Given | None, local: int | None = None) -> Mesh:
+    """The mesh of ``world`` ranks: ``inter``, ``intra`` and what else is given, from the slowest link to the fastest.
 
     Args:
         world: number of ranks.
-        mesh: sizes by axis name; an axis left out takes what remains. None: ``intra`` is the ranks of one node.
+        mesh: sizes by axis name, or axes; of ``inter`` and ``intra`` one that is left out takes what remains. None:
+            ``intra`` is the ranks of one node.
         local: ranks per node, if known.
 
     Raises:
@@ -43,24 +51,42 @@ def resolve_sizes(world: int, mesh: Mapping[str, int] | None, local: int | None 
     """
     if mesh is None:
         intra = local if local and world % local == 0 else world
-        return {"inter": world // intra, "intra": intra}
-    if not isinstance(mesh, Mapping):
-        raise LayoutError(f"mesh= is {described(mesh)}: it is sizes by axis, as in {{'intra': 8}}.")
-    for axis, size in mesh.items():
-        if axis in DATA_AXES and not is_integer(size):
-            raise LayoutError(f"mesh= has {described(size)} for {axis!r}: the size of an axis is a number of ranks.")
-        if axis not in DATA_AXES:
-            raise LayoutError(f"mesh names the axis {axis!r}, which is unknown.{did_you_mean(axis, DATA_AXES)}")
-    sizes = {axis: int(mesh.get(axis, 0)) for axis in DATA_AXES}
+        return Mesh([Axis("inter", world // intra), Axis("intra", intra)])
+    sizes = {**dict.fromkeys(DATA_AXES, 0), **_given_sizes(mesh)}
     given = prod(size for size in sizes.values() if size)
     if any(size < 0 for size in sizes.values()) or world % given or (all(sizes.values()) and given != world):
+        text = " x ".join(f"{axis}={size}" for axis, size in _given_sizes(mesh).items())
         raise LayoutError(
-            f"mesh {' x '.join(f'{axis}={size}' for axis, size in mesh.items())} does not multiply up to the "
-            f"{world} rank{'s' if world > 1 else ''} there are: change the sizes or the number of ranks."
+            f"mesh {text} does not multiply up to the {world} rank{'s' if world > 1 else ''} there are: change the "
+            "sizes or the number of ranks."
         )
     if not sizes["inter"] and not sizes["intra"]:
-        return {"inter": 1, "intra": world}
-    return {axis: size or world // given for axis, size in sizes.items()}
+        sizes["inter"] = 1
+    roles = {} if isinstance(mesh, Mapping) else {axis.name: axis.role for axis in mesh}
+    axes = [Axis(name, size or world // given, roles.get(name)) for name, size in sizes.items()]
+    return Mesh(sorted(axes, key=lambda axis: LINKS.index(axis.role)))
+
+
+def _given_sizes(mesh: Given) -> dict[str, int]:
+    """The size of each axis that is named; 0 for what remains.
+
+    Raises:
+        LayoutError: it is no mesh, or names an unknown axis.
+    """
+    if isinstance(mesh, (list, tuple)) and all(isinstance(axis, Axis) for axis in mesh):
+        return dict(Mesh(mesh))
+    if not isinstance(mesh, Mapping):
+        raise LayoutError(
+            f"mesh= is {described(mesh)}: it is sizes by axis, as in {{'intra': 8}}, or a list of Axis(name, size)."
+        )
+    for axis, size in mesh.items():
+        if axis not in KNOWN:
+            raise LayoutError(f"mesh names the axis {axis!r}, which is unknown.{did_you_mean(axis, KNOWN)}")
+        if not is_integer(size):
+            raise LayoutError(f"mesh= has {described(size)} for {axis!r}: the size of an axis is a number of ranks.")
+        if not size and axis not in DATA_AXES:
+            raise LayoutError(f"mesh= has 0 for {axis!r}: leave the axis out, or give it a number of ranks.")
+    return {axis: int(size) for axis, size in mesh.items()}
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
@@ -103,22 +129,26 @@ def _usable(device: torch.device) -> torch.device:
 
 
 class DataMesh:
-    """This rank's place among the data-parallel ranks, and the groups of each combination of axes.
+    """This rank's place among all ranks of a job, and the groups of the axes that collectives go over.
 
     Attributes:
-        sizes: ``{"inter": n, "intra": m}``, ``inter`` is the slow link.
-        coords: this rank's coordinate on each axis; rank = inter * m + intra.
+        sizes: the axes; also ``{"inter": n, "intra": m}``, ``inter`` is the slow link.
+        coords: this rank's coordinate on each axis; rank = inter * m + intra where there are no others.
+        data: the axes on which ranks read other things, of more than one rank.
+        data_rank: this rank's number among those that it shares parameters with and that read other things.
+        data_ranks: how many these are.
         name: of this mesh among those of the process, equal on all ranks.
         store: a key-value store shared by all ranks, private to this mesh; None for one rank.
         default_store: the one of the process's default group.
         control: a Gloo group of all ranks for small facts that the host needs.
         gave_up: whether this rank raised because ranks cannot go on together.
+        meets: whether it has begun a meeting that others may still have to come to.
     """
 
-    def __init__(self, sizes: Mapping[str, int] | None, device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, sizes: Given | None, device: torch.device, timeout: timedelta) -> None:
         _start(device, timeout)
         self.name = ""
-        self.gave_up = False
+        self.gave_up = self.meets = False
         self.store: Any = None
         self.default_store: Any = None
         self._groups: dict[Axes, Any] = {}
@@ -132,13 +162,18 @@ class DataMesh:
             self.close(failed=True)
             raise
 
-    def _join(self, sizes: Mapping[str, int] | None, timeout: timedelta) -> None:
+    def _join(self, sizes: Given | None, timeout: timedelta) -> None:
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world = dist.get_world_size() if self.distributed else 1
         local = os.environ.get("LOCAL_WORLD_SIZE")
-        self.sizes = resolve_sizes(self.world, sizes, int(local) if local else None)
-        self.coords = {"inter": self.rank // self.sizes["intra"], "intra": self.rank % self.sizes["intra"]}
+        self.sizes = resolve_mesh(self.world, sizes, int(local) if local else None)
+        self.coords = self.sizes.coords(self.rank)
+        self.data: Axes = self.sizes.reading
+        self.data_rank = shard_index(self.data, self.sizes, self.coords)
+        self.data_ranks = self.sizes.divisor
+        if self.data_ranks < self.world:
+            ranks_read_alike(self, self.data_rank, self.data_ranks)
         if self.world > 1:
             # The default store is the only key-value store that every rank is known to share.
             default = default_store()
@@ -149,20 +184,19 @@ class DataMesh:
             self._make_groups(timeout)
 
     def _make_groups(self, timeout: timedelta) -> None:
-        inter, intra = self.sizes["inter"], self.sizes["intra"]
         # What the host needs to know travels on the CPU: no device synchronization. It never shares a Gloo group with
         # collectives of the user's own, because Gloo pairs collectives by their number within a group.
         self.control = self._new_group(None, timeout, "gloo")
-        whole = tuple(axis for axis in DATA_AXES if self.sizes[axis] > 1)
-        self._groups[whole] = self.control if self.backend == "gloo" else dist.group.WORLD
-        if len(whole) == 2:
-            rows = [[i * intra + j for j in range(intra)] for i in range(inter)]
-            columns = [[i * intra + j for i in range(inter)] for j in range(intra)]
-            for axis, lists in (("intra", rows), ("inter", columns)):
-                for ranks in lists:  # every rank makes every group, in the same order
-                    group = self._new_group(ranks, timeout)
-                    if self.rank in ranks:
-                        self._groups[(axis,)] = group
+        if self.data_ranks == self.world:
+            self._groups[self.data] = self.control if self.backend == "gloo" else dist.group.WORLD
+        parts = [axes for n in range(1, len(self.data) + 1) for axes in combinations(reversed(self.data), n)]
+        for axes in (*(part[::-1] for part in parts), *((axis,) for axis in self.sizes if axis not in self.data)):
+            if axes in self._groups or self.sizes.parts(axes) == 1:
+                continue
+            for ranks in self.sizes.rows(axes):  # every rank makes every group, in the same order
+                group = self._new_group(ranks, timeout)
+                if self.rank in ranks:
+                    self._groups[axes] = group
 
     def _new_group(self, ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> Any:
         group = dist.new_group(ranks, timeout=timeout, backend=backend)
@@ -188,8 +222,8 @@ class DataMesh:
 
     @property
     def everyone(self) -> Any:
-        """The group of all ranks that carries data."""
-        return self.group(DATA_AXES)
+        """The group of all ranks that have the same parameters and read other things."""
+        return self.group(self.data)
 
     def group(self, axes: Axes) -> Any:
         """The process group of the ranks that differ from this one on ``axes`` only, in row-major order."""
@@ -198,11 +232,12 @@ class DataMesh:
         return self._groups[tuple(axis for axis in axes if self.sizes[axis] > 1)]
 
     def groups(self) -> list[tuple[Any, list[int]]]:
-        """Every group that carries data, with its ranks; in one order on all ranks."""
-        return [(group, dist.get_process_group_ranks(group)) for group in self._groups.values()]
+        """Every group that parameters and gradients go over, with its ranks; in one order on all ranks."""
+        carry = [group for axes, group in self._groups.items() if set(axes) <= set(self.data)]
+        return [(group, dist.get_process_group_ranks(group)) for group in carry]
 
     def parts(self, axes: Iterable[str]) -> int:
-        return prod(self.sizes[axis] for axis in axes)
+        return self.sizes.parts(axes)
 
     def close(self, *, failed: bool = False) -> None:
         """Gives back the groups of this mesh; the last one of the process leaves ``torch.distributed`` as the first
@@ -248,6 +283,7 @@ class DataMesh:
         self._give_back()
 
     def _give_back(self) -> None:
+        ranks_read_apart(self)
         self._groups.clear()
         self.control = self.store = self.default_store = None
         while self._made:
@@ -334,7 +370,7 @@ class _Process:
         if self._pid != os.getpid():
             return
         for mesh in list(self.open):
-            if mesh.gave_up:
+            if mesh.gave_up or mesh.meets:
                 mesh.abandon()
         for mesh in list(self.open):
             mesh.leave()

@@ -72,16 +72,16 @@ class _Reading(Pending):
         group: of it.
         phases: number and deed of each, done when the others have posted that number; a deed may post the next.
         read: what the others read from this rank; kept until they have.
-        lasting: it stays as it is until :meth:`NearTransport.settle`.
+        resident: it stays as it is until :meth:`NearTransport.fence`.
         at_once: what this rank reads is ready, whatever the others have posted.
     """
 
     def __init__(
-        self, group: Group, phases: Sequence[_Phase], read: Tensor, *, lasting: bool = False, at_once: bool = False
+        self, group: Group, phases: Sequence[_Phase], read: Tensor, *, resident: bool = False, at_once: bool = False
     ) -> None:
         super().__init__([])
         self._read: Tensor | None = read
-        self.group, self._phases, self._lasting = group, list(phases), lasting
+        self.group, self._phases, self._resident = group, list(phases), resident
         self._mark = None if at_once else Mark(group, phases[0][0], READY)
         self._lock = threading.Lock()
         self._last = phases[-1][0]
@@ -113,18 +113,15 @@ class _Reading(Pending):
         except RuntimeError:  # a process has ended, which waiting is to raise
             return False
 
-    def arrive(self, waiter: Waiter) -> None:
-        wait_for(_Arrival(self), waiter)
-
     def wait(self, waiter: Waiter) -> None:
-        self.arrive(waiter)
-        if not self._lasting:
+        wait_for(_Arrival(self), waiter)
+        if not self._resident:
             self.settle(waiter)
 
     def settle(self, waiter: Waiter) -> None:
         """Returns when no other rank reads from this one any more."""
         if self._read is not None:
-            self.arrive(waiter)
+            wait_for(_Arrival(self), waiter)
             wait_for(Mark(self.group, self._last, DONE), waiter)
             self._read = None
 
@@ -176,6 +173,46 @@ class _Adder:
                         row = full[start + a : start + a + size]
                     rows.append(row)
                 sum_into(out[a : a + size], rows, add)
+
+
+class _Residents:
+    """What others read where it rests, from one fence of all ranks to the next.
+
+    Where the others' lies is known from an earlier gather of the same tensor, because all ranks make theirs together.
+    So a rank need not wait for them where (1) some gather since the last fence has shown that all are past it, and (2)
+    this is the first gather of it since: none has changed it in between. ``[Note: reading at once]``
+    """
+
+    def __init__(self) -> None:
+        self._readings: list[tuple[Tensor, _Reading]] = []
+        self._where: dict[tuple[Group, int], tuple[weakref.ref[Tensor], dict[int, int]]] = {}  # by id: addresses
+        self._past: set[Group] = set()  # groups whose ranks are all past the last fence
+        self._read: set[int] = set()  # ids of what was gathered since
+
+    def addresses(self, group: Group, resident: Tensor) -> dict[int, int] | None:
+        """Where the others' lies, if it is ready on all ranks; asked once for each gather."""
+        first = id(resident) not in self._read
+        self._read.add(id(resident))
+        made, addresses = self._where.get((group, id(resident)), (None, None))
+        return addresses if first and group in self._past and made is not None and made() is resident else None
+
+    def found(self, group: Group, resident: Tensor, addresses: dict[int, int]) -> None:
+        """All ranks have come to a gather of it."""
+        self._where[group, id(resident)] = weakref.ref(resident), addresses
+        self._past.add(group)
+
+    def add(self, resident: Tensor, reading: _Reading) -> None:
+        self._readings.append((resident, reading))
+
+    def fence(self, waiter: Waiter, resident: Tensor | None) -> None:
+        """See :meth:`Transport.fence`."""
+        for tensor, reading in self._readings:
+            if resident is None or tensor is resident:
+                reading.settle(waiter)
+        if resident is None:
+            self._readings.clear()
+            self._past.clear()
+            self._read.clear()
 
 
 class _Carrier:
@@ -278,9 +315,8 @@ class NearTransport(Transport):
     ) -> None:
         self._gloo = gloo
         self._near: dict[int, Group] = {}
-        self._unsettled: list[_Reading] = []
+        self._residents = _Residents()
         self._adder = _Adder()
-        self._known: dict[int, dict[int, int]] = {}
         self._leave: Callable[[], object] | None = None
         self._groups = len(groups)
         near, board = neighbours(rank, [ranks for _, ranks in groups], exchange, waiter)
@@ -293,32 +329,28 @@ class NearTransport(Transport):
         """Whether a group is carried by reading."""
         return id(group) in self._near
 
-    def all_gather(
-        self, full: Tensor, group: Any, *, lasting: Tensor | None = None, source: Tensor | None = None
-    ) -> Pending:
+    def all_gather(self, full: Tensor, group: Any, *, resident: Tensor | None = None) -> Pending:
         near = self._near.get(id(group))
         if near is None:
             return self._gloo.all_gather(full, group)
         chunk, number = full.nbytes // near.size, near.number()
-        read = lasting if lasting is not None else source
-        if read is None:
-            read = full[near.me * (full.numel() // near.size) :]
+        read = full[near.me * (full.numel() // near.size) :] if resident is None else resident
         near.post(number, read.data_ptr())
-        # What lasts is ready on all ranks when a pass begins and lies where it lay, so it needs no waiting.
-        table = self._known
-        known = table.get(read.data_ptr()) if lasting is not None else None
+        residents = self._residents
+        known = residents.addresses(near, resident) if resident is not None else None
 
         def read_chunks(number: int) -> None:
             start, addresses = full.data_ptr(), known or near.addresses(number)
             for other in near.others:
                 near.read(other, addresses[other], start + other * chunk, chunk)
-            if lasting is not None and known is None:
-                table[lasting.data_ptr()] = addresses
+            if resident is not None and known is None:
+                residents.found(near, resident, addresses)
 
-        if lasting is None:
-            return self._begin(_Reading(near, [(number, read_chunks)], full if source is None else source))
-        reading = _Reading(near, [(number, read_chunks)], lasting, lasting=True, at_once=known is not None)
-        self._unsettled.append(reading)
+        reading = _Reading(
+            near, [(number, read_chunks)], read, resident=resident is not None, at_once=known is not None
+        )
+        if resident is not None:
+            residents.add(resident, reading)
         return self._begin(reading)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, group: Any, *, add: bool) -> Pending:
@@ -358,13 +390,8 @@ class NearTransport(Transport):
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
         return self._gloo.exchange(sent, to, received, by, group)
 
-    def settle(self, waiter: Waiter) -> None:
-        for reading in self._unsettled:
-            reading.settle(waiter)
-        self._unsettled.clear()
-
-    def forget(self) -> None:
-        self._known.clear()
+    def fence(self, waiter: Waiter, resident: Tensor | None = None) -> None:
+        self._residents.fence(waiter, resident)
 
     def close(self) -> None:
         if self._leave is not None:

@@ -31,6 +31,7 @@ from shardfold.torch_internals import default_store
 
 __all__ = ["Watchdog", "Whereabouts"]
 
+PLACE = "shardfold/watch"  # in the store
 TICK = 1.0  # seconds between two looks
 STILL = 2  # looks without a move until a collective of the user's own is published
 BUSY = 5  # looks without a move until anything else is
@@ -86,6 +87,42 @@ class Watched(Protocol):
         ...
 
 
+class Entries:
+    """What all ranks published, in the store. A look costs one operation there, and a second one if anything is new,
+    however many ranks there are.
+
+    Args:
+        store: shared by all ranks.
+        rank, world: this rank and how many there are.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self._store, self._rank = store, rank
+        self._keys = [f"{PLACE}/{r}" for r in range(world)]
+        self._count = 0  # publications of all ranks, when they were last read
+        self._texts = [""] * world
+
+    def open(self) -> None:
+        """Every rank has an entry, so that all can be read at once; whoever comes first makes them."""
+        if self._store.add(f"{PLACE}/ranks", 1) == 1:
+            self._store.multi_set(self._keys, [""] * len(self._keys))
+            self._store.set(f"{PLACE}/open", "")
+        else:
+            self._store.wait([f"{PLACE}/open"])
+
+    def put(self, text: str) -> None:
+        """Replaces this rank's entry."""
+        self._store.set(self._keys[self._rank], text)
+        self._store.add(f"{PLACE}/count", 1)
+
+    def read(self) -> list[str]:
+        """All entries, by rank."""
+        count = self._store.add(f"{PLACE}/count", 0)
+        if count != self._count:  # what is published meanwhile is read now, and once more at the next look
+            self._texts, self._count = [text.decode() for text in self._store.multi_get(self._keys)], count
+        return self._texts
+
+
 _watches: dict[int, Watchdog] = {}  # by the id of their store, which they keep alive; those with engines
 
 
@@ -99,7 +136,7 @@ class Watchdog:
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self.rank, self.world = store, rank, world
-        self._keys = [f"shardfold/watch/{r}" for r in range(world)]
+        self._entries = Entries(store, rank, world)
         self._engines: dict[str, weakref.ref[Watched]] = {}
         self._main = threading.get_ident()
         self._lock = threading.Lock()
@@ -118,6 +155,8 @@ class Watchdog:
 
     def join(self, engine: str, watched: Watched) -> None:
         """An engine is made; one that nobody closes leaves when it is collected."""
+        if not self._engines:
+            self._entries.open()
         self._engines[engine] = weakref.ref(watched)
         weakref.finalize(watched, self.leave, engine).atexit = False
         _watches[id(self._store)] = self
@@ -167,7 +206,7 @@ class Watchdog:
         with self._lock:
             self._nonce += 1
             entry = Whereabouts(kind, what, engine, self.issued(), log or [], self._nonce, needs_help)
-            self._store.set(self._keys[self.rank], json.dumps(asdict(entry)))
+            self._entries.put(json.dumps(asdict(entry)))
             self._said = kind
 
     def clear(self) -> None:
@@ -175,13 +214,13 @@ class Watchdog:
         with self._lock:
             if self._said:
                 self._said = ""
-                self._store.set(self._keys[self.rank], "")
+                self._entries.put("")
 
     def read(self) -> dict[int, Whereabouts]:
         """What the other ranks have published, by rank; a rank that moves has published nothing."""
         found: dict[int, Whereabouts] = {}
-        for rank, key in enumerate(self._keys):
-            if rank != self.rank and self._store.check([key]) and (text := self._store.get(key).decode()):
+        for rank, text in enumerate(self._entries.read()):
+            if rank != self.rank and text:
                 entry = json.loads(text)
                 found[rank] = Whereabouts(**{**entry, "log": [(n, what) for n, what in entry["log"]]})
         return found

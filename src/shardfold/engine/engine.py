@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from shardfold.activations.modes import Activations, Replacements, in_table
 from shardfold.checkpoint.base import Base
-from shardfold.checkpoint.given import check_loadable, check_place, check_states
+from shardfold.checkpoint.given import check_loadable, check_mesh, check_place, check_states
 from shardfold.checkpoint.job import Saving
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.names import renamer
@@ -62,6 +62,7 @@ from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.sharded import ShardedOptimizer, build, check_rounding
 from shardfold.plan import presets
+from shardfold.plan.axes import Axis
 from shardfold.plan.checks import check_flags
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.passes import Overlap
@@ -70,6 +71,7 @@ from shardfold.plan.report import MemoryReport, SavedReport, StepReport, Traffic
 from shardfold.plan.rules import Rules
 from shardfold.sharding import ownership
 from shardfold.sharding.changes import Changes
+from shardfold.sharding.distinct import check_early
 from shardfold.sharding.gathered import gathered
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.materialize import Weights, buffer_dtypes, make_units, move_buffers
@@ -106,7 +108,8 @@ class Engine:
         loss_scale: a number, or a :class:`LossScale`, which moves; None: ``LossScale()`` where compute or autocast is
             fp16, else none.
         lr_schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer, or is one of it; stepped after each update.
-        mesh: sizes of ``inter`` and ``intra``, e.g. ``{"intra": 8}``; None: ``intra`` is the ranks of one node.
+        mesh: sizes of ``inter``, ``intra`` and ``tensor``, e.g. ``{"intra": 8}``, or a list of :class:`Axis`; None:
+            ``intra`` is the ranks of one node.
         units: which modules are units, by path pattern or class; None finds them.
         weights: a state dict, safetensors (a file or a folder) or a checkpoint, read into the shards tensor by tensor.
         overlap: how far ahead units are gathered.
@@ -133,7 +136,7 @@ class Engine:
         clip: Clip | None = None,
         loss_scale: float | LossScale | None = None,
         lr_schedule: Any = None,
-        mesh: Mapping[str, int] | None = None,
+        mesh: Mapping[str, int] | Sequence[Axis] | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         weights: Any = None,
         overlap: Overlap | None = None,
@@ -191,10 +194,11 @@ class Engine:
     def _read_rules(
         self, model: nn.Module, precision: Any, table: Layout, data_mesh: DataMesh, held: ExitStack
     ) -> Rules:
+        check_early(model, data_mesh.sizes)
         rules = Rules(precision, table, data_mesh.sizes)
         rules.check(model)
         for bound in rules.layouts:
-            check_supported(bound)
+            check_supported(bound, data_mesh.sizes)
         if rules.default.tf32 is not None:
             held.callback(hold_tf32(self, rules.default.tf32))
         return rules
@@ -234,7 +238,7 @@ class Engine:
         sharded, precision = self.sharded, self.sharded.rules.default
         handlers = Handlers(
             sharded.layout, sharded.comm, sharded.units, self._updater, self.clip,
-            scale=1.0 / (self.world_size * accumulate), overlap=self.overlap, loss_scale=self.loss_scale,
+            scale=1.0 / (self.mesh.data_ranks * accumulate), overlap=self.overlap, loss_scale=self.loss_scale,
         )  # fmt: skip
         clips = self.clip is not None and self.clip.norm is not None
         self.alarm, shares, self._clock = (
@@ -307,6 +311,16 @@ class Engine:
     @property
     def world_size(self) -> int:
         return self.sharded.world_size
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that read other samples; :attr:`rank` where all do."""
+        return self.mesh.data_rank
+
+    @property
+    def data_ranks(self) -> int:
+        """Among how many ranks samples are shared out: what gradients are divided by."""
+        return self.mesh.data_ranks
 
     @property
     def units(self) -> list[Unit]:
@@ -412,7 +426,7 @@ class Engine:
     def accumulate(self, accumulate: int) -> None:
         check_accumulate(accumulate)
         handlers = self._runner.handlers
-        self._runner.accumulate, handlers.scale = accumulate, 1.0 / (self.world_size * accumulate)
+        self._runner.accumulate, handlers.scale = accumulate, 1.0 / (self.mesh.data_ranks * accumulate)
         handlers.set_factors()
 
     @property
@@ -561,6 +575,7 @@ class Engine:
 
         def check() -> None:
             check_place("engine.save()", path, "a checkpoint")
+            check_mesh("engine.save()", self.sharded)
             check_states("engine.save()", state=state, rank_state=rank_state)
             check_options(busy, keep, nonfinite, gradients, shared)
             check_flags("engine.save()", wait=wait, latest=latest)
@@ -601,6 +616,7 @@ class Engine:
 
         def check() -> None:
             check_place("engine.load()", path, "a checkpoint or of a folder of checkpoints")
+            check_mesh("engine.load()", self.sharded)
             check_states("engine.load()", state=state)
             check_loadable("engine.load()", state)
             renamer(rename, "engine.load")

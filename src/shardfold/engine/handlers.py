@@ -21,7 +21,8 @@ from shardfold.numerics.clipping import Clip
 from shardfold.numerics.scaling import Scaler
 from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.plan.layout import DATA_AXES, Layout, Tier
+from shardfold.plan.axes import DATA_AXES, Mesh, Role
+from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.passes import Overlap
 from shardfold.plan.program import MARKERS, Op
 from shardfold.sharding.gradients import Gradients
@@ -39,8 +40,8 @@ class Handlers:
     Attributes:
         detours: names of units gathered on demand (no operation of the program frees them), or that were still in use
             where the program frees them: freed at the end of the pass or of their forward.
-        repeated: names of units that a pass gathers more than once: what is read of them is what is in the flat, which
-            a forward may have written into meanwhile.
+        repeated: names of units that a pass gathers more than once: what their forward wrote into them is in their
+            shards before the pass is over.
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
         scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
@@ -63,7 +64,7 @@ class Handlers:
         self.optimizer = optimizer
         if optimizer is not None:
             optimizer.connect(RankLink(layout.master.over, comm))
-        self.norms = Norms(clip, layout.master.over, comm, self.trainable)
+        self.norms = Norms(clip, comm, self.trainable)
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
         self.backward_follows = True
@@ -77,7 +78,6 @@ class Handlers:
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on."""
         self.units = {unit.name: unit for unit in units}
-        self.comm.transport.forget()
         self.detours.clear()
         self._sending = None
         self.set_factors()
@@ -141,10 +141,8 @@ class Handlers:
                 for segment in unit.segments:
                     segment.fill_own_range(source)
         for segment, op in zip(unit.segments, ops, strict=True):
-            own = segment.own_copy(source)
-            lasts = source != "held" and own is segment.rest and unit.name not in self.repeated
-            unit.exposed |= own is None
-            self.comm.collective(op, segment.flat, pending=unit.filling, lasting=own if lasts else None, source=own)
+            resident = None if unit.name in self.repeated else segment.own_copy(source)
+            self.comm.collective(op, segment.flat, pending=unit.filling, resident=resident)
         if again:
             drain(unit.filling, self.comm.agreement.wait)
 
@@ -232,12 +230,18 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
 """What binds an operation, by verb; all that are no markers."""
 
 
-def check_supported(layout: Layout) -> None:
-    """Refuses bound tables that can be planned with but that this version does not run.
+def check_supported(layout: Layout, mesh: Mesh) -> None:
+    """Refuses bound tables and axes that can be planned with but that this version does not run.
 
     Raises:
         ConfigError: with one sentence.
     """
+    for axis in mesh.axes:
+        if axis.size > 1 and axis.role not in (Role.DATA, Role.TENSOR):
+            raise ConfigError(
+                f"mesh= has {axis.size} ranks on {axis.name!r}, an axis of role {axis.role}, which this version's "
+                "engine does not run; use axes of data and tensor."
+            )
     for name, cell in layout.cells().items():
         if len(cell.over) > 1 and cell.over != tuple(axis for axis in DATA_AXES if axis in cell.over):
             raise ConfigError(

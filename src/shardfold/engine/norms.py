@@ -24,8 +24,7 @@ class Norms:
 
     Args:
         clip: what is asked for; None: nothing is clipped.
-        over: the axes that master is split over.
-        comm: to sum over these.
+        comm: to sum over the axes on which other elements lie.
         trainable: the segments as they are now.
 
     Attributes:
@@ -33,38 +32,42 @@ class Norms:
         coefficient: 0-d tensor that this step's gradients are multiplied by; None: they are not.
     """
 
-    def __init__(self, clip: Clip | None, over: Axes, comm: Comm, trainable: Callable[[], Iterable[Segment]]) -> None:
+    def __init__(self, clip: Clip | None, comm: Comm, trainable: Callable[[], Iterable[Segment]]) -> None:
         self.clip = clip
-        self._over, self._comm, self._trainable = over, comm, trainable
+        self._comm, self._trainable = comm, trainable
         self.norm: Tensor | None = None
         self.coefficient: Tensor | None = None
-        self._part: Tensor | None = None  # of the norm, where looking for overflows has summed it already
+        self._parts: dict[Axes, Tensor] | None = None  # of the norm, where looking for overflows has summed it already
 
     def begin_step(self) -> None:
         self.norm = self.coefficient = None
 
     def forget_part(self) -> None:
         """What was summed was multiplied by other factors."""
-        self._part = None
+        self._parts = None
 
     def overflowed(self) -> bool:
         """Whether a gradient of this rank's shards is inf or NaN; where a norm is taken, out of the norm's own sums."""
         if self.clip is not None and self.clip.norm is not None:
-            self._part = self._part_of_norm(self.clip.p)
-            if bool(torch.isfinite(self._part)):
+            self._parts = self._parts_of_norm(self.clip.p)
+            if all(bool(torch.isfinite(part)) for part in self._parts.values()):
                 return False
         return not all_finite([segment.master_grads for segment in self._trainable()])
 
-    def _part_of_norm(self, p: float) -> Tensor:
-        device = self._comm.memory.device
-        by_unscale: dict[float, list[Tensor]] = {}
+    def _parts_of_norm(self, p: float) -> dict[Axes, Tensor]:
+        """What this rank's elements add to the norm, 0-d each, by the axes on which other ranks have other elements: a
+        replica on an axis is counted once."""
+        device, mesh = self._comm.memory.device, self._comm.mesh.sizes
+        flats: dict[tuple[Axes, float], list[Tensor]] = {}
         for segment in self._trainable():
-            by_unscale.setdefault(segment.unscale, []).append(segment.master_grads)
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for unscale, flats in by_unscale.items():
-            part = norm_part(flats, p, device)
-            total = torch.maximum(total, part * unscale) if p == inf else total + part * unscale**p
-        return total
+            over = mesh.normed(segment.table.master.over, segment.spec.distinct)
+            flats.setdefault((over, segment.unscale), []).append(segment.master_grads)
+        parts: dict[Axes, Tensor] = {}
+        for (over, unscale), some in flats.items():
+            part = norm_part(some, p, device)
+            part = part * unscale if p == inf else part * unscale**p
+            parts[over] = _joined(parts[over], part, p) if over in parts else part
+        return parts
 
     def take(self) -> None:
         """
@@ -73,11 +76,13 @@ class Norms:
         """
         clip = self.clip
         assert clip is not None and clip.norm is not None
-        total = self._part if self._part is not None else self._part_of_norm(clip.p)
-        self._part = None
-        if self._over:
-            how = dist.ReduceOp.MAX if clip.p == inf else dist.ReduceOp.SUM
-            self._comm.number(total, self._over, how, "the sum of norms")
+        parts = self._parts if self._parts is not None else self._parts_of_norm(clip.p)
+        self._parts = None
+        how = dist.ReduceOp.MAX if clip.p == inf else dist.ReduceOp.SUM
+        total = torch.zeros((), dtype=torch.float64, device=self._comm.memory.device)
+        for over, part in parts.items():
+            self._comm.number(part, over, how, "the sum of norms")
+            total = _joined(total, part, clip.p)
         self.norm = norm_of(total, clip.p)
         if clip.error_if_nonfinite and not bool(torch.isfinite(self.norm)):
             raise NonFiniteError(
@@ -93,3 +98,7 @@ class Norms:
         for segment in self._trainable():
             limit = self.clip.value / segment.unscale
             segment.master_grads.clamp_(-limit, limit)
+
+
+def _joined(a: Tensor, b: Tensor, p: float) -> Tensor:
+    return torch.maximum(a, b) if p == inf else a + b

@@ -98,6 +98,7 @@ class Runner:
         self.by_name = {unit.name: unit for unit in units}
         for unit in units:
             unit.on_touch = partial(self.touch, unit)
+            unit.fence = partial(self.comm.transport.fence, self.agreement.wait)
         self.orders.renew(units)
 
     @property
@@ -150,7 +151,7 @@ class Runner:
         run, section = self._pass, self._section
         assert run is not None
         run.finish()
-        self.comm.transport.settle(self.agreement.wait)
+        self.comm.transport.fence(self.agreement.wait)
         self._pass = None
         self._own = run.own
         if isinstance(run, NegotiatedPass) and not self._outer:
@@ -178,6 +179,16 @@ class Runner:
                 self._help_on(SECTIONS[met.more])
             else:
                 self._help_evaluate(met.flags)
+
+    def _announce(self, what: str) -> None:
+        """[Note: when the answer of a meeting is needed] All ranks are about to do ``what``, which is found out while
+        this rank does it: before its first collective. Where parameters are split a pass begins with one, and a rank
+        may have to help others first (that still evaluate, or need more of a pass): that cannot wait. So it is with
+        buffers, which a forward makes equal."""
+        if self.buffers.any or any(unit.split for unit in self.units):
+            self.meet(what)
+        else:
+            self.agreement.announce(what)
 
     def _take_part(self) -> bool:
         """This rank waits in another engine, and a rank needs more of a pass that this one has ended here."""
@@ -384,7 +395,7 @@ class Runner:
                 else f"{self._state.micro_batch + 1}"
             )
             kind = "inside a forward" if nested else count + ", the last" * (self.last is True)
-            self.meet(f"a backward pass ({kind}{'' if self.synchronize else ', no_sync'})")
+            self._announce(f"a backward pass ({kind}{'' if self.synchronize else ', no_sync'})")
         if self._pass is not None:  # torch.autograd.grad inside of the model's forward
             self._outer.append((self._pass, self._section))
         self.comm.meter.begin_backward(section)

@@ -34,13 +34,14 @@ class VisibleGradients:
     def show(self) -> None:
         """Users find what has come since the last step in ``parameter.grad``, as far as this rank has it."""
         model = self._model
-        over, mesh = model.layout.master.over, model.comm.mesh
-        pieces = f"which lies in pieces on {mesh.parts(over)} ranks" if over else ""
+        mesh = model.comm.mesh
         missing = LATE if model.run.gradients_ready else NOT_SUMMED
         with no_subclass_functions():
             for unit in model.units:
                 summed = unit.gradients.sums is not Sums.OWN and not unit.gradients.unsent
-                where = pieces or ("" if mesh.world == 1 or summed else missing)
+                over = unit.spec.table_or(model.layout).master.over
+                pieces = f"which lies in pieces on {mesh.parts(over)} ranks" if over else ""
+                where = pieces or ("" if mesh.data_ranks == 1 or summed else missing)
                 unit.shown.show(where if self.hints or not where else None)
 
     def hide(self) -> None:
@@ -79,14 +80,15 @@ class VisibleGradients:
 
     def before_step(self) -> bool:
         """Takes what users did to gradients since the last step; whether they did anything."""
-        units, whole = self._model.units, not self._model.layout.master.over
-        alone = self._model.comm.mesh.world == 1
+        units, layout = self._model.units, self._model.layout
+        alone = self._model.comm.mesh.data_ranks == 1
         with no_subclass_functions():
             touched = part([unit.shown for unit in units], given=True)
             for unit in units:
                 if not touched:
                     unit.shown.forget()
                     continue
+                whole = not unit.spec.table_or(layout).master.over
                 try:
                     for change in unit.shown.take_back(whole=whole, alone=alone):  # one by one: what follows may raise
                         self._by_hand.append((self._model.run.micro_batch, *change))

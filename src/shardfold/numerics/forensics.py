@@ -196,10 +196,11 @@ def examine(model: ShardedModel, notes: Notes, *, only_gradients: bool = False) 
     numbers: dict[str, list[float]] = {}
     for unit in model.units:
         for segment in unit.segments:
+            copies = _copies(model, segment)
             for state, flat, factor in _states(model, unit, segment, only_gradients):
                 found += _look(segment, state, flat)
                 if not only_gradients:
-                    row = numbers.setdefault(json.dumps([unit.name, state]), [inf, -inf, 0.0, 0.0])
+                    row = numbers.setdefault(json.dumps([unit.name, state, copies]), [inf, -inf, 0.0, 0.0])
                     _count(row, segment, flat, factor)
     for name, buffer in model.module.named_buffers() if not only_gradients else ():
         if buffer.is_floating_point() and (bad := _nonfinite(buffer)):
@@ -227,13 +228,22 @@ def examine(model: ShardedModel, notes: Notes, *, only_gradients: bool = False) 
         for key, row in counted.items():
             mine = rows.setdefault(key, [inf, -inf, 0.0, 0.0])
             rows[key] = [min(mine[0], row[0]), max(mine[1], row[1]), mine[2] + row[2], mine[3] + row[3]]
-    copies = model.world_size / model.comm.mesh.parts(model.layout.master.over)
-    units: list[UnitNumbers] = []
+    once: dict[tuple[str, str], list[float]] = {}  # each element of a unit's state
     for key, (low, high, squares, bad) in rows.items():
-        name, state = json.loads(key)
-        low, high = (low, high) if low <= high else (nan, nan)
-        units.append(UnitNumbers(name, state, low, high, (squares / copies) ** 0.5, int(bad / copies)))
+        name, state, copies = json.loads(key)
+        row = once.get((name, state), [inf, -inf, 0.0, 0])
+        once[name, state] = [min(row[0], low), max(row[1], high), row[2] + squares / copies, row[3] + bad // copies]
+    units = [
+        UnitNumbers(*key, *((low, high) if low <= high else (nan, nan)), squares**0.5, int(bad))
+        for key, (low, high, squares, bad) in once.items()
+    ]
     return NumericsReport(tuple(f for _, f in sorted(findings, key=lambda item: (item[0], item[1].rank))), tuple(units))
+
+
+def _copies(model: ShardedModel, segment: Segment) -> int:
+    """On how many ranks each element of a segment's master is."""
+    mesh = model.comm.mesh
+    return mesh.world // mesh.parts(mesh.sizes.normed(segment.table.master.over, segment.spec.distinct))
 
 
 def _states(

@@ -38,6 +38,7 @@ class AdamW8bit(PartOptimizer):
     """
 
     per_element = ("exp_avg", "exp_avg_sq")
+    elementwise = True
 
     def __init__(
         self,

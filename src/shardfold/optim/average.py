@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from shardfold.comm.coalesced import complete
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.plan.checks import check_flags, described, is_number
+from shardfold.plan.layout import Axes
 from shardfold.plan.report import MemoryRow
 from shardfold.sharding.loans import Loan, refuse_during
 from shardfold.sharding.model import Owner, ShardedModel
@@ -135,13 +135,12 @@ class Average:
         model = self._model
         model.gate.meet("average.state_dict()", follow=True)
         model.gate.secure()
-        over, rest_over = model.layout.master.over, model.layout.rest.over
-        shards = [(segment, shard, over) for segment, shard in zip(self._segments, self._shards, strict=True)]
+        shards = [(s, shard, s.table.master.over) for s, shard in zip(self._segments, self._shards, strict=True)]
         for unit in model.units:
             for segment in unit.segments:
                 if not segment.spec.trainable:
                     assert segment.rest is not None
-                    shards.append((segment, segment.rest, rest_over))
+                    shards.append((segment, segment.rest, segment.table.rest.over))
         whole: dict[int, Tensor] = {}
         for segment, flat in whole_segments(model.comm, shards, "average.state_dict()"):
             values = flat.cpu()
@@ -201,8 +200,7 @@ class Average:
 
     def _put_in(self, kept: list[tuple[Tensor, Tensor]]) -> None:
         """Writes the average into every state that forward reads or that is saved; ``kept`` gets what was there."""
-        layout = self._model.layout
-        rests: list[Tensor] = []
+        rests: dict[Axes, list[Tensor]] = {}  # by the axes over which they are to be completed
         with torch.no_grad():
             for segment, shard in zip(self._segments, self._shards, strict=True):
                 master = None if segment.master_is_rest else segment.master
@@ -210,10 +208,10 @@ class Average:
                 for target in (segment.compute_range, master):
                     if target is not None:
                         target.copy_(shard)
-                if segment.rest is not None:
-                    rests.append(segment.rest)
-        if layout.params is not None:
-            complete(self._model.comm, rests, layout.master.over[len(layout.params.over) :], "average.applied()")
+                if segment.rest is not None and (params := segment.table.params) is not None:
+                    rests.setdefault(segment.table.master.over[len(params.over) :], []).append(segment.rest)
+        for over, flats in rests.items():
+            complete(self._model.comm, flats, over, "average.applied()")
         self._mark_written()
 
     def _let_go(self) -> None:
@@ -225,9 +223,10 @@ class Average:
         torch.autograd.graph.increment_version([p for segment in self._segments for p in segment.parameters])
 
     def _memory(self) -> MemoryRow:
-        parts: Any = self._model.comm.mesh.parts(self._model.layout.master.over)
-        table = sum(segment.spec.numel for segment in self._segments) * 4 / parts
-        padding = sum(segment.spec.padding for segment in self._segments) * 4 / parts
+        parts = self._model.comm.mesh.parts
+        share = [(segment.spec, 4 / parts(segment.table.master.over)) for segment in self._segments]
+        table = sum(spec.numel * size for spec, size in share)
+        padding = sum(spec.padding * size for spec, size in share)
         held = sum(shard.untyped_storage().size() for shard in self._shards)
         return MemoryRow("average", "device", table, padding, held)
 

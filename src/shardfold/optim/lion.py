@@ -27,6 +27,7 @@ class Lion(PartOptimizer):
     """
 
     per_element = ("exp_avg",)
+    elementwise = True
     per_parameter = ()
 
     def __init__(

@@ -113,11 +113,13 @@ class PartOptimizer(Optimizer):
     Attributes:
         per_element: names of the states that have a value for each element.
         per_parameter: names of the states that a parameter has once; equal on all ranks.
+        elementwise: whether it reads nothing but the elements it updates, so that it asks no other rank.
         places: of parts; what is not in it is a whole parameter.
     """
 
     per_element: ClassVar[tuple[str, ...]] = ()
     per_parameter: ClassVar[tuple[str, ...]] = ("step",)
+    elementwise: ClassVar[bool] = False
     link: Link = Alone()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@
     program      the table lowered to operations, as text   passes       what is done ahead, or later
     order        one order out of those of several ranks    cost         bytes of states and of operations
     explain      table, bytes and program as text           report       bytes held and sent, as data
+    axes         who: axes of ranks, and their roles        checks       what values have to be
     box          blocks of tensors, and what two share      formats      what a tensor is on the link
     sizes        numbers of bytes as text                   version
 

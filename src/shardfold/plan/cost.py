@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from shardfold.plan.axes import Mesh
 from shardfold.plan.formats import FORMATS, TORCH_DTYPES
-from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Mesh
+from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, Op, Program
 
@@ -41,11 +42,12 @@ class Sent(NamedTuple):
 
 
 def segment_bytes(
-    layout: Layout, segment: SegmentSpec, mesh: Mesh, num_moments: int, elements: float
+    layout: Layout, segment: SegmentSpec, mesh: Sizes, num_moments: int, elements: float
 ) -> dict[str, float]:
     """Bytes that ``elements`` of a segment need on one rank, by state, under a bound layout."""
     frozen = not segment.trainable
-    alias = (segment.table or layout).aliases(own=segment.own)
+    layout = segment.table_or(layout)
+    alias = layout.aliases(own=segment.own)
     bytes_: dict[str, float] = {}
     for state, cell in layout.cells().items():
         if state in alias or (frozen and state not in ("params", "held")):
@@ -64,7 +66,7 @@ def segment_bytes(
 def state_bytes(
     layout: Layout,
     units: Iterable[UnitSpec],
-    mesh: Mesh,
+    mesh: Sizes,
     *,
     num_moments: int = 2,
     padded: bool = False,
@@ -88,18 +90,18 @@ def ring_bytes(verb: str, full: float, ranks: int) -> float:
     return full * (ranks - 1) / ranks * (2 if verb == "ALL_REDUCE" else 1)
 
 
-def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Mesh) -> float:
+def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
     """Bytes one rank sends for ``op`` on ``unit``."""
     segments = op.moves(unit)
     ranks = prod(mesh[axis] for axis in op.axes)
-    parts = _parts(op.target if op.journey == "gather" else op.source, layout, mesh)
+    parts = _parts(op.target if op.journey == "gather" else op.source, unit.table_or(layout), mesh)
     return sum(
         ring_bytes(op.verb, FORMATS[each.format].nbytes(segment.length) / parts, ranks)
         for segment, each in zip(segments, op.each(len(segments)), strict=True)
     )
 
 
-def _parts(tensor: str, layout: Layout, mesh: Mesh) -> int:
+def _parts(tensor: str, layout: Layout, mesh: Sizes) -> int:
     """Into how many shards the whole of a unit's tensor is cut; sums of gradients as ``master``, wherever they rest."""
     if tensor in ("flat", "local"):
         return 1
@@ -107,7 +109,7 @@ def _parts(tensor: str, layout: Layout, mesh: Mesh) -> int:
 
 
 def traffic(
-    program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, *, micro_batches: int = 1
+    program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Sizes, *, micro_batches: int = 1
 ) -> dict[Sent, tuple[int, float]]:
     """Collectives of one optimizer step and the bytes one rank sends in them: ``{kind: (calls, bytes)}``."""
     times = {"forward": micro_batches, "backward": micro_batches - 1, "last": 1, "step": 1}
@@ -115,7 +117,7 @@ def traffic(
 
 
 def section_traffic(
-    program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, times: Mapping[str, int]
+    program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Sizes, times: Mapping[str, int]
 ) -> dict[Sent, tuple[int, float]]:
     """As :func:`traffic`, for sections (and ``quiet``) run that many times each; calls count each segment."""
     by_name = {unit.name: unit for unit in units}
@@ -133,7 +135,7 @@ def section_traffic(
 def peak_bytes(
     layout: Layout,
     units: Sequence[UnitSpec],
-    mesh: Mesh,
+    mesh: Sizes,
     *,
     num_moments: int = 2,
     prefetch: int = 1,
@@ -147,7 +149,7 @@ def peak_bytes(
     Gradients that wait whole (late units, ``no_sync``) come on top.
     """
     total = sum(state_bytes(layout, units, mesh, num_moments=num_moments, padded=True).values())
-    ranks = prod(mesh.values())
+    ranks = Mesh.of(mesh).divisor
     full = {
         u.name: sum(s.length * ITEMSIZE[s.dtype] + _payload(s, "gather", s.dtype, layout) for s in u.segments)
         for u in units
@@ -156,16 +158,18 @@ def peak_bytes(
         u.name: sum(s.length * ITEMSIZE[s.dtype_for("reduce", layout)] for s in u.segments if s.trainable)
         for u in units
     }
-    inner = [u.name for u in units if not u.root]
-    if layout.rest.over:
-        stay = layout.held is not None and not layout.held.over  # gathered from forward to backward
-        total += sum(full[u.name] for u in units if u.root)
-        total += sum(sorted((full[name] for name in inner), reverse=True)[: None if stay else prefetch + 1])
-    if layout.grads.over:
-        total += sum(grad[u.name] for u in units if u.root)
-        total += sum(sorted((grad[name] for name in inner), reverse=True)[:2])
-    else:  # gradients rest whole; autograd makes each before it is added
-        total += max((x.numel * ITEMSIZE[s.dtype] for u in units for s in u.segments for x in s.slots), default=0)
+    table = {u.name: u.table_or(layout) for u in units}
+    gathered = [u for u in units if table[u.name].rest.over]
+    stay = [u.name for u in gathered if (held := table[u.name].held) is not None and not held.over]  # till backward
+    total += sum(full[u.name] for u in gathered if u.root or u.name in stay)
+    passing = [full[u.name] for u in gathered if not u.root and u.name not in stay]
+    total += sum(sorted(passing, reverse=True)[: prefetch + 1])
+    sent = [u for u in units if table[u.name].grads.over]
+    total += sum(grad[u.name] for u in sent if u.root)
+    total += sum(sorted((grad[u.name] for u in sent if not u.root), reverse=True)[:2])
+    # Where gradients rest whole, autograd makes each before it is added.
+    whole = [u for u in units if not table[u.name].grads.over]
+    total += max((x.numel * ITEMSIZE[s.dtype] for u in whole for s in u.segments for x in s.slots), default=0)
     encoded = [
         sum(_encoded_sum(s, layout, mesh) for s in u.segments if s.trainable) if ranks > 1 else 0.0 for u in units
     ]
@@ -181,15 +185,16 @@ def _payload(segment: SegmentSpec, journey: str, dtype: str, layout: Layout) -> 
     return 0 if form.native == TORCH_DTYPES[dtype] else form.nbytes(segment.length)
 
 
-def _encoded_sum(segment: SegmentSpec, layout: Layout, mesh: Mesh) -> float:
+def _encoded_sum(segment: SegmentSpec, layout: Layout, mesh: Sizes) -> float:
     """Bytes that the encoded reduction of a segment needs: what is sent, what comes, a sum and a row of fp32."""
+    layout = segment.table_or(layout)
     dtype = segment.dtype_for("reduce" if layout.grads.over else "grads", layout)
     payload = _payload(segment, "reduce", dtype, layout)
-    return 2 * payload + (2 * 8 * segment.length / layout.master.parts(mesh) if payload else 0)
+    return 2 * payload + (2 * 4 * segment.length / layout.master.parts(mesh) if payload else 0)
 
 
 def closed_form(
-    name: str, mesh: Mesh, *, compute: int = 2, grads: int = 2, moments: int = 8
+    name: str, mesh: Sizes, *, compute: int = 2, grads: int = 2, moments: int = 8
 ) -> tuple[float, Callable[[int], float]]:
     """The papers' expressions for a preset with fp32 master: bytes per parameter at rest, and elements sent.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shardfold.plan.axes import Mesh
 from shardfold.plan.cost import Sent, state_bytes, traffic
-from shardfold.plan.layout import Layout, Mesh, Precision
+from shardfold.plan.layout import Layout, Precision, Sizes
 from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import named
@@ -19,7 +20,7 @@ def explain(
     bound: Layout,
     program: Program,
     units: Sequence[UnitSpec],
-    mesh: Mesh,
+    mesh: Sizes,
     held: Mapping[str, float],
     micro_batches: int = 1,
     update: Mapping[Sent, tuple[int, float]] | None = None,
@@ -59,7 +60,7 @@ def explain(
 
 
 def explain_preset(
-    layout: str | Layout, *, mesh: Mesh, precision: str | Precision = "fp32", params: int = 1_000_000_000
+    layout: str | Layout, *, mesh: Sizes, precision: str | Precision = "fp32", params: int = 1_000_000_000
 ) -> str:
     """As :func:`explain`, for a model of ``params`` parameters with AdamW, cut into a root of 2 % and two equal units.
 
@@ -73,7 +74,7 @@ def explain_preset(
     bound = table.bind(policy, mesh)
     root = params // 50
     sizes = {"(root)": root, "block.0": (params - root) // 2, "block.1": params - root - (params - root) // 2}
-    ranks = mesh["inter"] * mesh["intra"]
+    ranks = Mesh.of(mesh).divisor
     units = [
         UnitSpec(name, (SegmentSpec((Slot("w", (n,), 0),), -(-n // ranks) * ranks, policy.compute),), name == "(root)")
         for name, n in sizes.items()

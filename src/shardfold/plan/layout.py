@@ -27,6 +27,7 @@ from os import PathLike
 from typing import Any
 
 from shardfold.errors import ConfigError, LayoutError, did_you_mean
+from shardfold.plan.axes import DATA_AXES, Axes, Mesh, Sizes
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.formats import FORMATS, TORCH_DTYPES
 from shardfold.plan.sizes import parse_bytes
@@ -41,17 +42,11 @@ __all__ = [
     "Axes",
     "Cell",
     "Layout",
-    "Mesh",
     "Precision",
+    "Sizes",
     "Tier",
     "Wire",
 ]
-
-Axes = tuple[str, ...]
-Mesh = Mapping[str, int]
-
-DATA_AXES: Axes = ("inter", "intra")
-"""The data-parallel axes, slow link first: ``inter`` between nodes, ``intra`` within one."""
 
 ITEMSIZE: Mapping[str, int] = {
     "fp64": 8,
@@ -175,7 +170,7 @@ class Cell:
     dtype: str
     tier: Tier = Tier.DEVICE
 
-    def parts(self, mesh: Mesh) -> int:
+    def parts(self, mesh: Sizes) -> int:
         """Into how many equal shards the state is cut on that mesh."""
         return prod(mesh[axis] for axis in self.over)
 
@@ -399,7 +394,7 @@ class Layout:
                 "backward cannot hold less than rests; drop the extra axes from held, or split params over them."
             )
 
-    def bind(self, precision: Precision, mesh: Mesh) -> Layout:
+    def bind(self, precision: Precision, mesh: Sizes) -> Layout:
         """The table with its dtype words resolved and its axes of size 1 dropped.
 
         Raises:
@@ -412,6 +407,11 @@ class Layout:
                     raise LayoutError(
                         f"{name} is split over {axis!r}, which the mesh does not have: "
                         f"add it to mesh= or drop it from the layout.{did_you_mean(axis, mesh)}"
+                    )
+                if mesh[axis] > 1 and axis not in Mesh.of(mesh).reading:
+                    raise LayoutError(
+                        f"{name} is split over {axis!r}, whose ranks do not sum gradients: a table splits over axes of "
+                        f"data, as {' and '.join(DATA_AXES)}; drop the axis from the layout."
                     )
 
         def resolve(name: str) -> str:
@@ -443,12 +443,17 @@ class Layout:
                 "the optimizer cannot update a copy that is coarser than what forward reads; widen master."
             )
         self._check_gather(bound, precision.compute)
-        _check_reduce(bound, alone=prod(mesh.values()) == 1)
+        _check_reduce(bound, alone=Mesh.of(mesh).divisor == 1)
         if bound.params is None and not bound.master.over:  # nothing is gathered, so the cast copy stays
             bound = replace(bound, params=Cell(dtype=precision.compute))
         if bound.held is not None and bound.held.over == bound.rest.over:
             bound = replace(bound, held=None)
         return bound
+
+    @property
+    def axes(self) -> Axes:
+        """Those that any cell is split over: what a parameter of this table is spread over."""
+        return tuple(dict.fromkeys(axis for cell in self.cells().values() for axis in cell.over))
 
     def _check_gather(self, bound: Layout, compute: str) -> None:
         """

@@ -19,7 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardfold.plan.box import Box
-from shardfold.plan.layout import Axes, Layout, Mesh
+from shardfold.plan.layout import Axes, Layout, Sizes
 
 __all__ = ["ALIGN_BYTES", "SegmentSpec", "Slot", "SlotRange", "UnitSpec", "pack", "shard_index", "shard_range"]
 
@@ -69,9 +69,10 @@ class SlotRange(NamedTuple):
 class SegmentSpec:
     """Parameters of one unit with equal dtype, trainability and hyper-parameter group, laid out flat.
 
-    ``length`` is in elements and includes all padding; it divides evenly by the number of data-parallel ranks.
-    ``own``: every state and both journeys are in ``dtype``, whatever the precision policy says. ``table``: the bound
-    layout of its part of the model, where rules of ``precision=`` give that another than the rest's.
+    ``length`` is in elements and includes all padding; it divides evenly by the ranks that share it. ``own``: every
+    state and both journeys are in ``dtype``, whatever the precision policy says. ``table``: the bound layout of its
+    part of the model, where that is another than the rest's. ``distinct``: the axes on which each rank has other
+    parameters, such as slices of one matrix (see ``axes``).
     """
 
     slots: tuple[Slot, ...]
@@ -81,19 +82,24 @@ class SegmentSpec:
     group: int = 0
     own: bool = False
     table: Layout | None = None
+    distinct: Axes = ()
 
     def dtype_for(self, what: str, layout: Layout) -> str:
         """The dtype of ``grads``, ``master``, ``moments``, or for ``reduce`` of the buffer that feeds it, of this
         segment under a bound ``layout``."""
-        table = self.table or layout
+        table = self.table_or(layout)
         return self.dtype if self.own else table.buffer if what == "reduce" else getattr(table, what).dtype
 
     def format_for(self, what: str, layout: Layout) -> str:
         """As what ``gather``, ``reduce`` or ``grads`` of this segment travel under a bound ``layout``; ``grads``: sums
         that are summed on, as they rest."""
-        table = self.table or layout
+        table = self.table_or(layout)
         formats = {"gather": table.gather.format, "reduce": table.reduce.format, "grads": table.grads.dtype}
         return self.dtype if self.own else formats[what]
+
+    def table_or(self, layout: Layout) -> Layout:
+        """Its bound table; ``layout`` is the rest of the model's."""
+        return self.table or layout
 
     @property
     def numel(self) -> int:
@@ -124,6 +130,16 @@ class UnitSpec:
     def trainable(self) -> bool:
         return any(segment.trainable for segment in self.segments)
 
+    @property
+    def distinct(self) -> Axes:
+        """The axes on which some of its parameters are distinct."""
+        return tuple(dict.fromkeys(axis for segment in self.segments for axis in segment.distinct))
+
+    def table_or(self, layout: Layout) -> Layout:
+        """The bound table that says over which axes its states are split; ``layout`` is the rest of the model's. Tables
+        of its segments differ in dtypes only."""
+        return next((segment.table for segment in self.segments if segment.table is not None), layout)
+
     def format(self, what: str, layout: Layout, *, frozen: bool = False) -> str:
         """As what ``gather``, ``reduce`` or ``grads`` travel under a bound ``layout``, in one word: where the segments
         differ, that of each, joined by ``+``; ``frozen``: also of those that are not trained."""
@@ -153,7 +169,7 @@ def pack(
     return tuple(slots), max(_round_up(end, parts * align), parts * align)
 
 
-def shard_index(over: Axes, mesh: Mesh, coords: Mapping[str, int]) -> int:
+def shard_index(over: Axes, mesh: Sizes, coords: Mapping[str, int]) -> int:
     """Which shard belongs to the rank at ``coords``: row-major over the axes of ``over``."""
     index = 0
     for axis in over:
@@ -161,7 +177,7 @@ def shard_index(over: Axes, mesh: Mesh, coords: Mapping[str, int]) -> int:
     return index
 
 
-def shard_range(length: int, over: Axes, mesh: Mesh, coords: Mapping[str, int]) -> tuple[int, int]:
+def shard_range(length: int, over: Axes, mesh: Sizes, coords: Mapping[str, int]) -> tuple[int, int]:
     """The half-open range of a flat of ``length`` elements that rests on the rank at ``coords``."""
     size = length // prod(mesh[axis] for axis in over)
     start = size * shard_index(over, mesh, coords)

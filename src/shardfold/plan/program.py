@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError, LayoutError
-from shardfold.plan.layout import STATES, Axes, Layout, Mesh, Tier
+from shardfold.plan.axes import Mesh
+from shardfold.plan.layout import STATES, Axes, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 
 __all__ = [
@@ -239,7 +240,7 @@ def redistribute(
 def lower(
     layout: Layout,
     units: Sequence[UnitSpec],
-    mesh: Mesh,
+    mesh: Sizes,
     *,
     clip: bool = False,
     forward: Sequence[str] | None = None,
@@ -250,7 +251,7 @@ def lower(
     Args:
         layout: a table whose dtype words are resolved and whose axes of size 1 are dropped.
         units: in definition order; root units are held through the pass.
-        mesh: axis sizes.
+        mesh: axis sizes; a plain mapping has the roles of its names (see :meth:`Mesh.of`).
         clip: whether the step takes the norm of the gradients.
         forward: names of the units that are not roots in the order in which they run, a unit that runs several times
             as often (but never twice in a row: it stays gathered until another begins); None: definition order.
@@ -272,12 +273,12 @@ class _Lowering:
         self,
         layout: Layout,
         units: Sequence[UnitSpec],
-        mesh: Mesh,
+        mesh: Sizes,
         forward: Sequence[str] | None,
         backward: Sequence[str] | None,
     ) -> None:
         self._layout, self._units = layout, units
-        self._data = tuple(axis for axis in mesh if mesh[axis] > 1)
+        self._mesh = Mesh.of(mesh)
         self._roots = [unit for unit in units if unit.root]
         inner = {unit.name: unit for unit in units if not unit.root}
         self._onward = [inner[name] for name in (inner if forward is None else forward)]
@@ -290,17 +291,20 @@ class _Lowering:
             "reduce": unit.format("reduce", self._layout),
             "sum": unit.format("grads", self._layout),
         }
-        have, need = PARTIAL if source == "local" else self._over(source), self._over(target)
-        return redistribute(unit.name, have, need, data=self._data, source=source, target=target, format=format)
+        have, need = PARTIAL if source == "local" else self._over(unit, source), self._over(unit, target)
+        data = self._mesh.summed(unit.distinct)
+        return redistribute(unit.name, have, need, data=data, source=source, target=target, format=format)
 
-    def _over(self, tensor: str) -> Axes:
+    def _over(self, unit: UnitSpec, tensor: str) -> Axes:
         """The axes that a tensor is split over; sums of gradients are used as ``master`` is, wherever they rest."""
-        return () if tensor == "flat" else getattr(self._layout, "master" if tensor == "grads" else tensor).over
+        table = unit.table_or(self._layout)
+        return () if tensor == "flat" else getattr(table, "master" if tensor == "grads" else tensor).over
 
     def _enter(self, unit: UnitSpec, *, forward: bool) -> Iterator[Op]:
-        rest = "params" if self._layout.params is not None else "master"
-        source = rest if forward or self._layout.held is None else "held"
-        if source == "master" and self._over(source):
+        table = unit.table_or(self._layout)
+        rest = "params" if table.params is not None else "master"
+        source = rest if forward or table.held is None else "held"
+        if source == "master" and self._over(unit, source):
             yield Op("CAST", unit.name)
         yield from self._turn(unit, source, "flat")
         yield Op("F" if forward else "B", unit.name)
@@ -308,14 +312,15 @@ class _Lowering:
     def _leave(
         self, unit: UnitSpec, *, forward: bool, reduce: Iterator[Op] | tuple[Op, ...] = (), again: bool = False
     ) -> Iterator[Op]:
-        after = self._layout.kept if forward else self._layout.rest
-        if forward and self._layout.held is not None and self._layout.held.over:
-            yield Op("HOLD", unit.name, self._layout.held.over)
+        table = unit.table_or(self._layout)
+        after = table.kept if forward else table.rest
+        if forward and table.held is not None and table.held.over:
+            yield Op("HOLD", unit.name, table.held.over)
         # Gradients can leave as soon as all are there; the values stay until another unit begins, because a node of
         # this unit's backward may still read them (a weight that was detached has no gradient to announce it).
         yield from reduce
         # What backward finds full (because forward kept it) it cannot fill again: it stays until it ran the last time.
-        if after.over and not (again and not forward and self._layout.held is not None and not self._layout.held.over):
+        if after.over and not (again and not forward and table.held is not None and not table.held.over):
             yield Op("FREE", unit.name)
 
     def _reduces(self, unit: UnitSpec, last: bool) -> Iterator[Op]:
@@ -323,7 +328,7 @@ class _Lowering:
         if not unit.trainable:
             return
         for op in self._turn(unit, "local", "grads"):
-            if last or (self._layout.grads.over and op.verb == "REDUCE_SCATTER"):
+            if last or (unit.table_or(self._layout).grads.over and op.verb == "REDUCE_SCATTER"):
                 yield op
 
     def one_pass(self, forward: bool, last: bool) -> Iterator[Op]:
@@ -346,7 +351,7 @@ class _Lowering:
         for unit in self._units:
             if unit.trainable:
                 yield Op("UPDATE", unit.name)
-                if self._layout.params is not None:
+                if unit.table_or(self._layout).params is not None:
                     yield from self._turn(unit, "master", "params")
 
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from shardfold.errors import LayoutError, ModelError, did_you_mean
-from shardfold.plan.layout import Layout, Mesh, Precision
+from shardfold.plan.layout import Layout, Precision, Sizes
 
 __all__ = ["EVERYTHING", "Patterns", "Rules", "pairs", "text_of"]
 
@@ -98,7 +98,7 @@ class Rules(Patterns):
             differ in what a process has only once.
     """
 
-    def __init__(self, given: Any, table: Layout, mesh: Mesh) -> None:
+    def __init__(self, given: Any, table: Layout, mesh: Sizes) -> None:
         rules = pairs(given, "precision", (str, Precision), "policy")
         super().__init__([pattern for pattern, _ in rules], "precision")
         self.precisions = tuple(Precision.named(precision) for _, precision in rules)

@@ -6,6 +6,7 @@
     shown        what is in parameter.grad; hidden            ownership     one engine at a time
     freed        parameters without memory; pickling          changes       whether the model is what it was; rebuild
     partition    which are a unit; groups; boxes              gathered      whole values for a while; whole, loans
+    distinct     of which parameters each rank has others
     materialize  first values; buffers                        whole_state   state dicts; whole_segments
     sharded_init models that are split while they are built; partitioned    forwards  methods besides forward
     tree, autograd                                            values that hold tensors; what autograd is doing

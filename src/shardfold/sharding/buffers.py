@@ -46,7 +46,7 @@ class Buffers:
     def synchronize(self, changed: bool) -> None:
         """Gives every rank rank 0's values if any rank changed one."""
         self.due = False
-        if not changed or self._comm.mesh.world == 1:
+        if not changed or self._comm.mesh.data_ranks == 1:
             return
         take_first_rank(self._comm, self._present(), "the broadcast of buffers")
         self._known = self._state()
@@ -64,14 +64,14 @@ def take_first_rank(comm: Comm, buffers: Sequence[Tensor], what: str, detail: st
 
     ``what`` and ``detail`` are for messages.
     """
-    if comm.mesh.world == 1:
+    if comm.mesh.data_ranks == 1:
         return
     with torch.no_grad():
         for batch in _batches([buffer for buffer in buffers if buffer.numel()]):
             # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
             flat = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in batch])
             comm.broadcast(flat, what, detail=detail)
-            if comm.mesh.rank:
+            if comm.mesh.data_rank:
                 for buffer, part in zip(batch, flat.split([b.numel() * b.itemsize for b in batch]), strict=True):
                     value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned for its dtype
                     if not torch.equal(value, buffer):

@@ -168,7 +168,7 @@ def _agree(
     flags = [0.0] * world
     flags[model.rank] = float(failed)
     for first in (True, False):
-        flags += [float(home.name in mine and (model.rank == source) is first) for home in homes]
+        flags += [float(home.name in mine and (model.comm.mesh.data_rank == source) is first) for home in homes]
     model.gate.meet("the end of engine.gathered()")
     said = model.comm.control(flags, dist.ReduceOp.MAX)
     first, other = said[world : world + len(homes)], said[world + len(homes) :]
@@ -293,9 +293,10 @@ def _pin(model: ShardedModel, units: Sequence[Unit], what: str) -> None:
             unit.begin_gather()
             for segment in unit.segments:
                 segment.fill_own_range()
-    flats = [segment.flat for unit in resting for segment in unit.segments if segment.split]
+    split = [segment for unit in resting for segment in unit.segments if segment.split]
     try:
-        complete(model.comm, flats, model.layout.rest.over, what)
+        for over in dict.fromkeys(segment.table.rest.over for segment in split):
+            complete(model.comm, [s.flat for s in split if s.table.rest.over == over], over, what)
     except BaseException:
         for unit in resting:
             unit.end_gather(model.comm.agreement.wait)
@@ -304,9 +305,7 @@ def _pin(model: ShardedModel, units: Sequence[Unit], what: str) -> None:
     for unit in resting:
         unit.end_gather(model.comm.agreement.wait)
         unit.pinned_here = True
-    model.comm.transport.settle(model.comm.agreement.wait)
     for unit in units:
-        unit.settle()  # users may write
         unit.pins += 1
 
 
@@ -343,9 +342,8 @@ class _States:
             if id(home.segment) not in shards:
                 shards[id(home.segment)] = self._shard(home.segment, dtype)
         slices = [Slice(home.segment, home.slot, shards[id(home.segment)]) for home in self._homes]
-        over = model.layout.master.over
         with torch.no_grad():
-            whole = gather_slices(model.comm, slices, over, what)
+            whole = gather_slices(model.comm, slices, what)
         by_id = {id(home.parameter): value for home, value in zip(self._homes, whole, strict=True)}
         self.values: dict[str, Any] = {name: by_id.get(id(parameter)) for name, parameter in asked.items()}
         self.watched = {home.name: value for home, value in zip(self._homes, whole, strict=True)}

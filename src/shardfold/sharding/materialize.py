@@ -6,7 +6,8 @@ own shard and gives the rest back: a rank never holds more than its shards, the 
 
 Values come from, in this order: ``weights=`` (a state dict, or safetensors files); the model's own
 ``_init_weights(module)`` (transformers); each module's ``reset_parameters()``. Random numbers are drawn from a
-generator seeded by ``(seed, path of the module)``, so they do not depend on the layout or the number of ranks.
+generator seeded by ``(seed, path of the module)``, so they do not depend on the layout or the number of ranks; for
+parameters that are distinct on an axis (see ``distinct``) by the place on it too.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardfold.comm.coalesced import as_bytes
 from shardfold.comm.comm import Comm
 from shardfold.errors import ModelError, UsageError, did_you_mean
 from shardfold.plan.layout import Layout
 from shardfold.plan.rules import Rules
 from shardfold.sharding.buffers import take_first_rank
+from shardfold.sharding.distinct import distinct_on
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
@@ -127,8 +130,8 @@ def make_units(
                 for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
             ]
             unit = Unit(c.spec, segments, comm.memory, c.modules)
-            _give_values(unit, model, layout, comm, weights, seed)
-            if unit.trainable and not layout.grads.over:
+            _give_values(unit, model, comm, weights, seed)
+            if unit.trainable and not c.spec.table_or(layout).grads.over:
                 unit.gradients.rest(adopt=mesh.world == 1 and comm.memory.device.type == "cpu")
             if unit.split and not c.spec.root:
                 unit.release()
@@ -139,26 +142,38 @@ def make_units(
     return units
 
 
-def _give_values(
-    unit: Unit,
-    model: nn.Module,
-    layout: Layout,
-    comm: Comm,
-    weights: Weights | None,
-    seed: int,
-) -> None:
+def _give_values(unit: Unit, model: nn.Module, comm: Comm, weights: Weights | None, seed: int) -> None:
     """Makes the states of a unit. Values are made, and reach the master, in its dtype: in that of the parameters they
     would be rounded, and the first steps be those of another model than AMP, or FSDP2, trains."""
     hand_over(parameter for _, parameter in unit.parameters())
     exact = [segment.exact_flat() for segment in unit.segments]
     empty = _bind_parameters(unit, exact)
     if empty or weights is not None:
-        _initialize(unit, model, empty, weights, seed)
+        _initialize(unit, model, empty, weights, seed, comm)
     for segment, flat in zip(unit.segments, exact, strict=True):
-        comm.broadcast(
-            flat, f"broadcast {unit.name}", detail=FIRST.format(unit.name)
-        )  # as DDP does: rank 0's values are everyone's
-        segment.bind(layout, comm.mesh.sizes, comm.mesh.coords, flat)
+        same = comm.mesh.sizes.summed(segment.spec.distinct)  # as DDP does: there rank 0's values are everyone's
+        comm.broadcast(flat, f"broadcast {unit.name}", over=same, detail=FIRST.format(unit.name))
+        _check_replicas(segment, flat, comm)
+        segment.bind(comm.mesh.sizes, comm.mesh.coords, flat)
+
+
+def _check_replicas(segment: Segment, flat: Tensor, comm: Comm) -> None:
+    """
+    Raises:
+        ModelError: on every rank: parameters that are not marked as distinct on an axis differ there.
+    """
+    for axis in comm.mesh.sizes.replicas(segment.spec.distinct):
+        first = flat.clone()
+        comm.broadcast(first, f"the comparison of replicas on {axis}", over=(axis,))
+        pairs = zip(segment.views_of(flat), segment.views_of(first), strict=True)
+        flags = [not torch.equal(as_bytes(mine), as_bytes(other)) for mine, other in pairs]
+        differ = comm.any_rank(flags, f"what is replicated on {axis}")
+        if names := [slot.name for slot, other in zip(segment.spec.slots, differ, strict=True) if other]:
+            raise ModelError(
+                f"{', '.join(map(repr, names))} differ{'s' * (len(names) == 1)} between ranks along the axis {axis!r}: "
+                f"give them equal values there, or say that each rank has its own with mark_distinct(module, {axis!r}, "
+                "'name')."
+            )
 
 
 def move_buffers(
@@ -230,7 +245,7 @@ def _bind_parameters(unit: Unit, flats: Sequence[Tensor]) -> set[str]:
     return empty
 
 
-def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights | None, seed: int) -> None:
+def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights | None, seed: int, comm: Comm) -> None:
     """Gives values to the parameters of a (gathered) unit that have none.
 
     Raises:
@@ -252,7 +267,16 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
                 parameter.copy_(value)
             empty = set()
         if empty:
-            _reset(unit, model, {id(values[name]) for name in empty}, seed)
+            wanted = {id(values[name]) for name in empty}
+            apart = distinct_on(model, comm.mesh.sizes)
+            _reset(model, wanted, f"{seed}")
+            for axes in dict.fromkeys(apart[key] for key in wanted if key in apart):  # each rank has others of these
+                place = "".join(f"/{axis}={comm.mesh.coords[axis]}" for axis in axes)
+                of_axes = {key for key in wanted if apart.get(key) == axes}
+                rest = {name: p.clone() for name, p in values.items() if id(p) not in of_axes}
+                _reset(model, of_axes, f"{seed}{place}")
+                for name, value in rest.items():
+                    values[name].copy_(value)
         left = [name for name in sorted(empty) if values[name].is_floating_point() and values[name].isnan().any()]
     if left:
         raise ModelError(
@@ -261,7 +285,7 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
         )
 
 
-def _reset(unit: Unit, model: nn.Module, wanted: set[int], seed: int) -> None:
+def _reset(model: nn.Module, wanted: set[int], seed: str) -> None:
     of_model = getattr(model, "_init_weights", None)
     for path, module in model.named_modules():
         if not any(id(p) in wanted for p in module._parameters.values() if p is not None):

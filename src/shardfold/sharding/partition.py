@@ -15,7 +15,7 @@ that several units share belongs to the root too.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -26,12 +26,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardfold.errors import ModelError, did_you_mean
+from shardfold.errors import LayoutError, ModelError, did_you_mean
+from shardfold.plan.axes import Axes, Mesh
 from shardfold.plan.formats import FORMATS
-from shardfold.plan.layout import ITEMSIZE, Mesh
+from shardfold.plan.layout import ITEMSIZE, Sizes
 from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
 from shardfold.plan.rules import Rules
 from shardfold.sharding.boxes import box_of
+from shardfold.sharding.distinct import distinct_on
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.segment import dtype_name, rest_itemsize
 
@@ -56,7 +58,7 @@ def cut(
     units: Sequence[str | type[nn.Module]] | None,
     groups: dict[int, int],
     rules: Rules,
-    mesh: Mesh,
+    mesh: Sizes,
     keeps: Callable[[nn.Parameter, int], bool] | None = None,
     align: int = 1,
 ) -> list[Cut]:
@@ -85,8 +87,9 @@ def cut(
     found = [c for c in (root, *cuts) if c.parameters]
     number = rule_numbers(model, rules)
     main = main_dtypes(model, rules)
+    distinct = distinct_on(model, Mesh.of(mesh))
     for c in found:
-        _lay_out(c, groups, rules, number, mesh, keeps or (lambda p, rule: p.dtype != main.get(rule)), align)
+        _lay_out(c, groups, rules, number, mesh, keeps or (lambda p, rule: p.dtype != main.get(rule)), align, distinct)
     return found
 
 
@@ -255,16 +258,22 @@ def _lay_out(
     groups: dict[int, int],
     rules: Rules,
     number: dict[int, int],
-    mesh: Mesh,
+    mesh: Sizes,
     own_dtype: Callable[[nn.Parameter, int], bool],
     align: int,
+    distinct: Mapping[int, Axes],
 ) -> None:
-    """Sorts the parameters into segments by (dtype, own, trainable, group, policy) and gives each its slot."""
-    parts = 1
-    for size in mesh.values():
-        parts *= size
+    """Sorts the parameters into segments by (dtype, own, trainable, group, policy, distinct axes) and gives each its
+    slot.
+
+    Raises:
+        ModelError: a parameter has a dtype that cannot be split.
+        LayoutError: gradients of one unit would be summed over different axes, or a table is split over an axis on
+            which a parameter is distinct.
+    """
+    mesh = Mesh.of(mesh)
     policy = [rules.layouts.index(layout) for layout in rules.layouts]  # rules may say the same
-    segments: dict[tuple[str, bool, bool, int, int], dict[str, nn.Parameter]] = defaultdict(dict)
+    segments: dict[tuple[str, bool, bool, int, int, Axes], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in c.parameters.items():
         own = dtype_name(parameter.dtype)
         if own is None or parameter.is_complex():
@@ -276,17 +285,29 @@ def _lay_out(
         keeps = own_dtype(parameter, rule) and any(role != own for role in precision.dtypes.values())
         trainable = id(parameter) in groups
         group = groups.get(id(parameter), 0)
-        key = (own if keeps else precision.compute, keeps, trainable, group, policy[-1 if keeps else rule])
+        of = policy[-1 if keeps else rule], distinct.get(id(parameter), ())
+        key = (own if keeps else precision.compute, keeps, trainable, group, *of)
         segments[key][name] = parameter
     specs: list[SegmentSpec] = []
-    for (dtype, keeps, trainable, group, rule), members in segments.items():
+    for (dtype, keeps, trainable, group, rule, apart), members in segments.items():
         layout = rules.layouts[rule]
+        if own := [axis for axis in layout.axes if axis not in mesh.summed(apart)]:
+            raise LayoutError(
+                f"{next(iter(members))!r} is distinct on {own[0]!r}, but its table is split over that axis, whose "
+                "ranks do not share it: drop the axis from its layout."
+            )
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
         boxes = {name: box for name, p in members.items() if (box := box_of(p)) is not None}
-        table = layout if rule != policy[-1] else None
+        parts = mesh.parts(mesh.summed(apart))
         formats = () if keeps else (FORMATS[wire.format] for wire in (layout.gather, layout.reduce))
         step = lcm(max(1, least, align if trainable else 1), *(form.block for form in formats))
         slots, length = pack({name: p.shape for name, p in members.items()}, parts, step, boxes)
-        specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table))
+        table = layout if rule != policy[-1] else None
+        specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table, apart))
         c.by_segment.append(list(members.values()))
+    if len({(rules.layouts[rule].axes, mesh.summed(apart)) for *_, rule, apart in segments}) > 1:
+        raise LayoutError(
+            f"gradients of {c.name!r} would be summed over different axes, because only some of its parameters are "
+            "distinct on one or follow another layout: choose units= so that those are a unit of their own."
+        )
     c.spec = UnitSpec(c.name, tuple(specs), root=c.name == ROOT)

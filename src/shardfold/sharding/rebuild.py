@@ -176,7 +176,7 @@ def _dissolve(model: ShardedModel, unit: Unit, homes: Homes, staying: set[int]) 
         if segment.split:
             source = segment.rest if segment.rest is not None else segment.master
             assert source is not None
-            flat = _whole(model, segment, source.to(segment.dtype), model.layout.rest.over)
+            flat = _whole(model, segment, source.to(segment.dtype), segment.table.rest.over)
         for p, view in zip(segment.parameters, segment.views_of(flat), strict=True):
             unseal(p)
             if id(p) in homes.place:
@@ -214,7 +214,7 @@ def _carry_states(model: ShardedModel, update: Updater, unit: Unit, homes: Homes
         def carry(
             shard: Tensor, take: Callable[[Segment, int, Tensor], None], slots: Collection[int], old: Segment = old
         ) -> None:
-            values = _whole(model, old, shard, model.layout.master.over)
+            values = _whole(model, old, shard, old.table.master.over)
             for slot, new, i in moves[id(old)]:
                 if slot in slots:
                     place = old.spec.slots[slot]
@@ -261,7 +261,7 @@ def _agree_on_states(model: ShardedModel, update: Updater, segment: Segment) -> 
     if model.world_size > 1 and not update.fused:  # the fused update's is the same everywhere
         model.comm.agreement.issue("what the optimizer keeps")
         mine, said = said[0], [None] * model.world_size
-        dist.all_gather_object(said, mine, group=model.comm.mesh.control)
+        dist.all_gather_object(said, mine, group=model.comm.agreement.peers.group)
     best: dict[int, tuple[int, dict[str, Any]]] = {}
     for slots in said:
         for slot, (numel, state) in slots.items():

@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
 from shardfold.plan.formats import FORMATS, TORCH_DTYPES
-from shardfold.plan.layout import ITEMSIZE, ROLES, Layout, Mesh
+from shardfold.plan.layout import ITEMSIZE, ROLES, Layout, Sizes
 from shardfold.plan.placement import SegmentSpec, shard_range
 from shardfold.tiers.device import DeviceStore
 from shardfold.torch_internals import storage_key
@@ -56,8 +56,8 @@ class Segment:
         spec: SegmentSpec,
         parameters: list[nn.Parameter],
         layout: Layout,
-        mesh: Mesh,
-        coords: Mesh,
+        mesh: Sizes,
+        coords: Mapping[str, int],
         store: DeviceStore,
     ) -> None:
         self.spec = spec
@@ -69,9 +69,9 @@ class Segment:
         self.format_state: Tensor | None = None  # what the format of its reductions keeps, ``(length,)``
         if reduce.state is not None and spec.trainable:
             self.format_state = torch.zeros(spec.length, dtype=reduce.state, device=store.device)
-        rest_over = layout.rest.over
-        self.rest_range = shard_range(spec.length, rest_over, mesh, coords)
-        self.master_range = shard_range(spec.length, layout.master.over, mesh, coords)
+        self.table = spec.table_or(layout)
+        self.rest_range = shard_range(spec.length, self.table.rest.over, mesh, coords)
+        self.master_range = shard_range(spec.length, self.table.master.over, mesh, coords)
         self.flat = store.empty(spec.length, self.dtype)
         self.gaps = _gaps(spec)
         self._filled = [i for i, slot in enumerate(spec.slots) if slot.numel]
@@ -164,9 +164,9 @@ class Segment:
             return self.flat
         return torch.empty(self.spec.length, dtype=master, device=self.flat.device)
 
-    def bind(self, layout: Layout, mesh: Mesh, coords: Mesh, exact: Tensor) -> None:
+    def bind(self, mesh: Sizes, coords: Mapping[str, int], exact: Tensor) -> None:
         """Makes the states that rest, and the flat, from the values in ``exact`` (see :meth:`exact_flat`)."""
-        spec, flat = self.spec, self.flat
+        spec, flat, layout = self.spec, self.flat, self.table
         if exact is not flat:
             flat.copy_(exact)
             for parameter, view in zip(self.parameters, self.views_of(flat), strict=True):
@@ -250,8 +250,8 @@ class Segment:
             parameter.data = view
 
     def own_copy(self, source: str) -> Tensor | None:
-        """What this rank gives to a gather of ``source``, as it lies outside of the flat, into which forward may write
-        while others still read; None if it is nowhere else."""
+        """What this rank gives to a gather of ``source``, as it rests outside of the flat; None if it is nowhere
+        else."""
         if not self.split:
             return None
         if source == "held":
@@ -260,6 +260,10 @@ class Segment:
             return self.rest
         same = self.master is not None and self.master.dtype == self.dtype and self.master_range == self.rest_range
         return self.master if same else None
+
+    def residents(self) -> Iterator[Tensor]:
+        """The states that mirror the parameters and rest outside of the flat."""
+        return (state for state in (self.rest, self.held, self.master) if state is not None)
 
     def take(self, slot: int, values: Tensor, *, exact: bool = True) -> None:
         """Takes a parameter's values (all of them, any shape) into every state that mirrors it; nothing is sent.

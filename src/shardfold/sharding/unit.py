@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardfold.comm.transport import Pending, Waiter
 from shardfold.errors import UsageError
@@ -78,16 +78,15 @@ class Unit:
         self.running = 0  # forwards of its modules that are under way
         self.aside = False  # a backward reached it by another way than its outputs
         self.filling: list[Pending] = []
-        self._lending: list[tuple[Pending, Waiter]] = []  # of which others may still read what this rank gave
         self.gradients = Gradients(self.trainable, store)
         self.shown = ShownGradients(self.gradients)
         self.replaced = False  # the model changed, and its parameters are other units' now
         self.closed = False  # its engine is: what is split stays so
         self._store = store
         self.on_touch: Callable[[], bool] | None = None  # gathers the unit if a pass is under way
+        self.fence: Callable[[Tensor], None] = lambda _: None  # see Transport: before a shard is written inside a pass
         self.hollow = False  # reading the data of a parameter that is freed gives no elements instead of raising
         self._touch = _Touch(self)
-        self.exposed = False  # others read the flat itself, as what this rank gives is nowhere else
         self._found: list[list[int]] = []  # versions of the parameters that are split, when the unit was gathered
 
     def storages(self) -> set[int]:
@@ -117,20 +116,11 @@ class Unit:
         """GATHERING -> GATHERED: the values are there and the parameters may be touched."""
         self._expect(Life.GATHERING)
         for pending in self.filling:
-            pending.arrive(waiter)
-        self._lending, self.filling = [(pending, waiter) for pending in self.filling], []
-        if self.exposed:  # forward may write into it
-            self.settle()
-            self.exposed = False
+            pending.wait(waiter)
+        self.filling = []
         self.open()
         self._found = [segment.versions() for segment in self.segments if segment.split]
         self.life = Life.GATHERED
-
-    def settle(self) -> None:
-        """Waits until no other rank reads the flat, from which the last gather gave."""
-        while self._lending:
-            pending, waiter = self._lending.pop()
-            pending.wait(waiter)
 
     def release(self, *, keep: bool = True) -> None:
         """GATHERED -> RESTING: the parameters are sealed and the flat's memory is given back.
@@ -141,7 +131,6 @@ class Unit:
         if keep and self._found:
             self._keep_written()
         self._found = []
-        self.settle()
         for segment in self.segments:
             if segment.split:
                 if not segment.flat.untyped_storage().resizable():  # NumPy, or who else shares it, keeps that memory
@@ -176,8 +165,8 @@ class Unit:
         split = (segment for segment in self.segments if segment.split)
         for segment, found in zip(split, self._found, strict=True):
             written = segment.written(found)
-            for pending, waiter in self._lending if written else ():  # others may read the shard that is written now
-                pending.settle(waiter)
+            for resident in segment.residents() if written else ():
+                self.fence(resident)
             for slot in written:
                 parameter, view = segment.parameters[slot], segment.view_of(slot)
                 if parameter.data_ptr() != view.data_ptr():

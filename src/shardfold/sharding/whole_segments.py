@@ -25,8 +25,17 @@ class Slice(NamedTuple):
     shard: Tensor
 
 
-def gather_slices(comm: Comm, slices: Sequence[Slice], over: Axes, what: str) -> list[Tensor]:
-    """New tensors with all values of parameters' states that are split ``over`` axes, in their shapes and dtypes."""
+def gather_slices(comm: Comm, slices: Sequence[Slice], what: str) -> list[Tensor]:
+    """New tensors with all values of parameters' states that are split as master is, in their shapes and dtypes."""
+    whole: dict[int, Tensor] = {}
+    for over in dict.fromkeys(one.segment.table.master.over for one in slices):
+        numbers = [i for i, one in enumerate(slices) if one.segment.table.master.over == over]
+        found = _gather_slices(comm, [slices[i] for i in numbers], over, what)
+        whole.update(zip(numbers, found, strict=True))
+    return [whole[i] for i in range(len(slices))]
+
+
+def _gather_slices(comm: Comm, slices: Sequence[Slice], over: Axes, what: str) -> list[Tensor]:
     sizes, parts = comm.mesh.sizes, comm.mesh.parts(over)
     me = shard_index(over, sizes, comm.mesh.coords)
     whole: list[Tensor] = []

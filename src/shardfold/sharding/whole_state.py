@@ -97,9 +97,9 @@ def load_state(model: ShardedModel, state: Mapping[str, Tensor]) -> None:
 def most_precise(model: ShardedModel, segment: Segment) -> tuple[Tensor, tuple[int, int], Axes]:
     """The copy of the weights that is kept, its range of the segment, and the axes that it is split over."""
     if segment.master is not None:
-        return segment.master, segment.master_range, model.layout.master.over
+        return segment.master, segment.master_range, segment.table.master.over
     assert segment.rest is not None
-    return segment.rest, segment.rest_range, model.layout.rest.over
+    return segment.rest, segment.rest_range, segment.table.rest.over
 
 
 # -- names

@@ -177,12 +177,12 @@ class Run:
             len(self.text),
             config.micro_batch,
             seed=config.seed,
-            rank=self.engine.rank,
-            num_ranks=self.engine.world_size,
+            rank=self.engine.data_rank,
+            num_ranks=self.engine.data_ranks,
             fill_last=True,
         )
         self.windows = held_out_windows(corpus, context=self.shape.context, number=config.eval_windows)
-        self.tokens_per_step = self.engine.world_size * config.accumulate * config.micro_batch * self.shape.context
+        self.tokens_per_step = self.engine.data_ranks * config.accumulate * config.micro_batch * self.shape.context
         self.done = self.begun_at = 0
         self.history: list[StepMetrics] = []
         self.stop = StopSignal()
@@ -270,13 +270,13 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return bits per byte on the held-out windows, which the ranks share out."""
-        mine = self.windows[self.engine.rank :: self.engine.world_size]
+        mine = self.windows[self.engine.data_rank :: self.engine.data_ranks]
         nats = 0.0
         with self.engine.gathered():
             for part in mine.split(EVAL_BATCH):
                 part = part.to(self.engine.device)
                 nats += self.model(part[:, :-1], part[:, 1:]).item() * len(part) * self.shape.context
-        everyone = self.engine.mean(nats) * self.engine.world_size
+        everyone = self.engine.mean(nats) * self.engine.data_ranks
         return everyone / (len(self.windows) * self.shape.context) / LN2
 
     def train(self, progress: Progress, out: Path, writer: MetricsWriter | None) -> None:

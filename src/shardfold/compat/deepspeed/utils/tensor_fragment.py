@@ -92,9 +92,7 @@ def _so_far(engine: Engine, param: nn.Parameter) -> Tensor | None:
     with torch.no_grad():
         if values.numel() < segment.spec.length:
             shard = values.float() * segment.unscale
-            whole = gather_slices(engine.sharded.comm, [Slice(segment, slot, shard)], engine.layout.master.over, what)[
-                0
-            ]
+            whole = gather_slices(engine.sharded.comm, [Slice(segment, slot, shard)], what)[0]
         else:
             whole = segment.views_of(values)[slot].float() * segment.unscale
             if unit.gradients.sums is Sums.OWN and engine.world_size > 1:

@@ -1,0 +1,215 @@
+"""WHO: the axes of the ranks, and what follows from their roles.
+
+A mesh is a few named axes whose sizes multiply up to the ranks, the slow link first. The *role* of an axis says what
+differs between ranks that differ on it only:
+
+    role       ranks that differ on it only           gradients of what is replicated over it
+    data       read other samples                     are summed
+    sequence   read other parts of the same samples   are summed
+    expert     read other samples, and may hold other experts
+                                                      are summed
+    tensor     read the same, and hold other slices of some parameters
+                                                      are equal already: the model's own collectives make them so
+    pipeline   hold other layers                      are not there
+
+Parameters may be *distinct* on an axis (slices of one matrix, experts): each rank along it has others. That is not what
+a table does, which divides parameters once more over the ranks that share them. From roles and this follow
+
+    summed      over which axes gradients of a parameter are summed: those on which ranks read other things and
+                have the same parameter
+    divisor     by how many ranks gradients are divided: all that read other things, for an expert too
+    summed      is also where values are the same: rank 0's go to these ranks before the first step
+    replicas    on which axes a parameter has to be equal without being sent: tensor, unless it is distinct there
+    normed      over which axes squares are summed for the norm: those that its master is split over, and those on
+                which it is distinct
+    meeting     which ranks run one program, and agree on what comes next: all but those of other stages
+
+A flat's length divides by the ranks over which its gradients are summed: cells are split over some of these axes, and
+what rests on several ranks alike is read from files by each in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import Any
+
+from shardfold.errors import LayoutError, did_you_mean
+from shardfold.plan.checks import described, is_integer
+
+__all__ = ["DATA_AXES", "KNOWN", "LINKS", "Axes", "Axis", "Mesh", "Role", "Sizes"]
+
+Axes = tuple[str, ...]
+"""Names of axes, in an order that counts ranks row by row."""
+
+Sizes = Mapping[str, int]
+"""Ranks by axis name."""
+
+DATA_AXES: Axes = ("inter", "intra")
+"""The axes that a table may name, slow link first: ``inter`` between nodes, ``intra`` within one."""
+
+
+class Role(str, Enum):
+    """What differs between ranks that differ on an axis only; see the module's docstring."""
+
+    DATA = "data"
+    EXPERT = "expert"
+    SEQUENCE = "sequence"
+    TENSOR = "tensor"
+    PIPELINE = "pipeline"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+READING = (Role.DATA, Role.EXPERT, Role.SEQUENCE)
+"""Roles of the axes on which ranks read other things."""
+
+LINKS = (Role.PIPELINE, Role.DATA, Role.EXPERT, Role.SEQUENCE, Role.TENSOR)
+"""Roles by the links that their axes get, from the slowest to the fastest."""
+
+KNOWN: Mapping[str, Role] = {
+    **dict.fromkeys(DATA_AXES, Role.DATA),
+    **{role.value: role for role in (Role.TENSOR, Role.SEQUENCE, Role.PIPELINE, Role.EXPERT)},
+}
+"""The roles of names that say theirs."""
+
+
+@dataclass(frozen=True, init=False)
+class Axis:
+    """One axis of a mesh.
+
+    Args:
+        name: as tables and programs print it.
+        size: how many ranks there are along it.
+        role: a :class:`Role` or its name; None: that of a known name (``inter`` and ``intra`` are ``data``;
+            ``sequence``, ``tensor``, ``pipeline`` and ``expert`` have the role that they name).
+
+    Raises:
+        LayoutError: the name or the role is unknown, or the size is no number of ranks.
+    """
+
+    name: str
+    size: int
+    role: Role
+
+    def __init__(self, name: str, size: int, role: Role | str | None = None) -> None:
+        given: Any = name
+        if not isinstance(given, str) or not given.isidentifier():
+            raise LayoutError(f"an axis has the name {described(given)}: it is a word, as 'tensor'.")
+        if not is_integer(size, 1):
+            raise LayoutError(f"the axis {name!r} has the size {described(size)}: it is a number of ranks.")
+        known = KNOWN.get(name) if role is None else role
+        if known is None:
+            raise LayoutError(
+                f"the axis {name!r} has no role: give it one, as in Axis({name!r}, {size}, 'data')."
+                f"{did_you_mean(name, KNOWN)}"
+            )
+        if known not in list(Role):
+            raise LayoutError(
+                f"the axis {name!r} has the role {described(role)}, which is unknown."
+                f"{did_you_mean(str(role), map(str, Role))}"
+            )
+        if KNOWN.get(name, known) != known:
+            raise LayoutError(
+                f"the axis {name!r} has the role '{known}', but its name says '{KNOWN[name]}': name it otherwise."
+            )
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "size", int(size))
+        object.__setattr__(self, "role", Role(known))
+
+
+class Mesh(Mapping[str, int]):
+    """Axes whose sizes multiply up to the ranks, in the order in which these are counted: the last varies fastest.
+
+    It is also the mapping of names to sizes.
+
+    Raises:
+        LayoutError: two axes have one name.
+    """
+
+    def __init__(self, axes: Iterable[Axis]) -> None:
+        self.axes = tuple(axes)
+        self._by_name = {axis.name: axis for axis in self.axes}
+        if len(self._by_name) < len(self.axes):
+            raise LayoutError(f"the mesh has two axes of one name: {', '.join(axis.name for axis in self.axes)}.")
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> Mesh:
+        """The mesh with these sizes, whose axes have the roles of their names; an unknown name is an axis of data."""
+        if isinstance(sizes, Mesh):
+            return sizes
+        return cls(Axis(name, size, KNOWN.get(name, Role.DATA)) for name, size in sizes.items())
+
+    def __getitem__(self, name: str) -> int:
+        return self._by_name[name].size
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{axis.name}={axis.size}' for axis in self.axes)})"
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.parts(self)
+
+    def parts(self, axes: Iterable[str]) -> int:
+        """How many ranks there are along these axes."""
+        return prod(self[axis] for axis in axes)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The place of a rank on each axis."""
+        found: dict[str, int] = {}
+        for axis in reversed(self.axes):
+            rank, found[axis.name] = divmod(rank, axis.size)
+        return {axis.name: found[axis.name] for axis in self.axes}
+
+    def rows(self, axes: Axes) -> list[list[int]]:
+        """The ranks that differ on these axes only, list by list; each rank is in one."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            coords = self.coords(rank)
+            found.setdefault(tuple(coords[axis] for axis in self if axis not in axes), []).append(rank)
+        return list(found.values())
+
+    def of_role(self, *roles: Role) -> Axes:
+        """The axes of these roles with more than one rank."""
+        return tuple(axis.name for axis in self.axes if axis.role in roles and axis.size > 1)
+
+    # -- what follows from roles
+
+    @property
+    def reading(self) -> Axes:
+        """The axes on which ranks read other things."""
+        return self.of_role(*READING)
+
+    @property
+    def divisor(self) -> int:
+        """By how many ranks gradients are divided, whatever they are of."""
+        return self.parts(self.reading)
+
+    @property
+    def meeting(self) -> Axes:
+        """The axes of the ranks that run one program."""
+        return self.of_role(*(role for role in Role if role is not Role.PIPELINE))
+
+    def summed(self, distinct: Axes = ()) -> Axes:
+        """Over which axes gradients are summed, of parameters that are distinct on some. On the same ranks their
+        values are the same."""
+        return tuple(axis for axis in self.reading if axis not in distinct)
+
+    def replicas(self, distinct: Axes = ()) -> Axes:
+        """On which axes parameters that are distinct on some are equal without being sent."""
+        return tuple(axis for axis in self.of_role(Role.TENSOR) if axis not in distinct)
+
+    def normed(self, master: Axes, distinct: Axes = ()) -> Axes:
+        """Over which axes squares are summed for the norm of gradients whose master is split over ``master``, of
+        parameters that are distinct on some: those on which other elements lie."""
+        return (*master, *(axis for axis in distinct if axis in self and self[axis] > 1))
