@@ -115,6 +115,31 @@ def test_bf16_for_fp32_parameters_halves_what_is_gathered_and_is_counted_exactly
     assert "REDUCE_SCATTER blocks.0 [intra] fp32" in half["text"]
 
 
+class Writes(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight[0] = 0.1
+        return super().forward(input)
+
+
+def _written() -> tuple[bool, bool]:
+    """Whether what forward wrote is in the weights, and whether all others have the digits that they had."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Writes(16, 16), Writes(16, 16))
+    before = model[1].weight.detach().clone()
+    layout = sf.PRESETS["zero3"].replace(gather="bf16")
+    engine = sf.Engine(model, optimizer=SGD, layout=layout, units=["*"], debug=True)
+    engine.backward(engine(torch.ones(2, 16)).sum())
+    with engine.gathered():
+        after = model[1].weight.detach().clone()
+    engine.close()
+    return bool((after[0] == 0.1).all()), torch.equal(after[1:], before[1:])
+
+
+def test_what_forward_did_not_write_keeps_the_digits_that_do_not_travel(ranks: Ranks) -> None:
+    assert ranks.run(_written, world_size=2) == [(True, True)] * 2
+
+
 @pytest.mark.parametrize("reduce", ["blocks", "feedback"])
 def test_a_format_of_blocks_is_cut_counted_and_kept_as_it_says(ranks: Ranks, reduce: str) -> None:
     """One class and its name are all that the engine has to know of it."""

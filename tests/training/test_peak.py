@@ -71,7 +71,7 @@ class Chain(nn.Module):
         return x
 
 
-def _peak(layout: str, precision: str, prefetch: int) -> tuple[int, float]:
+def _peak(layout: str | sf.Layout, precision: str, prefetch: int) -> tuple[int, float]:
     engine = sf.Engine(
         deep(),
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
@@ -117,6 +117,17 @@ def test_a_step_peaks_below_the_sum_of_its_named_parts(
 ) -> None:
     for peak, bound in ranks.run(_peak, layout, precision, prefetch, world_size=2):
         activations = 64 * 1024  # LAYERS x a few tensors of 4 x 256 elements
+        assert 0.8 * bound < peak <= bound + activations
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [sf.PRESETS["zero3"].replace(gather="bf16"), sf.PRESETS["zero1"].replace(reduce="bf16")],
+    ids=["gather", "reduce"],
+)
+def test_payloads_of_formats_are_among_the_named_parts(ranks: Ranks, layout: sf.Layout) -> None:
+    for peak, bound in ranks.run(_peak, layout, "fp32", 1, world_size=2):
+        activations = 64 * 1024
         assert 0.8 * bound < peak <= bound + activations
 
 
