@@ -71,9 +71,16 @@ def measure(width: int, layers: int, layout: str, precision: str) -> tuple[int, 
         model = Model(width, layers)
     engine = train(model, width, layout, precision, 3)
     peak = resident("VmHWM") - before
-    specs = [unit.spec for unit in engine.units]
-    bound = cost.peak_bytes(engine.layout, specs, engine.mesh.sizes, temporary=engine.sharded.comm.transport.temporary)
-    return peak, bound, engine.memory().held
+    specs, held, temporary = (
+        [unit.spec for unit in engine.units],
+        engine.memory().held,
+        engine.sharded.comm.transport.temporary,
+    )
+    bound = cost.peak_bytes(
+        engine.program, specs, rest=held,
+        temporary=lambda num_bytes, axes: temporary(int(num_bytes), engine.mesh.parts(axes)),
+    )  # fmt: skip
+    return peak, bound, held
 
 
 def main() -> None:

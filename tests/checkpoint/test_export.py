@@ -492,7 +492,7 @@ def test_a_damaged_file_of_others_is_not_imported(form: str, tmp_path: Path):
     export_to(tmp_path / "step", tmp_path / "out", form)
     file = max((tmp_path / "out").iterdir(), key=lambda p: p.stat().st_size) if form != "torch" else tmp_path / "out"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=r"cannot be read|is no file of torch\.save, or it is damaged"):
         import_from(tmp_path / "out", tmp_path / "back", form)
     assert not (tmp_path / "back").exists()
 

@@ -144,8 +144,8 @@ SAID = {
     "no checkpoint": ["rank 0: ", "taken exists and is no checkpoint"],
     "a file": ["rank 0: ", "file exists and is no checkpoint"],
     "named latest": ["not named 'latest'", "choose another"],
-    "raises on rank 0": ["rank 0: the sampler has no epoch"],
-    "raises on rank 1": ["rank 1: the sampler has no epoch"],
+    "raises on rank 0": ["rank 0: ValueError: the sampler has no epoch"],
+    "raises on rank 1": ["rank 1: ValueError: the sampler has no epoch"],
     "not encodable": ["rank 1: rank_state['data']['lock'] is a lock, which a checkpoint does not take"],
     "other places": ["ConfigError: ", "rank 0: ", "/b0", "rank 1: ", "/b1", "give every rank the same"],
     "other options": ["ConfigError: ", "rank 0: ", "keep=1", "rank 1: ", "keep=2"],
@@ -383,7 +383,10 @@ def test_a_rank_that_is_interrupted_says_so(ranks: Ranks, tmp_path: Path) -> Non
     assert first[:2] == ["KeyboardInterrupt: "] * 2 and second[2] == "KeyboardInterrupt: "
     assert all("rank 0: it was interrupted (KeyboardInterrupt)" in each for each in second[:2])
     assert "rank 1: it was interrupted (KeyboardInterrupt)" in first[2]
-    assert second[3] == "RuntimeError: can't start new thread" and "rank 1: can't start new thread" in first[3]
+    assert (
+        second[3] == "RuntimeError: can't start new thread"
+        and "rank 1: RuntimeError: can't start new thread" in first[3]
+    )
     assert whole(root) == 1
     assert left_over(root) == []
 

@@ -19,7 +19,7 @@ from shardfold.comm.near import NearTransport
 from shardfold.comm.transport import GlooTransport, Pending
 from shardfold.plan.formats import FORMATS, TORCH_DTYPES, Format
 from shardfold.testing import Ranks
-from shardfold.tiers.device import DeviceStore
+from shardfold.tiers.device import DeviceTier
 from tests.support.formats import BLOCK, Blocks, add_blocks
 
 LIMIT = timedelta(seconds=30)
@@ -86,8 +86,8 @@ class _Late(GlooTransport):
         return Pending([], finish)
 
 
-def _transports(device: torch.device) -> tuple[list[GlooTransport | NearTransport], DeviceStore, Any]:
-    mesh, memory = DataMesh(None, device, LIMIT), DeviceStore(device)
+def _transports(device: torch.device) -> tuple[list[GlooTransport | NearTransport], DeviceTier, Any]:
+    mesh, memory = DataMesh(None, device, LIMIT), DeviceTier(device)
     gloo = GlooTransport(memory.empty, memory.recycle)
 
     def exchange(_: str, text: str) -> list[str]:

@@ -70,6 +70,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, set[str]]]] = [
     (sf.LossScale, {n: set() for n in ("initial", "backoff", "interval", "hysteresis", "refill", "delay", "floor")}),
     (sf.LossScale, {"growth": {"1e300"}, "patience": {"None"}}),
     (sf.Overlap, {"prefetch": set(), "reduces_in_flight": {"None"}, "block": set(), "order": set()}),
+    (sf.Overlap, {"update_thread": set()}),
     (partial(sf.Sampler, dataset=8, batch_size=2), {"seed": {"-1"}, "shuffle": set(), "drop_last": set()}),
     (partial(sf.Sampler, dataset=8, batch_size=2), {"fill_last": set(), "rank": {"None"}, "num_ranks": {"None"}}),
     (partial(sf.Sampler, batch_size=2), {"dataset": {"list"}}),

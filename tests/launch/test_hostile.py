@@ -289,9 +289,9 @@ def test_temporary_files_are_their_owner_s(tmp_path: Path) -> None:
     import torch
 
     from shardfold.launch.agent import log_folder
-    from shardfold.tiers.disk import DiskStore
+    from shardfold.tiers.disk import DiskTier
 
-    store = DiskStore(torch.device("cpu"), str(tmp_path))
+    store = DiskTier(torch.device("cpu"), str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     assert stat.S_IMODE(os.fstat(store._file.fileno()).st_mode) & 0o077 == 0
     store.close()

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.engine.handlers import HANDLERS, Handlers
-from shardfold.engine.track import Track
+from shardfold.engine.passes import MOMENTS, NegotiatedPass
+from shardfold.engine.track import Section, Track
 from shardfold.plan.order import contradiction, merge_orders, with_missing
 from shardfold.plan.program import MARKERS, VERBS, Op
 
@@ -92,7 +93,7 @@ def test_a_track_runs_every_operation_once_and_in_order(units: list[str], reache
     for name in reached:
         before = track.position
         if track.reach("F", name):
-            assert track.at("F", name) and track.position > before
+            assert track.at_marker("F", name) and track.position > before
         else:
             assert Op("F", name) not in ops[before:] and track.position == before
     track.finish()
@@ -129,5 +130,14 @@ def test_a_verb_without_a_handler_is_refused_when_it_is_bound() -> None:
     """A program never runs an operation as another one."""
     handlers = Handlers.__new__(Handlers)
     handlers.units = {"block": None}  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="'FETCH', which no handler does"):
-        handlers.bind(Op("FETCH", "block"))
+    with pytest.raises(ValueError, match="'SEND', which no handler does"):
+        handlers.bind(Op("SEND", "block"))
+
+
+def test_a_verb_whose_moment_is_not_known_is_refused_before_a_pass_that_asks() -> None:
+    """Such a pass never does an operation at a moment that is another one's."""
+    assert set(MOMENTS) | {"CLAMP", "NORM", "FETCH", "UPDATE", "STORE", "JOIN", *MARKERS} == set(VERBS)
+
+    section = Section("forward", [Op("UPDATE", "block")], lambda op: lambda: None)
+    with pytest.raises(ValueError, match="does not know when to do 'UPDATE'"):
+        NegotiatedPass("F", section, {"block": None}, set(), None, None, refill=section)  # type: ignore[dict-item,arg-type]

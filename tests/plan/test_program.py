@@ -14,7 +14,8 @@ from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan import presets
 from shardfold.plan.layout import PRECISIONS, Cell, Layout, Precision
 from shardfold.plan.order import with_missing
-from shardfold.plan.passes import Overlap, apply, defer_reduce, prefetch
+from shardfold.plan.passes import Overlap, apply, closing, defer_reduce, prefetch
+from shardfold.plan.passes import late as late_section
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.presets import PRESETS, ddp, fsdp2, zero1, zero2
 from shardfold.plan.program import (
@@ -23,6 +24,7 @@ from shardfold.plan.program import (
     PARTIAL,
     REDUCTIONS,
     SECTIONS,
+    SUMS,
     TENSORS,
     VERBS,
     Op,
@@ -80,7 +82,9 @@ def programs(draw: st.DrawFn) -> Made:
     return Made(layout, units, lower(layout, units, mesh, clip=draw(st.booleans())), mesh)
 
 
-overlaps = st.builds(lambda depth: Overlap(prefetch=depth), st.integers(0, 6))
+overlaps = st.builds(
+    lambda depth, n: Overlap(prefetch=depth, reduces_in_flight=n), st.integers(0, 6), st.sampled_from([None, 0, 1])
+)
 
 
 def two_units(layout: Layout) -> Program:
@@ -231,7 +235,7 @@ def test_by_the_last_micro_batch_each_gradient_is_summed_over_every_rank_exactly
 @given(programs())
 def test_the_quiet_backward_is_the_backward_without_its_reductions(made: Made):
     program = made.program
-    assert [op for op in program.backward if op.verb not in REDUCTIONS] == list(program.quiet)
+    assert [op for op in program.backward if op.verb not in (*SUMS, "GRADS")] == list(program.quiet)
     assert program.section("quiet") == program.quiet
 
 
@@ -245,8 +249,9 @@ def test_gradients_that_rest_whole_are_reduced_in_the_last_micro_batch_only(made
 def test_the_norm_is_taken_before_any_update_and_only_if_the_step_clips():
     units = [unit("a"), unit("b")]
     layout = presets.zero2.bind(BF16, MESH)
-    assert lower(layout, units, MESH, clip=True).step[0] == Op("NORM")
-    assert Op("NORM") not in lower(layout, units, MESH).step
+    assert lower(layout, units, MESH, clip=True).step[:2] == (Op("NORM"), Op("STEP"))
+    assert lower(layout, units, MESH, clip=True, clamp=True).step[:3] == (Op("CLAMP"), Op("NORM"), Op("STEP"))
+    assert lower(layout, units, MESH).step[0] == Op("STEP")
 
 
 def test_redistribute_derives_each_collective_from_how_a_tensor_lies_and_is_needed():
@@ -305,8 +310,10 @@ def most_full(layout: Layout, units: list[UnitSpec], program: Program) -> int:
             elif op.verb == "FREE":
                 assert op.unit in full and ready[op.unit] and (ended or op.unit not in roots)
                 full.remove(op.unit)
+            elif op.verb == "GRADS":
+                assert not ready[op.unit]
             else:
-                assert op.verb in REDUCTIONS and ready[op.unit] and (ended or op.unit not in roots)
+                assert op.verb in SUMS and ready[op.unit] and (ended or op.unit not in roots)
             most = max(most, len((full | cast) - roots - always))
         stays = section == "forward" and not layout.kept.over
         assert full == (names if stays else always) and not cast
@@ -358,7 +365,7 @@ def test_passes_keep_all_operations_and_only_move_fetches_earlier_and_reductions
             steps = [b - a for a, b in zip(was[op], now[op], strict=True)]
             if op.verb in FETCHES:
                 assert all(-overlap.prefetch <= step <= 0 for step in steps)
-            elif op.verb in REDUCTIONS and op.unit in late:
+            elif op.verb in ("WAIT", "DROP") or (op.verb in REDUCTIONS and op.unit in late):
                 assert all(step >= 0 for step in steps)
             else:
                 assert not any(steps)
@@ -379,6 +386,61 @@ def test_late_units_are_reduced_behind_end_in_their_order(made: Made, data: st.D
     tail = ops[ops.index(Op("END")) :]
     reductions = [op for op in program.last if op.verb in REDUCTIONS and op.unit in late]
     assert [op for op in tail if op.verb in REDUCTIONS and op.unit in late] == reductions
+
+
+@given(programs(), overlaps, st.data())
+def test_gradient_buffers_and_sums_on_their_way_begin_and_end_by_operations(
+    made: Made, overlap: Overlap, data: st.DataObject
+):
+    """A buffer is there from before its unit's backward until its sum was awaited; as many units' sums as were asked
+    for are on their way beside the next, and a second hop begins behind the end of the first."""
+    layout, units = made.layout, made.units
+    late = frozenset(data.draw(st.sets(st.sampled_from([u.name for u in units])))) if units else frozenset[str]()
+    program = apply(made.program, overlap, late)
+    in_flight, roots = overlap.reduces_in_flight or 0, {u.name for u in units if u.root}
+    for section in ("backward", "last"):
+        local, under_way = set[str](), list[str]()
+        for op in program.section(section):
+            if op.verb == "GRADS":
+                assert op.unit not in local and op.format == layout.reduce.dtype
+                local.add(op.unit)
+            elif op.verb == "B":
+                trained = {u.name for u in units if u.trainable}
+                assert (op.unit in local) == (bool(layout.grads.over) and op.unit in trained)
+                assert len(under_way) <= in_flight
+                if not late:
+                    assert len(local - roots) <= in_flight + 1
+            elif op.verb in REDUCTIONS:
+                assert op.unit not in under_way
+                assert op.source != "local" or (op.unit in local) == bool(layout.grads.over)
+                under_way.append(op.unit)
+                assert len(under_way) <= max(1, in_flight)
+            elif op.verb == "WAIT":
+                assert op.target == "grads"
+                under_way.remove(op.unit)
+            elif op.verb == "DROP":
+                assert op.unit not in under_way
+                local.remove(op.unit)
+        assert not local and not under_way
+
+
+@given(programs(), overlaps, st.data())
+def test_closing_reduces_what_only_the_last_backward_would_have_and_late_reduces_once_more(
+    made: Made, overlap: Overlap, data: st.DataObject
+):
+    program = apply(made.program, overlap)
+
+    def sums(ops: tuple[Op, ...]) -> Counter[Op]:
+        return Counter(op for op in ops if op.verb in REDUCTIONS)
+
+    last, ended = closing(program, overlap), late_section(program, frozenset(u.name for u in made.units))
+    assert sums(program.backward) + sums(last) == sums(program.last) == sums(ended)
+    chosen = frozenset(data.draw(st.sets(st.sampled_from([u.name for u in made.units])))) if made.units else frozenset()
+    assert late_section(program, chosen) == tuple(op for op in ended if op.unit in chosen)
+    for ops in (last, ended):
+        assert {op.verb for op in ops} <= set(SUMS)
+        for op, count in sums(ops).items():
+            assert sum(other.verb == "WAIT" and other.unit == op.unit for other in ops) >= count
 
 
 def test_a_cast_moves_together_with_its_gather():
@@ -413,7 +475,8 @@ def test_a_collective_says_the_format_of_every_segment_that_it_moves() -> None:
         return {op.verb: op.format for op in program.section(section) if op.format}
 
     assert said("zero3", "forward") == {"ALL_GATHER": "bf16+fp32+fp64+bf16"}
-    assert said("zero3", "last") == {"ALL_GATHER": "bf16+fp32+fp64+bf16", "REDUCE_SCATTER": "bf16+fp32+bf16"}
+    reduced = dict.fromkeys(("GRADS", "REDUCE_SCATTER"), "bf16+fp32+bf16")
+    assert said("zero3", "last") == {"ALL_GATHER": "bf16+fp32+fp64+bf16", **reduced}
     assert said("zero2", "step") == {"ALL_GATHER": "bf16+fp32+bf16"}
     one = Op("ALL_GATHER", "u", INTRA, "bf16", "params", "flat")
     assert one.each(3) == (one, one, one)

@@ -288,7 +288,7 @@ def _refusals(layout: str) -> dict[str, str]:
     refuse("unknown name", ModelError, "head.wieght", of="master")
     with engine.gathered(of="master") as values:
         said["names"] = ",".join(values)
-    buffers = [unit.gradients.incoming for unit in engine.units]
+    buffers = [unit.gradients.local for unit in engine.units]
     assert engine.memory().transient == sum(f.nbytes for buffer in buffers if buffer for f in buffer.flats)
     engine.close()
     with pytest.raises(UsageError) as caught, make(layout, optimizer=None).gathered(of="master"):

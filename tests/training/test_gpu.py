@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 ADAMW = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1)
 
 
-def _losses(layout: str, device: str, precision: str, steps: int, **options: Any) -> list[float]:
+def _losses(layout: Any, device: str, precision: str, steps: int, **options: Any) -> list[float]:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     engine = sf.Engine(
@@ -54,6 +54,15 @@ def test_two_processes_share_a_gpu_over_gloo(ranks: Ranks, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["ddp", "zero3", "fsdp2"])
 def test_bf16_on_a_gpu_follows_fp32(layout: str) -> None:
     assert _losses(layout, "cuda", "bf16", 10) == pytest.approx(_losses(layout, "cuda", "fp32", 10), rel=2e-2)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_moments_may_rest_elsewhere(tier: str) -> None:
+    """In pinned memory or in a file, fetched beside the computation; also where a thread of its own updates."""
+    near, far = _losses("zero2", "cuda", "bf16", 10), sf.PRESETS["zero2"].edit("moments", tier=tier)
+    assert _losses(far, "cuda", "bf16", 10) == pytest.approx(near, rel=1e-5)
+    beside = sf.Overlap(update_thread=True)
+    assert _losses(far, "cuda", "bf16", 10, overlap=beside) == pytest.approx(near, rel=1e-5)
 
 
 def test_tf32_rounds_the_inputs_of_matrix_products() -> None:

@@ -96,13 +96,13 @@ def _peak(layout: str | sf.Layout, precision: str, prefetch: int) -> tuple[int, 
             step()
             peaks.append(live.peak)
     specs = [unit.spec for unit in engine.units]
+    by_name = {spec.name: spec for spec in specs}
+    temporary = engine.sharded.comm.transport.temporary
     bound = cost.peak_bytes(
-        engine.layout,
-        specs,
-        engine.mesh.sizes,
-        prefetch=prefetch,
-        temporary=engine.sharded.comm.transport.temporary,
-    )
+        engine.program, specs, rest=engine.memory().held,
+        temporary=lambda num_bytes, axes: temporary(int(num_bytes), engine.mesh.parts(axes)),
+        encoded=lambda op: cost.encoded_bytes(op, engine.layout, by_name[op.unit], engine.mesh.sizes),
+    )  # fmt: skip
     engine.close()
     # Where ranks read from each other every step is alike; Gloo's threads let go of a finished collective's buffers
     # some microseconds later, so there the best step counts.

@@ -59,14 +59,14 @@ def live(layout: str, precision: str, loaded: torch.dtype) -> dict[str, set[torc
         parameter.register_hook(lambda grad: seen.add(grad.dtype))
     sent: set[torch.dtype] = set()
     for unit in engine.units:
-        make = unit.gradients.new_buffer
+        make = unit.gradients.make
 
         def record(make: Any = make) -> Any:
             buffer = make()
             sent.update(flat.dtype for flat in buffer.flats)
             return buffer
 
-        unit.gradients.new_buffer = record  # type: ignore[method-assign]
+        unit.gradients.make = record  # type: ignore[method-assign]
         sent.update(flat.dtype for flat in unit.shown.resting_flats())
     engine.backward(engine(torch.ones(2, 8)))
     engine.step()

@@ -34,6 +34,7 @@ from shardfold.plan.report import SavedReport, SavedRow
 from shardfold.plan.rules import EVERYTHING, Patterns, pairs, text_of
 from shardfold.sharding.pickling import replace_forward, restore_forward
 from shardfold.sharding.unit import Unit
+from shardfold.tiers.tiers import Tiers
 from shardfold.torch_internals import in_backward
 
 __all__ = ["MODES", "Activations", "Replacements", "in_table"]
@@ -66,24 +67,24 @@ class Replacements:
     Args:
         model: whose modules are meant.
         given: the engine's argument: a mode, an :class:`Activations`, or ordered rules of these.
-        device: that trains.
+        tiers: that what autograd saves may rest in.
 
     Raises:
         ConfigError: the rules are none, or a mode is unknown.
         ModelError: a rule matches no module.
     """
 
-    def __init__(self, model: nn.Module, given: Any, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, given: Any, tiers: Tiers) -> None:
         rules = pairs(given, "activations", (str, Activations), "mode")
         self._model = model
         self._values = [Activations.named(value) for _, value in rules]
         self._patterns = Patterns([pattern for pattern, _ in rules], "activations")
         self._patterns.check(model)
         self.places: list[ReplacedForward] = []
-        self._movers = Movers(model, device)
+        self._movers = Movers(model, tiers)
         self._units: Sequence[Unit] = ()
         self._needs: Callable[[Unit], None] = lambda unit: None
-        self._device = device
+        self._device = tiers.device.device
         self._planner: Planner | None = None
         if budgets := {value.budget: value.mode for value in self._values if value.budget is not None}:
             if len(budgets) > 1:
@@ -91,7 +92,7 @@ class Replacements:
                     f"the rules of activations= have {' and '.join(map(repr, budgets.values()))}: a device has one "
                     "budget, so give all of these rules the same."
                 )
-            self._planner = Planner(*budgets.popitem(), device, self._movers.tally)
+            self._planner = Planner(*budgets.popitem(), self._device, self._movers.tally)
             self._planner.renewed = self._put
 
     def attach(self, units: Sequence[Unit], needs: Callable[[Unit], None]) -> None:
@@ -172,10 +173,6 @@ class Replacements:
         for place in self.places:
             restore_forward(place.module)
         self.places = []
-
-    def close(self) -> None:
-        """Ends threads and gives back files."""
-        self._movers.close()
 
     # -- a budget
 

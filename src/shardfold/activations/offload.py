@@ -1,6 +1,6 @@
 """What autograd saves for backward: moved out of the device behind a forward, and back ahead of backward; and counted.
 
-A *frame* is one forward of one module. What autograd saves in it is copied to a store, each storage once however many
+A *frame* is one forward of one module. What autograd saves in it is copied to a tier, each storage once however many
 operations save views of it, and kept on the device until the forward is over. In backward the first tensor that is
 asked for brings back the frame, and begins to bring back the one before it.
 """
@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,25 +21,19 @@ from shardfold.sharding.autograd import inside_checkpoint, tensors_in
 from shardfold.sharding.freed import apart
 from shardfold.sharding.partition import ROOT
 from shardfold.sharding.unit import Unit
-from shardfold.tiers.disk import DiskStore
-from shardfold.tiers.host import HostStore
+from shardfold.tiers.disk import DiskRegion
+from shardfold.tiers.tier import Region, Tier
+from shardfold.tiers.tiers import Tiers
 from shardfold.torch_internals import DispatchMode, in_backward, storage_key, top_saved_hooks, untraced
 
 __all__ = ["Counter", "Movers", "Results", "Tally", "counted", "held"]
 
 
 PROBE = 4 * 1024 * 1024
-"""Bytes of a copy by which a store is timed."""
+"""Bytes of a copy by which a tier is timed."""
 
 SHARE = 4
 """A storage is copied as a whole if a tensor that is saved has this part of it or more: others may save the rest."""
-
-
-class Copy(Protocol):
-    """A copy in a store."""
-
-    def fetch(self) -> None: ...
-    def get(self) -> Tensor: ...
 
 
 class Tally:
@@ -70,10 +64,10 @@ class Tally:
 
 
 class _Entry:
-    """One storage, or a part of it, that is away: ``flat`` is contiguous."""
+    """One storage, or a part of it, that is away in a region."""
 
-    def __init__(self, tally: Tally, flat: Tensor, copy: Copy) -> None:
-        self._tally, self._copy, self.nbytes = tally, copy, flat.nbytes
+    def __init__(self, tally: Tally, region: Region) -> None:
+        self._tally, self._region, self.nbytes = tally, region, region.nbytes
         self._back: Tensor | None = None
         self._asked = False
         self.pieces = self._given = 0
@@ -83,12 +77,12 @@ class _Entry:
         if self._back is None and not self._asked:
             self._asked = True
             self._tally.arrive(self.nbytes)
-            self._copy.fetch()
+            self._region.fetch()
 
     def get(self) -> Tensor:
         self.fetch()
         if self._back is None:
-            self._back = self._copy.get()
+            self._back = self._region.get()
         back = self._back
         self._given += 1
         if self._given % self.pieces == 0:  # all that was saved has been asked for
@@ -103,6 +97,7 @@ class _Entry:
     def __del__(self) -> None:
         self._forget()
         self._tally.rest(-self.nbytes)
+        self._region.drop()
 
 
 class _Offloaded(NamedTuple):
@@ -142,8 +137,8 @@ def _leave_untraced(owner: type, *names: str) -> None:
 class _Frame:
     """One forward of one module."""
 
-    def __init__(self, movers: Movers, tally: Tally, store: Any, smallest: int) -> None:
-        self._movers, self._tally, self._store, self._smallest = movers, tally, store, smallest
+    def __init__(self, movers: Movers, tally: Tally, tier: Tier, smallest: int) -> None:
+        self._movers, self._tally, self._tier, self._smallest = movers, tally, tier, smallest
         self._outer = top_saved_hooks()
         self._before = movers.last
         self._entries: list[_Entry] = []
@@ -179,7 +174,9 @@ class _Frame:
             flat = tensor.detach().as_strided((length,), (1,), 0)
         else:
             flat = tensor.detach().contiguous().view(-1)
-        entry = _Entry(self._tally, flat, self._store.put(flat))
+        region = self._tier.allocate(flat.shape, flat.dtype)
+        region.store(flat)
+        entry = _Entry(self._tally, region)
         self._made[key] = entry
         if known is not None:
             known[key] = entry
@@ -228,16 +225,15 @@ class Movers:
         stays: storages that are not moved.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, tiers: Tiers) -> None:
         _leave_untraced(_Frame, "pack", "unpack")
         _leave_untraced(Movers, "begin", "end")
-        self._model, self._device = model, device
+        self._model, self._tiers, self._device = model, tiers, tiers.device.device
         self.tally = Tally()
         self.parts: dict[str, Tally] = {}
         self.moved: dict[str, int] = {}
         self.last: weakref.ref[_Frame] | None = None
         self.counter: Counter | None = None
-        self._stores: dict[tuple[str, str | None], Any] = {}
         self.stays: set[int] = set()
         self._known: dict[int, _Known] = {}
 
@@ -266,34 +262,28 @@ class Movers:
         """
         if inside_checkpoint():
             return None
-        store = self._store(mode, folder)
+        tier = self._tiers.named(mode, folder)
         self._meet(tensors_in(inputs))
-        frame = _Frame(self, self.parts.setdefault(unit, Tally(self.tally)), store, smallest)
+        frame = _Frame(self, self.parts.setdefault(unit, Tally(self.tally)), tier, smallest)
         self.last = weakref.ref(frame)
         hooks = torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack)
         hooks.__enter__()
         return frame, hooks
 
-    def _store(self, mode: str, folder: str | None) -> Any:
-        store = self._stores.get((mode, folder))
-        if store is None:
-            store = DiskStore(self._device, folder) if mode == "disk" else HostStore(self._device)
-            self._stores[mode, folder] = store
-        return store
-
     def rate(self, mode: str, folder: str | None) -> tuple[float, float, bool]:
         """Milliseconds per byte, out of the device and back, as a copy takes them now; and whether that runs beside the
         computation."""
-        store = self._store(mode, folder)
+        tier = self._tiers.named(mode, folder)
         flat = torch.zeros(PROBE, dtype=torch.uint8, device=self._device)
         seconds: list[tuple[float, float]] = []
         for _ in range(3):  # the first is slow
             begun = self._now()
-            copy = store.put(flat)
-            if mode == "disk":
-                copy.written.result()
+            region: Region = tier.allocate(flat.shape, flat.dtype)
+            region.store(flat)
+            if isinstance(region, DiskRegion):
+                region.flush()
             gone = self._now()
-            copy.get()
+            region.get()
             seconds.append((gone - begun, self._now() - gone))
         out, back = (1000 * min(times) / PROBE for times in zip(*seconds, strict=True))
         return out, back, mode == "disk" or self._device.type == "cuda"
@@ -317,12 +307,6 @@ class Movers:
                 known = self._known.get(storage)
                 if known is None or known.tensor() is not tensor:
                     self._known[storage] = _Known(weakref.ref(tensor), weakref.WeakValueDictionary())
-
-    def close(self) -> None:
-        """Gives back what stores hold."""
-        for store in self._stores.values():
-            store.close()
-        self._stores.clear()
 
 
 # -- counting

@@ -336,9 +336,11 @@ class _Work:
                 if state != "weight" and not is_average(state) and (needed is None or state in needed):
                     wanted.setdefault(state, []).append((slot, old))
         for state, having in sorted(wanted.items()):
-            target = update.moment(segment, state)
-            if target is not None:
+            region = update.moment(segment, state)
+            if region is not None:
+                target = region.get()
                 self._fill(segment, state, target, bounds, over, {slot for slot, _ in having})
+                region.store(target)
                 continue
             dtype = checkpoint.dtype(having[0][1], state)
             if dtype == checkpoint.dtype(having[0][1]):  # it follows its parameter, which may have another dtype here

@@ -92,6 +92,7 @@ class Agreement:
         self._announced: tuple[str, torch.Tensor, Any] | None = None  # a meeting whose answer is still to be looked at
         self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
         self.take_part: Callable[[], bool] = lambda: False  # see Watched
+        self.where: Callable[[], str] = lambda: ""  # the part of a program that runs, its operation marked
         self._dead: str | None = None  # the sentence with which this engine was given up
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
@@ -355,11 +356,15 @@ class Agreement:
                 return gone
             left = []
         if left:
-            return CollectiveError(f"{what}: rank {', '.join(map(str, left))} has closed its engine.")
+            return CollectiveError(f"{what}: rank {', '.join(map(str, left))} has closed its engine.{self._here()}")
         return CollectiveError(
             f"{what} ({str(error).splitlines()[0]}); another rank has probably died or left the training loop: look at "
-            "its output."
+            f"its output.{self._here()}"
         )
+
+    def _here(self) -> str:
+        """Behind a sentence about an operation of the program: the program around it, in lines of its own."""
+        return f"\n{where}" if not self._detail and (where := self.where()) else ""
 
     def _publish(self, what: str) -> None:
         assert self._watch is not None
@@ -403,7 +408,11 @@ class Agreement:
         if now - begun > self._desync_timeout and not self._warned:
             self._warned = True
             LOG.warning(
-                "waiting for %.0f s: %s.%s", now - begun, self._describe(others), " Still waiting." * (not stuck)
+                "waiting for %.0f s: %s.%s%s",
+                now - begun,
+                self._describe(others),
+                " Still waiting." * (not stuck),
+                self._here(),
             )
         if now - begun > self.timeout:
             message = (
@@ -412,7 +421,7 @@ class Agreement:
             )
             self.peers.store.set("abort", message)
             self._dead, self._mesh.gave_up = message, True
-            raise CollectiveError(message)
+            raise CollectiveError(f"{message}{self._here()}")
 
     def _find_contradiction(self, others: dict[int, Whereabouts]) -> None:
         """What proves by itself that this rank and another will never meet."""
@@ -470,7 +479,7 @@ class Agreement:
 
     def _give_up(self, message: str) -> OrderError:
         self._dead, self._mesh.gave_up = message, True
-        return OrderError(message)
+        return OrderError(f"{message}{self._here()}")
 
     def _abort(self, message: str) -> None:
         """Raises ``message`` here and, at their next look, on all other ranks."""

@@ -21,7 +21,7 @@ from shardfold.comm.transport import Pending, Transport
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import Axes
 from shardfold.plan.program import Op
-from shardfold.tiers.device import DeviceStore
+from shardfold.tiers.device import DeviceTier
 
 __all__ = ["Comm", "joined"]
 
@@ -70,10 +70,10 @@ class Comm:
     agreement: Agreement
     transport: Transport
     meter: Meter
-    memory: DeviceStore
+    memory: DeviceTier
 
     @classmethod
-    def of(cls, mesh: DataMesh, agreement: Agreement, memory: DeviceStore) -> Comm:
+    def of(cls, mesh: DataMesh, agreement: Agreement, memory: DeviceTier) -> Comm:
         """With the transport that the backend and the device of ``mesh`` have; every rank calls it."""
         transport = data_transport(
             mesh.backend, memory.device, mesh.groups(), mesh.rank, empty=memory.empty, recycle=memory.recycle,

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from shardfold.comm.transport import Pending, Transport
 from shardfold.plan.formats import Format
-from shardfold.tiers.device import DeviceStore
+from shardfold.tiers.device import DeviceTier
 
 __all__ = ["gather_encoded", "scatter_encoded"]
 
 
 def gather_encoded(
-    transport: Transport, memory: DeviceStore, form: Format, full: Tensor, group: Any
+    transport: Transport, memory: DeviceTier, form: Format, full: Tensor, group: Any
 ) -> tuple[Pending, Pending]:
     """Completes ``full``, in which this rank's chunk is in place; to be waited for in this order."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
@@ -37,7 +37,7 @@ def gather_encoded(
 
 def scatter_encoded(
     transport: Transport,
-    memory: DeviceStore,
+    memory: DeviceTier,
     form: Format,
     full: Tensor,
     out: Tensor,
@@ -58,14 +58,14 @@ def scatter_encoded(
     return exchanged, Pending([], partial(_sum, memory, form, sent, received.view(ranks, -1), out, add))
 
 
-def _decode(memory: DeviceStore, form: Format, payload: Tensor, values: Tensor) -> None:
+def _decode(memory: DeviceTier, form: Format, payload: Tensor, values: Tensor) -> None:
     _used_here(payload)
     with torch.no_grad():
         form.decode(payload, values)
     memory.recycle(payload.view(-1))
 
 
-def _sum(memory: DeviceStore, form: Format, sent: Tensor, received: Tensor, out: Tensor, add: bool) -> None:
+def _sum(memory: DeviceTier, form: Format, sent: Tensor, received: Tensor, out: Tensor, add: bool) -> None:
     _used_here(received)
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     total, row = (memory.empty(out.numel(), wide) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Counts the bytes this rank hands to collectives, as they are handed over."""
+"""Counts the bytes this rank hands to collectives and moves between tiers, as they are handed over."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from shardfold.comm.mesh import DataMesh
-from shardfold.plan.cost import Sent, ring_bytes
+from shardfold.plan.cost import Moved, Sent, ring_bytes
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import Axes
 from shardfold.plan.program import Op
-from shardfold.plan.report import TrafficReport, TrafficRow
+from shardfold.plan.report import MovedRow, TrafficReport, TrafficRow
 
 __all__ = ["Meter"]
 
@@ -31,6 +31,8 @@ class Meter:
         self._mesh = mesh
         self._forward, self._step, self._last = _counts(), _counts(), _counts()
         self._known: dict[tuple[Op, int], tuple[Sent, int]] = {}  # what operations on so many elements count as
+        self._moved: dict[Moved, list[int]] = {}
+        self._last_moved = self._moved
         self._sections: Counter[str] = Counter()
         self._control = self._asked = self._asked_calls = 0
         self._last_control = self._last_asked = self._last_asked_calls = 0
@@ -64,6 +66,7 @@ class Meter:
     def end_step(self, *, skipped: bool = False) -> None:
         self._sections["step"] += not skipped
         self._last, self._step = self._step, _counts()
+        self._last_moved, self._moved = self._moved, {}
         self.last_sections, self._sections = self._sections, Counter()
         self._last_control, self._control = self._control, 0
         self._last_asked, self._asked = self._asked, 0
@@ -71,7 +74,7 @@ class Meter:
 
     def forget_last(self) -> None:
         """The program is another one now: what the last step sent cannot be compared with it."""
-        self._last, self.last_sections = _counts(), Counter()
+        self._last, self._last_moved, self.last_sections = _counts(), {}, Counter()
 
     def count(self, op: Op, length: int) -> None:
         """One collective by ``op`` on a whole tensor of so many elements."""
@@ -92,6 +95,12 @@ class Meter:
         """One collective of the step in which this rank sends that many bytes to others."""
         self._add(self._step, kind, 1, num_bytes)
 
+    def move(self, tier: str, verb: str, num_bytes: int) -> None:
+        """One operation of the step between the device and a slower tier."""
+        counted = self._moved.setdefault(Moved(tier, verb), [0, 0])
+        counted[0] += 1
+        counted[1] += num_bytes
+
     def control(self, num_bytes: int) -> None:
         """A small reduction of that many bytes; a ring sends them about twice."""
         self._control += int(ring_bytes("ALL_REDUCE", num_bytes, self._mesh.world))
@@ -101,14 +110,20 @@ class Meter:
         """Calls and bytes that were asked for since the last step."""
         return self._asked_calls, self._asked
 
-    def report(self, predicted: Mapping[Sent, tuple[int, float]]) -> TrafficReport:
+    def report(
+        self, predicted: Mapping[Sent, tuple[int, float]], moves: Mapping[Moved, tuple[int, float]]
+    ) -> TrafficReport:
         """The last completed step beside what the program predicts for the passes it had."""
         rows = []
         for kind in sorted({*self._last, *predicted}):
             calls, sent = self._last.get(kind, [0, 0])
             program = predicted[kind][1] if kind in predicted else 0.0
             rows.append(TrafficRow(*kind, calls, program, sent))
-        return TrafficReport(tuple(rows), self._last_control, self._last_asked, self._last_asked_calls)
+        moved: list[MovedRow] = []
+        for kind in sorted({*self._last_moved, *moves}):
+            calls, num_bytes = self._last_moved.get(kind, [0, 0])
+            moved.append(MovedRow(*kind, calls, moves[kind][1] if kind in moves else 0.0, num_bytes))
+        return TrafficReport(tuple(rows), self._last_control, self._last_asked, self._last_asked_calls, tuple(moved))
 
     @staticmethod
     def _add(into: Counts, kind: Sent, calls: int, sent: int) -> None:

@@ -4,7 +4,7 @@
     hooks        a model's forward and backward as events     backward    from a loss to gradients
     runner       events in, operations out                    norms       the norm of gradients, clipping
     passes       one pass: recorded, asked, or idle           visible     gradients as users see them
-    orders       in which units run; track                    gate        what may be done between passes
+    orders       in which units run; track, cursor            gate        what may be done between passes
     handlers     one for each verb                            reports     memory, traffic, times; stats
     arguments, alike, tf32                                    what an engine is given
 

@@ -60,7 +60,7 @@ from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip, one_clip
 from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.token_weights import Shares
-from shardfold.optim.sharded import ShardedOptimizer, build, check_rounding
+from shardfold.optim.sharded import ShardedOptimizer, build, check_rounding, check_tier
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis
 from shardfold.plan.checks import check_flags
@@ -82,7 +82,8 @@ from shardfold.sharding.run_state import RunState
 from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.unit import Life, Unit
 from shardfold.sharding.whole_state import check_state, load_state, state_dict
-from shardfold.tiers.device import DeviceStore
+from shardfold.tiers.device import DeviceTier
+from shardfold.tiers.tiers import Tiers
 
 __all__ = ["Engine", "engine_of"]
 
@@ -162,14 +163,15 @@ class Engine:
             ownership.claim(model, agreement)
             with agreement.told("making an engine"):
                 rules = self._read_rules(model, precision, table, data_mesh, held)
-                self._replaced = Replacements(model, activations, place)
-                held.callback(self._replaced.close)
+                tiers = Tiers(DeviceTier(place, debug=debug))
+                held.callback(tiers.close)
+                self._replaced = Replacements(model, activations, tiers)
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
-                comm = Comm.of(data_mesh, agreement, DeviceStore(place, debug=debug))
+                comm = Comm.of(data_mesh, agreement, tiers.device)
                 held.callback(comm.close)
                 made = build(optimizer, model) if optimizer is not None else None
                 run = RunState(make_schedule(lr_schedule, made), self.loss_scale)
-                self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, run, made, owner=self)
+                self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, tiers, run, made, owner=self)
                 made_here = not isinstance(optimizer, torch.optim.Optimizer)
                 self._changes = Changes(self.sharded, units, seed, made_here=made_here)
                 held.callback(self._changes.close)
@@ -211,6 +213,8 @@ class Engine:
         self._replaced.check(cuts)
         if sharded.optimizer is not None and sharded.rules.stochastic:
             check_rounding(sharded.optimizer)
+        if sharded.optimizer is not None:
+            check_tier(sharded.optimizer, sharded.layout.moments)
         alike = given(
             sharded.layout, [c.spec for c in cuts], sharded.optimizer, sharded.run.lr_schedule, accumulate, self.clip,
             self.loss_scale.rule if self.loss_scale is not None else None,
@@ -220,15 +224,15 @@ class Engine:
         if values is not None:
             values.load_buffers(model)
         move_buffers(dict(model.named_modules()), comm, buffer_dtypes(sharded.rules, model))
-        sharded.units = make_units(model, cuts, sharded.layout, comm, values, seed)
+        sharded.units = make_units(model, cuts, sharded.layout, comm, sharded.tiers, values, seed)
 
     def _make_updater(self, seed: int, held: ExitStack) -> ShardedOptimizer | None:
         sharded = self.sharded
         if sharded.optimizer is None:
             return None
         stochastic = seed if sharded.rules.stochastic else None
-        dtype = sharded.layout.moments.dtype
-        updater = ShardedOptimizer(sharded.optimizer, sharded.units, dtype, self.overlap.block, stochastic)
+        moments, tiers = sharded.layout.moments, sharded.tiers
+        updater = ShardedOptimizer(sharded.optimizer, sharded.units, moments, tiers, self.overlap.block, stochastic)
         held.callback(updater.close)
         sharded.updater = updater
         return updater
@@ -238,16 +242,16 @@ class Engine:
         sharded, precision = self.sharded, self.sharded.rules.default
         handlers = Handlers(
             sharded.layout, sharded.comm, sharded.units, self._updater, self.clip,
-            scale=1.0 / (self.mesh.data_ranks * accumulate), overlap=self.overlap, loss_scale=self.loss_scale,
+            scale=1.0 / (self.mesh.data_ranks * accumulate), loss_scale=self.loss_scale,
         )  # fmt: skip
-        clips = self.clip is not None and self.clip.norm is not None
+        held.callback(handlers.cursor.close)
         self.alarm, shares, self._clock = (
             Alarm(sharded, self.loss_scale, self.clip),
             Shares(),
             Clock(sharded.comm.agreement.waited),
         )
         held.callback(self.alarm.close)
-        runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=clips)
+        runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=self.clip)
         #: Some parameters follow the policy of the model as a whole.
         policy = any(not segment.spec.own and segment.spec.table is None for segment in sharded.segments())
         narrow = TORCH_DTYPES[precision.compute] if policy and precision.compute in ("bf16", "fp16") else None

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from shardfold.comm.comm import Comm
 from shardfold.comm.transport import drain
+from shardfold.engine.cursor import Cursor
 from shardfold.engine.norms import Norms
 from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import Clip
@@ -23,15 +23,13 @@ from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.axes import DATA_AXES, Mesh, Role
 from shardfold.plan.layout import Layout, Tier
-from shardfold.plan.passes import Overlap
 from shardfold.plan.program import MARKERS, Op
-from shardfold.sharding.gradients import Gradients
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Life, Unit
 
 __all__ = ["HANDLERS", "Handlers", "check_supported"]
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 class Handlers:
@@ -44,6 +42,8 @@ class Handlers:
             shards before the pass is over.
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
+        cursor: the second one.
+        used: by unit, which parameters any rank used in this step, as soon as ranks have agreed.
         scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
         lifted: the loss scale that gradients have until they are unscaled.
     """
@@ -56,30 +56,27 @@ class Handlers:
         optimizer: ShardedOptimizer | None,
         clip: Clip | None,
         scale: float,
-        overlap: Overlap,
         loss_scale: Scaler | None = None,
     ) -> None:
-        self.layout, self.comm = layout, comm
+        self.comm = comm
         self.units = {unit.name: unit for unit in units}
         self.optimizer = optimizer
         if optimizer is not None:
             optimizer.connect(RankLink(layout.master.over, comm))
         self.norms = Norms(clip, comm, self.trainable)
+        self.used: dict[str, list[list[bool]]] = {}
+        self.cursor = Cursor(comm.memory.device)
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
         self.backward_follows = True
         self.scale, self.loss_scale = scale, loss_scale
         self.lifted = 1.0
-        on_gpu = comm.memory.device.type == "cuda"
-        self._overlap = on_gpu if overlap.reduces_in_flight is None else overlap.reduces_in_flight > 0
-        self._sending: Gradients | None = None  # of the unit whose gradients are on their way
         self.set_factors()
 
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on."""
         self.units = {unit.name: unit for unit in units}
         self.detours.clear()
-        self._sending = None
         self.set_factors()
 
     def trainable(self) -> Iterator[Segment]:
@@ -170,31 +167,32 @@ class Handlers:
             self.free(self.units[name])
         self.detours.clear()
 
-    def accept(self, unit: Unit, place: tuple[int, int], grad: Tensor) -> None:
-        """Takes a gradient."""
-        unit.gradients.accept(place, grad, self._sending, self.comm.agreement.wait)
-
     def bind_reduce(self, op: Op) -> Call:
-        unit = self.units[op.unit]
-        sends = [partial(self.comm.collective, each) for each in op.each(len(op.moves(unit.spec)))]
-        return partial(self.reduce, unit.gradients, op, sends)
-
-    def reduce(self, gradients: Gradients, op: Op, sends: Sequence[Callable[..., None]]) -> None:
         """Sends a unit's gradients: as they came on this rank, or what a reduction has scattered of them already."""
-        if self._sending is not gradients and self._sending is not None:  # those of one unit at a time
-            self._sending.arrive(self.comm.agreement.wait)
-        self._sending = gradients
+        gradients = self.units[op.unit].gradients
+        sends = [partial(self.comm.collective, each) for each in op.each(len(gradients.segments))]
         if op.source == "grads":
-            gradients.send_scattered(sends, self.comm.agreement.wait)
-            return
-        gradients.send(sends, scatter=op.verb == "REDUCE_SCATTER")
-        if not self._overlap:
-            gradients.arrive(self.comm.agreement.wait)
+            return partial(gradients.send_scattered, sends)
+        return partial(gradients.send, sends, scatter=op.verb == "REDUCE_SCATTER")
+
+    def bind_wait(self, op: Op) -> Call:
+        unit, waiter = self.units[op.unit], self.comm.agreement.wait
+        if op.target == "grads":
+            return partial(unit.gradients.arrive, waiter)
+        return lambda: drain(unit.filling, waiter)
 
     def update(self, unit: Unit) -> None:
         assert self.optimizer is not None
         with torch.no_grad():
-            self.optimizer.update(unit)
+            self.optimizer.update(unit, self.used[unit.name], self.norms.coefficient)
+
+    def fetch(self, unit: Unit, op: Op) -> None:
+        assert self.optimizer is not None
+        self.comm.meter.move(op.tier, op.verb, self.optimizer.fetch(unit))
+
+    def store(self, unit: Unit, op: Op) -> None:
+        assert self.optimizer is not None
+        self.comm.meter.move(op.tier, op.verb, self.optimizer.store(unit))
 
     def gather_updated(self, unit: Unit, ops: Sequence[Op]) -> None:
         """Fills what of ``params`` rests on this rank with what other ranks have updated."""
@@ -222,10 +220,17 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "ALL_GATHER": Handlers.bind_gather,
     "HOLD": lambda do, op: partial(do.hold, do.units[op.unit]),
     "FREE": lambda do, op: partial(do.free, do.units[op.unit]),
+    "GRADS": lambda do, op: do.units[op.unit].gradients.make,
     "REDUCE_SCATTER": Handlers.bind_reduce,
     "ALL_REDUCE": Handlers.bind_reduce,
+    "WAIT": Handlers.bind_wait,
+    "DROP": lambda do, op: do.units[op.unit].gradients.give_back,
+    "CLAMP": lambda do, op: do.norms.clip_values,
     "NORM": lambda do, op: do.norms.take,
+    "FETCH": lambda do, op: partial(do.fetch, do.units[op.unit], op),
     "UPDATE": lambda do, op: partial(do.update, do.units[op.unit]),
+    "STORE": lambda do, op: partial(do.store, do.units[op.unit], op),
+    "JOIN": lambda do, op: partial(do.cursor.join, op.unit),
 }
 """What binds an operation, by verb; all that are no markers."""
 
@@ -248,9 +253,9 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
                 f"{name} is split over {'+'.join(cell.over)}; this version splits over {'+'.join(DATA_AXES)} in that "
                 "order only."
             )
-        if cell.tier is not Tier.DEVICE:
+        if cell.tier is not Tier.DEVICE and name != "moments":
             raise ConfigError(
-                f"{name} rests in the {cell.tier} tier, which this version's engine does not have; use device."
+                f"{name} rests in the {cell.tier} tier, from which this version updates moments only; use device."
             )
     if layout.moments.dtype != layout.master.dtype:
         raise ConfigError(

@@ -90,6 +90,8 @@ class Norms:
                 "updated; engine.zero_grad() drops these gradients."
             )
         self.coefficient = clip_coefficient(self.norm, clip.norm) if clip.norm < inf else None
+        if self.coefficient is not None and not self.coefficient.is_cuda and float(self.coefficient) >= 1.0:
+            self.coefficient = None  # on a GPU asking for the number would stop the host
 
     def clip_values(self) -> None:
         """Cuts every element of this rank's gradients to the range of ``Clip.value``, if there is one."""

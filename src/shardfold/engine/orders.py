@@ -15,9 +15,10 @@ from logging import getLogger
 
 from shardfold.comm.comm import Comm
 from shardfold.engine.handlers import Handlers
-from shardfold.engine.passes import Bound, NegotiatedPass
-from shardfold.engine.track import Track
+from shardfold.engine.passes import NegotiatedPass
+from shardfold.engine.track import Section, Track
 from shardfold.errors import OrderError
+from shardfold.numerics.clipping import Clip
 from shardfold.plan import passes, program
 from shardfold.plan.layout import Layout
 from shardfold.plan.order import contradiction, describe, merge_orders, with_missing
@@ -37,6 +38,11 @@ def mode_of(section: str) -> str:
     return section if section in ("train", "eval") else "backward"
 
 
+def _title(section: str) -> str:
+    """The section as messages call it."""
+    return {"train": "forward", "eval": "forward in evaluation", "quiet": "backward in no_sync"}.get(section, section)
+
+
 def _repeated(order: Sequence[str]) -> set[str]:
     return {name for name, count in Counter(order).items() if count > 1}
 
@@ -49,9 +55,16 @@ class Orders:
         comm: over which ranks tell what they ran.
         handlers: that operations are bound to.
         overlap: how far ahead units are gathered.
-        clip: whether the program takes a norm.
+        clip: what the program does to gradients before the step; None: nothing.
 
     Attributes:
+        units: in definition order.
+        roots: names of those that are held through a pass.
+        late: names of those that are reduced at the end of backward, as gradients came behind their reduction.
+        touched: names of those whose weights this rank's model reads outside of their forward.
+        found: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
+        program: what runs, for display and for counting.
+        tracks: the program's sections, ready to run.
         waits: whether a backward ends with all sums, because every rank has them whole and shows them: no unit is
             reduced before its gradients are there.
         units: in definition order.
@@ -63,8 +76,16 @@ class Orders:
         tracks: the program's sections, ready to run.
     """
 
-    def __init__(self, layout: Layout, comm: Comm, handlers: Handlers, overlap: Overlap, *, clip: bool) -> None:
-        self._layout, self._comm, self._handlers, self._overlap, self._clip = layout, comm, handlers, overlap, clip
+    def __init__(self, layout: Layout, comm: Comm, handlers: Handlers, overlap: Overlap, *, clip: Clip | None) -> None:
+        self._layout, self._comm, self._handlers = layout, comm, handlers
+        self._clip = {
+            "clip": clip is not None and clip.norm is not None,
+            "clamp": clip is not None and clip.value is not None,
+        }
+        in_flight = overlap.reduces_in_flight
+        if in_flight is None:
+            in_flight = int(comm.memory.device.type == "cuda")
+        self._overlap = replace(overlap, reduces_in_flight=in_flight)
         self.waits = not layout.master.over
         self.units: list[Unit] = []
         self.roots: set[str] = set()
@@ -88,7 +109,7 @@ class Orders:
         self._comm.agreement.places = 2 * len(self.units) + 1
         specs = [replace(unit.spec, root=unit.name in self.roots) for unit in self.units]
         inner = [unit.name for unit in self.units if unit.name not in self.roots]
-        lower = partial(program.lower, self._layout, specs, self._comm.mesh.sizes, clip=self._clip)
+        lower = partial(program.lower, self._layout, specs, self._comm.mesh.sizes, **self._clip)
         train = self._with_missing(self.found["train"], inner)
         back = self._with_missing(self.found["backward"], train[::-1])
         evaluation = self._with_missing(self.found["eval"], train)
@@ -98,19 +119,31 @@ class Orders:
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
             name: lower().section("forward" if name in ("train", "eval") else name) for name in SECTIONS
         }
-        sections = {name: self.program.section(name) for name in ("backward", "last", "quiet", "step")}
+        sections = {name: self.program.section(name) for name in ("backward", "last", "quiet", "step", "beside")}
+        sections["closing"] = passes.closing(self.program, self._overlap)
         sections["train"] = self.program.forward
         sections["eval"] = shape(lower(forward=evaluation)).forward
-        self.tracks = {name: Track(name, ops, self._handlers.bind) for name, ops in sections.items()}
+        self.tracks = {name: Track(_title(name), ops, self._handlers.bind) for name, ops in sections.items()}
         self._collective = {name: any(op.verb in COLLECTIVES for op in ops) for name, ops in sections.items()}
+
+    def _unplaced(self, inner: Sequence[str]) -> set[str]:
+        """Units that had all their gradients in no recorded backward, where a rank shows the sums behind it: whenever
+        their gradients come, END is not too early."""
+        found = self.found["backward"]
+        return set(inner) - set(found) if found is not None and self.waits else set()
 
     def sends(self, section: str) -> bool:
         """Whether the section has collectives."""
         return self._collective[section]
 
-    def bound(self, section: str) -> list[Bound]:
-        """The section's operations in definition order, each with what it does."""
-        return [(op, self._handlers.bind(op)) for op in self._lists[section]]
+    def unordered(self, section: str) -> Section:
+        """The section in definition order, for a pass that asks."""
+        return Section(_title(section), self._lists[section], self._handlers.bind)
+
+    def late_track(self, units: Sequence[Unit]) -> Track:
+        """One more reduction of these units."""
+        names = frozenset(unit.name for unit in units)
+        return Track("late gradients", passes.late(self.program, names), self._handlers.bind)
 
     def known(self, section: str) -> bool:
         """Whether the section has an order that is worth following."""
@@ -128,12 +161,6 @@ class Orders:
         inner = [name for name in order if name not in self.roots]
         whole = with_missing(inner, list(dict.fromkeys(known)))
         return [name for i, name in enumerate(whole) if i == 0 or whole[i - 1] != name]
-
-    def _unplaced(self, inner: Sequence[str]) -> set[str]:
-        """Units that had all their gradients in no recorded backward, where a rank shows the sums behind it: whenever
-        their gradients come, END is not too early."""
-        found = self.found["backward"]
-        return set(inner) - set(found) if found is not None and self.waits else set()
 
     def add_late(self, units: Sequence[Unit]) -> None:
         """From the next step on these are reduced at the end of backward."""

@@ -18,22 +18,35 @@ from typing import Protocol
 
 from shardfold.comm.agreement import Agreement
 from shardfold.engine.handlers import Handlers
-from shardfold.engine.track import Track
-from shardfold.plan.passes import FETCHES
-from shardfold.plan.program import REDUCTIONS, Op
+from shardfold.engine.track import Section, Track
+from shardfold.plan.passes import GATHERS
+from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS
 from shardfold.sharding.unit import Life, Unit
 
-__all__ = ["Bound", "LocalPass", "NegotiatedPass", "Pass", "ReplayedPass"]
+__all__ = ["LocalPass", "NegotiatedPass", "Pass", "ReplayedPass"]
 
-Call = Callable[[], None]
-Bound = tuple[Op, Call | None]
-"""An operation and what it does; None: a marker."""
+MOMENTS: Mapping[str, str] = {
+    **dict.fromkeys(GATHERS, "enter"),
+    "GRADS": "begin",
+    **dict.fromkeys(SUMS, "reduce"),
+    **dict.fromkeys(("HOLD", "FREE"), "leave"),
+}
+"""When a pass that asks does an operation on a unit: when a rank needs its values, when this rank begins its backward,
+when all its gradients are there, when this rank has used its values."""
 
 
 class Pass(Protocol):
-    """What a pass is told. ``own`` is the order in which this rank ran its units."""
+    """What a pass is told.
+
+    Attributes:
+        own: the order in which this rank ran its units.
+        section: the operations; None: there are none to issue.
+    """
 
     own: list[str]
+
+    @property
+    def section(self) -> Section | None: ...
 
     def begin(self) -> None:
         """The pass begins; roots are gathered."""
@@ -61,6 +74,7 @@ class LocalPass:
 
     def __init__(self) -> None:
         self.own: list[str] = []
+        self.section = None
 
     def begin(self) -> None: ...
     def enter(self, unit: Unit) -> None: ...
@@ -94,9 +108,13 @@ class ReplayedPass:
     ) -> None:
         self.own: list[str] = []
         self.track = track
-        self._waits, self._complete = waits, set[str]()
         self._verb, self._roots, self._handlers, self._deviate = verb, roots, handlers, deviate
         self._held = {unit.name for unit in roots}
+        self._waits, self._complete = waits, set[str]()
+
+    @property
+    def section(self) -> Section:
+        return self.track
 
     def begin(self) -> None:
         self.track.restart()
@@ -109,7 +127,7 @@ class ReplayedPass:
                 return
 
     def enter(self, unit: Unit) -> None:
-        if unit.name in self._held or (self.track.at(self._verb, unit.name) and unit.life is Life.GATHERED):
+        if unit.name in self._held or (self.track.at_marker(self._verb, unit.name) and unit.life is Life.GATHERED):
             return  # a root, or once more and no other unit came between
         self.own.append(unit.name)
         self.track.reach(self._verb, unit.name)
@@ -132,9 +150,9 @@ class ReplayedPass:
             self._complete.add(unit.name)
             while (name := self.track.ahead(REDUCTIONS)) in self._complete:
                 self.track.reach("B", name)
-                self.track.follow(REDUCTIONS)
-        elif self.track.at("B", unit.name) or self.track.reach("B", unit.name):
-            self.track.follow(REDUCTIONS)
+                self.track.follow(SUMS)
+        elif self.track.at_marker("B", unit.name) or self.track.reach("B", unit.name):
+            self.track.follow(SUMS)
 
     def finish(self) -> None:
         self.track.finish()
@@ -146,27 +164,30 @@ class NegotiatedPass:
 
     Args:
         verb: ``F`` or ``B``.
-        ops: this section's operations in definition order (reversed for backward), each bound.
+        section: its operations in definition order (reversed for backward).
         units: by name; those that are not roots are asked for.
         roots: names of the units that are held through the pass.
         agreement: carries the rounds of asking.
         handlers: to gather, finish and free.
-        refill: gathers of units that forward kept and that an earlier backward of the same forward has freed
-            (``retain_graph``).
+        refill: a section that has the gathers of units that forward kept and that an earlier backward of the same
+            forward has freed (``retain_graph``).
         own: what this rank ran already, when this pass goes on where a replayed one has ended too early.
         nested: this pass runs inside another, which holds units of its own.
+
+    Raises:
+        ValueError: it is not known when to do an operation of the section.
     """
 
     def __init__(
         self,
         verb: str,
-        ops: Sequence[Bound],
+        section: Section,
         units: Mapping[str, Unit],
         roots: set[str],
         agreement: Agreement,
         handlers: Handlers,
         *,
-        refill: Sequence[Bound] = (),
+        refill: Section,
         own: Sequence[str] | None = None,
         nested: bool = False,
     ) -> None:
@@ -174,20 +195,23 @@ class NegotiatedPass:
         self.record: list[str] = []  # what all ranks asked for, in order
         self.touched: list[Unit] = []  # units read outside of their own forward: held to the end of the pass
         self._verb, self._agreement, self._handlers = verb, agreement, handlers
+        self.section = section
         self._units, self._roots = units, roots
-        self._places = list(dict.fromkeys(op.unit for op, _ in ops if op.unit in units and op.unit not in roots))
-        self._enter: dict[str, list[Call]] = {name: [] for name in units}
-        self._leave: dict[str, list[Call]] = {name: [] for name in units}
-        self._reduce: dict[str, list[Call]] = {name: [] for name in units}
-        sorts = {**dict.fromkeys(REDUCTIONS, self._reduce), "CAST": self._enter, "ALL_GATHER": self._enter}
-        for op, call in ops:
-            if call is not None and op.unit in units:
-                sorts.get(op.verb, self._leave)[op.unit].append(call)
-        self._full = {name for name in units if not self._enter[name]}
-        for op, call in refill:
-            if call is not None and op.unit in self._full and op.verb in FETCHES:
-                self._enter[op.unit].append(call)
-        self._gathers = any(self._enter[name] for name in self._places)
+        self._places = list(dict.fromkeys(op.unit for op in section.ops if op.unit in units and op.unit not in roots))
+        self._numbers: dict[str, dict[str, list[tuple[Section, int]]]] = {  # of the operations of each unit
+            moment: {name: [] for name in units} for moment in ("enter", "begin", "reduce", "leave")
+        }
+        for i, op in enumerate(section.ops):
+            if op.verb not in MARKERS and op.unit in units:
+                if op.verb not in MOMENTS:
+                    raise ValueError(f"a pass that asks does not know when to do {op.verb!r}, which its section has.")
+                self._numbers[MOMENTS[op.verb]][op.unit].append((section, i))
+        enter = self._numbers["enter"]
+        self._full = {name for name in units if not enter[name]}
+        for i, op in enumerate(refill.ops):
+            if op.unit in self._full and op.verb in GATHERS:
+                enter[op.unit].append((refill, i))
+        self._gathers = any(enter[name] for name in self._places)
         self._left: dict[str, Unit] = {}  # no longer used here; given back when another is gathered
         self._ready: set[str] = set()
         # What a replayed pass has reduced is not reduced again here but, if more came, at the step.
@@ -196,9 +220,11 @@ class NegotiatedPass:
         self._kept = {u.name for u in units.values() if nested and u.life is not Life.RESTING}
 
     def begin(self) -> None:
+        self.section.restart()
         for name in self._places_of_roots():
             if name not in self._full or self._units[name].life is Life.RESTING:
-                self._call(self._enter, name)
+                self._do("enter", name)
+            self._begin_backward(name)
             if self._units[name].life is Life.GATHERING:
                 self._handlers.finish_gather(self._units[name])
 
@@ -207,6 +233,7 @@ class NegotiatedPass:
         if unit.name in self._roots or (unit is self._last and unit.life is Life.GATHERED):
             return
         self.own.append(unit.name)
+        self._begin_backward(unit.name)
         if self._verb == "B" and self._last is not None and self._last is not unit:
             self._left[self._last.name] = self._last
         self._last = unit
@@ -228,7 +255,7 @@ class NegotiatedPass:
             self._left[unit.name] = unit
 
     def complete(self, unit: Unit) -> None:
-        if not self._reduce[unit.name]:
+        if not self._numbers["reduce"][unit.name]:
             return
         self._ready.add(unit.name)
         if not unit.split:  # no unit will be asked for behind it
@@ -242,15 +269,15 @@ class NegotiatedPass:
             pass
         for name in self._places:
             if name not in self._reduced:
-                self._call(self._reduce, name)
+                self._do("reduce", name)
         for name, unit in self._units.items():
             if unit.split and name not in self._roots and unit.life is not Life.RESTING:
                 self._give_back(unit)
         for name in self._places_of_roots():
             if name not in self._kept:
                 if name not in self._reduced:
-                    self._call(self._reduce, name)
-                self._call(self._leave, name)
+                    self._do("reduce", name)
+                self._do("leave", name)
         self._handlers.release_detours()
 
     def _round(self, wanted: Unit | None, *, done: bool = False) -> bool:
@@ -268,11 +295,11 @@ class NegotiatedPass:
         for name in ready:
             if name not in self._reduced:  # what comes behind the reduction is reduced once more at the step
                 self._reduced.add(name)
-                self._call(self._reduce, name)
+                self._do("reduce", name)
         for name in asked:
             unit = self._units[name]
             used_here = unit.life is not Life.RESTING
-            self._call(self._enter, name)
+            self._do("enter", name)
             if unit.life is Life.GATHERING:
                 self._handlers.finish_gather(unit)
             if unit is not wanted and not used_here:
@@ -284,12 +311,16 @@ class NegotiatedPass:
 
     def _give_back(self, unit: Unit) -> None:
         if not unit.running and unit.name not in self._kept:
-            self._call(self._leave, unit.name)
+            self._do("leave", unit.name)
+
+    def _begin_backward(self, name: str) -> None:
+        """This rank's gradients of the unit come now, but for those that come behind its reduction."""
+        if name not in self._reduced:
+            self._do("begin", name)
 
     def _places_of_roots(self) -> list[str]:
         return [name for name in self._units if name in self._roots]
 
-    @staticmethod
-    def _call(calls: Mapping[str, list[Call]], name: str) -> None:
-        for call in calls[name]:
-            call()
+    def _do(self, moment: str, name: str) -> None:
+        for section, number in self._numbers[moment][name]:
+            section.do((number,))

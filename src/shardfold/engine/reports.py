@@ -9,12 +9,13 @@ from shardfold.activations.modes import Replacements
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.plan.cost import STATES, section_traffic, state_bytes
+from shardfold.plan.cost import STATES, moves, section_traffic, state_bytes, tier_of
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout
 from shardfold.plan.presets import PRESETS
 from shardfold.plan.report import MemoryReport, MemoryRow, TrafficReport
 from shardfold.sharding.model import ShardedModel
+from shardfold.tiers.tier import Region
 from shardfold.torch_internals import storage_key
 
 __all__ = ["Reports"]
@@ -46,39 +47,44 @@ class Reports:
         moments, kept = (updater.num_moments(), updater.kept_bytes()) if updater is not None else (0, None)
         exact = state_bytes(model.layout, specs, sizes, num_moments=moments, kept=kept)
         padded = state_bytes(model.layout, specs, sizes, num_moments=moments, padded=True, kept=kept)
-        tensors, transient = self._tensors()
+        resting, transient = self._regions(), self._transient()
         seen: set[int] = set()
         rows: list[MemoryRow] = []
-        for name, cell in {n: getattr(model.layout, n, None) for n in tensors}.items():
-            held = _live_bytes(tensors[name], seen)
-            if held or padded.get(name):
-                tier = str(cell.tier) if cell is not None else "device"
-                table = exact.get(name, 0.0)
-                rows.append(MemoryRow(name, tier, table, padded.get(name, 0.0) - table, held))
+        for name, regions in resting.items():
+            held: dict[str, int] = {}
+            for region in regions:
+                held[region.tier] = held.get(region.tier, 0) + _held_bytes(region, seen)
+            if not any(held.values()) and not padded.get(name):
+                continue
+            table, home = exact.get(name, 0.0), str(tier_of(model.layout, name))
+            padding = padded.get(name, 0.0) - table
+            rows.append(MemoryRow(name, home, table, padding, held.pop(home, 0)))
+            rows += [MemoryRow(name, tier, 0.0, 0.0, num_bytes) for tier, num_bytes in held.items()]
         rows += [row() for row in model.rows]
         return MemoryReport(tuple(rows), _live_bytes(transient, seen), self._replaced.held())
 
-    def _tensors(self) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-        """What rests, by state, and what comes and goes."""
-        tensors: dict[str, list[Tensor]] = {name: [] for name in STATES}
+    def _regions(self) -> dict[str, list[Region]]:
+        """What rests, by state."""
+        regions: dict[str, list[Region]] = {name: [] for name in STATES}
+        for segment in self._model.segments():
+            for name, region in segment.regions.items():
+                regions[name].append(region)
+        if self._updater is not None:
+            regions["moments"] += self._updater.regions()
+        return regions
+
+    def _transient(self) -> list[Tensor]:
+        """What comes and goes."""
         transient: list[Tensor] = []
         for unit in self._model.units:
             for segment in unit.segments:
-                states = {
-                    "held": segment.held, "grads": segment.gradient_flat, "params": segment.rest,
-                    "master": segment.master, "format": segment.format_state,
-                }  # fmt: skip
-                for name, tensor in states.items():
-                    if tensor is not None:
-                        tensors[name].append(tensor)
                 if segment.split:
                     transient.append(segment.flat)
-            if unit.gradients.incoming is not None:
-                transient.extend(unit.gradients.incoming.flats)
-            transient.extend(grad for _, grad in unit.gradients.arriving)
+            for buffer in (unit.gradients.local, unit.gradients.sent):
+                transient.extend(buffer.flats if buffer is not None else ())
         if self._updater is not None:
-            tensors["moments"] += self._updater.state_tensors()
-        return tensors, transient
+            transient += self._updater.fetched()
+        return transient
 
     def traffic(self) -> TrafficReport:
         """See :meth:`Engine.traffic`."""
@@ -87,7 +93,9 @@ class Reports:
         predicted = section_traffic(program, model.layout, specs, model.comm.mesh.sizes, ran)
         if ran["step"] and self._updater is not None:
             predicted |= self._updater.traffic()
-        return meter.report(predicted)
+        moments = self._updater.num_moments() if self._updater is not None else 0
+        moved = moves(program, model.layout, specs, model.comm.mesh.sizes, num_moments=moments, steps=ran["step"])
+        return meter.report(predicted, moved)
 
     def explained(self) -> str:
         """See :meth:`Engine.explain`."""
@@ -99,6 +107,7 @@ class Reports:
             self._table, model.layout, self._runner.orders.program, specs, sizes, held, self._runner.accumulate,
             updater.traffic() if updater is not None else None,
             parts=model.rules.described(), activations=self._replaced.explained(),
+            moved=moves(self._runner.orders.program, model.layout, specs, sizes, num_moments=moments),
         )  # fmt: skip
 
     def described(self) -> str:
@@ -138,6 +147,11 @@ class Reports:
             memory=memory,
             transient_peak=torch.cuda.max_memory_allocated(model.device) - memory.held if cuda else None,
         )
+
+
+def _held_bytes(region: Region, seen: set[int]) -> int:
+    """Bytes of a region: of memory, what lives and was not counted yet."""
+    return region.nbytes if region.resting is None else _live_bytes([region.resting], seen)
 
 
 def _live_bytes(tensors: list[Tensor], seen: set[int]) -> int:

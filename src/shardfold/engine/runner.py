@@ -8,7 +8,7 @@ things before they do them. A rank that waits there while others still evaluate 
 collectives of their forward and computes nothing.
 
 ``[Note: late gradients]`` A gradient may arrive after its unit was reduced: another rank took another branch, the units
-ran in another order, or a second backward follows. It waits in the unit's incoming buffer; at the step all ranks agree
+ran in another order, or a second backward follows. It waits in the unit's buffer ``local``; at the step all ranks agree
 (in the same small reduction that agrees on used parameters) to reduce such units once more. Sums are linear, so nothing
 is lost. Where ranks show whole sums behind the last backward (``ddp``) no unit is reduced before its gradients are
 there, so that these sums are complete; only a re-entrant checkpoint still brings some later.
@@ -16,7 +16,8 @@ there, so that these sums are complete; only a re-entrant checkpoint still bring
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from weakref import WeakMethod
@@ -27,11 +28,12 @@ from torch import Tensor
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.orders import SECTIONS, Orders, mode_of
 from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPass
+from shardfold.engine.track import Section, Track
 from shardfold.engine.visible import VisibleGradients
 from shardfold.errors import UsageError
+from shardfold.numerics.clipping import Clip
 from shardfold.optim.guard import Guard
 from shardfold.plan.passes import Overlap
-from shardfold.plan.program import REDUCTIONS
 from shardfold.sharding.buffers import Buffers
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.unit import Life, Unit
@@ -48,7 +50,7 @@ class Runner:
         handlers: that operations are bound to.
         overlap: how far ahead units are gathered.
         accumulate: micro-batches per step.
-        clip: whether the program takes a norm.
+        clip: what the program does to gradients before the step; None: nothing.
 
     Attributes:
         orders: in which units run, and the programs.
@@ -59,7 +61,7 @@ class Runner:
     """
 
     def __init__(
-        self, model: ShardedModel, handlers: Handlers, overlap: Overlap, accumulate: int, *, clip: bool
+        self, model: ShardedModel, handlers: Handlers, overlap: Overlap, accumulate: int, *, clip: Clip | None
     ) -> None:
         self.model, self.handlers, self.accumulate = model, handlers, accumulate
         self.comm, self.agreement = model.comm, model.comm.agreement
@@ -71,14 +73,19 @@ class Runner:
         self.last: bool | None = None
         self.synchronize = True
         self.scaled = False
-        take_part = WeakMethod(self._take_part)  # the agreement must not keep the engine
+        take_part, where = (
+            WeakMethod(self._take_part),
+            WeakMethod(self._where),
+        )  # the agreement must not keep the engine
         self.agreement.take_part = lambda: (take := take_part()) is not None and take()
+        self.agreement.where = lambda: say() if (say := where()) is not None else ""
         self._evaluated = False  # since the last step
         self._delivered = False  # whether this backward gave gradients
         self._asked_backward = False  # whether a backward of this step was a negotiated pass
         self._grad_forward = True
         self._pass: Pass | None = None  # of the pass under way
         self._section = ""
+        self._between: Section | None = None  # of the program, that runs between passes
         self._thread = get_ident()  # that runs forward
         self._full: set[str] = set()  # units that a forward found full: of two forwards before one backward
         self._own: list[str] = []  # what this rank ran in the pass before
@@ -122,8 +129,8 @@ class Runner:
     def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> NegotiatedPass:
         verb = "F" if section in ("train", "eval") else "B"
         return NegotiatedPass(
-            verb, self.orders.bound(section), self.by_name, set(self.roots), self.agreement, self.handlers,
-            refill=self.orders.bound("train"), own=own, nested=nested,
+            verb, self.orders.unordered(section), self.by_name, set(self.roots), self.agreement, self.handlers,
+            refill=self.orders.unordered("train"), own=own, nested=nested,
         )  # fmt: skip
 
     def _deviate(self, unit: Unit) -> None:
@@ -269,7 +276,7 @@ class Runner:
         self._state.attempt += 1
         self.visible.forget()
         for unit in self.units:
-            unit.gradients.arrive(self.agreement.wait)
+            unit.gradients.end_pass(self.agreement.wait)
             unit.forget_gradients()
             for segment in unit.trainable:
                 for parameter in segment.parameters:
@@ -439,12 +446,12 @@ class Runner:
             self._deliver_first()
         if grad.is_sparse:
             grad = grad.to_dense()
+        gradients = unit.gradients
         if torch.is_grad_enabled():  # create_graph=True: otherwise entering no_grad() would cost as much as the rest
             with torch.no_grad():
-                self.handlers.accept(unit, place, grad)
+                gradients.accept(place, grad)
         else:
-            self.handlers.accept(unit, place, grad)
-        gradients = unit.gradients
+            gradients.accept(place, grad)
         gradients.seen.add(place)
         if len(gradients.seen) == gradients.count and self._pass is not None and unit.name not in self.roots:
             self._pass.complete(unit)
@@ -475,12 +482,26 @@ class Runner:
         else:  # torch.autograd.grad: no parameter's gradient was asked for, so this was no micro-batch
             self._state.gradients_ready = self._boundary_before
         for unit in self.units:
-            unit.gradients.arrive(self.agreement.wait)
-            unit.gradients.flush()
+            unit.gradients.end_pass(self.agreement.wait)
         self.comm.memory.forget_spares()
         self.visible.show()
 
     # -- the step
+
+    @contextmanager
+    def between(self, track: Track) -> Iterator[Track]:
+        """Inside, a section of the program runs that is none of a pass."""
+        track.restart()
+        self._between = track
+        try:
+            yield track
+        finally:
+            self._between = None
+
+    def _where(self) -> str:
+        """Where in the program this rank is; empty where none of it runs."""
+        section = self._between or (self._pass.section if self._pass is not None else None)
+        return section.where() if section is not None else ""
 
     def close_micro_batches(self) -> None:
         """Before a step behind a backward that was not known to be the last: what only that would have reduced."""
@@ -488,22 +509,15 @@ class Runner:
             return
         self.visible.hide()
         self.meet("the end of the micro-batches")
-        done = {(op.unit, op.verb) for op in self.orders.program.backward}
-        for op in self.orders.program.last:
-            if op.verb in REDUCTIONS and (op.unit, op.verb) not in done:
-                self.handlers.bind_reduce(op)()
-        for unit in self.units:
-            unit.gradients.arrive(self.agreement.wait)
+        with self.between(self.orders.tracks["closing"]) as track:
+            track.finish()
         self._state.gradients_ready = True
 
     def reduce_late(self, late: Sequence[Unit]) -> None:
         """[Note: late gradients]: one more reduction for these units, now and, from the next step on, at the end."""
-        ops = {op for op in self.orders.program.last if op.verb in REDUCTIONS}
-        for unit in late:
-            for op in sorted(ops, key=lambda op: REDUCTIONS.index(op.verb)):
-                if op.unit == unit.name:
-                    self.handlers.bind_reduce(op)()
-            unit.gradients.arrive(self.agreement.wait)
+        if late:
+            with self.between(self.orders.late_track(late)) as track:
+                track.finish()
         if not self._asked_backward:
             self.orders.add_late(late)
 

@@ -2,7 +2,7 @@
 
 agree     which parameters any rank used, whether gradients overflowed on any, in one small message
 reduce    what came too late for backward
-follow    the program's section ``step``: NORM, then UPDATE and ALL_GATHER of each unit
+follow    the program's section ``step``: CLAMP and NORM up to the marker STEP, then UPDATE and ALL_GATHER of each unit
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from shardfold.activations.modes import Replacements
-from shardfold.comm.transport import drain
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock
+from shardfold.engine.track import Track
 from shardfold.errors import NonFiniteError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler
@@ -102,7 +102,6 @@ class Stepper:
             handlers.set_factors(self._shares.factor(sums, model.world_size * runner.accumulate))
         self._follow(used)
         for unit in model.units:
-            drain(unit.filling, model.comm.agreement.wait)
             unit.forget_gradients()
             torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
         self._changes.updated()
@@ -124,26 +123,25 @@ class Stepper:
         return used, weighed, overflowed
 
     def _follow(self, used: dict[str, list[list[bool]]]) -> None:
-        """Runs the program's section: norms, then updates.
+        """Runs the program's section, its updates inside of the optimizer's own step.
 
         Raises:
             NonFiniteError: on every rank: the norm is not finite and ``Clip.error_if_nonfinite`` is set.
         """
-        model, norms, track = self._model, self._norms, self._runner.orders.tracks["step"]
-        norms.begin_step()
-        track.restart()
-        norms.clip_values()
-        try:
-            track.follow(("NORM",))
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{error}\n{self._alarm.examine()}") from None
-        coefficient = norms.coefficient
-        if coefficient is not None and model.device.type == "cpu" and float(coefficient) >= 1.0:
-            coefficient = None
+        runner = self._runner
+        self._norms.begin_step()
+        self._handlers.used = used
+        with runner.between(runner.orders.tracks["step"]) as track:
+            try:
+                track.reach("STEP")
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{error}\n{self._alarm.examine()}") from None
+            self._updater.around(partial(self._run, track, used))
 
-        def update() -> None:
+    def _run(self, track: Track, used: dict[str, list[list[bool]]]) -> None:
+        """The optimizer's step, with whatever hooks it has around it."""
+        if not self._updater.fused:
             with torch.no_grad():
-                self._updater.begin(model.units, used, coefficient)
+                self._updater.step_whole(self._model.units, used, self._norms.coefficient)
+        with self._handlers.cursor.following(self._runner.orders.tracks["beside"]):
             track.finish()
-
-        self._updater.around(update)

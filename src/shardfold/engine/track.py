@@ -1,27 +1,78 @@
-"""A section of a program that runs forward only.
+"""Operations that are bound to what they do, and the one place that does them.
 
-Each operation is a bound call, each marker a place that an event moves to. Moving forward runs what lies between, so a
-rank that skips a unit still takes part in its collectives.
+A section is a list of them; a track is a section that runs forward only: each marker is a place that an event moves to,
+and moving forward runs what lies between, so a rank that skips a unit still takes part in its collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from shardfold.plan.program import MARKERS, Op
+from torch.profiler import record_function
 
-__all__ = ["Track"]
+from shardfold.plan.program import MARKERS, Op, render_section
+from shardfold.torch_internals import profiler_is_on
 
-Call = Callable[[], None]
+__all__ = ["Section", "Track"]
+
+Call = Callable[[], object]
+AROUND = 4
+"""So many operations are shown before and behind the one that failed."""
 
 
-class Track:
-    """A section of a program with a position: everything before ``position`` has been done in this pass."""
+class Section:
+    """Operations of a program.
+
+    Args:
+        name: for messages.
+        ops: in the order in which they are printed.
+        bind: what each does; None of a marker.
+
+    Attributes:
+        at: the number of the operation that was begun last; -1: of none.
+    """
 
     def __init__(self, name: str, ops: Sequence[Op], bind: Callable[[Op], Call | None]) -> None:
         self.name = name
         self.ops = tuple(ops)
         self.calls = [bind(op) for op in ops]
+        self.at = -1
+        self._traced = False
+
+    def restart(self) -> None:
+        """Nothing has been done yet. A profiler that is on sees the operations by their names."""
+        self.at, self._traced = -1, profiler_is_on()
+
+    def do(self, numbers: Iterable[int]) -> None:
+        """Does these operations."""
+        calls = self.calls
+        for number in numbers:
+            self.at = number
+            if (call := calls[number]) is None:
+                continue
+            if self._traced:
+                with record_function(str(self.ops[number])):
+                    call()
+            else:
+                call()
+
+    def where(self) -> str:
+        """The operations around the one that was begun last, which is marked; at the marker of a unit that is still
+        being gathered it is that gather."""
+        if self.at < 0:
+            return ""
+        mark, at = self.at, self.ops[self.at]
+        if at.verb in MARKERS and at.unit:
+            gathers = (i for i in range(mark - 1, -1, -1) if self.ops[i][:2] == ("ALL_GATHER", at.unit))
+            mark = next(gathers, mark)
+        return render_section(self.name, self.ops, mark, AROUND)
+
+
+class Track(Section):
+    """A section with a position: everything before ``position`` has been done in this pass."""
+
+    def __init__(self, name: str, ops: Sequence[Op], bind: Callable[[Op], Call | None]) -> None:
+        super().__init__(name, ops, bind)
         self.position = 0
         self._markers: dict[tuple[str, str], list[int]] = {}
         for i, op in enumerate(self.ops):
@@ -29,6 +80,7 @@ class Track:
                 self._markers.setdefault((op.verb, op.unit), []).append(i)
 
     def restart(self) -> None:
+        super().restart()
         self.position = 0
 
     def reach(self, verb: str, unit: str = "") -> bool:
@@ -39,9 +91,16 @@ class Track:
                 return True
         return False
 
-    def at(self, verb: str, unit: str) -> bool:
+    def at_marker(self, verb: str, unit: str) -> bool:
         """Whether that marker is the last thing reached."""
         return self.position > 0 and self.ops[self.position - 1][:2] == (verb, unit)
+
+    def follow(self, verbs: tuple[str, ...]) -> None:
+        """Runs on while the next operation is one of them."""
+        stop = self.position
+        while stop < len(self.ops) and self.ops[stop].verb in verbs:
+            stop += 1
+        self._run(stop)
 
     def ahead(self, verbs: tuple[str, ...]) -> str | None:
         """The unit of the next operation that is one of ``verbs``; None if there is none before END."""
@@ -52,22 +111,18 @@ class Track:
                 return None
         return None
 
-    def follow(self, verbs: tuple[str, ...] | None = None) -> None:
-        """Runs on to the next marker, or, if ``verbs`` are given, only while the next operation is one of them."""
-        stop = self.position
-        while stop < len(self.ops) and (
-            self.ops[stop].verb not in MARKERS if verbs is None else self.ops[stop].verb in verbs
-        ):
-            stop += 1
-        self._run(stop)
+    def advance(self) -> None:
+        """Runs the next operation."""
+        self._run(self.position + 1)
 
     def finish(self) -> None:
         """Runs everything that is left."""
         self._run(len(self.ops))
 
     def _run(self, stop: int) -> None:
-        while self.position < stop:
-            call = self.calls[self.position]
-            if call is not None:
-                call()  # if it raises, it is what is done first when the pass goes on
-            self.position += 1
+        try:
+            self.do(range(self.position, stop))
+        except BaseException:
+            self.position = self.at  # what raised is what is done first when the pass goes on
+            raise
+        self.position = stop

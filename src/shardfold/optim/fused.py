@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from shardfold.sharding.segment import Segment
+from shardfold.tiers.device import DeviceTier
+from shardfold.tiers.tier import Region
 from shardfold.torch_internals import fused_adam_, fused_adamw_, fused_sgd_
 
 __all__ = ["FusedShard", "fused_moments"]
@@ -52,24 +54,46 @@ class FusedShard:
 
     Attributes:
         segment: whose ``master`` ``(n,)`` is updated.
-        moments: by name, each ``(n,)``, zero at first.
+        moments: by name, what each rests in: ``(n,)``, zero at first.
+        here: the moments on the device, in their order, once they were waited for; empty while they rest elsewhere.
         steps: how many updates each parameter of the segment has had.
         stochastic: seed of stochastic rounding, the same on all ranks that hold this range; None: to the nearest.
     """
 
     segment: Segment
     kind: type[Optimizer]
-    moments: dict[str, Tensor]
+    moments: dict[str, Region]
     steps: list[int] = field(default_factory=list)
     stochastic: int | None = None  # seed of stochastic rounding; None: to the nearest
 
     def __post_init__(self) -> None:
         self.steps = [0] * len(self.segment.spec.slots)
+        self.here: list[Tensor] = []
+
+    def fetch(self, memory: DeviceTier) -> int:
+        """Begins to bring the moments to the device, ahead of their update; bytes."""
+        for region in self.moments.values():
+            region.fetch(memory.empty(self._numel, region.dtype))
+        return sum(region.nbytes for region in self.moments.values())
+
+    def store(self) -> int:
+        """Begins to bring back the moments that were fetched and updated, and gives up their memory on the device;
+        bytes."""
+        for region, values in zip(self.moments.values(), self.here, strict=True):
+            region.store(values)
+        self.here = []
+        return sum(region.nbytes for region in self.moments.values())
+
+    @property
+    def _numel(self) -> int:
+        a, b = self.segment.master_range
+        return b - a
 
     def update(self, group: Mapping[str, Any], used: Sequence[bool], coefficient: Tensor | None, block: int) -> None:
         """One step for the parameters that some rank used; ``coefficient`` (0-d) multiplies the gradients."""
         for i, was_used in enumerate(used):
             self.steps[i] += was_used
+        self.here = [region.get() for region in self.moments.values()]  # their fetch is waited for here, not before
         for start, stop, step in self._runs(used):
             self._update_run(start, stop, step, group, coefficient, block)
 
@@ -122,7 +146,7 @@ class FusedShard:
                     grad.mul_(coefficient)
             elif coefficient is not None:
                 grad = grad * coefficient
-            states = [master[a:b], *(moment[a:b] for moment in self.moments.values())]
+            states = [master[a:b], *(moment[a:b] for moment in self.here)]
             if self.stochastic is None or master.dtype != torch.bfloat16:
                 self._kernel(states, grad, count, step == 1, group)
             else:
@@ -143,7 +167,7 @@ class FusedShard:
             (i, s.offset, s.offset + s.numel) for i, s in enumerate(segment.spec.slots) if start <= s.offset < stop
         ]
         grads = [segment.adopted[i].view(-1) if i in segment.adopted else flat[a:b] for i, a, b in places]
-        parts = [[whole[a:b] for _, a, b in places] for whole in (master, *self.moments.values())]
+        parts = [[whole[a:b] for _, a, b in places] for whole in (master, *self.here)]
         self._adam(parts[0], grads, parts[1], parts[2], torch.full((), float(step), device=master.device), group)
 
     def _kernel(self, states: list[Tensor], grad: Tensor, count: Tensor, first: bool, group: Any) -> None:

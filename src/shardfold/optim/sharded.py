@@ -26,12 +26,15 @@ from shardfold.optim.fused import FusedShard, fused_moments
 from shardfold.optim.guard import Guard
 from shardfold.optim.parts import Link, PartOptimizer, Place
 from shardfold.plan.cost import Sent
+from shardfold.plan.layout import Cell, Tier
 from shardfold.plan.placement import SegmentSpec
 from shardfold.sharding.groups import PerElement
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
 from shardfold.sharding.unit import Unit
+from shardfold.tiers.tier import Region
+from shardfold.tiers.tiers import Tiers
 
-__all__ = ["ShardedOptimizer", "build", "check_rounding"]
+__all__ = ["ShardedOptimizer", "build", "check_rounding", "check_tier"]
 
 #: Not element-wise: their update of one element reads others, which may lie on another rank. Some have one of ours.
 NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
@@ -99,6 +102,19 @@ def check_rounding(optimizer: Optimizer) -> None:
         )
 
 
+def check_tier(optimizer: Optimizer, moments: Cell) -> None:
+    """Whether this optimizer's state can rest in the tier of that cell.
+
+    Raises:
+        ConfigError: it keeps its state itself.
+    """
+    if moments.tier is not Tier.DEVICE and fused_moments(optimizer) is None:
+        raise ConfigError(
+            f"moments rest in the {moments.tier} tier, which works for AdamW, Adam and SGD, but "
+            f"{type(optimizer).__name__} keeps its state itself: choose one of these, or the device tier."
+        )
+
+
 @dataclass(frozen=True)
 class _Piece:
     """This rank's part of one parameter: ``start`` is its place in the master shard of the segment."""
@@ -115,23 +131,23 @@ class ShardedOptimizer:
     Args:
         optimizer: from :func:`build`; its groups are re-pointed in place.
         units: with their states bound.
-        moments_dtype: of the fused update's moments, as the table names it.
+        moments: the bound table's cell of the fused update's moments.
+        tiers: what these rest in.
         block: elements per fused call, 0 for the default of the device.
         stochastic: the seed, where a bf16 master is rounded stochastically; None: to the nearest.
 
     """
 
     def __init__(
-        self, optimizer: Optimizer, units: Sequence[Unit], moments_dtype: str, block: int, stochastic: int | None = None
-    ) -> None:
+        self, optimizer: Optimizer, units: Sequence[Unit], moments: Cell, tiers: Tiers, block: int,
+        stochastic: int | None = None,
+    ) -> None:  # fmt: skip
         self.torch_optimizer = optimizer
         self.guard: Guard | None = None  # against calls of users'
         self._ours = optimizer if isinstance(optimizer, PartOptimizer) else None
-        self._block, self._moments_dtype = block, moments_dtype
+        self._block, self._moments, self._tiers = block, moments, tiers
         self._pieces: dict[int, list[_Piece]] = {}  # by segment
         self._fused: dict[int, FusedShard] = {}
-        self._used: dict[str, list[list[bool]]] = {}
-        self._coefficient: Tensor | None = None
         self._names = fused_moments(optimizer)
         self._stochastic = stochastic
         for unit in units:
@@ -167,36 +183,42 @@ class ShardedOptimizer:
 
         Optimizer.profile_hook_step(step)(self.torch_optimizer)
 
-    def begin(self, units: Sequence[Unit], used: dict[str, list[list[bool]]], coefficient: Tensor | None) -> None:
-        """Before the updates of one step; ``used`` says by unit which parameters some rank used."""
-        self._used, self._coefficient = used, coefficient
-        if self._names is None:
-            self._own_step(units)
+    def fetch(self, unit: Unit) -> int:
+        """The state of a unit begins to come to the device, ahead of its update; bytes."""
+        return sum(self._fused[id(segment)].fetch(self._tiers.device) for segment in unit.trainable)
 
-    def update(self, unit: Unit) -> None:
-        """The step for one unit's master ranges; the compute copy of what changed is written too."""
-        for segment, used in zip(unit.trainable, self._used[unit.name], strict=True):
+    def store(self, unit: Unit) -> int:
+        """The state of a unit that was updated begins to go back to its tier; bytes."""
+        return sum(self._fused[id(segment)].store() for segment in unit.trainable)
+
+    def update(self, unit: Unit, used: Sequence[Sequence[bool]], coefficient: Tensor | None) -> None:
+        """The step for one unit's master ranges; the compute copy of what changed is written too.
+
+        All that a unit's update needs is its own summed gradients, its state on the device, and these two. (Where not
+        :attr:`fused`, :meth:`step_whole` has come before: then only the copy is left.)
+
+        Args:
+            unit: one of those that were added.
+            used: by trainable segment and slot, which parameters some rank used, as all ranks agreed.
+            coefficient: 0-d, what gradients are multiplied by to be clipped, which needs the norm of all; None: by
+                nothing.
+        """
+        for segment, flags in zip(unit.trainable, used, strict=True):
             if self._names is not None:
                 group = self.torch_optimizer.param_groups[segment.spec.group]
-                self._fused[id(segment)].update(group, used, self._factor(segment), self._block)
+                self._fused[id(segment)].update(group, flags, _factor(segment, coefficient), self._block)
             elif segment.compute_range is not None and not segment.master_is_rest:
                 assert segment.master is not None
                 segment.compute_range.copy_(segment.master)
 
-    def _factor(self, segment: Segment) -> Tensor | None:
-        """What this step multiplies a segment's gradients by, 0-d; None: nothing."""
-        if segment.unscale == 1.0:
-            return self._coefficient
-        unscale = torch.full((), segment.unscale, device=segment.master_grads.device)
-        return unscale if self._coefficient is None else self._coefficient * unscale
-
-    def _own_step(self, units: Sequence[Unit]) -> None:
-        """The user's class steps once over all pieces; unused parameters have no gradient, as in PyTorch."""
-        used = {id(s): flags for unit in units for s, flags in zip(unit.trainable, self._used[unit.name], strict=True)}
+    def step_whole(self, units: Sequence[Unit], used: dict[str, list[list[bool]]], coefficient: Tensor | None) -> None:
+        """A class that is not :attr:`fused` steps once, over all units: its ``step`` may count, and ask other ranks.
+        Unused parameters have no gradient, as in PyTorch."""
+        flags = {id(s): row for unit in units for s, row in zip(unit.trainable, used[unit.name], strict=True)}
         for piece in self._every_piece():
-            if used[id(piece.segment)][piece.slot]:
+            if flags[id(piece.segment)][piece.slot]:
                 grad = _gradient(piece)
-                factor = self._factor(piece.segment)
+                factor = _factor(piece.segment, coefficient)
                 piece.tensor.grad = grad if factor is None else grad * factor
         for _, stranger in self.strangers():  # trained from the next forward on; its gradient here is this rank's own
             stranger.grad = None
@@ -244,7 +266,9 @@ class ShardedOptimizer:
     def drop(self, unit: Unit) -> None:
         """Forgets a unit that is no more, and its state."""
         for segment in unit.trainable:
-            self._fused.pop(id(segment), None)
+            if (shard := self._fused.pop(id(segment), None)) is not None:
+                for moment in shard.moments.values():
+                    moment.drop()
             for piece in self._pieces.pop(id(segment), ()):
                 self.torch_optimizer.state.pop(piece.tensor, None)
                 if self._ours is not None:
@@ -310,18 +334,24 @@ class ShardedOptimizer:
         calls, sent = self._ours.traffic() if self._ours is not None else (0, 0)
         return {self._ours.link.kind: (calls, sent)} if self._ours is not None and calls else {}
 
-    def state_tensors(self) -> list[Tensor]:
-        """Every tensor of the optimizer's own state."""
+    def regions(self) -> list[Region]:
+        """What the optimizer's own state rests in."""
         if self._names is not None:
             return [moment for shard in self._fused.values() for moment in shard.moments.values()]
         states = (self.torch_optimizer.state.get(piece.tensor, {}) for piece in self._every_piece())
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        tensors = (value for state in states for value in state.values() if isinstance(value, Tensor))
+        return [self._tiers.device.adopt(value) for value in tensors]
+
+    def fetched(self) -> list[Tensor]:
+        """Of a state that rests elsewhere, what is on the device for an update now."""
+        away = self._moments.tier is not Tier.DEVICE
+        return [values for shard in self._fused.values() for values in shard.here if away]
 
     def state_dtypes(self) -> dict[str, torch.dtype]:
         """Names and dtypes of the state that has an element for each of a parameter's; of a class of the user's, what
         this rank's pieces have so far."""
         if self._names is not None:
-            return dict.fromkeys(self._names, TORCH_DTYPES[self._moments_dtype])
+            return dict.fromkeys(self._names, TORCH_DTYPES[self._moments.dtype])
         return {name: dtype for piece in self._every_piece() for name, dtype in self._dtypes(piece).items()}
 
     def describe(self, segment: Segment) -> dict[int, tuple[int, dict[str, Any]]]:
@@ -347,7 +377,7 @@ class ShardedOptimizer:
         """``(name, elements per value, values)`` of this rank's piece of a parameter, as they are kept."""
         if self._names is not None:
             for name, moment in self._fused[id(segment)].moments.items():
-                yield name, 1, moment[segment.own_piece(slot)[0]]
+                yield name, 1, moment.values(segment.own_piece(slot)[0])
             return
         for piece in self._pieces_of(segment, slot):
             if self._ours is not None:
@@ -362,9 +392,10 @@ class ShardedOptimizer:
         return {name: value for piece in self._pieces_of(segment, slot) for name, value in self._once(piece).items()}
 
     def state_shard(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
-        """That state of this rank's master range, ``(length / parts,)``; zeros where a class of the user's has none."""
+        """That state of this rank's master range on the device, ``(length / parts,)``, to be read; zeros where a class
+        of the user's has none."""
         if self._names is not None:
-            return self._fused[id(segment)].moments[name]
+            return self._fused[id(segment)].moments[name].get()
         assert segment.master is not None
         shard = torch.zeros_like(segment.master, dtype=dtype)
         for piece in self._pieces[id(segment)]:
@@ -380,7 +411,7 @@ class ShardedOptimizer:
         part = segment.own_piece(slot)
         if self._names is not None:
             shard = self._fused[id(segment)]
-            shard.moments[name][part[0]].copy_(values[part[1]])
+            _write(shard.moments[name], part[0], values[part[1]])
             if changed and shard.kind is SGD:  # a first step would overwrite the momentum instead of reading it
                 shard.steps[slot] = max(1, shard.steps[slot])
             return
@@ -406,7 +437,7 @@ class ShardedOptimizer:
             shard = self._fused[id(segment)]
             shard.steps[slot] = 0
             for moment in shard.moments.values():
-                moment[segment.own_piece(slot)[0]].zero_()
+                _write(moment, segment.own_piece(slot)[0], None)
             return
         for piece in self._pieces_of(segment, slot):
             self.torch_optimizer.state.pop(piece.tensor, None)
@@ -414,8 +445,8 @@ class ShardedOptimizer:
                 group = self._ours.param_groups[segment.spec.group]
                 self._ours.prepare(group, piece.tensor, self._ours.places[piece.tensor])
 
-    def moment(self, segment: Segment, name: str) -> Tensor | None:
-        """That moment of the fused update itself, ``(length / parts,)``; None: the state is kept in pieces."""
+    def moment(self, segment: Segment, name: str) -> Region | None:
+        """What that moment of the fused update rests in, ``(length / parts,)``; None: the state is kept in pieces."""
         return self._fused[id(segment)].moments[name] if self._names is not None else None
 
     def take_piece(self, segment: Segment, slot: int, name: str, shard: Tensor) -> None:
@@ -446,10 +477,10 @@ class ShardedOptimizer:
                     value = value.to(piece.tensor.device)
                 self.torch_optimizer.state[piece.tensor][name] = copy.deepcopy(value)
 
-    def _no_moments(self, segment: Segment) -> dict[str, Tensor]:
+    def _no_moments(self, segment: Segment) -> dict[str, Region]:
         assert segment.master is not None
-        dtype = segment.dtypes["moments"]
-        return {name: torch.zeros_like(segment.master, dtype=dtype) for name in self._names or ()}
+        tier, dtype, shape = self._tiers.named(self._moments.tier), segment.dtypes["moments"], segment.master.shape
+        return {name: tier.allocate(shape, dtype, zero=True) for name in self._names or ()}
 
     def _every_piece(self) -> Iterator[_Piece]:
         return (piece for pieces in self._pieces.values() for piece in pieces)
@@ -478,10 +509,28 @@ class ShardedOptimizer:
         return {n: value for n, value in self.torch_optimizer.state.get(piece.tensor, {}).items() if n not in each}
 
 
+def _factor(segment: Segment, coefficient: Tensor | None) -> Tensor | None:
+    """What a step multiplies a segment's gradients by, 0-d; None: nothing."""
+    if segment.unscale == 1.0:
+        return coefficient
+    unscale = torch.full((), segment.unscale, device=segment.master_grads.device)
+    return unscale if coefficient is None else coefficient * unscale
+
+
 def _gradient(piece: _Piece) -> Tensor:
     """The gradient of a piece, of its shape and dtype."""
     grads = piece.segment.master_grads[piece.start : piece.start + piece.tensor.numel()]
     return grads.to(piece.tensor.dtype)
+
+
+def _write(region: Region, part: slice, values: Tensor | None) -> None:
+    """Changes a part of what rests in a region; None: to zeros."""
+    whole = region.values()
+    if values is None:
+        whole[part].zero_()
+    else:
+        whole[part].copy_(values)
+    region.store(whole)
 
 
 def _place(segment: Segment, slot: int) -> Place:

@@ -1,31 +1,34 @@
 """What a table holds and what a program sends, as sums: the same operations that will run, never a second formula.
 
-Bytes at rest come from the table's cells, bytes on the link from the program's operations. :func:`closed_form` has
-the papers' expressions for the presets, which tests and ``shardfold explain`` hold beside the sums
-(ZeRO, arXiv 1910.02054, sections 5 and 7).
+Bytes at rest come from the table's cells, bytes on the link and bytes of buffers from the program's operations; tests
+hold the papers' expressions beside the sums (ZeRO, arXiv 1910.02054, sections 5 and 7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from shardfold.plan.axes import Mesh
 from shardfold.plan.formats import FORMATS, TORCH_DTYPES
-from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes
+from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec
-from shardfold.plan.program import COLLECTIVES, Op, Program
+from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, Op, Program
 
 __all__ = [
     "STATES",
+    "Moved",
     "Sent",
-    "closed_form",
+    "encoded_bytes",
+    "fetched_bytes",
+    "in_use",
+    "moves",
     "op_bytes",
     "peak_bytes",
     "ring_bytes",
     "section_traffic",
     "state_bytes",
+    "tier_bytes",
     "traffic",
 ]
 
@@ -39,6 +42,13 @@ class Sent(NamedTuple):
     journey: str
     op: str
     axes: Axes
+
+
+class Moved(NamedTuple):
+    """What travels between the device and a slower tier: that tier, and which way, ``FETCH`` or ``STORE``."""
+
+    tier: str
+    op: str
 
 
 def segment_bytes(
@@ -81,6 +91,44 @@ def state_bytes(
             for state, n in segment_bytes(layout, segment, mesh, num_moments, elements).items():
                 total[state] += kept(segment) if kept is not None and state == "moments" else n
     return {state: n for state, n in total.items() if n}
+
+
+def tier_bytes(layout: Layout, held: Mapping[str, float]) -> dict[Tier, float]:
+    """Bytes at rest by tier, of bytes by state (see :func:`state_bytes`)."""
+    total: dict[Tier, float] = {}
+    for state, n in held.items():
+        tier = tier_of(layout, state)
+        total[tier] = total.get(tier, 0.0) + n
+    return total
+
+
+def tier_of(layout: Layout, state: str) -> Tier:
+    """Where a state rests; what a frozen parameter keeps in place of ``params`` lies as the others' master."""
+    if state == "format":
+        return Tier.DEVICE
+    return (layout.cells().get(state) or layout.rest).tier
+
+
+def moves(
+    program: Program, layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, *, num_moments: int = 2, steps: int = 1
+) -> dict[Moved, tuple[int, float]]:
+    """Operations that bring states to the device and back in so many steps, and the bytes one rank moves in them:
+    ``{kind: (calls, bytes)}``."""
+    by_name = {unit.name: unit for unit in units}
+    total: dict[Moved, tuple[int, float]] = {}
+    for op in (*program.step, *program.beside) if steps else ():
+        if op.verb in MOVES:
+            calls, moved = total.get(kind := Moved(op.tier, op.verb), (0, 0.0))
+            more = fetched_bytes(op, layout, by_name[op.unit], mesh, num_moments)
+            total[kind] = calls + steps, moved + steps * more
+    return total
+
+
+def fetched_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, num_moments: int = 2) -> float:
+    """Bytes of one rank's part of the state that ``op``, a FETCH or a STORE, moves."""
+    return sum(
+        segment_bytes(layout, segment, mesh, num_moments, segment.length)[op.source] for segment in op.moves(unit)
+    )
 
 
 def ring_bytes(verb: str, full: float, ranks: int) -> float:
@@ -132,106 +180,80 @@ def section_traffic(
     return total
 
 
-def peak_bytes(
-    layout: Layout,
+def in_use(
+    program: Program,
     units: Sequence[UnitSpec],
-    mesh: Sizes,
     *,
-    num_moments: int = 2,
-    prefetch: int = 1,
-    temporary: Callable[[int, int], int] | None = None,
-) -> float:
-    """Upper bound of a step's bytes on one rank, activations and the model's buffers apart.
+    temporary: Callable[[float, Axes], float] | None = None,
+    fetched: Callable[[Op], float] | None = None,
+    encoded: Callable[[Op], float] | None = None,
+) -> Iterator[tuple[str, int, float]]:
+    """Bytes that are held beside what rests while each operation of a step of two micro-batches runs:
+    ``(section, number, bytes)``.
 
-    States at rest, plus the root's gathered buffers, plus ``prefetch + 1`` gathered units (all, where ``held`` is not
-    split), plus the gradients of the root and of two units on their way (where they rest whole: of one parameter, as
-    autograd makes it), plus ``temporary(bytes, ranks)`` of the transport, plus payloads where formats encode.
-    Gradients that wait whole (late units, ``no_sync``) come on top.
+    Gathered parameters live up to FREE, gradients of a unit from GRADS to DROP, ``temporary(bytes, axes)`` of the
+    transport from a reduction to its WAIT, ``fetched(op)`` bytes of a state from FETCH to STORE, and ``encoded(op)`` of
+    a collective as long as what it fills, or to its WAIT.
     """
-    total = sum(state_bytes(layout, units, mesh, num_moments=num_moments, padded=True).values())
-    ranks = Mesh.of(mesh).divisor
-    full = {
-        u.name: sum(s.length * ITEMSIZE[s.dtype] + _payload(s, "gather", s.dtype, layout) for s in u.segments)
-        for u in units
-    }
-    grad = {
-        u.name: sum(s.length * ITEMSIZE[s.dtype_for("reduce", layout)] for s in u.segments if s.trainable)
-        for u in units
-    }
-    table = {u.name: u.table_or(layout) for u in units}
-    gathered = [u for u in units if table[u.name].rest.over]
-    stay = [u.name for u in gathered if (held := table[u.name].held) is not None and not held.over]  # till backward
-    total += sum(full[u.name] for u in gathered if u.root or u.name in stay)
-    passing = [full[u.name] for u in gathered if not u.root and u.name not in stay]
-    total += sum(sorted(passing, reverse=True)[: prefetch + 1])
-    sent = [u for u in units if table[u.name].grads.over]
-    total += sum(grad[u.name] for u in sent if u.root)
-    total += sum(sorted((grad[u.name] for u in sent if not u.root), reverse=True)[:2])
-    # Where gradients rest whole, autograd makes each before it is added.
-    whole = [u for u in units if not table[u.name].grads.over]
-    total += max((x.numel * ITEMSIZE[s.dtype] for u in whole for s in u.segments for x in s.slots), default=0)
-    encoded = [
-        sum(_encoded_sum(s, layout, mesh) for s in u.segments if s.trainable) if ranks > 1 else 0.0 for u in units
-    ]
-    total += max(encoded, default=0)
-    if temporary is not None and ranks > 1 and not any(encoded):
-        total += temporary(max(grad.values(), default=0), ranks)
+    by_name = {unit.name: unit for unit in units}
+    held: dict[tuple[str, str], float] = {}
+    for section in ("forward", "backward", "forward", "last", "step", "beside"):
+        for number, op in enumerate(program.section(section)):
+            if op.verb in ("CAST", "ALL_GATHER") and op.target == "flat":
+                flats = sum(s.length * ITEMSIZE[s.dtype] for s in by_name[op.unit].segments)
+                held[op.unit, "flat"] = flats + (encoded(op) if encoded and op.verb == "ALL_GATHER" else 0.0)
+            elif op.verb == "GRADS":
+                held[op.unit, "local"] = _sent_bytes(op, by_name[op.unit])
+            elif op.verb in REDUCTIONS and encoded and (num_bytes := encoded(op)):
+                held[op.unit, "temporary"] = num_bytes
+            elif op.verb in REDUCTIONS and temporary is not None:
+                held[op.unit, "temporary"] = temporary(_sent_bytes(op, by_name[op.unit]), op.axes)
+            elif op.verb == "FETCH" and fetched is not None:
+                held[op.unit, op.source] = fetched(op)
+            yield section, number, sum(held.values())
+            if op.verb in ("FREE", "DROP", "STORE"):
+                held.pop((op.unit, op.source), None)
+            elif op.verb == "WAIT":
+                held.pop((op.unit, "temporary"), None)
+
+
+def _sent_bytes(op: Op, unit: UnitSpec) -> float:
+    segments = op.moves(unit)
+    return sum(FORMATS[each.format].nbytes(s.length) for s, each in zip(segments, op.each(len(segments)), strict=True))
+
+
+def encoded_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
+    """Bytes that a collective needs for payloads and, to sum, for a sum and a row of fp32; 0 where tensors travel as
+    they lie."""
+    segments, total = op.moves(unit), 0.0
+    ranks = prod(mesh[axis] for axis in op.axes)
+    for segment, each in zip(segments, op.each(len(segments)), strict=True):
+        form, table = FORMATS[each.format], segment.table_or(layout)
+        if op.verb == "ALL_GATHER":
+            dtype = segment.dtype
+        else:
+            dtype = segment.dtype_for("reduce" if op.source == "local" and table.grads.over else "grads", layout)
+        if form.native != TORCH_DTYPES[dtype]:
+            payload = form.nbytes(segment.length)
+            total += payload if op.verb == "ALL_GATHER" else 2 * payload + 2 * 4 * segment.length / ranks
     return total
 
 
-def _payload(segment: SegmentSpec, journey: str, dtype: str, layout: Layout) -> int:
-    """Bytes of what a format makes of all of a segment in that dtype; 0 where it travels as it lies."""
-    form = FORMATS[segment.format_for(journey, layout)]
-    return 0 if form.native == TORCH_DTYPES[dtype] else form.nbytes(segment.length)
+def peak_bytes(
+    program: Program,
+    units: Sequence[UnitSpec],
+    *,
+    rest: float,
+    temporary: Callable[[float, Axes], float] | None = None,
+    fetched: Callable[[Op], float] | None = None,
+    encoded: Callable[[Op], float] | None = None,
+) -> float:
+    """The most bytes of a step on one rank, without activations and the model's buffers: ``rest`` bytes at rest,
+    :func:`in_use` beside them, and the largest parameter's gradient as autograd makes it.
 
-
-def _encoded_sum(segment: SegmentSpec, layout: Layout, mesh: Sizes) -> float:
-    """Bytes that the encoded reduction of a segment needs: what is sent, what comes, a sum and a row of fp32."""
-    layout = segment.table_or(layout)
-    dtype = segment.dtype_for("reduce" if layout.grads.over else "grads", layout)
-    payload = _payload(segment, "reduce", dtype, layout)
-    return 2 * payload + (2 * 4 * segment.length / layout.master.parts(mesh) if payload else 0)
-
-
-def closed_form(
-    name: str, mesh: Sizes, *, compute: int = 2, grads: int = 2, moments: int = 8
-) -> tuple[float, Callable[[int], float]]:
-    """The papers' expressions for a preset with fp32 master: bytes per parameter at rest, and elements sent.
-
-    Args:
-        name: a preset.
-        mesh: sizes of ``inter`` and ``intra``.
-        compute: bytes of a parameter in forward; 4 means that master is the same bytes.
-        grads: bytes of an accumulated gradient.
-        moments: bytes of the optimizer's state per parameter.
-
-    Returns:
-        ``(bytes per parameter, k -> elements sent per parameter and step with k micro-batches)``.
+    Gradients that wait whole (late units, ``no_sync``) come on top.
     """
-    n, intra = mesh["inter"] * mesh["intra"], mesh["intra"]
-    inter = mesh["inter"]
-    one = (n - 1) / n
-    master = 4 if compute != 4 else 0
-    everything = compute + grads + master + moments
-    held = compute / intra if inter > 1 and intra > 1 else 0  # a copy over one rank is the gathered buffer itself
-    alias_owner = moments + master
-    rest: Mapping[str, float] = {
-        "ddp": everything,
-        "zero1": compute + grads + alias_owner / n,
-        "zero2": compute + (grads + alias_owner) / n,
-        "zero3": everything / n,
-        "fsdp2": (4 + grads + moments) / n if n > 1 else everything,  # one rank keeps the cast copy
-        "hsdp": everything / intra,
-        "hpz": everything / n + held,
-    }
-    within, between = (intra - 1) / intra, 2 * (inter - 1) / inter / intra
-    sent: Mapping[str, Callable[[int], float]] = {
-        "ddp": lambda k: 2 * one,
-        "zero1": lambda k: 2 * one,
-        "zero2": lambda k: (k + 1) * one,
-        "zero3": lambda k: 3 * k * one,
-        "fsdp2": lambda k: 3 * k * one,
-        "hsdp": lambda k: 3 * k * within + between,
-        "hpz": lambda k: k * (2 * one + within),
-    }
-    return rest[name], sent[name]
+    trained = [segment for unit in units for segment in unit.segments if segment.trainable]
+    made = max((slot.numel * ITEMSIZE[segment.dtype] for segment in trained for slot in segment.slots), default=0)
+    uses = in_use(program, units, temporary=temporary, fetched=fetched, encoded=encoded)
+    return rest + max((most for *_, most in uses), default=0.0) + made

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardfold.plan.axes import Mesh
-from shardfold.plan.cost import Sent, state_bytes, traffic
+from shardfold.plan.cost import (
+    Moved,
+    Sent,
+    encoded_bytes,
+    fetched_bytes,
+    moves,
+    peak_bytes,
+    state_bytes,
+    tier_of,
+    traffic,
+)
 from shardfold.plan.layout import Layout, Precision, Sizes
 from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
@@ -26,11 +36,12 @@ def explain(
     update: Mapping[Sent, tuple[int, float]] | None = None,
     parts: Sequence[tuple[str, Layout]] = (),
     activations: Sequence[str] = (),
+    moved: Mapping[Moved, tuple[int, float]] | None = None,
 ) -> str:
     """The table, the units, what they cost and the program, as text.
 
     ``update`` is what the optimizer itself sends, ``parts`` what rules of ``precision=`` give to parts of the model,
-    ``activations`` what happens to what autograd saves in units, in lines.
+    ``activations`` what happens to what autograd saves in units, in lines, ``moved`` what travels between tiers.
     """
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
     lines += ["", "on this mesh and in this precision:", str(bound)]
@@ -50,12 +61,24 @@ def explain(
     if activations:
         lines += ["", *activations]
     lines += ["", "bytes at rest on each rank:"]
-    lines += [f"  {state:<9}{num_bytes:>18,.0f}" for state, num_bytes in held.items()]
+    for state, num_bytes in held.items():
+        tier = tier_of(bound, state)
+        lines.append(f"  {state:<9}{num_bytes:>18,.0f}{'' if tier == 'device' else f'  ({tier})'}")
+    by_name = {unit.name: unit for unit in units}
+    besides = peak_bytes(
+        program, units, rest=0,
+        fetched=lambda op: fetched_bytes(op, bound, by_name[op.unit], mesh),
+        encoded=lambda op: encoded_bytes(op, bound, by_name[op.unit], mesh),
+    )  # fmt: skip
+    lines += [f"bytes besides in a step, at most, without activations:{besides:>18,.0f}"]
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     lines += ["", f"bytes sent by each rank in a step of {batches}:"]
     every = {**traffic(program, bound, units, mesh, micro_batches=micro_batches), **(update or {})}
     for kind, (calls, sent) in every.items():
         lines.append(f"  {kind.journey:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
+    if moved:
+        lines += ["", "bytes that each rank moves between the device and slower tiers in a step:"]
+        lines += [f"  {k.tier:<8}{k.op:<28}{calls:>5} calls{n:>18,.0f}" for k, (calls, n) in moved.items()]
     return "\n".join([*lines, "", str(program)])
 
 
@@ -81,4 +104,4 @@ def explain_preset(
     ]
     program = apply(lower(bound, units, mesh, clip=True), Overlap())
     held = state_bytes(bound, units, mesh, padded=True)
-    return explain(table, bound, program, units, mesh, held)
+    return explain(table, bound, program, units, mesh, held, moved=moves(program, bound, units, mesh))

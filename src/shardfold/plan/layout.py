@@ -164,11 +164,15 @@ PRECISIONS: dict[str, Precision] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """How one state rests on each rank: ``over=()`` means that every rank holds all of it."""
+    """How one state rests on each rank: ``over=()`` means that every rank holds all of it. A tier's name will do."""
 
     over: Axes = ()
     dtype: str
     tier: Tier = Tier.DEVICE
+
+    def __post_init__(self) -> None:
+        if self.tier in list(Tier):  # what is none is told by the table, which knows the state
+            object.__setattr__(self, "tier", Tier(self.tier))
 
     def parts(self, mesh: Sizes) -> int:
         """Into how many equal shards the state is cut on that mesh."""

@@ -1,20 +1,21 @@
 """Passes over programs: each takes a list of operations and gives a list that does the same at better moments.
 
 How much and when is a :class:`Overlap`, a value of its own: the table says what is held and sent, the overlap only
-moves it in time. No pass adds, drops or changes a collective.
+moves it in time. No pass adds, drops or changes an operation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from shardfold.errors import ConfigError
-from shardfold.plan.checks import described, is_integer
-from shardfold.plan.program import MARKERS, Op, Program
+from shardfold.plan.checks import check_flags, described, is_integer
+from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS, Op, Program
 
-__all__ = ["Overlap", "apply", "defer_reduce", "prefetch"]
+__all__ = ["Overlap", "apply", "closing", "defer_reduce", "delay_waits", "late", "prefetch", "updates_beside"]
 
-FETCHES = ("CAST", "ALL_GATHER")
+GATHERS = ("CAST", "ALL_GATHER")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,8 @@ class Overlap:
     """How far ahead things are done.
 
     Attributes:
-        prefetch: how many units ahead of its use a unit is gathered; ``prefetch + 1`` units are full at a time.
+        prefetch: how many units ahead of its use a unit is gathered, and its state fetched for its update where that
+            rests in a slower tier; ``prefetch + 1`` units are full at a time.
         reduces_in_flight: units whose gradients may be on their way while the next unit runs backward, 0 or 1; None
             chooses by device: 1 on CUDA; 0 on the CPU, where sending takes the cores that backward needs.
         block: elements that one call of a fused update handles; 0 chooses by device (256K on CPU, so that a block
@@ -30,6 +32,8 @@ class Overlap:
         order: ``"recorded"``: the first passes find the order in which units run, later ones follow it; ranks may leave
             units out but not run them in contradicting orders. ``"any"``: ranks ask each other before every unit, which
             costs a small message each time and allows everything.
+        update_thread: whether a thread of its own updates one unit after the other, so that a unit whose parameters are
+            gathered behind their update is gathered while the next one is updated.
 
     Raises:
         ConfigError: a value is negative or unknown.
@@ -39,8 +43,10 @@ class Overlap:
     reduces_in_flight: int | None = None
     block: int = 0
     order: str = "recorded"
+    update_thread: bool = False
 
     def __post_init__(self) -> None:
+        check_flags("Overlap", update_thread=self.update_thread)
         if self.order not in ("recorded", "any"):
             raise ConfigError(f"Overlap.order is {self.order!r}: it is 'recorded' or 'any'.")
         if self.reduces_in_flight is not None and not is_integer(self.reduces_in_flight, 0, 1):
@@ -52,11 +58,14 @@ class Overlap:
                 )
 
 
-def prefetch(ops: tuple[Op, ...], depth: int) -> tuple[Op, ...]:
-    """Moves the fetching of each unit ``depth`` markers earlier; never before the pass begins or the unit is freed."""
+def prefetch(
+    ops: tuple[Op, ...], depth: int, moved: tuple[str, ...] = GATHERS, markers: tuple[str, ...] = MARKERS
+) -> tuple[Op, ...]:
+    """Moves what brings each unit's values ``depth`` markers earlier; never before the pass begins or the unit is
+    freed. In a step ``FETCH`` moves, past the updates of other units."""
     if depth == 0:
         return ops
-    groups = _between_markers(ops)
+    groups = _between(ops, markers)
     fetched: list[list[Op]] = [
         [] for _ in groups
     ]  # by the group they move to; the last follows END and fetches nothing
@@ -65,37 +74,98 @@ def prefetch(ops: tuple[Op, ...], depth: int) -> tuple[Op, ...]:
         for op in group:
             if op.verb == "FREE":
                 freed[op.unit] = i
-            elif op.verb in FETCHES:
+            elif op.verb in moved:
                 fetched[max(0, i - depth, freed.get(op.unit, 0))].append(op)
     out: list[Op] = []
     for group, fetches in zip(groups, fetched, strict=True):
-        out.extend(op for op in group if op.verb not in (*FETCHES, *MARKERS))
+        out.extend(op for op in group if op.verb not in (*moved, *markers))
         out.extend(fetches)
-        out.extend(op for op in group if op.verb in MARKERS)
+        out.extend(op for op in group if op.verb in markers)
     return tuple(out)
 
 
 def defer_reduce(ops: tuple[Op, ...], units: frozenset[str]) -> tuple[Op, ...]:
     """Moves the reductions of ``units`` behind END, for units whose gradients are complete only then."""
-    late = tuple(op for op in ops if op.verb in ("REDUCE_SCATTER", "ALL_REDUCE") and op.unit in units)
+    late = tuple(op for op in ops if op.verb in SUMS and op.unit in units)
     return tuple(op for op in ops if op not in late) + late
 
 
-def apply(program: Program, overlap: Overlap, late: frozenset[str] = frozenset()) -> Program:
-    """The program that will run: ``program`` with the overlap's passes and ``late`` units reduced at the end."""
-    return Program(
-        forward=prefetch(program.forward, overlap.prefetch),
-        backward=defer_reduce(prefetch(program.backward, overlap.prefetch), late),
-        last=defer_reduce(prefetch(program.last, overlap.prefetch), late),
-        step=program.step,
+def delay_waits(ops: tuple[Op, ...], in_flight: int) -> tuple[Op, ...]:
+    """Moves the end of each unit's reduction, WAIT and DROP, so that it goes on beside what comes next, until
+    ``in_flight`` units' are on their way and another's begins; none outlasts the section."""
+    out: list[Op] = []
+    waiting: list[list[Op]] = []  # by unit
+    reduced = ""  # the unit whose reduction is under way in ``ops``
+    for op in ops:
+        if op.verb in REDUCTIONS:
+            if op.unit == reduced:  # a second one, of what the first one gives
+                out += waiting.pop()
+            while len(waiting) > max(0, in_flight - 1):
+                out += waiting.pop(0)
+            out.append(op)
+            waiting.append([])
+            reduced = op.unit
+        elif op.verb in SUMS and in_flight:
+            waiting[-1].append(op)
+        else:
+            out.append(op)
+    return (*out, *(op for ends in waiting for op in ends))
+
+
+def updates_beside(program: Program) -> Program:
+    """Moves updates, and what brings their states, into a section of their own; what stays waits for its unit."""
+    own = ("FETCH", "UPDATE", "STORE")
+    step = tuple(op if op.verb != "UPDATE" else Op("JOIN", op.unit) for op in program.step)
+    return replace(
+        program,
+        step=tuple(op for op in step if op.verb not in own),
+        beside=tuple(op for op in program.step if op.verb in own),
     )
 
 
-def _between_markers(ops: tuple[Op, ...]) -> list[list[Op]]:
+def apply(program: Program, overlap: Overlap, late: frozenset[str] = frozenset()) -> Program:
+    """The program that will run: ``program`` with the passes that ``overlap`` asks for, and ``late`` units reduced at
+    the end."""
+
+    def backward(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        return delay_waits(defer_reduce(prefetch(ops, overlap.prefetch), late), overlap.reduces_in_flight or 0)
+
+    made = Program(
+        forward=prefetch(program.forward, overlap.prefetch),
+        backward=backward(program.backward),
+        last=backward(program.last),
+        step=prefetch(program.step, overlap.prefetch, ("FETCH",), ("UPDATE",)),
+    )
+    return updates_beside(made) if overlap.update_thread else made
+
+
+def closing(program: Program, overlap: Overlap) -> tuple[Op, ...]:
+    """A section behind a backward that was not known to be the last of its step: what only ``last`` reduces."""
+    done = {(op.unit, op.verb) for op in program.backward if op.verb in REDUCTIONS}
+    ops = (op for op in program.last if op.verb in REDUCTIONS and (op.unit, op.verb) not in done)
+    return delay_waits(_awaited(ops), overlap.reduces_in_flight or 0)
+
+
+def late(program: Program, units: frozenset[str]) -> tuple[Op, ...]:
+    """A section before the step: one more reduction of ``units``, whose gradients came behind the one in backward."""
+    return _awaited(op for op in program.last if op.verb in REDUCTIONS and op.unit in units)
+
+
+def _awaited(reductions: Iterable[Op]) -> tuple[Op, ...]:
+    """Each with its end behind it."""
+    out: list[Op] = []
+    for op in reductions:
+        out += [op, Op("WAIT", op.unit, target="grads")]
+        if op.source == "local":  # what was sent need not have been ``grads`` themselves
+            out.append(Op("DROP", op.unit))
+    return tuple(out)
+
+
+def _between(ops: tuple[Op, ...], markers: tuple[str, ...]) -> list[list[Op]]:
     """Groups that end with their marker; the last one has none."""
     groups: list[list[Op]] = [[]]
     for op in ops:
         groups[-1].append(op)
-        if op.verb in MARKERS:
+        if op.verb in markers:
             groups.append([])
     return groups

@@ -92,10 +92,10 @@ class SegmentSpec:
 
     def format_for(self, what: str, layout: Layout) -> str:
         """As what ``gather``, ``reduce`` or ``grads`` of this segment travel under a bound ``layout``; ``grads``: sums
-        that are summed on, as they rest."""
+        that are summed on, as they rest; ``buffer``: what gradients wait in until they travel."""
         table = self.table_or(layout)
         formats = {"gather": table.gather.format, "reduce": table.reduce.format, "grads": table.grads.dtype}
-        return self.dtype if self.own else formats[what]
+        return self.dtype if self.own else table.buffer if what == "buffer" else formats[what]
 
     def table_or(self, layout: Layout) -> Layout:
         """Its bound table; ``layout`` is the rest of the model's."""
@@ -141,8 +141,8 @@ class UnitSpec:
         return next((segment.table for segment in self.segments if segment.table is not None), layout)
 
     def format(self, what: str, layout: Layout, *, frozen: bool = False) -> str:
-        """As what ``gather``, ``reduce`` or ``grads`` travel under a bound ``layout``, in one word: where the segments
-        differ, that of each, joined by ``+``; ``frozen``: also of those that are not trained."""
+        """As what ``gather``, ``reduce``, ``grads`` or ``buffer`` travel under a bound ``layout``, in one word: where
+        the segments differ, that of each, joined by ``+``; ``frozen``: also of those that are not trained."""
         moved = [segment for segment in self.segments if segment.trainable or frozen]
         formats = [segment.format_for(what, layout) for segment in moved]
         return "+".join(formats if len(set(formats)) > 1 else formats[:1])

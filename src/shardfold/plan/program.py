@@ -1,8 +1,9 @@
 """WHEN things happen: a layout lowered to lists of operations that print as text and parse back.
 
-A program has four sections. ``forward`` and ``backward`` run once per micro-batch, ``last`` replaces ``backward`` in
-the last micro-batch of a step, ``step`` is the optimizer step. Within a pass, ``F u``, ``B u`` and ``END`` are
-markers: the model's own work happens there, and everything up to a marker is done before it.
+A program has four sections, or five. ``forward`` and ``backward`` run once per micro-batch, ``last`` replaces
+``backward`` in the last micro-batch of a step, ``step`` is the optimizer step. What is in ``beside`` a second thread
+does while the first does ``step``; there are no collectives in it. ``F u``, ``B u``, ``END`` and ``STEP`` are markers:
+the model's and the optimizer's own work happens there, and everything up to a marker is done before it.
 
     verb            what the engine does
     CAST            write this rank's master shard into its place of the gathered buffer, in the wire's dtype
@@ -11,10 +12,19 @@ markers: the model's own work happens there, and everything up to a marker is do
     END             the pass of the whole model is over (marker)
     HOLD            copy this rank's part of the gathered buffer into the held shard
     FREE            give the gathered buffer back
-    REDUCE_SCATTER  sum gradients over the axes, keep this rank's shard
-    ALL_REDUCE      sum gradients over the axes, keep the sum
+    GRADS           make the buffer ``local``, which the unit's gradients are added to as they come
+    REDUCE_SCATTER  begin to sum gradients over the axes, keep this rank's shard
+    ALL_REDUCE      begin to sum gradients over the axes, keep the sum
+    WAIT            go on when ``grads`` hold the sums, or ``params`` what was updated
+    DROP            give the buffer ``local`` back
+    CLAMP           cut every element of the gradients to a range
     NORM            the norm of all gradients
-    UPDATE          the optimizer's step on this rank's shard; writes the compute-dtype copy
+    STEP            the optimizer's step begins (marker)
+    FETCH           a state of this rank's shard begins to come to the device from the tier that it rests in
+    UPDATE          the optimizer's step on this rank's shard, which waits for what was fetched; writes the
+                    compute-dtype copy
+    STORE           that state begins to go back to its tier
+    JOIN            the first thread waits until all operations of the unit in ``beside`` are done
 
 All that handlers and sums of bytes need to know of an operation is in its operands (:class:`Op`), so neither asks
 where in the program it stands. :data:`VERBS` says which operands a verb has.
@@ -36,9 +46,11 @@ from shardfold.plan.placement import SegmentSpec, UnitSpec
 __all__ = [
     "COLLECTIVES",
     "MARKERS",
+    "MOVES",
     "PARTIAL",
     "REDUCTIONS",
     "SECTIONS",
+    "SUMS",
     "TENSORS",
     "VERBS",
     "Op",
@@ -47,11 +59,15 @@ __all__ = [
     "lower",
     "parse",
     "redistribute",
+    "render_section",
 ]
 
 REDUCTIONS = ("REDUCE_SCATTER", "ALL_REDUCE")
+SUMS = (*REDUCTIONS, "WAIT", "DROP")
+"""What a unit's gradients go through once all are there."""
 COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
-MARKERS = ("F", "B", "END")
+MARKERS = ("F", "B", "END", "STEP")
+MOVES = ("FETCH", "STORE")
 
 TENSORS = (*STATES, "flat", "local")
 """What an operation reads or writes: a state of the table, or one of two buffers, both of a unit's whole length.
@@ -83,15 +99,25 @@ VERBS: Mapping[str, Verb] = {
     "END": Verb(()),
     "HOLD": Verb(("unit", "axes"), source="flat", target="held"),
     "FREE": Verb(source="flat"),
+    "GRADS": Verb(("unit", "format"), target="local"),
     "REDUCE_SCATTER": Verb(("unit", "axes", "format"), source="local", target="grads"),
     "ALL_REDUCE": Verb(("unit", "source", "axes", "format"), target="grads"),
+    "WAIT": Verb(("unit", "target")),
+    "DROP": Verb(source="local"),
+    "CLAMP": Verb((), source="grads", target="grads"),
     "NORM": Verb((), source="grads"),
+    "STEP": Verb(()),
+    "FETCH": Verb(("unit", "source", "tier")),
     "UPDATE": Verb(source="grads", target="master"),
+    "STORE": Verb(("unit", "source", "tier")),
+    "JOIN": Verb(),
 }
 """All verbs. A verb that is not here neither parses nor runs."""
 
+UPDATED = ("master", "moments")
+"""States that an update reads and writes."""
 MARK = "   <-- here"
-SECTIONS = ("forward", "backward", "last", "step")
+SECTIONS = ("forward", "backward", "last", "step", "beside")
 
 PARTIAL = None
 """How a tensor lies whose sum over all ranks is still to be taken."""
@@ -114,11 +140,11 @@ class Op(_Operands):
         verb: one of :data:`VERBS`.
         unit: its name.
         axes: of a collective: that it crosses; of ``HOLD``: that the copy is split over.
-        format: of a collective: what is on the link, e.g. ``bf16``; where the segments that move differ, that of each,
-            as in ``bf16+fp32+bf16`` (see :meth:`each`).
+        format: of a collective: what is on the link, of a buffer: what is in it, e.g. ``bf16``; where the segments that
+            move differ, that of each, as in ``bf16+fp32+bf16`` (see :meth:`each`).
         source: the one of :data:`TENSORS` that is read.
         target: the one that is written.
-        tier: where the part of a state is moved to or from.
+        tier: that a state is fetched from, or stored to.
     """
 
     __slots__ = ()
@@ -183,26 +209,36 @@ class Program:
     backward: tuple[Op, ...] = ()
     last: tuple[Op, ...] = ()
     step: tuple[Op, ...] = ()
+    beside: tuple[Op, ...] = ()
 
     def section(self, name: str) -> tuple[Op, ...]:
         return getattr(self, name)
 
     @property
     def quiet(self) -> tuple[Op, ...]:
-        """A backward that reduces nothing (``no_sync``)."""
-        return tuple(op for op in self.backward if op.verb not in REDUCTIONS)
+        """A backward that reduces nothing (``no_sync``); the first gradient of a unit makes its buffer, which stays."""
+        return tuple(op for op in self.backward if op.verb not in (*SUMS, "GRADS"))
 
     def __str__(self) -> str:
         return self.render()
 
     def render(self, mark: tuple[str, int] | None = None) -> str:
         """The text form; ``mark = (section, index)`` points at the operation that failed."""
-        lines: list[str] = []
-        for name in SECTIONS:
-            lines.append(f"{name}:")
-            for i, op in enumerate(self.section(name)):
-                lines.append(f"  {op}{MARK if mark == (name, i) else ''}")
-        return "\n".join(lines)
+        return "\n".join(
+            render_section(name, self.section(name), mark[1] if mark is not None and mark[0] == name else None)
+            for name in (SECTIONS if self.beside else SECTIONS[:-1])
+        )
+
+
+def render_section(name: str, ops: Sequence[Op], mark: int | None = None, around: int | None = None) -> str:
+    """The text of one section; ``mark`` points at an operation, ``around`` leaves out what is further away from it."""
+    first, last = 0, len(ops)
+    if mark is not None and around is not None:
+        first, last = max(0, mark - around), min(len(ops), mark + around + 1)
+    lines = [f"  {ops[i]}{MARK if i == mark else ''}" for i in range(first, last)]
+    above = [f"  ... {first} above"] if first else []
+    below = [f"  ... {len(ops) - last} below"] if last < len(ops) else []
+    return "\n".join([f"{name}:", *above, *lines, *below])
 
 
 def redistribute(
@@ -243,6 +279,7 @@ def lower(
     mesh: Sizes,
     *,
     clip: bool = False,
+    clamp: bool = False,
     forward: Sequence[str] | None = None,
     backward: Sequence[str] | None = None,
 ) -> Program:
@@ -253,6 +290,7 @@ def lower(
         units: in definition order; root units are held through the pass.
         mesh: axis sizes; a plain mapping has the roles of its names (see :meth:`Mesh.of`).
         clip: whether the step takes the norm of the gradients.
+        clamp: whether the step cuts their elements.
         forward: names of the units that are not roots in the order in which they run, a unit that runs several times
             as often (but never twice in a row: it stays gathered until another begins); None: definition order.
         backward: the same for backward; None: ``forward`` reversed.
@@ -262,7 +300,7 @@ def lower(
         forward=tuple(lowering.one_pass(True, False)),
         backward=tuple(lowering.one_pass(False, False)),
         last=tuple(lowering.one_pass(False, True)),
-        step=tuple(lowering.step(clip)),
+        step=tuple(lowering.step(clip=clip, clamp=clamp)),
     )
 
 
@@ -300,13 +338,15 @@ class _Lowering:
         table = unit.table_or(self._layout)
         return () if tensor == "flat" else getattr(table, "master" if tensor == "grads" else tensor).over
 
-    def _enter(self, unit: UnitSpec, *, forward: bool) -> Iterator[Op]:
+    def _enter(self, unit: UnitSpec, *, forward: bool, again: bool = False) -> Iterator[Op]:
         table = unit.table_or(self._layout)
         rest = "params" if table.params is not None else "master"
         source = rest if forward or table.held is None else "held"
         if source == "master" and self._over(unit, source):
             yield Op("CAST", unit.name)
         yield from self._turn(unit, source, "flat")
+        if not forward and not again and unit.trainable and table.grads.over:
+            yield Op("GRADS", unit.name, format=unit.format("buffer", self._layout))
         yield Op("F" if forward else "B", unit.name)
 
     def _leave(
@@ -330,29 +370,45 @@ class _Lowering:
         for op in self._turn(unit, "local", "grads"):
             if last or (unit.table_or(self._layout).grads.over and op.verb == "REDUCE_SCATTER"):
                 yield op
+                yield Op("WAIT", unit.name, target="grads")
+                if unit.table_or(self._layout).grads.over and op.source == "local":
+                    yield Op("DROP", unit.name)
 
     def one_pass(self, forward: bool, last: bool) -> Iterator[Op]:
         for unit in self._roots:
             yield from self._enter(unit, forward=forward)
         order = self._onward if forward else self._back
         final = {unit.name: i for i, unit in enumerate(order)}  # gradients are complete when it ran for the last time
+        entered: set[str] = set()
         for i, unit in enumerate(order):
             again = final[unit.name] > i
-            yield from self._enter(unit, forward=forward)
+            yield from self._enter(unit, forward=forward, again=unit.name in entered)
+            entered.add(unit.name)
             reduce = () if forward or again else self._reduces(unit, last)
             yield from self._leave(unit, forward=forward, reduce=reduce, again=again)
         yield Op("END")
         for unit in self._roots:
             yield from self._leave(unit, forward=forward, reduce=() if forward else self._reduces(unit, last))
 
-    def step(self, clip: bool) -> Iterator[Op]:
+    def step(self, *, clip: bool, clamp: bool) -> Iterator[Op]:
+        if clamp:
+            yield Op("CLAMP")
         if clip:
             yield Op("NORM")
+        yield Op("STEP")
+        waits: list[Op] = []
         for unit in self._units:
             if unit.trainable:
+                away = [(name, str(unit.table_or(self._layout).cells()[name].tier)) for name in UPDATED]
+                away = [(name, tier) for name, tier in away if tier != "device"]
+                yield from (Op("FETCH", unit.name, source=name, tier=tier) for name, tier in away)
                 yield Op("UPDATE", unit.name)
-                if unit.table_or(self._layout).params is not None:
-                    yield from self._turn(unit, "master", "params")
+                yield from (Op("STORE", unit.name, source=name, tier=tier) for name, tier in away)
+                whole = unit.table_or(self._layout).params is not None
+                for op in self._turn(unit, "master", "params") if whole else ():
+                    yield op
+                    waits.append(Op("WAIT", unit.name, target="params"))
+        yield from waits
 
 
 def parse(text: str) -> Program:
@@ -384,7 +440,7 @@ def _parse_op(words: Sequence[str]) -> Op | None:
     takes = VERBS.get(verb)
     if takes is None:
         return None
-    if "target" in takes.operands:
+    if {"source", "target"} <= {*takes.operands}:
         at = takes.operands.index("target")
         if operands[at : at + 1] != ["->"]:
             return None

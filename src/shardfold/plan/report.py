@@ -13,6 +13,7 @@ __all__ = [
     "Finding",
     "MemoryReport",
     "MemoryRow",
+    "MovedRow",
     "SavedReport",
     "SavedRow",
     "StepReport",
@@ -62,6 +63,14 @@ class MemoryReport(NamedTuple):
     def held(self) -> int:
         """Bytes of all states at rest."""
         return sum(row.held for row in self.rows)
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Bytes of states at rest, by tier."""
+        total: dict[str, int] = {}
+        for row in self.rows:
+            total[row.tier] = total.get(row.tier, 0) + row.held
+        return total
 
     @property
     def table(self) -> float:
@@ -126,14 +135,27 @@ class TrafficRow(NamedTuple):
     sent: int
 
 
+class MovedRow(NamedTuple):
+    """What travelled between the device and a slower tier in the last step, one way (``FETCH`` or ``STORE``): calls and
+    bytes of this rank, beside what the program says."""
+
+    tier: str
+    op: str
+    calls: int
+    program: float
+    moved: int
+
+
 class TrafficReport(NamedTuple):
-    """Collectives of the last completed step. ``control`` bytes (norms, used parameters) and ``asked`` bytes
-    (``gathered()``, ``state_dict()``, evaluation since the step began; by ``asked_calls`` collectives) are apart."""
+    """Collectives of the last completed step, and what ``moved`` between the device and slower tiers. ``control`` bytes
+    (norms, used parameters) and ``asked`` bytes (``gathered()``, ``state_dict()``, evaluation since the step began; by
+    ``asked_calls`` collectives) are apart."""
 
     rows: tuple[TrafficRow, ...]
     control: int
     asked: int
     asked_calls: int = 0
+    moved: tuple[MovedRow, ...] = ()
 
     @property
     def sent(self) -> int:
@@ -150,6 +172,8 @@ class TrafficReport(NamedTuple):
             lines.append(
                 f"{row.journey:<9}{row.op:<16}{axes:<14}{row.calls:>6}{human(row.program):>13}{human(row.sent):>13}"
             )
+        for row in self.moved:
+            lines.append(f"{row.tier:<9}{row.op:<30}{row.calls:>6}{human(row.program):>13}{human(row.moved):>13}")
         by = f" by {self.asked_calls} collectives" if self.asked_calls else ""
         lines.append(f"control {human(self.control)}, asked for besides {human(self.asked)}{by}")
         return "\n".join(lines)

@@ -1,12 +1,12 @@
 """The gradients of one unit since the last step: where they lie, and how far they are summed.
 
-    arriving     autograd made them; they wait as they are while another unit's are on their way
-    incoming     a buffer that the next reduction sends, where gradients cannot be sent from where they rest
     resting      a buffer over ``grads`` itself, where those are not split
-    sending      what the transport works on; a buffer lives until its operations are done
+    local        a buffer that the next reduction sends, where gradients cannot be sent from where they rest
+    sending      what the transport works on, and ``sent``, the buffer that it is done with when they are
     grads        of each segment: what the step uses (see ``segment``)
 
-What ``grads`` hold is one enum, :class:`Sums`.
+What ``grads`` hold is one enum, :class:`Sums`. The program says when ``local`` is made (``GRADS``) and given back
+(``DROP``); gradients that come outside of that, in ``no_sync()`` or behind their unit's reduction, make it themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from shardfold.comm.transport import Pending, Waiter, drain
 from shardfold.sharding.gradient_buffer import GradientBuffer
 from shardfold.sharding.segment import Segment
-from shardfold.tiers.device import DeviceStore
+from shardfold.tiers.device import DeviceTier
 
 __all__ = ["Gradients", "SlotNumbers", "Sums"]
 
@@ -47,9 +47,9 @@ class Gradients:
     Attributes:
         sums: what ``grads`` hold.
         resting: over ``grads``, where they are not split; None where they are.
-        incoming: in the dtype in which gradients are sent; None while none is there.
-        arriving: place and gradient, while there is no room for ``incoming``.
+        local: in the dtype in which gradients are sent; None while there is none.
         sending: operations on their way.
+        sent: the buffer that they send; None: ``resting``, or none.
         extra: by segment: a second reduce-scatter's result of a step that has :attr:`Sums.TWICE` already; it is added
             to ``grads`` when it is summed over the other axes too.
         seen: places whose gradient came in this backward.
@@ -57,13 +57,13 @@ class Gradients:
         count: of all places.
     """
 
-    def __init__(self, segments: Sequence[Segment], store: DeviceStore) -> None:
+    def __init__(self, segments: Sequence[Segment], store: DeviceTier) -> None:
         self.segments = list(segments)
         self.sums = Sums.OWN
         self.resting: GradientBuffer | None = None
-        self.incoming: GradientBuffer | None = None
-        self.arriving: list[tuple[SlotNumbers, Tensor]] = []
+        self.local: GradientBuffer | None = None
         self.sending: list[Pending] = []
+        self.sent: GradientBuffer | None = None
         self.extra: list[Tensor] | None = None
         self.seen: set[SlotNumbers] = set()
         self.used = [[False] * len(segment.parameters) for segment in self.segments]
@@ -86,62 +86,43 @@ class Gradients:
 
     # -- arriving
 
-    def accept(self, place: SlotNumbers, grad: Tensor, other: Gradients | None, waiter: Waiter) -> None:
-        """Takes a gradient. While those of an ``other`` unit are on their way it stays as autograd made it, so that no
-        more than two units' gradients are in memory."""
+    def accept(self, place: SlotNumbers, grad: Tensor) -> None:
+        """Takes a gradient."""
         segment, slot = place
         self.used[segment][slot] = True
-        if other is not None and other is not self and other.sending and self.incoming is None and self.resting is None:
-            if not all(pending.done() for pending in other.sending):
-                self.arriving.append((place, grad))
-                return
-            other.arrive(waiter)
-        if self.arriving:
-            self._take_arriving()
-        self._add(place, grad)
+        buffer = self.resting if self.sums is Sums.OWN else None
+        if buffer is None:
+            buffer = self.local or self.make()
+        buffer.add(segment, slot, grad, self.segments[segment].factor)
 
-    def _take_arriving(self) -> None:
-        """Each is given back as soon as it is copied."""
-        while self.arriving:
-            self._add(*self.arriving.pop(0))
-
-    def _add(self, place: SlotNumbers, grad: Tensor) -> None:
-        segment, slot = place
-        scale = self.segments[segment].factor
-        if self.resting is not None and self.sums is Sums.OWN:
-            self.resting.add(segment, slot, grad, scale)
-            return
-        if self.incoming is None:
-            self.incoming = self.new_buffer()
-        self.incoming.add(segment, slot, grad, scale)
-
-    def new_buffer(self) -> GradientBuffer:
-        """What gradients are copied into in the dtype in which they are sent."""
-        flats = [self._store.empty(s.spec.length, s.dtypes["reduce"]) for s in self.segments]
-        return GradientBuffer(self.segments, flats)
+    def make(self) -> GradientBuffer:
+        """The buffer that gradients are copied into in the dtype in which they are sent; made if there is none."""
+        if self.local is None:
+            flats = [self._store.empty(s.spec.length, s.dtypes["reduce"]) for s in self.segments]
+            self.local = GradientBuffer(self.segments, flats)
+        return self.local
 
     def flush(self) -> None:
         """At the end of a pass: no gradient waits to be copied."""
-        for buffer in (self.resting, self.incoming):
+        for buffer in (self.resting, self.local):
             if buffer is not None:
                 buffer.flush()
 
     @property
     def unsent(self) -> bool:
         """Whether gradients are here that no reduction has taken."""
-        return self.incoming is not None or bool(self.arriving)
+        return self.local is not None
 
     # -- sending
 
     def send(self, sends: Sequence[Callable[..., None]], *, scatter: bool) -> None:
         """Hands the flat of each segment to one of ``sends``, which take ``(flat, pending=)`` and, to ``scatter``,
-        ``out=``, ``add=`` and ``state=``. Behind it only what is in :attr:`sending` keeps the buffer alive."""
+        ``out=``, ``add=`` and ``state=``. The buffer is :attr:`sent` until it is given back."""
         buffer = self.resting
         with torch.no_grad():
-            self._take_arriving()
             if buffer is None or self.sums is not Sums.OWN:
-                buffer = self.incoming or self.new_buffer()
-                self.incoming = None
+                buffer = self.sent = self.make()
+                self.local = None
             buffer.complete()
         add = self.sums is not Sums.OWN
         if self.sums is Sums.OWN:
@@ -155,12 +136,9 @@ class Gradients:
                 send(flat, pending=self.sending)
                 if add:
                     self.sending.append(Pending([], partial(segment.add_to_grads, flat)))
-        if buffer is not self.resting:
-            self.sending.append(Pending([], partial(self._recycle, buffer)))
 
-    def send_scattered(self, sends: Sequence[Callable[..., None]], waiter: Waiter) -> None:
+    def send_scattered(self, sends: Sequence[Callable[..., None]]) -> None:
         """The second of two reductions: sums the scattered gradients over the other axes (HSDP)."""
-        self.arrive(waiter)
         for segment, send, target in zip(self.segments, sends, self._scattered(), strict=True):
             send(target, pending=self.sending)
             if self.extra is not None:
@@ -170,13 +148,22 @@ class Gradients:
     def _scattered(self) -> list[Tensor]:
         return self.extra or [segment.master_grads for segment in self.segments]
 
-    def _recycle(self, buffer: GradientBuffer) -> None:
-        for flat in buffer.flats:
-            self._store.recycle(flat)
-
     def arrive(self, waiter: Waiter) -> None:
-        """The sums are in ``grads``; the buffers they came from are given back."""
+        """The sums are in ``grads``."""
         drain(self.sending, waiter)
+
+    def give_back(self) -> None:
+        """The buffer that was sent is not needed any more."""
+        if self.sent is not None:
+            for flat in self.sent.flats:
+                self._store.recycle(flat)
+            self.sent = None
+
+    def end_pass(self, waiter: Waiter) -> None:
+        """Nothing is on its way, and no gradient waits to be copied."""
+        self.arrive(waiter)
+        self.give_back()
+        self.flush()
 
     def complete(self) -> None:
         """Before the step: where nothing was sent, what no gradient reached is zero."""
@@ -190,9 +177,8 @@ class Gradients:
         segment, slot = place
         held = self.segments[segment]
         self.used[segment][slot] = zero and self.used[segment][slot]
-        self.arriving = [late for late in self.arriving if late[0] != place]
-        if self.incoming is not None:
-            self.incoming.drop(segment, slot)
+        if self.local is not None:
+            self.local.drop(segment, slot)
         with torch.no_grad():
             if self.resting is not None:
                 if self.resting.touched[segment][slot] or self.sums is not Sums.OWN:
@@ -211,8 +197,7 @@ class Gradients:
 
     def forget(self) -> None:
         """As before the first backward of a step."""
-        self.incoming = self.extra = None
-        self.arriving.clear()
+        self.local = self.extra = None
         self.sums = Sums.OWN
         self.seen.clear()
         for used in self.used:

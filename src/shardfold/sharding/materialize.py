@@ -37,6 +37,7 @@ from shardfold.sharding.partition import Cut
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
 from shardfold.sharding.unit import Unit
+from shardfold.tiers.tiers import Tiers
 
 __all__ = ["Weights", "buffer_dtypes", "make_units", "meta_init", "move_buffers"]
 
@@ -110,6 +111,7 @@ def make_units(
     cuts: Iterable[Cut],
     layout: Layout,
     comm: Comm,
+    tiers: Tiers,
     weights: Weights | None,
     seed: int,
 ) -> list[Unit]:
@@ -130,7 +132,7 @@ def make_units(
                 for spec, members in zip(c.spec.segments, c.by_segment, strict=True)
             ]
             unit = Unit(c.spec, segments, comm.memory, c.modules)
-            _give_values(unit, model, comm, weights, seed)
+            _give_values(unit, model, comm, tiers, weights, seed)
             if unit.trainable and not c.spec.table_or(layout).grads.over:
                 unit.gradients.rest(adopt=mesh.world == 1 and comm.memory.device.type == "cpu")
             if unit.split and not c.spec.root:
@@ -142,7 +144,7 @@ def make_units(
     return units
 
 
-def _give_values(unit: Unit, model: nn.Module, comm: Comm, weights: Weights | None, seed: int) -> None:
+def _give_values(unit: Unit, model: nn.Module, comm: Comm, tiers: Tiers, weights: Weights | None, seed: int) -> None:
     """Makes the states of a unit. Values are made, and reach the master, in its dtype: in that of the parameters they
     would be rounded, and the first steps be those of another model than AMP, or FSDP2, trains."""
     hand_over(parameter for _, parameter in unit.parameters())
@@ -154,7 +156,7 @@ def _give_values(unit: Unit, model: nn.Module, comm: Comm, weights: Weights | No
         same = comm.mesh.sizes.summed(segment.spec.distinct)  # as DDP does: there rank 0's values are everyone's
         comm.broadcast(flat, f"broadcast {unit.name}", over=same, detail=FIRST.format(unit.name))
         _check_replicas(segment, flat, comm)
-        segment.bind(comm.mesh.sizes, comm.mesh.coords, flat)
+        segment.bind(comm.mesh.sizes, comm.mesh.coords, flat, tiers)
 
 
 def _check_replicas(segment: Segment, flat: Tensor, comm: Comm) -> None:

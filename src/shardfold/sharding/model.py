@@ -24,6 +24,8 @@ from shardfold.sharding.loans import Loan
 from shardfold.sharding.run_state import RunState
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
+from shardfold.tiers.tier import Region
+from shardfold.tiers.tiers import Tiers
 
 __all__ = ["Gate", "Owner", "ShardedModel", "Updater"]
 
@@ -106,7 +108,7 @@ class Updater(Protocol):
     def take_state(self, segment: Segment, slot: int, name: str, values: Tensor, *, changed: bool = False) -> None: ...
     def take_value(self, segment: Segment, slot: int, name: str, value: Any) -> None: ...
     def forget(self, segment: Segment, slot: int) -> None: ...
-    def moment(self, segment: Segment, name: str) -> Tensor | None: ...
+    def moment(self, segment: Segment, name: str) -> Region | None: ...
     def take_piece(self, segment: Segment, slot: int, name: str, shard: Tensor) -> None: ...
 
 
@@ -119,6 +121,7 @@ class ShardedModel:
         rules: which precision holds where.
         layout: the table, bound to the main precision.
         comm: the way to the other ranks.
+        tiers: what states rest in.
         run: where training is.
         optimizer: the user's, whose groups hold this rank's pieces; None: nothing is trained.
         units: in definition order.
@@ -134,6 +137,7 @@ class ShardedModel:
     rules: Rules
     layout: Layout
     comm: Comm
+    tiers: Tiers
     run: RunState
     optimizer: Optimizer | None = None
     units: list[Unit] = field(default_factory=list[Unit])

@@ -26,7 +26,7 @@ from shardfold.comm.transport import GlooTransport, NcclTransport
 from shardfold.errors import OrderError
 from shardfold.plan.layout import DATA_AXES
 from shardfold.sharding.freed import FreedParameter, apart, outline, seal, unseal
-from shardfold.tiers.device import DeviceStore
+from shardfold.tiers.device import DeviceTier
 
 __all__ = ["EarlyShard", "ShardRanks", "announce", "early_shard", "gather", "hand_over", "release"]
 
@@ -59,7 +59,7 @@ class ShardRanks:
         self.device, self.rest, self.hollow = device, rest or device, hollow
         with ExitStack() as held:
             mesh, agreement = joined(self, None, device, desync_timeout, timeout, held)
-            memory = DeviceStore(device)
+            memory = DeviceTier(device)
             transport = NcclTransport() if mesh.backend == "nccl" else GlooTransport(memory.empty, memory.recycle)
             self.comm = Comm(mesh, agreement, transport, Meter(mesh), memory)
             held.callback(self.comm.close)

@@ -145,7 +145,7 @@ def _make(changes: Changes, plan: Plan, homes: Homes) -> list[Unit]:
                 _dissolve(model, old, homes, staying)
         for p in c.parameters.values():
             p.grad = None  # what autograd left there while nobody trained it is no gradient of this step
-        unit = make_units(model.module, [c], model.layout, model.comm, None, changes.seed)[0]
+        unit = make_units(model.module, [c], model.layout, model.comm, model.tiers, None, changes.seed)[0]
         if unit.split and unit.life is Life.GATHERED:
             unit.release()
         if update is not None:
@@ -193,6 +193,7 @@ def forget(model: ShardedModel, unit: Unit) -> None:
     unit.gradients.give_up()
     for segment in unit.segments:
         segment.rest = segment.held = segment.gradient_flat = segment.master = None
+        segment.regions.clear()
         segment.flat = segment.flat.new_empty(0)
         segment.parameters = []
     unit.segments, unit.trainable, unit.replaced = [], [], True

@@ -10,7 +10,7 @@
     master    (length / parts,)    what the optimizer updates (a view of rest where both have one dtype)
     moments   by the optimizer     laid out as master
 
-    incoming  (length,)            gradients of one pass that are still to be reduced (see GradientBuffer)
+    local     (length,)            this rank's own gradients, before they are reduced (see GradientBuffer)
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
 from shardfold.plan.formats import FORMATS, TORCH_DTYPES
-from shardfold.plan.layout import ITEMSIZE, ROLES, Layout, Sizes
+from shardfold.plan.layout import ITEMSIZE, ROLES, Cell, Layout, Sizes
 from shardfold.plan.placement import SegmentSpec, shard_range
-from shardfold.tiers.device import DeviceStore
+from shardfold.tiers.device import DeviceTier
+from shardfold.tiers.tier import Region
+from shardfold.tiers.tiers import Tiers
 from shardfold.torch_internals import storage_key
 
 _version = attrgetter("_version")
@@ -58,7 +60,7 @@ class Segment:
         layout: Layout,
         mesh: Sizes,
         coords: Mapping[str, int],
-        store: DeviceStore,
+        store: DeviceTier,
     ) -> None:
         self.spec = spec
         self.parameters = parameters
@@ -67,8 +69,7 @@ class Segment:
         gather, reduce = (FORMATS[spec.format_for(journey, layout)] for journey in ("gather", "reduce"))
         self._rounds = None if gather.native == self.dtype else gather
         self.format_state: Tensor | None = None  # what the format of its reductions keeps, ``(length,)``
-        if reduce.state is not None and spec.trainable:
-            self.format_state = torch.zeros(spec.length, dtype=reduce.state, device=store.device)
+        self._keeps = reduce.state
         self.table = spec.table_or(layout)
         self.rest_range = shard_range(spec.length, self.table.rest.over, mesh, coords)
         self.master_range = shard_range(spec.length, self.table.master.over, mesh, coords)
@@ -84,6 +85,7 @@ class Segment:
         self._sizes = [stop - start for start, stop, _, _ in ranges]
         self._slots_at = [i for i, (_, _, gap, _) in enumerate(ranges) if not gap]
         self._gaps_at = [i for i, (_, _, gap, _) in enumerate(ranges) if gap]
+        self.regions: dict[str, Region] = {}  # by state: what each that is no other's bytes rests in
         self.rest: Tensor | None = None
         self.held: Tensor | None = None
         self.held_range: tuple[int, int] | None = None
@@ -164,8 +166,9 @@ class Segment:
             return self.flat
         return torch.empty(self.spec.length, dtype=master, device=self.flat.device)
 
-    def bind(self, mesh: Sizes, coords: Mapping[str, int], exact: Tensor) -> None:
-        """Makes the states that rest, and the flat, from the values in ``exact`` (see :meth:`exact_flat`)."""
+    def bind(self, mesh: Sizes, coords: Mapping[str, int], exact: Tensor, tiers: Tiers) -> None:
+        """Makes the states that rest, each in its cell's tier, and the flat, from the values in ``exact`` (see
+        :meth:`exact_flat`)."""
         spec, flat, layout = self.spec, self.flat, self.table
         if exact is not flat:
             flat.copy_(exact)
@@ -175,21 +178,32 @@ class Segment:
         keeps_copy = layout.params is not None or not spec.trainable
         if not self.split:
             self.rest = flat
+            self.regions["params"] = tiers.device.adopt(flat)
         elif keeps_copy:
-            self.rest = flat[start:stop].clone()
+            self.rest = self._rest_in(tiers, "params", layout.rest, flat[start:stop])
         if layout.held is not None and layout.held.over:
             self.held_range = shard_range(spec.length, layout.held.over, mesh, coords)
-            self.held = flat[self.held_range[0] : self.held_range[1]].clone()
+            self.held = self._rest_in(tiers, "held", layout.held, flat[slice(*self.held_range)])
         if not spec.trainable:
             return
         a, b = self.master_range
-        master = self.dtypes["master"]
-        if self.rest is not None and self.dtype == master and layout.params is not None:
+        if self.rest is not None and self.dtype == self.dtypes["master"] and layout.params is not None:
             self.master = self.rest[a - start : b - start]
         else:
-            self.master = exact[a:b].to(master, copy=True)
+            self.master = self._rest_in(tiers, "master", layout.master, exact[a:b])
         size = spec.length if not layout.grads.over else spec.length // layout.grads.parts(mesh)
-        self.gradient_flat = torch.zeros(size, dtype=self.dtypes["grads"], device=flat.device)
+        grads = tiers.named(layout.grads.tier).allocate((size,), self.dtypes["grads"], zero=True)
+        self.regions["grads"] = grads
+        self.gradient_flat = grads.get()
+        if self._keeps is not None:
+            kept = self.regions["format"] = tiers.device.allocate((spec.length,), self._keeps, zero=True)
+            self.format_state = kept.get()
+
+    def _rest_in(self, tiers: Tiers, state: str, cell: Cell, values: Tensor) -> Tensor:
+        """A state with these values, in its tier; as the device reads it."""
+        region = self.regions[state] = tiers.named(cell.tier).allocate(values.shape, values.dtype)
+        region.store(values)
+        return region.get()
 
     @property
     def grads(self) -> Tensor | None:
@@ -240,7 +254,7 @@ class Segment:
         """``params``; where there are none, and the segment is not frozen, ``master``."""
         return self.rest if self.rest is not None else self.master
 
-    def move(self, store: DeviceStore) -> None:
+    def move(self, store: DeviceTier) -> None:
         """The flat and the parameters get memory of their own; what is in the old one stays with who refers to it."""
         flat = store.empty(self.spec.length, self.dtype)
         with torch.no_grad():

@@ -19,7 +19,7 @@ from shardfold.sharding.freed import seal, unseal
 from shardfold.sharding.gradients import Gradients
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shown import ShownGradients
-from shardfold.tiers.device import DeviceStore
+from shardfold.tiers.device import DeviceTier
 from shardfold.torch_internals import set_versions, storage_key
 
 __all__ = ["CLOSED_WAY", "Life", "Unit"]
@@ -65,7 +65,7 @@ class _Touch:
 class Unit:
     """Parameters that move together: their segments, their life, and what is on its way for them."""
 
-    def __init__(self, spec: UnitSpec, segments: list[Segment], store: DeviceStore, modules: list[nn.Module]) -> None:
+    def __init__(self, spec: UnitSpec, segments: list[Segment], store: DeviceTier, modules: list[nn.Module]) -> None:
         self.spec = spec
         self.name = spec.name
         self.segments = segments

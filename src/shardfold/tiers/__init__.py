@@ -1,4 +1,5 @@
-"""Memory of each kind: ``device``, ``host`` and ``disk``; ``pages`` of the host are given back at once.
+"""Memory of each kind: ``device``, ``host`` and ``disk``, by one protocol (``tier``); ``pages`` of the host are given
+back at once.
 
 It imports ``errors`` only.
 """

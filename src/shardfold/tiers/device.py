@@ -1,4 +1,4 @@
-"""The device store: gives a flat its memory, takes it back, and keeps the streams of a GPU in order.
+"""The device's own memory: regions that are always there, and flats whose memory comes and goes.
 
 A flat is one tensor for its whole life: parameters are views of it, so its memory comes and goes by resizing its
 storage, and saved activations find the refilled values (FSDP2 does the same with its all-gather outputs).
@@ -10,19 +10,21 @@ collective that fills it run on the side stream; waiting for that collective mak
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 from torch import Tensor
 
 from shardfold.tiers.pages import exact, huge, keep, let_go, vacate
+from shardfold.tiers.tier import is_same
 
-__all__ = ["DeviceStore"]
+__all__ = ["DeviceRegion", "DeviceTier"]
 
 _NOTHING = nullcontext()
 
 
-class DeviceStore:
+class DeviceTier:
     """Memory of one device. ``debug`` fills a flat with NaN instead of freeing it, so that stale reads show."""
 
     def __init__(self, device: torch.device, *, debug: bool = False) -> None:
@@ -30,6 +32,14 @@ class DeviceStore:
         self.debug = debug
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> DeviceRegion:
+        make = torch.zeros if zero else torch.empty  # zeros that nobody has written to take no memory of the host
+        return DeviceRegion(make(tuple(shape), dtype=dtype, device=self.device))
+
+    def adopt(self, memory: Tensor) -> DeviceRegion:
+        """A region over memory of the device that is there already, such as another state's, with its values."""
+        return DeviceRegion(memory)
 
     def side(self) -> AbstractContextManager[object]:
         """What runs inside is queued beside the computation (CUDA); on the CPU it runs as it is."""
@@ -42,8 +52,8 @@ class DeviceStore:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat for a short while, whose memory is really gone when it is; ``(numel,)``."""
-        if spares := self._spare.get((numel, dtype)):
-            return spares.pop()
+        with suppress(KeyError, IndexError):  # another thread may take the last one
+            return self._spare[numel, dtype].pop()
         with exact() if self._side is None else _NOTHING:
             flat = torch.empty(numel, dtype=dtype, device=self.device)
         self._prefer_huge(flat)
@@ -58,7 +68,7 @@ class DeviceStore:
             spares.append(flat)
 
     def close(self) -> None:
-        """No flat of this store will be needed any more."""
+        """No flat of this tier will be needed any more."""
         self._spare.clear()
         let_go(self)
 
@@ -94,3 +104,35 @@ class DeviceStore:
         self.after_compute()
         with self.side():
             flat.untyped_storage().resize_(0)
+
+
+class DeviceRegion:
+    """See :class:`shardfold.tiers.tier.Region`: nothing has to travel, so nothing is waited for."""
+
+    tier = "device"
+
+    def __init__(self, memory: Tensor) -> None:
+        self.resting: Tensor = memory
+        self.dtype, self.nbytes = memory.dtype, memory.nbytes
+        self._back: Tensor | None = None
+
+    def store(self, values: Tensor) -> None:
+        self._back = None
+        if not is_same(values, self.resting):
+            self.resting.copy_(values.view_as(self.resting))
+
+    def fetch(self, into: Tensor | None = None) -> None:
+        if into is not None and self._back is None:
+            self._back = into.copy_(self.resting)
+
+    def get(self) -> Tensor:
+        back, self._back = self._back, None
+        return self.resting if back is None else back
+
+    def values(self, part: slice = slice(None)) -> Tensor:
+        return self.resting.view(-1)[part]
+
+    def drop(self) -> None:
+        self._back = None
+        self.resting = self.resting.new_empty(0)
+        self.nbytes = 0

@@ -1,4 +1,4 @@
-"""A file for what autograd saves: one thread writes it behind the computation and reads ahead of backward.
+"""A file: one thread writes it behind the computation and reads ahead of who needs it.
 
 The file has no name, so it is gone with the process, whatever ends it. Places in it are used again by what has the same
 size, which activations of equal units have.
@@ -9,22 +9,24 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from math import prod
+from threading import RLock
 
 import torch
 from torch import Tensor
 
-from shardfold.tiers.host import HostCopy, HostStore
+from shardfold.tiers.host import HostRegion, HostTier
 
-__all__ = ["DiskCopy", "DiskStore"]
+__all__ = ["DiskRegion", "DiskTier"]
 
 PENDING = 256 * 1024 * 1024
 """Bytes that may wait in host memory to be written."""
 
 
-class DiskStore:
-    """Copies of one device's tensors in a file.
+class DiskTier:
+    """A file for values of one device.
 
     Args:
         device: whose tensors they are.
@@ -34,31 +36,37 @@ class DiskStore:
         OSError: the folder cannot be written to.
     """
 
-    def __init__(self, device: torch.device, folder: str | None) -> None:
-        self.host = HostStore(device)
-        self.threads = ThreadPoolExecutor(1, thread_name_prefix="shardfold-activations")
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # lives as long as the store
+    def __init__(self, device: torch.device, folder: str | None = None) -> None:
+        self.host = HostTier(device)
+        self.threads = ThreadPoolExecutor(1, thread_name_prefix="shardfold-disk")
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # lives as long as the tier
         self._where = folder or tempfile.gettempdir()
         self._end = 0
         self._free: dict[int, list[int]] = {}
-        self._lock = Lock()
-        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._lock = RLock()  # a region may be collected, and leave its place, while another takes one
+        self._pending: deque[_Write] = deque()
 
-    def put(self, flat: Tensor) -> DiskCopy:
-        """A copy of a contiguous tensor, which may be given back at once.
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> DiskRegion:
+        region = DiskRegion(self, shape, dtype)
+        if zero:  # the place may have been another's
+            region.store(torch.zeros(tuple(shape), dtype=dtype))
+        return region
+
+    def begin(self, source: HostRegion, place: int) -> _Write:
+        """Begins to write what is in host memory.
 
         Raises:
-            OSError: what was put earlier could not be written.
+            OSError: what was begun earlier could not be written.
         """
-        copy = DiskCopy(self, flat)
-        self._pending.append((copy.written, copy.nbytes))
+        write = _Write(self, source, place)
+        self._pending.append(write)
         while self._pending and (
-            self._pending[0][0].done() or sum(num_bytes for _, num_bytes in self._pending) > PENDING
+            self._pending[0].future.done() or sum(write.nbytes for write in self._pending) > PENDING
         ):
-            written, _ = self._pending.popleft()
-            if not written.cancelled():
-                written.result()
-        return copy
+            earlier = self._pending.popleft().future
+            if not earlier.cancelled():
+                earlier.result()
+        return write
 
     def take(self, nbytes: int) -> int:
         """A place for so many bytes."""
@@ -69,7 +77,7 @@ class DiskStore:
             return place
 
     def leave(self, place: int, nbytes: int) -> None:
-        """The place may be taken again."""
+        """The place may be taken again: whoever does writes there behind all that was begun before."""
         with self._lock:
             self._free.setdefault(nbytes, []).append(place)
 
@@ -81,7 +89,7 @@ class DiskStore:
                 data, place = data[done:], place + done
         except OSError as error:
             raise OSError(
-                error.errno, f"activations could not be written to {self._where}: {os.strerror(error.errno or 0)}"
+                error.errno, f"values could not be written to {self._where}: {os.strerror(error.errno or 0)}"
             ) from error
 
     def read(self, flat: Tensor, place: int) -> None:
@@ -89,58 +97,124 @@ class DiskStore:
         while data:
             done = os.preadv(self._file.fileno(), [data], place)
             if not done:
-                raise OSError(f"the file of activations in {self._where} has lost its end.")
+                raise OSError(f"the file of values in {self._where} has lost its end.")
             data, place = data[done:], place + done
 
     def close(self) -> None:
-        """Ends the thread and gives the file's space back; what was put is lost."""
+        """Ends the thread and gives the file's space back; what was stored is lost."""
         self.threads.shutdown(cancel_futures=True)
         self._pending.clear()
         self._file.close()
 
 
-class DiskCopy:
-    """One copy: in host memory until it is written."""
+class _Write:
+    """Values on their way into the file: in host memory (``source``) until they are there, or for good if the write was
+    cancelled because they were asked for before it began."""
 
-    def __init__(self, store: DiskStore, flat: Tensor) -> None:
-        self._store, self.nbytes = store, flat.nbytes
-        self._shape, self._dtype = flat.shape, flat.dtype
-        self._place = store.take(self.nbytes)
-        self._waiting: HostCopy | None = store.host.put(flat)
-        self._coming: Future[Tensor] | None = None
-        self.written: Future[None] = store.threads.submit(self._write)
+    def __init__(self, tier: DiskTier, source: HostRegion, place: int) -> None:
+        self.source: HostRegion | None = source
+        self.nbytes = source.nbytes
+        self._tier, self._place = tier, place
+        self.future: Future[None] = tier.threads.submit(self._run)
 
-    def _write(self) -> None:
-        assert self._waiting is not None
-        if self._waiting.event is not None:
-            self._waiting.event.synchronize()
-        self._store.write(self._waiting.host.view(-1), self._place)
-        self._waiting = None
+    def _run(self) -> None:
+        assert self.source is not None
+        self._tier.write(self.source.values().view(-1), self._place)
+        self.source = None
 
-    def _read(self) -> Tensor:
-        self.written.result()
-        cuda = self._store.host.side is not None
-        flat = torch.empty(self._shape, dtype=self._dtype, pin_memory=cuda)
-        self._store.read(flat.view(-1), self._place)
-        return flat
 
-    def fetch(self) -> None:
-        """Begins to read it, or leaves it where it is, if it is not written yet."""
-        if self._coming is None and not self.written.cancel():
-            self._coming = self._store.threads.submit(self._read)
+class DiskRegion:
+    """See :class:`shardfold.tiers.tier.Region`."""
 
-    def get(self) -> Tensor:
-        """The tensor, on the device.
+    tier = "disk"
+    resting = None
+
+    def __init__(self, owner: DiskTier, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._owner, self._shape, self.dtype = owner, tuple(shape), dtype
+        self.nbytes = prod(self._shape) * dtype.itemsize
+        self._place = owner.take(self.nbytes)
+        self._write: _Write | None = None
+        self._coming: Future[Tensor] | HostRegion | None = None
+        self._into: Tensor | None = None
+
+    def store(self, values: Tensor) -> None:
+        self._stop()
+        source = self._owner.host.allocate(self._shape, self.dtype)
+        source.store(values)
+        self._write = self._owner.begin(source, self._place)
+
+    def flush(self) -> None:
+        """Waits until what was stored is in the file.
 
         Raises:
-            OSError: it could not be written or read.
+            OSError: it could not be written.
         """
+        if self._write is not None and not self._write.future.cancelled():
+            self._write.future.result()
+
+    def _unwritten(self) -> HostRegion | None:
+        """Where the values are, if they are not written yet: they stay there."""
+        write = self._write
+        return write.source if write is not None and write.future.cancel() else None
+
+    def fetch(self, into: Tensor | None = None) -> None:
+        if self._coming is not None:
+            return
+        near = self._unwritten()
+        if near is not None:
+            near.fetch(into)
+            self._coming = near
+            return
+        cuda = self._owner.host.side is not None
+        self._into = into if cuda else None
+        self._coming = self._owner.threads.submit(self._read, None if cuda else into)
+
+    def _read(self, into: Tensor | None) -> Tensor:
+        if self._write is not None:
+            self._write.future.result()  # it ran before, in this thread
+        if into is None:
+            cuda = self._owner.host.side is not None
+            into = torch.empty(self._shape, dtype=self.dtype, pin_memory=cuda)
+        self._owner.read(into.view(-1), self._place)
+        return into
+
+    def _read_part(self, first: int, count: int) -> Tensor:
+        if self._write is not None:
+            self._write.future.result()
+        flat = torch.empty(count, dtype=self.dtype)
+        self._owner.read(flat, self._place + first * self.dtype.itemsize)
+        return flat
+
+    def get(self) -> Tensor:
         self.fetch()
-        if self._coming is None:
-            assert self._waiting is not None
-            return self._waiting.get()
-        flat, self._coming = self._coming.result(), None
-        return flat.to(self._store.host.device, non_blocking=True)
+        coming, into = self._coming, self._into
+        self._coming = self._into = None
+        assert coming is not None
+        if isinstance(coming, HostRegion):
+            return coming.get()
+        values = coming.result()
+        if into is not None:
+            return into.copy_(values, non_blocking=True)
+        return values.to(self._owner.host.device, non_blocking=True)
+
+    def values(self, part: slice = slice(None)) -> Tensor:
+        near = self._unwritten()
+        if near is not None:
+            return near.values(part)
+        first, stop, _ = part.indices(prod(self._shape))
+        return self._owner.threads.submit(self._read_part, first, max(0, stop - first)).result()
+
+    def _stop(self) -> None:
+        """Nothing of this region comes to the device any more: memory that it was to go to is another's."""
+        coming, self._coming, self._into = self._coming, None, None
+        if isinstance(coming, Future) and not coming.cancel():
+            coming.exception()
+
+    def drop(self) -> None:
+        if self.nbytes:
+            self._stop()
+            self._owner.leave(self._place, self.nbytes)
+        self.nbytes = 0
 
     def __del__(self) -> None:
-        self._store.leave(self._place, self.nbytes)
+        self.drop()

@@ -1,69 +1,101 @@
-"""Host memory for what autograd saves: a copy goes out beside the computation, and comes back when it is asked for.
+"""Host memory: values go out beside the computation, and come back when they are asked for.
 
-On CUDA copies are pinned and travel on a stream of their own; memory on either side is given back in the order of that
-stream. On the CPU the copy is what it would be there, so that the same bytes are counted.
+On CUDA regions are pinned and travel on a stream of their own; memory on either side is given back in the order of that
+stream. On the CPU a region is what it would be there, so that the same bytes are counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "HostStore"]
+from shardfold.tiers.tier import is_same
+
+__all__ = ["HostRegion", "HostTier"]
 
 
-class HostStore:
-    """Copies of one device's tensors in host memory."""
+class HostTier:
+    """Host memory for values of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def put(self, flat: Tensor) -> HostCopy:
-        """A copy of a contiguous tensor, which may be given back at once."""
-        return HostCopy(self, flat)
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> HostRegion:
+        make = torch.zeros if zero else torch.empty
+        return HostRegion(self, make(tuple(shape), dtype=dtype, pin_memory=self.side is not None))
 
     def close(self) -> None:
-        """Nothing is held here."""
+        """Regions keep their memory as long as somebody keeps them."""
 
 
-class HostCopy:
-    """One copy. ``host``: on CUDA complete when the CUDA event ``event`` is."""
+class HostRegion:
+    """See :class:`shardfold.tiers.tier.Region`."""
 
-    def __init__(self, store: HostStore, flat: Tensor) -> None:
-        self._store = store
+    tier = "host"
+
+    def __init__(self, owner: HostTier, memory: Tensor) -> None:
+        self._owner = owner
+        self.resting: Tensor = memory
+        self.dtype, self.nbytes = memory.dtype, memory.nbytes
         self._back: Tensor | None = None
-        self.event: Any = None
-        side = store.side
-        if side is None:
-            self.host = flat.clone()
-            return
-        self.host = torch.empty_like(flat, device="cpu", pin_memory=True)
-        side.wait_stream(torch.cuda.current_stream(store.device))
-        with torch.cuda.stream(side):
-            self.host.copy_(flat, non_blocking=True)
-            self.event = side.record_event()
-        flat.record_stream(side)
+        self._event: Any = None  # CUDA: when what was begun last is over
 
-    def fetch(self) -> None:
-        """Begins to bring it back."""
-        side = self._store.side
+    def store(self, values: Tensor) -> None:
+        self._back = None
+        if is_same(values, self.resting):
+            return
+        values = values.view_as(self.resting)
+        side = self._owner.side
+        if side is None or not values.is_cuda:
+            self._wait()
+            self.resting.copy_(values)
+            return
+        side.wait_stream(torch.cuda.current_stream(self._owner.device))
+        with torch.cuda.stream(side):
+            self.resting.copy_(values, non_blocking=True)
+            self._event = side.record_event()
+        values.record_stream(side)
+
+    def fetch(self, into: Tensor | None = None) -> None:
+        side = self._owner.side
+        if self._back is not None:
+            return
         if side is None:
-            self._back = self.host
-        elif self._back is None:
-            with torch.cuda.stream(side):
-                self._back = self.host.to(self._store.device, non_blocking=True)
-                self.event = side.record_event()
+            self._back = self.resting if into is None else into.copy_(self.resting)
+            return
+        if into is not None:
+            side.wait_stream(torch.cuda.current_stream(self._owner.device))  # which may still read what was there
+            into.record_stream(side)
+        with torch.cuda.stream(side):
+            if into is None:
+                self._back = self.resting.to(self._owner.device, non_blocking=True)
+            else:
+                self._back = into.copy_(self.resting, non_blocking=True)
+            self._event = side.record_event()
 
     def get(self) -> Tensor:
-        """The tensor, on the device."""
         self.fetch()
         back, self._back = self._back, None
         assert back is not None
-        if self._store.side is not None and self.event is not None:
-            compute = torch.cuda.current_stream(self._store.device)
-            compute.wait_event(self.event)
+        if self._owner.side is not None and self._event is not None:
+            compute = torch.cuda.current_stream(self._owner.device)
+            compute.wait_event(self._event)
             back.record_stream(compute)
         return back
+
+    def values(self, part: slice = slice(None)) -> Tensor:
+        self._wait()
+        return self.resting.view(-1)[part]
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def drop(self) -> None:  # who is on the way holds the memory: PyTorch gives back what is pinned behind its copies
+        self._back = None
+        self.resting = self.resting.new_empty(0)
+        self.nbytes = 0

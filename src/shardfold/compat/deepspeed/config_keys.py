@@ -67,10 +67,10 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 WIDE_DTYPES = (*DTYPES, "float32", "float16", "bfloat16", "float", "half")
 BUCKETS = "what is sent together is a unit of the model, not a bucket of so many elements"
 NO_TIER = (
-    "states stay on the training device, as there is no host or NVMe tier for them yet: the training is the same, the "
+    "states stay on the training device, as this setting moves none of them yet: the training is the same, the "
     "device memory is not"
 )
-NO_HOST_OPTIONS = "options of a tier that does not exist here"
+NO_HOST_OPTIONS = "options of a move that is not made here"
 GONE = "DeepSpeed itself has removed it"
 LEAF_CLASSES = [
     f"transformers.models.{module}.modeling_{module}.{name}SparseMoeBlock"

@@ -1,0 +1,41 @@
+"""The tiers of one rank, each made when it is first asked for."""
+
+from __future__ import annotations
+
+from shardfold.tiers.device import DeviceTier
+from shardfold.tiers.disk import DiskTier
+from shardfold.tiers.host import HostTier
+from shardfold.tiers.tier import Tier
+
+__all__ = ["Tiers"]
+
+
+class Tiers:
+    """What a cell's tier means on this rank.
+
+    Args:
+        device: its own memory.
+    """
+
+    def __init__(self, device: DeviceTier) -> None:
+        self.device = device
+        self._made: dict[tuple[str, str | None], Tier] = {}
+
+    def named(self, tier: str, folder: str | None = None) -> Tier:
+        """The tier of that name; ``folder``: of a disk, None for the system's folder for temporary files.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        if tier == "device":
+            return self.device
+        key = (str(tier), folder)
+        if key not in self._made:
+            self._made[key] = DiskTier(self.device.device, folder) if tier == "disk" else HostTier(self.device.device)
+        return self._made[key]
+
+    def close(self) -> None:
+        """Gives back what all of them hold but the device's own, which ends with the way to the other ranks."""
+        for tier in self._made.values():
+            tier.close()
+        self._made.clear()

@@ -1,0 +1,133 @@
+"""A collective that fails says where in the program it stands, and a profiler sees the program's own words."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardfold as sf
+from shardfold.errors import CollectiveError
+from shardfold.plan.program import MARKERS
+from shardfold.testing import Ranks
+
+HERE = "   <-- here"
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def _engine(layout: str, **options: Any) -> sf.Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+    return sf.Engine(model, optimizer=SGD, layout=layout, units=["*"], **options)
+
+
+def _leave(engine: sf.Engine) -> None:
+    engine.close()
+    raise LookupError
+
+
+def _broken(where: str, layout: str, recorded: bool) -> str:
+    """Rank 1 closes its engine in the middle of a pass; what rank 0 says then."""
+    engine = _engine(layout)
+    x = torch.ones(2, 8)
+
+    def train() -> Tensor:
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        return loss
+
+    try:
+        if recorded:
+            for _ in range(2):
+                train()
+                engine.step()
+        if engine.rank == 1:
+            block = engine.module[6]
+            if where == "forward":
+                block.register_forward_hook(lambda *_: _leave(engine))
+            else:
+                block.register_forward_hook(lambda m, a, out: out.register_hook(lambda grad: _leave(engine)) and None)
+        train()
+    except LookupError:
+        return ""
+    except CollectiveError as error:
+        engine.close()
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(("where", "layout"), [("forward", "zero3"), ("backward", "zero3"), ("backward", "zero2")])
+def test_a_broken_collective_prints_the_program_around_it(ranks: Ranks, where: str, layout: str) -> None:
+    """The sentence names the operation; behind it the section stands in few lines, in which exactly one is marked: a
+    collective, or the wait for one, of a unit behind the one where the other rank left; or the end of the pass, where
+    ranks wait for those that still read from them."""
+    text = ranks.run(_broken, where, layout, True, world_size=2, timeout=60)[0]
+    sentence, section, *lines = text.split("\n")
+    assert "rank 1 has closed its engine" in sentence
+    assert section == {"forward": "forward:", "backward": "last:"}[where]
+    marked = [line.removesuffix(HERE).split() for line in lines if line.endswith(HERE)]
+    assert len(marked) == 1 and len(lines) <= 11, text
+    verb, *operands = marked[0]
+    assert verb in ("ALL_GATHER", "WAIT", "END"), text
+    if operands:
+        assert int(operands[0]) > 6 if where == "forward" else int(operands[0]) <= 6, text
+
+
+@pytest.mark.parametrize(("where", "layout"), [("forward", "zero3"), ("backward", "zero2")])
+def test_a_broken_round_of_asking_is_no_operation_of_the_program(ranks: Ranks, where: str, layout: str) -> None:
+    said = ranks.run(_broken, where, layout, False, world_size=2, timeout=60)[0]
+    assert "a round of asking" in said and "rank 1 has closed its engine" in said and HERE not in said
+
+
+def _apart(timeout: float) -> str:
+    """Rank 1 stays away from the step; what rank 0 says."""
+    engine = _engine("zero2", timeout=timeout)
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    if engine.rank == 1:
+        engine.close()
+        return ""
+    try:
+        engine.step()
+    except CollectiveError as error:
+        engine.close()
+        return str(error)
+    return "nothing was raised"
+
+
+def test_between_sections_no_program_is_printed(ranks: Ranks) -> None:
+    said = ranks.run(_apart, 60.0, world_size=2, timeout=60)[0]
+    assert "rank 1 has closed its engine" in said and "\n" not in said and HERE not in said
+
+
+def _traced(layout: str, clip: sf.numerics.Clip) -> tuple[set[str], set[str], set[str]]:
+    """Operations of a step that follows the recorded order, what a profiler saw of it, and what it saw of the first."""
+    engine = _engine(layout, clip=clip)
+
+    def step() -> set[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+            engine.step()
+        return {event.name for event in profile.events() or ()}
+
+    first = step()
+    engine.backward(engine(torch.ones(2, 8)).square().mean())  # outside of the profiler
+    engine.step()
+    found, program = step(), engine.program
+    sections = (program.forward, program.last, program.step)
+    engine.close()
+    return {str(op) for ops in sections for op in ops if op.verb not in MARKERS}, found, first
+
+
+@pytest.mark.parametrize(
+    ("layout", "clip", "verb"),
+    [("zero3", sf.numerics.Clip(norm=1.0), "NORM"), ("zero2", sf.numerics.Clip(value=0.5), "CLAMP")],
+)
+def test_a_profiler_sees_every_operation_by_the_name_that_the_program_prints(
+    ranks: Ranks, layout: str, clip: sf.numerics.Clip, verb: str
+) -> None:
+    for expected, found, first in ranks.run(_traced, layout, clip, world_size=2):
+        assert {verb, "UPDATE 0"} <= expected <= found
+        assert {text for text in expected if not text.startswith("GRADS")} <= first  # a pass that asks
