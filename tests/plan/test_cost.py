@@ -346,7 +346,7 @@ def named_parts(layout: Layout, units: list[UnitSpec], ahead: int, in_flight: in
     where backward finds them gathered), gradients of the root and of ``in_flight + 1`` units, each of these as much
     again in the transport's ``temporary`` while it is on its way, and one parameter's gradient as autograd makes it."""
     full = {u.name: sum(s.length * ITEMSIZE[s.dtype] for s in u.segments) for u in units}
-    grad = {u.name: sum(s.length for s in u.segments if s.trainable) * ITEMSIZE[layout.reduce.dtype] for u in units}
+    grad = {u.name: sum(s.length for s in u.segments if s.trainable) * ITEMSIZE[layout.buffer] for u in units}
     roots, inner = [u.name for u in units if u.root], [u.name for u in units if not u.root]
     total = max((s.numel * ITEMSIZE[s.dtype] for u in units for s in u.segments if s.trainable), default=0.0)
     if layout.rest.over:

@@ -61,13 +61,30 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: ddp.edit("params", dtype="comput"),
         ["params has dtype 'comput'", "Did you mean 'compute'?"],
     ),
-    "a wire's dtype that is none": (
-        lambda: ddp.replace(reduce=Wire(dtype="redcue")),
-        ["reduce has dtype 'redcue'", "Did you mean 'reduce'?"],
+    "a wire's word that is none": (
+        lambda: ddp.replace(reduce=Wire(format="redcue")),
+        ["reduce travels as 'redcue'", "Did you mean 'reduce'?"],
     ),
-    "a wire that is none": (
-        lambda: ddp.replace(gather=Wire(name="plane", dtype="compute")),
-        ["gather goes by wire 'plane'", "Did you mean 'plain'?"],
+    "a format that is none": (
+        lambda: zero3.replace(gather="bf61"),
+        ["gather travels as 'bf61'", "Did you mean 'bf16'?"],
+    ),
+    "a wire that is no wire": (lambda: zero3.replace(gather=16), ["gather of the table is 16", "it is a Wire"]),
+    "integers for parameters": (
+        lambda: zero3.replace(gather="int8").bind(PRECISIONS["fp32"], MESH),
+        ["gather travels as int8", "Precision.compute is fp32", "narrower"],
+    ),
+    "integers for gradients": (
+        lambda: zero3.replace(reduce="int8").bind(PRECISIONS["fp32"], {"inter": 1, "intra": 1}),
+        ["reduce travels as int8", "grads accumulate in fp32"],
+    ),
+    "rounding where nothing is gathered": (
+        lambda: ddp.replace(gather="bf16").bind(PRECISIONS["fp32"], MESH),
+        ["gather travels as bf16", "params rest whole", "split params"],
+    ),
+    "rounding what others update only": (
+        lambda: zero3.edit("params", over=("inter",)).replace(gather="bf16").bind(PRECISIONS["fp32"], MESH),
+        ["gather travels as bf16", "params are split over inter and master over inter+intra", "split both alike"],
     ),
     "a tier that is none": (
         lambda: ddp.edit("moments", tier="hots"),
@@ -103,8 +120,12 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["master is split over 'inta'", "mesh", "Did you mean 'intra'?"],
     ),
     "grads that would change dtype in place": (
-        lambda: zero1.bind(Precision(compute="bf16", grads="fp32", reduce="bf16"), MESH),
+        lambda: ddp.bind(Precision(compute="bf16", grads="fp32", reduce="bf16"), MESH),
         ["grads accumulate unreduced in fp32", "travel as bf16", "split grads"],
+    ),
+    "grads that would grow to travel": (
+        lambda: zero1.bind(Precision(compute="bf16", grads="bf16", reduce="fp32"), MESH),
+        ["grads accumulate unreduced in bf16", "travel as fp32", "split grads"],
     ),
     "params that rest unlike they are read": (
         lambda: zero1.edit("params", dtype="fp16").bind(BF16, MESH),
@@ -114,9 +135,9 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: hpz.edit("held", dtype="fp32").bind(BF16, MESH),
         ["held is fp32", "Precision.compute is bf16"],
     ),
-    "a gather that would cast": (
-        lambda: zero3.replace(gather=Wire(dtype="fp32")).bind(BF16, MESH),
-        ["gather is fp32", "Precision.compute is bf16"],
+    "a gather that would widen": (
+        lambda: zero3.replace(gather="fp32").bind(BF16, MESH),
+        ["gather travels as fp32", "Precision.compute is bf16"],
     ),
     "a table whose master is coarser": (
         lambda: zero3.edit("master", dtype="bf16").bind(PRECISIONS["fp32"], MESH),
@@ -174,7 +195,7 @@ def test_bind_resolves_words_to_dtypes_and_leaves_literal_dtypes_alone():
         "master": "fp32",
         "moments": "fp64",
     }
-    assert (bound.gather.dtype, bound.reduce.dtype) == ("bf16", "bf16")
+    assert (bound.gather.format, bound.reduce.format) == ("bf16", "bf16")
 
 
 def test_grads_may_accumulate_in_another_dtype_where_nothing_travels():
@@ -228,14 +249,14 @@ def test_a_table_prints_as_a_table():
         "master       inter+intra     master    device\n"
         "moments      inter+intra     moments   device\n"
         "activations  nothing         as made   device\n"
-        "communication: gather plain/compute, reduce plain/reduce"
+        "communication: gather as compute, reduce as reduce"
     )
 
 
 def test_a_table_without_params_says_what_stands_in_for_them():
     lines = str(fsdp2.bind(BF16, MESH)).splitlines()
     assert lines[1:3] == ["params       same as master, cast while gathering", "held         same as master"]
-    assert lines[-1] == "communication: gather plain/bf16, reduce plain/fp32"
+    assert lines[-1] == "communication: gather as bf16, reduce as fp32"
 
 
 @pytest.mark.parametrize(

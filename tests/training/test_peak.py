@@ -71,7 +71,7 @@ class Chain(nn.Module):
         return x
 
 
-def _peak(layout: str, precision: str, prefetch: int) -> tuple[int, float]:
+def _peak(layout: str | sf.Layout, precision: str, prefetch: int) -> tuple[int, float]:
     engine = sf.Engine(
         deep(),
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
@@ -96,10 +96,12 @@ def _peak(layout: str, precision: str, prefetch: int) -> tuple[int, float]:
             step()
             peaks.append(live.peak)
     specs = [unit.spec for unit in engine.units]
+    by_name = {spec.name: spec for spec in specs}
     temporary = engine.sharded.comm.transport.temporary
     bound = cost.peak_bytes(
         engine.program, specs, rest=engine.memory().held,
         temporary=lambda num_bytes, axes: temporary(int(num_bytes), engine.mesh.parts(axes)),
+        encoded=lambda op: cost.encoded_bytes(op, engine.layout, by_name[op.unit], engine.mesh.sizes),
     )  # fmt: skip
     engine.close()
     # Where ranks read from each other every step is alike; Gloo's threads let go of a finished collective's buffers
@@ -115,6 +117,17 @@ def test_a_step_peaks_below_the_sum_of_its_named_parts(
 ) -> None:
     for peak, bound in ranks.run(_peak, layout, precision, prefetch, world_size=2):
         activations = 64 * 1024  # LAYERS x a few tensors of 4 x 256 elements
+        assert 0.8 * bound < peak <= bound + activations
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [sf.PRESETS["zero3"].replace(gather="bf16"), sf.PRESETS["zero1"].replace(reduce="bf16")],
+    ids=["gather", "reduce"],
+)
+def test_payloads_of_formats_are_among_the_named_parts(ranks: Ranks, layout: sf.Layout) -> None:
+    for peak, bound in ranks.run(_peak, layout, "fp32", 1, world_size=2):
+        activations = 64 * 1024
         assert 0.8 * bound < peak <= bound + activations
 
 

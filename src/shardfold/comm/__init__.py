@@ -4,8 +4,8 @@
     agreement    what all do next; waiting that ends          near        ranks of one host read each other's memory
     watchdog     where each rank is                           boards      what they tell each other there
     meter        counts what is sent                          choice      which transport there is
-    comm         all of these in one                          coalesced   many tensors in one collective
-    peers        the ranks that run one program
+    encoded      what does not travel as it lies              coalesced   many tensors in one collective
+    comm         all of these in one                          peers       the ranks that run one program
 
 It imports ``plan`` and ``tiers``.
 """

@@ -129,10 +129,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def _all_gather(comm: Comm, flat: Tensor, over: Axes, what: str) -> Pending:
     op = Op("ALL_GATHER", axes=over)
     comm.agreement.issue(f"{op} for {what}")
-    comm.meter.count(op, flat, asked=True)
+    comm.meter.ask(op.verb, over, flat.nbytes)
     return comm.transport.all_gather(flat, comm.mesh.group(over))
 
 
 def _broadcast(comm: Comm, flat: Tensor, what: str, source: int) -> None:
-    comm.meter.count(Op("BROADCAST", axes=comm.mesh.data), flat, asked=True)
+    comm.meter.ask("BROADCAST", comm.mesh.data, flat.nbytes)
     comm.broadcast(flat, f"BROADCAST for {what}", source)

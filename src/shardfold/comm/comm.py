@@ -14,9 +14,11 @@ from torch import Tensor
 
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.choice import data_transport
+from shardfold.comm.encoded import gather_encoded, scatter_encoded
 from shardfold.comm.mesh import DataMesh, Given
 from shardfold.comm.meter import Meter
 from shardfold.comm.transport import Pending, Transport
+from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import Axes
 from shardfold.plan.program import Op
 from shardfold.tiers.device import DeviceTier
@@ -88,22 +90,36 @@ class Comm:
         out: Tensor | None = None,
         add: bool = False,
         resident: Tensor | None = None,
+        state: Tensor | None = None,
     ) -> None:
-        """Hands one flat to the transport, as ``op`` says, and counts what this rank sends; ``pending`` gets what is to
-        be waited for. ``out``, ``add`` and ``resident``: see the transport."""
+        """Hands one flat to the transport, in the format that ``op`` says, and counts what this rank sends; ``pending``
+        gets what is to be waited for. ``out``, ``add`` and ``resident``: see the transport; ``state``: what the format
+        keeps."""
         self.agreement.issue(op)
         group = self.mesh.group(op.axes)
         if op.verb != "ALL_GATHER":
             self.memory.after_compute()
         with self.memory.side():
-            if op.verb == "ALL_GATHER":
+            if FORMATS[op.format].native is not flat.dtype:
+                pending += self._encoded(op, flat, group, out, add=add, state=state)
+            elif op.verb == "ALL_GATHER":
                 pending.append(self.transport.all_gather(flat, group, resident=resident))
             elif op.verb == "REDUCE_SCATTER":
                 assert out is not None
                 pending.append(self.transport.reduce_scatter(flat, out, group, add=add))
             else:
                 pending.append(self.transport.all_reduce(flat, group))
-        self.meter.count(op, flat)
+        self.meter.count(op, flat.numel())
+
+    def _encoded(
+        self, op: Op, flat: Tensor, group: Any, out: Tensor | None, *, add: bool, state: Tensor | None
+    ) -> tuple[Pending, Pending]:
+        """As :meth:`collective`, of a flat that does not travel as it lies."""
+        form = FORMATS[op.format]
+        if op.verb == "ALL_GATHER":
+            return gather_encoded(self.transport, self.memory, form, flat, group)
+        assert op.verb == "REDUCE_SCATTER" and out is not None  # tables of which others would be are not bound
+        return scatter_encoded(self.transport, self.memory, form, flat, out, group, add=add, state=state)
 
     def control(self, values: list[float], op: Any) -> list[float]:
         """A few numbers reduced over the ranks that run this program, on the host."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from torch import Tensor
-
 from shardfold.comm.mesh import DataMesh
 from shardfold.plan.cost import Moved, Sent, ring_bytes
+from shardfold.plan.formats import FORMATS
+from shardfold.plan.layout import Axes
 from shardfold.plan.program import Op
 from shardfold.plan.report import MovedRow, TrafficReport, TrafficRow
 
@@ -30,7 +30,7 @@ class Meter:
     def __init__(self, mesh: DataMesh) -> None:
         self._mesh = mesh
         self._forward, self._step, self._last = _counts(), _counts(), _counts()
-        self._known: dict[tuple[Op, int], tuple[Sent, int]] = {}  # what operations on so many bytes count as
+        self._known: dict[tuple[Op, int], tuple[Sent, int]] = {}  # what operations on so many elements count as
         self._moved: dict[Moved, list[int]] = {}
         self._last_moved = self._moved
         self._sections: Counter[str] = Counter()
@@ -76,19 +76,20 @@ class Meter:
         """The program is another one now: what the last step sent cannot be compared with it."""
         self._last, self._last_moved, self.last_sections = _counts(), {}, Counter()
 
-    def count(self, op: Op, flat: Tensor, *, asked: bool = False) -> None:
-        """One collective by ``op`` on a whole tensor ``flat``."""
-        key = op, flat.nbytes
+    def count(self, op: Op, length: int) -> None:
+        """One collective by ``op`` on a whole tensor of so many elements."""
+        key = op, length
         if key not in self._known:
-            sent = int(ring_bytes(op.verb, flat.nbytes, self._mesh.parts(op.axes)))
+            num_bytes = FORMATS[op.format].nbytes(length)
+            sent = int(ring_bytes(op.verb, num_bytes, self._mesh.parts(op.axes)))
             self._known[key] = Sent(op.journey, op.verb, op.axes), sent
         kind, sent = self._known[key]
-        if asked:
-            self._asked += sent
-            self._asked_calls += 1
-        else:
-            into = self._forward if self._in_forward else self._step
-            self._add(into, kind, 1, sent)
+        self._add(self._forward if self._in_forward else self._step, kind, 1, sent)
+
+    def ask(self, verb: str, axes: Axes, num_bytes: int) -> None:
+        """One collective of so many bytes that was asked for."""
+        self._asked += int(ring_bytes(verb, num_bytes, self._mesh.parts(axes)))
+        self._asked_calls += 1
 
     def exchange(self, kind: Sent, num_bytes: int) -> None:
         """One collective of the step in which this rank sends that many bytes to others."""

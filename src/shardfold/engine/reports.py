@@ -9,7 +9,7 @@ from shardfold.activations.modes import Replacements
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.plan.cost import moves, section_traffic, state_bytes, tier_of
+from shardfold.plan.cost import STATES, moves, section_traffic, state_bytes, tier_of
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout
 from shardfold.plan.presets import PRESETS
@@ -65,7 +65,7 @@ class Reports:
 
     def _regions(self) -> dict[str, list[Region]]:
         """What rests, by state."""
-        regions: dict[str, list[Region]] = {name: [] for name in ("params", "held", "grads", "master", "moments")}
+        regions: dict[str, list[Region]] = {name: [] for name in STATES}
         for segment in self._model.segments():
             for name, region in segment.regions.items():
                 regions[name].append(region)

@@ -6,8 +6,8 @@
     order        one order out of those of several ranks    cost         bytes of states and of operations
     explain      table, bytes and program as text           report       bytes held and sent, as data
     axes         who: axes of ranks, and their roles        checks       what values have to be
-    box          blocks of tensors, and what two share      sizes        numbers of bytes as text
-    version
+    box          blocks of tensors, and what two share      formats      what a tensor is on the link
+    sizes        numbers of bytes as text                   version
 
 It imports ``errors`` only.
 """

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from shardfold.plan.formats import FORMATS, TORCH_DTYPES
 from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, Op, Program
 
 __all__ = [
+    "STATES",
     "Moved",
     "Sent",
+    "encoded_bytes",
     "fetched_bytes",
     "in_use",
     "moves",
@@ -29,7 +32,8 @@ __all__ = [
     "traffic",
 ]
 
-STATES = ("params", "held", "grads", "master", "moments")
+STATES = ("params", "held", "grads", "master", "moments", "format")
+"""What rests, and ``format``: what the formats of reductions keep."""
 
 
 class Sent(NamedTuple):
@@ -63,6 +67,9 @@ def segment_bytes(
         bytes_[state] = elements * size * count / cell.parts(mesh)
     if frozen and layout.params is None:  # nothing to cast from: the compute copy itself rests, split as master
         bytes_["params"] = elements * ITEMSIZE[segment.dtype] / layout.rest.parts(mesh)
+    keeps = FORMATS[segment.format_for("reduce", layout)].state
+    if keeps is not None and not frozen:
+        bytes_["format"] = elements * keeps.itemsize
     return bytes_
 
 
@@ -97,6 +104,8 @@ def tier_bytes(layout: Layout, held: Mapping[str, float]) -> dict[Tier, float]:
 
 def tier_of(layout: Layout, state: str) -> Tier:
     """Where a state rests; what a frozen parameter keeps in place of ``params`` lies as the others' master."""
+    if state == "format":
+        return Tier.DEVICE
     return (layout.cells().get(state) or layout.rest).tier
 
 
@@ -135,7 +144,7 @@ def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
     ranks = prod(mesh[axis] for axis in op.axes)
     parts = _parts(op.target if op.journey == "gather" else op.source, unit.table_or(layout), mesh)
     return sum(
-        ring_bytes(op.verb, segment.length * ITEMSIZE[each.format] / parts, ranks)
+        ring_bytes(op.verb, FORMATS[each.format].nbytes(segment.length) / parts, ranks)
         for segment, each in zip(segments, op.each(len(segments)), strict=True)
     )
 
@@ -177,21 +186,26 @@ def in_use(
     *,
     temporary: Callable[[float, Axes], float] | None = None,
     fetched: Callable[[Op], float] | None = None,
+    encoded: Callable[[Op], float] | None = None,
 ) -> Iterator[tuple[str, int, float]]:
     """Bytes that are held beside what rests while each operation of a step of two micro-batches runs:
     ``(section, number, bytes)``.
 
     Gathered parameters live up to FREE, gradients of a unit from GRADS to DROP, ``temporary(bytes, axes)`` of the
-    transport from a reduction to its WAIT, and ``fetched(op)`` bytes of a state from FETCH to STORE.
+    transport from a reduction to its WAIT, ``fetched(op)`` bytes of a state from FETCH to STORE, and ``encoded(op)`` of
+    a collective as long as what it fills, or to its WAIT.
     """
     by_name = {unit.name: unit for unit in units}
     held: dict[tuple[str, str], float] = {}
     for section in ("forward", "backward", "forward", "last", "step", "beside"):
         for number, op in enumerate(program.section(section)):
             if op.verb in ("CAST", "ALL_GATHER") and op.target == "flat":
-                held[op.unit, "flat"] = sum(s.length * ITEMSIZE[s.dtype] for s in by_name[op.unit].segments)
+                flats = sum(s.length * ITEMSIZE[s.dtype] for s in by_name[op.unit].segments)
+                held[op.unit, "flat"] = flats + (encoded(op) if encoded and op.verb == "ALL_GATHER" else 0.0)
             elif op.verb == "GRADS":
                 held[op.unit, "local"] = _sent_bytes(op, by_name[op.unit])
+            elif op.verb in REDUCTIONS and encoded and (num_bytes := encoded(op)):
+                held[op.unit, "temporary"] = num_bytes
             elif op.verb in REDUCTIONS and temporary is not None:
                 held[op.unit, "temporary"] = temporary(_sent_bytes(op, by_name[op.unit]), op.axes)
             elif op.verb == "FETCH" and fetched is not None:
@@ -205,7 +219,24 @@ def in_use(
 
 def _sent_bytes(op: Op, unit: UnitSpec) -> float:
     segments = op.moves(unit)
-    return sum(s.length * ITEMSIZE[each.format] for s, each in zip(segments, op.each(len(segments)), strict=True))
+    return sum(FORMATS[each.format].nbytes(s.length) for s, each in zip(segments, op.each(len(segments)), strict=True))
+
+
+def encoded_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
+    """Bytes that a collective needs for payloads and, to sum, for a sum and a row of fp32; 0 where tensors travel as
+    they lie."""
+    segments, total = op.moves(unit), 0.0
+    ranks = prod(mesh[axis] for axis in op.axes)
+    for segment, each in zip(segments, op.each(len(segments)), strict=True):
+        form, table = FORMATS[each.format], segment.table_or(layout)
+        if op.verb == "ALL_GATHER":
+            dtype = segment.dtype
+        else:
+            dtype = segment.dtype_for("reduce" if op.source == "local" and table.grads.over else "grads", layout)
+        if form.native != TORCH_DTYPES[dtype]:
+            payload = form.nbytes(segment.length)
+            total += payload if op.verb == "ALL_GATHER" else 2 * payload + 2 * 4 * segment.length / ranks
+    return total
 
 
 def peak_bytes(
@@ -215,6 +246,7 @@ def peak_bytes(
     rest: float,
     temporary: Callable[[float, Axes], float] | None = None,
     fetched: Callable[[Op], float] | None = None,
+    encoded: Callable[[Op], float] | None = None,
 ) -> float:
     """The most bytes of a step on one rank, without activations and the model's buffers: ``rest`` bytes at rest,
     :func:`in_use` beside them, and the largest parameter's gradient as autograd makes it.
@@ -223,8 +255,5 @@ def peak_bytes(
     """
     trained = [segment for unit in units for segment in unit.segments if segment.trainable]
     made = max((slot.numel * ITEMSIZE[segment.dtype] for segment in trained for slot in segment.slots), default=0)
-    return (
-        rest
-        + max((most for *_, most in in_use(program, units, temporary=temporary, fetched=fetched)), default=0.0)
-        + made
-    )
+    uses = in_use(program, units, temporary=temporary, fetched=fetched, encoded=encoded)
+    return rest + max((most for *_, most in uses), default=0.0) + made

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardfold.plan.axes import Mesh
-from shardfold.plan.cost import Moved, Sent, fetched_bytes, moves, peak_bytes, state_bytes, tier_of, traffic
+from shardfold.plan.cost import (
+    Moved,
+    Sent,
+    encoded_bytes,
+    fetched_bytes,
+    moves,
+    peak_bytes,
+    state_bytes,
+    tier_of,
+    traffic,
+)
 from shardfold.plan.layout import Layout, Precision, Sizes
 from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
@@ -55,7 +65,11 @@ def explain(
         tier = tier_of(bound, state)
         lines.append(f"  {state:<9}{num_bytes:>18,.0f}{'' if tier == 'device' else f'  ({tier})'}")
     by_name = {unit.name: unit for unit in units}
-    besides = peak_bytes(program, units, rest=0, fetched=lambda op: fetched_bytes(op, bound, by_name[op.unit], mesh))
+    besides = peak_bytes(
+        program, units, rest=0,
+        fetched=lambda op: fetched_bytes(op, bound, by_name[op.unit], mesh),
+        encoded=lambda op: encoded_bytes(op, bound, by_name[op.unit], mesh),
+    )  # fmt: skip
     lines += [f"bytes besides in a step, at most, without activations:{besides:>18,.0f}"]
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     lines += ["", f"bytes sent by each rank in a step of {batches}:"]

@@ -20,7 +20,7 @@ Sources: ZeRO (arXiv 1910.02054, section 5), ZeRO++ (arXiv 2306.10209, section 3
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from math import prod
 from os import PathLike
@@ -29,6 +29,7 @@ from typing import Any
 from shardfold.errors import ConfigError, LayoutError, did_you_mean
 from shardfold.plan.axes import DATA_AXES, Axes, Mesh, Sizes
 from shardfold.plan.checks import described, is_integer
+from shardfold.plan.formats import FORMATS, TORCH_DTYPES
 from shardfold.plan.sizes import parse_bytes
 
 __all__ = [
@@ -63,7 +64,6 @@ ROLES = ("compute", "grads", "reduce", "master", "moments")
 """The dtype words of a table; :class:`Precision` says what they mean."""
 
 STATES = ("params", "held", "grads", "master", "moments")
-WIRES = ("plain",)
 MODES = ("keep", "recompute", "select", "host", "disk")
 """What can happen to what autograd saves; see :class:`Activations`."""
 
@@ -270,13 +270,18 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """What a collective puts on the link: ``dtype`` of its elements."""
+    """What a journey puts on the link: the name of a format (see :mod:`shardfold.plan.formats`), which a dtype's name
+    is too, or a dtype word of the table."""
 
-    name: str = "plain"
-    dtype: str
+    format: str
 
     def __str__(self) -> str:
-        return f"{self.name}/{self.dtype}"
+        return self.format
+
+    @staticmethod
+    def named(given: str | Wire) -> Wire:
+        """The value itself, or that of a format's name."""
+        return Wire(format=given) if isinstance(given, str) else given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,8 +298,8 @@ class Layout:
     master: Cell = Cell(dtype="master")
     moments: Cell = Cell(dtype="moments")
     activations: Activations = Activations()
-    gather: Wire = field(default=Wire(dtype="compute"))
-    reduce: Wire = field(default=Wire(dtype="reduce"))
+    gather: Wire = Wire(format="compute")
+    reduce: Wire = Wire(format="reduce")
 
     @property
     def rest(self) -> Cell:
@@ -305,6 +310,12 @@ class Layout:
     def kept(self) -> Cell:
         """What is kept between forward and backward."""
         return self.held or self.rest
+
+    @property
+    def buffer(self) -> str:
+        """The dtype of the buffer from which gradients are sent that do not rest whole, of a bound table: that of the
+        format if it is one, so that they are rounded once and wait narrow."""
+        return self.reduce.format if FORMATS[self.reduce.format].native is not None else self.grads.dtype
 
     def cells(self) -> dict[str, Cell]:
         """The states of parameters that this table has, by name, in table order."""
@@ -341,6 +352,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activations", Activations.named(self.activations))  # a mode's name does too
+        for name in ("gather", "reduce"):  # and a format's
+            object.__setattr__(self, name, Wire.named(getattr(self, name)))
         for names, kind, optional in ((STATES, Cell, ("params", "held")), (("gather", "reduce"), Wire, ())):
             for name in names:
                 value = getattr(self, name)
@@ -358,10 +371,10 @@ class Layout:
                 near = did_you_mean(str(cell.tier), map(str, Tier))
                 raise LayoutError(f"{name} rests in tier {cell.tier!r}, which is unknown.{near}")
         for name, wire in (("gather", self.gather), ("reduce", self.reduce)):
-            _check_dtype(name, wire.dtype)
-            if wire.name not in WIRES:
+            known = (*ROLES, *FORMATS)
+            if wire.format not in known:
                 raise LayoutError(
-                    f"{name} goes by wire {wire.name!r}, which is unknown.{did_you_mean(wire.name, WIRES)}"
+                    f"{name} travels as {wire.format!r}, which is no format.{did_you_mean(str(wire.format), known)}"
                 )
         if self.master.over != self.moments.over:
             raise LayoutError(
@@ -418,28 +431,25 @@ class Layout:
         bound = replace(
             self,
             **changes,
-            gather=replace(self.gather, dtype=resolve(self.gather.dtype)),
-            reduce=replace(self.reduce, dtype=resolve(self.reduce.dtype)),
+            gather=Wire(format=resolve(self.gather.format)),
+            reduce=Wire(format=resolve(self.reduce.format)),
         )
-        for name in ("params", "held", "gather"):
-            part: Cell | Wire | None = getattr(bound, name)
+        for name in ("params", "held"):
+            part: Cell | None = getattr(bound, name)
             if part is not None and part.dtype != precision.compute:
                 raise LayoutError(
-                    f"{name} is {part.dtype} but Precision.compute is {precision.compute}: forward reads what rests as "
-                    f"it travels; give {name} the dtype 'compute' and choose Precision.compute."
+                    f"{name} is {part.dtype} but Precision.compute is {precision.compute}: forward reads what "
+                    f"rests; give {name} the dtype 'compute' and choose Precision.compute."
                 )
         if ITEMSIZE[bound.master.dtype] < ITEMSIZE[precision.compute]:
             raise LayoutError(
                 f"master is {bound.master.dtype} but Precision.compute is {precision.compute}: "
                 "the optimizer cannot update a copy that is coarser than what forward reads; widen master."
             )
-        if not bound.grads.over and bound.grads.dtype != bound.reduce.dtype and Mesh.of(mesh).divisor > 1:
-            raise LayoutError(
-                f"grads accumulate unreduced in {bound.grads.dtype} but travel as {bound.reduce.dtype}: they are "
-                "reduced where they lie, so give Precision.grads and Precision.reduce the same dtype or split grads."
-            )
+        self._check_gather(bound, precision.compute)
+        _check_reduce(bound, alone=Mesh.of(mesh).divisor == 1)
         if bound.params is None and not bound.master.over:  # nothing is gathered, so the cast copy stays
-            bound = replace(bound, params=Cell(dtype=bound.gather.dtype))
+            bound = replace(bound, params=Cell(dtype=precision.compute))
         if bound.held is not None and bound.held.over == bound.rest.over:
             bound = replace(bound, held=None)
         return bound
@@ -448,6 +458,31 @@ class Layout:
     def axes(self) -> Axes:
         """Those that any cell is split over: what a parameter of this table is spread over."""
         return tuple(dict.fromkeys(axis for cell in self.cells().values() for axis in cell.over))
+
+    def _check_gather(self, bound: Layout, compute: str) -> None:
+        """
+        Raises:
+            LayoutError: what is gathered cannot travel as this table says.
+        """
+        name = bound.gather.format
+        if name == compute:
+            return
+        if not FORMATS[name].carries(TORCH_DTYPES[compute]):
+            raise LayoutError(
+                f"gather travels as {name} but Precision.compute is {compute}, which {name} does not carry: give "
+                "gather the format 'compute', or one that is narrower than what forward reads."
+            )
+        if not self.rest.over:
+            raise LayoutError(
+                f"gather travels as {name} but params rest whole on every rank, where each would read rounded what "
+                "others update and unrounded what it updates itself: split params, or leave gather as 'compute'."
+            )
+        if self.rest.over != self.master.over:
+            raise LayoutError(
+                f"gather travels as {name} but params are split over {_axes(self.rest.over)} and master over "
+                f"{_axes(self.master.over)}, so that what rests would be rounded only where another rank updates it: "
+                "split both alike, or leave gather as 'compute'."
+            )
 
     def aliases(self, *, own: bool = False) -> dict[str, str]:
         """States of a bound table that need no bytes of their own, and the state whose bytes they are.
@@ -475,8 +510,28 @@ class Layout:
                 lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}")
         saved = self.activations
         lines.append(f"{'activations':<13}{_axes(()):<16}{'as made':<10}{saved.fate}")
-        lines.append(f"communication: gather {self.gather}, reduce {self.reduce}")
+        lines.append(f"communication: gather as {self.gather}, reduce as {self.reduce}")
         return "\n".join(lines)
+
+
+def _check_reduce(bound: Layout, *, alone: bool) -> None:
+    """
+    Raises:
+        LayoutError: gradients cannot travel as a bound table says; where this rank is ``alone``, none do.
+    """
+    grads, form = bound.grads, FORMATS[bound.reduce.format]
+    carries = form.carries(TORCH_DTYPES[grads.dtype])
+    if not carries and (form.native is None or not form.native.is_floating_point):
+        raise LayoutError(
+            f"reduce travels as {form.name} but grads accumulate in {grads.dtype}, which {form.name} does not carry: "
+            "choose another format or Precision.grads."
+        )
+    if grads.over or alone or form.name == grads.dtype or (carries and bound.master.over):
+        return
+    raise LayoutError(
+        f"grads accumulate unreduced in {grads.dtype} but travel as {form.name}: they are reduced where they lie, so "
+        "give Precision.grads and Precision.reduce the same dtype or split grads."
+    )
 
 
 def _check_dtype(name: str, dtype: str) -> None:

@@ -85,9 +85,17 @@ class SegmentSpec:
     distinct: Axes = ()
 
     def dtype_for(self, what: str, layout: Layout) -> str:
-        """The dtype of ``grads``, ``master``, ``moments``, ``gather`` or ``reduce`` of this segment under a bound
-        ``layout``."""
-        return self.dtype if self.own else getattr(self.table_or(layout), what).dtype
+        """The dtype of ``grads``, ``master``, ``moments``, or for ``reduce`` of the buffer that feeds it, of this
+        segment under a bound ``layout``."""
+        table = self.table_or(layout)
+        return self.dtype if self.own else table.buffer if what == "reduce" else getattr(table, what).dtype
+
+    def format_for(self, what: str, layout: Layout) -> str:
+        """As what ``gather``, ``reduce`` or ``grads`` of this segment travel under a bound ``layout``; ``grads``: sums
+        that are summed on, as they rest; ``buffer``: what gradients wait in until they travel."""
+        table = self.table_or(layout)
+        formats = {"gather": table.gather.format, "reduce": table.reduce.format, "grads": table.grads.dtype}
+        return self.dtype if self.own else table.buffer if what == "buffer" else formats[what]
 
     def table_or(self, layout: Layout) -> Layout:
         """Its bound table; ``layout`` is the rest of the model's."""
@@ -133,11 +141,11 @@ class UnitSpec:
         return next((segment.table for segment in self.segments if segment.table is not None), layout)
 
     def format(self, what: str, layout: Layout, *, frozen: bool = False) -> str:
-        """The dtype of ``gather``, ``reduce`` or ``grads`` under a bound ``layout``, in one word: where the segments
-        differ, that of each, joined by ``+``; ``frozen``: also of those that are not trained."""
+        """As what ``gather``, ``reduce``, ``grads`` or ``buffer`` travel under a bound ``layout``, in one word: where
+        the segments differ, that of each, joined by ``+``; ``frozen``: also of those that are not trained."""
         moved = [segment for segment in self.segments if segment.trainable or frozen]
-        dtypes = [segment.dtype_for(what, layout) for segment in moved]
-        return "+".join(dtypes if len(set(dtypes)) > 1 else dtypes[:1])
+        formats = [segment.format_for(what, layout) for segment in moved]
+        return "+".join(formats if len(set(formats)) > 1 else formats[:1])
 
 
 def pack(

@@ -346,7 +346,7 @@ class _Lowering:
             yield Op("CAST", unit.name)
         yield from self._turn(unit, source, "flat")
         if not forward and not again and unit.trainable and table.grads.over:
-            yield Op("GRADS", unit.name, format=unit.format("reduce", self._layout))
+            yield Op("GRADS", unit.name, format=unit.format("buffer", self._layout))
         yield Op("F" if forward else "B", unit.name)
 
     def _leave(

@@ -117,7 +117,7 @@ class Gradients:
 
     def send(self, sends: Sequence[Callable[..., None]], *, scatter: bool) -> None:
         """Hands the flat of each segment to one of ``sends``, which take ``(flat, pending=)`` and, to ``scatter``,
-        ``out=`` and ``add=``. The buffer is :attr:`sent` until it is given back."""
+        ``out=``, ``add=`` and ``state=``. The buffer is :attr:`sent` until it is given back."""
         buffer = self.resting
         with torch.no_grad():
             if buffer is None or self.sums is not Sums.OWN:
@@ -131,7 +131,7 @@ class Gradients:
             self.extra = [torch.zeros_like(segment.master_grads) for segment in self.segments]
         for segment, send, flat, out in zip(self.segments, sends, buffer.flats, self._scattered(), strict=True):
             if scatter:
-                send(flat, pending=self.sending, out=out, add=add)
+                send(flat, pending=self.sending, out=out, add=add, state=segment.format_state)
             else:
                 send(flat, pending=self.sending)
                 if add:

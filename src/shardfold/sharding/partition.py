@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from math import lcm
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from shardfold.errors import LayoutError, ModelError, did_you_mean
 from shardfold.plan.axes import Axes, Mesh
+from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, Sizes
 from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
 from shardfold.plan.rules import Rules
@@ -295,9 +297,10 @@ def _lay_out(
                 "ranks do not share it: drop the axis from its layout."
             )
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
-        step = max(1, least, align if trainable else 1)
         boxes = {name: box for name, p in members.items() if (box := box_of(p)) is not None}
         parts = mesh.parts(mesh.summed(apart))
+        formats = () if keeps else (FORMATS[wire.format] for wire in (layout.gather, layout.reduce))
+        step = lcm(max(1, least, align if trainable else 1), *(form.block for form in formats))
         slots, length = pack({name: p.shape for name, p in members.items()}, parts, step, boxes)
         table = layout if rule != policy[-1] else None
         specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table, apart))

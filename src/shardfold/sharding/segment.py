@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
+from shardfold.plan.formats import FORMATS, TORCH_DTYPES
 from shardfold.plan.layout import ITEMSIZE, ROLES, Cell, Layout, Sizes
 from shardfold.plan.placement import SegmentSpec, shard_range
 from shardfold.tiers.device import DeviceTier
@@ -33,17 +34,6 @@ from shardfold.torch_internals import storage_key
 _version = attrgetter("_version")
 
 __all__ = ["TORCH_DTYPES", "Segment", "check_dtype", "dtype_name", "rest_itemsize"]
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-}
 
 
 def check_dtype(call: str, dtype: Any) -> None:
@@ -76,6 +66,10 @@ class Segment:
         self.parameters = parameters
         self.dtype = TORCH_DTYPES[spec.dtype]
         self.dtypes = {what: TORCH_DTYPES[spec.dtype_for(what, layout)] for what in ROLES if what != "compute"}
+        gather, reduce = (FORMATS[spec.format_for(journey, layout)] for journey in ("gather", "reduce"))
+        self._rounds = None if gather.native == self.dtype else gather
+        self.format_state: Tensor | None = None  # what the format of its reductions keeps, ``(length,)``
+        self._keeps = reduce.state
         self.table = spec.table_or(layout)
         self.rest_range = shard_range(spec.length, self.table.rest.over, mesh, coords)
         self.master_range = shard_range(spec.length, self.table.master.over, mesh, coords)
@@ -132,18 +126,27 @@ class Segment:
 
     def unseen_writes(self, written: Sequence[int]) -> str:
         """The name of a parameter of which this rank's part is another in the flat than at rest; empty: of none."""
-        source = self._resting
-        assert source is not None
+        assert self._resting is not None
+        source = self._as_gathered(self._resting)
         start, stop = self.rest_range
-        if torch.equal(self.flat[start:stop], source.to(self.dtype)):
+        if torch.equal(self.flat[start:stop], source):
             return ""
         for slot, spec in enumerate(self.spec.slots):
             piece, part = self._overlap(slot, self.rest_range)
-            if slot not in written and not torch.equal(
-                self.view_of(slot).reshape(-1)[part], source[piece].to(self.dtype)
-            ):
+            if slot not in written and not torch.equal(self.view_of(slot).reshape(-1)[part], source[piece]):
                 return spec.name
         return ""
+
+    def _as_gathered(self, shard: Tensor) -> Tensor:
+        """The values that a gather gives of a shard, in the dtype of the flat."""
+        values = shard.to(self.dtype)
+        if self._rounds is None:
+            return values
+        rounded = torch.empty_like(values)
+        payload = torch.empty(1, self._rounds.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+        self._rounds.encode(values.view(1, -1), payload)
+        self._rounds.decode(payload, rounded.view(1, -1))
+        return rounded
 
     def parts_of(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """As :meth:`views_of`, and the ranges of padding; made in one call, because each by itself costs as much as
@@ -192,6 +195,9 @@ class Segment:
         grads = tiers.named(layout.grads.tier).allocate((size,), self.dtypes["grads"], zero=True)
         self.regions["grads"] = grads
         self.gradient_flat = grads.get()
+        if self._keeps is not None:
+            kept = self.regions["format"] = tiers.device.allocate((spec.length,), self._keeps, zero=True)
+            self.format_state = kept.get()
 
     def _rest_in(self, tiers: Tiers, state: str, cell: Cell, values: Tensor) -> Tensor:
         """A state with these values, in its tier; as the device reads it."""
@@ -276,7 +282,7 @@ class Segment:
     def take(self, slot: int, values: Tensor, *, exact: bool = True) -> None:
         """Takes a parameter's values (all of them, any shape) into every state that mirrors it; nothing is sent.
 
-        ``exact=False``: where a finer master already rounds to the new value, it keeps its own digits.
+        ``exact=False``: where what rests is gathered as the new value already, it keeps its own digits.
         """
         values = values.detach().reshape(-1)
         targets = [(self.rest, self.rest_range), (self.held, self.held_range)]
@@ -287,10 +293,10 @@ class Segment:
                 continue
             piece, part = self._overlap(slot, bounds)
             old, new = target[piece], values[part]
-            if exact or target is not self.master:
+            if exact or (target.dtype == self.dtype and self._rounds is None):
                 old.copy_(new)
             else:
-                old.copy_(torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
+                old.copy_(torch.where(self._as_gathered(target)[piece] == new, old, new.to(old.dtype)))
 
     def own_piece(self, slot: int) -> tuple[slice, slice]:
         """Where this rank's master range meets a parameter: in the shard, and in the parameter; both may be empty."""

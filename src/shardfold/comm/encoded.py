@@ -1,0 +1,85 @@
+"""Collectives of what does not travel as it lies: encoded before, decoded when the transport has brought it.
+
+A gather encodes this rank's chunk and decodes all of them, its own too, so that every rank reads the same values. A
+reduce-scatter cannot add payloads: each rank encodes what every other is to have, the payloads are exchanged, and each
+decodes and adds what came, in rank order and in fp32 (fp64 into fp64). Sums are rounded by no format, and no transport
+or backend shows in them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfold.comm.transport import Pending, Transport
+from shardfold.plan.formats import Format
+from shardfold.tiers.device import DeviceTier
+
+__all__ = ["gather_encoded", "scatter_encoded"]
+
+
+def gather_encoded(
+    transport: Transport, memory: DeviceTier, form: Format, full: Tensor, group: Any
+) -> tuple[Pending, Pending]:
+    """Completes ``full``, in which this rank's chunk is in place; to be waited for in this order."""
+    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    values = full.view(ranks, -1)
+    payload = memory.empty(ranks * form.nbytes(values.shape[1]), torch.uint8)
+    rows = payload.view(ranks, -1)
+    with torch.no_grad():
+        form.encode(values[me : me + 1], rows[me : me + 1])
+    return transport.all_gather(payload, group), Pending([], partial(_decode, memory, form, rows, values))
+
+
+def scatter_encoded(
+    transport: Transport,
+    memory: DeviceTier,
+    form: Format,
+    full: Tensor,
+    out: Tensor,
+    group: Any,
+    *,
+    add: bool,
+    state: Tensor | None,
+) -> tuple[Pending, Pending]:
+    """Sums ``full`` over the group; this rank's chunk goes to (``add``: is added to) ``out``, which may be in ``full``;
+    to be waited for in this order. ``state``: what the format keeps, ``(len(full),)``."""
+    ranks = dist.get_world_size(group)
+    size = form.nbytes(full.numel() // ranks)
+    sent, received = (memory.empty(ranks * size, torch.uint8) for _ in range(2))
+    with torch.no_grad():
+        form.encode(full.view(ranks, -1), sent.view(ranks, -1), None if state is None else state.view(ranks, -1))
+    sizes = [size] * ranks
+    exchanged = transport.exchange(sent, sizes, received, sizes, group)
+    return exchanged, Pending([], partial(_sum, memory, form, sent, received.view(ranks, -1), out, add))
+
+
+def _decode(memory: DeviceTier, form: Format, payload: Tensor, values: Tensor) -> None:
+    _used_here(payload)
+    with torch.no_grad():
+        form.decode(payload, values)
+    memory.recycle(payload.view(-1))
+
+
+def _sum(memory: DeviceTier, form: Format, sent: Tensor, received: Tensor, out: Tensor, add: bool) -> None:
+    _used_here(received)
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    total, row = (memory.empty(out.numel(), wide) for _ in range(2))
+    with torch.no_grad():
+        form.decode(received[:1], total.view(1, -1))
+        for payload in received[1:]:
+            form.decode(payload.view(1, -1), row.view(1, -1))
+            total.add_(row)
+        out.add_(total) if add else out.copy_(total)
+    for flat in (total, row, sent, received.view(-1)):
+        memory.recycle(flat)
+
+
+def _used_here(payload: Tensor) -> None:
+    """On CUDA it was made on the side stream, which must not have its memory again before this stream is done."""
+    if payload.is_cuda:
+        payload.record_stream(torch.cuda.current_stream(payload.device))
