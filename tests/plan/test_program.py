@@ -402,7 +402,7 @@ def test_gradient_buffers_and_sums_on_their_way_begin_and_end_by_operations(
         local, under_way = set[str](), list[str]()
         for op in program.section(section):
             if op.verb == "GRADS":
-                assert op.unit not in local and op.format == layout.reduce.dtype
+                assert op.unit not in local and op.format == layout.buffer
                 local.add(op.unit)
             elif op.verb == "B":
                 trained = {u.name for u in units if u.trainable}
