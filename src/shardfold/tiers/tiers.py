@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+import torch
+
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.disk import DiskTier
 from shardfold.tiers.host import HostTier
 from shardfold.tiers.tier import Tier
 
 __all__ = ["Tiers"]
+
+SLOWER: Mapping[str, Callable[[torch.device, str | None], Tier]] = {
+    "host": lambda device, folder: HostTier(device),
+    "disk": DiskTier,
+}
+"""What makes each tier but the device's own, of that device and a folder."""
 
 
 class Tiers:
@@ -31,7 +41,7 @@ class Tiers:
             return self.device
         key = (str(tier), folder)
         if key not in self._made:
-            self._made[key] = DiskTier(self.device.device, folder) if tier == "disk" else HostTier(self.device.device)
+            self._made[key] = SLOWER[str(tier)](self.device.device, folder)
         return self._made[key]
 
     def close(self) -> None:
