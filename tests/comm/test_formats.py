@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.comm.boards import possible
+from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.comm.encoded import gather_encoded, scatter_encoded
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.near import NearTransport
 from shardfold.comm.transport import GlooTransport, Pending
-from shardfold.plan.formats import FORMATS, TORCH_DTYPES, Format
+from shardfold.plan.formats import FORMATS, Format
 from shardfold.testing import Ranks
 from shardfold.tiers.device import DeviceTier
 from tests.support.formats import BLOCK, Blocks, add_blocks
@@ -48,9 +49,9 @@ def test_a_format_of_a_dtype_rounds_to_it_once_and_takes_what_is_not_narrower(
     name: str, dtype: str, rows: int, length: int, seed: int
 ) -> None:
     form, wide = FORMATS[name], TORCH_DTYPES[dtype]
-    assert form.carries(wide) == (name == dtype or TORCH_DTYPES[name].itemsize < wide.itemsize)
-    assert not form.carries(torch.int32) and form.nbytes(rows * length) == rows * form.nbytes(length)
-    if form.carries(wide):
+    assert form.carries(dtype) == (name == dtype or TORCH_DTYPES[name].itemsize < wide.itemsize)
+    assert not form.carries("int32") and form.nbytes(rows * length) == rows * form.nbytes(length)
+    if form.carries(dtype):
         values = torch.randn(rows, length, generator=torch.Generator().manual_seed(seed)).to(wide)
         decoded = _coded(form, values)
         assert torch.equal(decoded, values.to(TORCH_DTYPES[name]).to(wide))

@@ -87,7 +87,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, set[str]]]] = [
     (partial(sf.load_model, "x"), {"model": set()}),
     (partial(sf.load_model, "x", nn.Linear(2, 2)), {"dtype": {"None"}, "device": {"None"}, "strict": set()}),
     (sf.Activations, {"mode": set(), "among": set(), "smallest": set(), "kept": set()}),
-    (sf.Activations, {"over": set(), "folder": {"None"}}),
+    (sf.Activations, {"folder": {"None"}}),
     (sf.Layout, {"params": {"None"}, "held": {"None"}, "grads": set(), "master": set(), "moments": set()}),
     (sf.Layout, {"gather": set(), "reduce": set(), "activations": set()}),
     (partial(sf.PRESETS["zero3"].edit, "params"), {"dtype": set(), "tier": set(), "over": set(), "ovr": set()}),

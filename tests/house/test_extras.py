@@ -108,3 +108,15 @@ def test_there_is_one_version():
         [sys.executable, "-m", "shardfold", "--version"], check=True, capture_output=True, text=True, timeout=60
     )
     assert re.fullmatch(rf"shardfold {re.escape(shardfold.__version__)}\n", done.stdout)
+
+
+def test_tables_and_programs_are_read_without_torch() -> None:
+    """The package, its presets and `plan` take no second to import: torch comes with the first name that needs it."""
+    code = (
+        "import sys, shardfold as sf, shardfold.plan.cost, shardfold.plan.explain\n"
+        "sf.PRESETS['zero3'].replace(gather='bf16')\n"
+        "assert 'torch' not in sys.modules\n"
+        "sf.Engine\n"
+        "assert 'torch' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardfold.plan.formats import FORMATS, Format
+from shardfold.plan.formats import FLOATS, FORMATS, Format
 
 BLOCK = 96  # no power of 2, and more than a parameter's alignment in fp32
 
@@ -17,10 +17,10 @@ class Blocks(Format):
 
     def __init__(self, name: str, *, feedback: bool = False) -> None:
         super().__init__(name)
-        self.state = torch.float32 if feedback else None
+        self.state = "fp32" if feedback else None
 
-    def carries(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point
+    def carries(self, dtype: str) -> bool:
+        return dtype in FLOATS
 
     def nbytes(self, length: int) -> int:
         return length // BLOCK * (BLOCK + 4)

@@ -262,7 +262,7 @@ GIVEN_APART: dict[str, dict[str, Any]] = {
     "the optimizer": {"optimizer": partial(torch.optim.Adam, lr=0.01)},
     "the layout or the precision": {"precision": "bf16"},
     "the clipping": {"clip_norm": 1.0},
-    "the schedule": {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
+    "the schedule": {"lr_schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
     "accumulate=": {"accumulate": 2},
     "the loss scale": {"precision": "fp16", "loss_scale": 8.0},
 }

@@ -77,7 +77,7 @@ def live(layout: str, precision: str, loaded: torch.dtype) -> dict[str, set[torc
     found["gradients sent"] = sent
     found["gradients accumulated"] = {segment.master_grads.dtype for segment in segments}
     found["master"] = {segment.master.dtype for segment in segments if segment.master is not None}
-    found["moments"] = {moment.dtype for moment in engine._updater.state_tensors()}  # type: ignore[union-attr]
+    found["moments"] = {moment.dtype for moment in engine._updater.regions()}  # type: ignore[union-attr]
     found["buffers"] = {model.table.dtype}
     assert model.count.dtype == torch.int64
     engine.close()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.choice import data_transport
+from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.comm.encoded import gather_encoded, scatter_encoded
 from shardfold.comm.mesh import DataMesh, Given
 from shardfold.comm.meter import Meter
@@ -100,7 +101,7 @@ class Comm:
         if op.verb != "ALL_GATHER":
             self.memory.after_compute()
         with self.memory.side():
-            if FORMATS[op.format].native is not flat.dtype:
+            if TORCH_DTYPES.get(op.format) is not flat.dtype:
                 pending += self._encoded(op, flat, group, out, add=add, state=state)
             elif op.verb == "ALL_GATHER":
                 pending.append(self.transport.all_gather(flat, group, resident=resident))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from shardfold.plan.formats import FORMATS, TORCH_DTYPES
+from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, Op, Program
@@ -69,7 +69,7 @@ def segment_bytes(
         bytes_["params"] = elements * ITEMSIZE[segment.dtype] / layout.rest.parts(mesh)
     keeps = FORMATS[segment.format_for("reduce", layout)].state
     if keeps is not None and not frozen:
-        bytes_["format"] = elements * keeps.itemsize
+        bytes_["format"] = elements * ITEMSIZE[keeps]
     return bytes_
 
 
@@ -233,7 +233,7 @@ def encoded_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
             dtype = segment.dtype
         else:
             dtype = segment.dtype_for("reduce" if op.source == "local" and table.grads.over else "grads", layout)
-        if form.native != TORCH_DTYPES[dtype]:
+        if form.native != dtype:
             payload = form.nbytes(segment.length)
             total += payload if op.verb == "ALL_GATHER" else 2 * payload + 2 * 4 * segment.length / ranks
     return total

@@ -13,23 +13,29 @@ nothing is encoded (:attr:`Format.native`). A new format is one class and one li
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-__all__ = ["FORMATS", "TORCH_DTYPES", "Elements", "Format"]
+__all__ = ["FLOATS", "FORMATS", "ITEMSIZE", "Elements", "Format"]
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
+ITEMSIZE: Mapping[str, int] = {
+    "fp64": 8,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
 }
-"""The dtypes of a table, by its names."""
+"""Bytes per element of every dtype name that a table, a program or a segment may use."""
+
+FLOATS = ("fp64", "fp32", "bf16", "fp16")
 
 
 class Format(ABC):
@@ -37,21 +43,21 @@ class Format(ABC):
 
     Attributes:
         name: as a table and a program have it; ``+`` is not in it, which joins the formats of several segments.
-        native: tensors of that dtype travel as they lie; None: of none do.
+        native: tensors of the dtype of that name travel as they lie; None: of none do.
         block: so many elements are encoded together, so no rank boundary cuts them.
-        state: the dtype of what each rank keeps from one reduction to the next for every element that it encodes, such
-            as an error; None: nothing.
+        state: the name of the dtype of what each rank keeps from one reduction to the next for every element that it
+            encodes, such as an error; None: nothing.
     """
 
-    native: torch.dtype | None = None
+    native: str | None = None
     block: int = 1
-    state: torch.dtype | None = None
+    state: str | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     @abstractmethod
-    def carries(self, dtype: torch.dtype) -> bool:
+    def carries(self, dtype: str) -> bool:
         """Whether it takes values of that dtype and gives such."""
 
     @abstractmethod
@@ -72,21 +78,30 @@ class Elements(Format):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._dtype = self.native = TORCH_DTYPES[name]
+        self.native = name
 
-    def carries(self, dtype: torch.dtype) -> bool:
-        narrower = self._dtype.is_floating_point and dtype.is_floating_point and self._dtype.itemsize < dtype.itemsize
-        return narrower or dtype == self._dtype
+    def carries(self, dtype: str) -> bool:
+        narrower = self.name in FLOATS and dtype in FLOATS and ITEMSIZE[self.name] < ITEMSIZE[dtype]
+        return narrower or dtype == self.name
 
     def nbytes(self, length: int) -> int:
-        return length * self._dtype.itemsize
+        return length * ITEMSIZE[self.name]
 
     def encode(self, values: Tensor, payload: Tensor, state: Tensor | None = None) -> None:
-        payload.view(self._dtype).copy_(values)
+        payload.view(_torch_dtype(self.name)).copy_(values)
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        values.copy_(payload.view(self._dtype))
+        values.copy_(payload.view(_torch_dtype(self.name)))
 
 
-FORMATS: dict[str, Format] = {each.name: each for each in map(Elements, TORCH_DTYPES)}
+@cache
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch  # not with the module: tables and programs are read without it
+
+    words = {"fp": "float", "bf": "bfloat", "int": "int", "uint": "uint"}
+    kind = name.rstrip("0123456789")
+    return getattr(torch, words[kind] + name.removeprefix(kind))
+
+
+FORMATS: dict[str, Format] = {each.name: each for each in map(Elements, ITEMSIZE)}
 """All formats, by name. A name that is not here is refused where a table is made."""

@@ -19,7 +19,6 @@ Sources: ZeRO (arXiv 1910.02054, section 5), ZeRO++ (arXiv 2306.10209, section 3
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from math import prod
@@ -29,7 +28,7 @@ from typing import Any
 from shardfold.errors import ConfigError, LayoutError, did_you_mean
 from shardfold.plan.axes import DATA_AXES, Axes, Mesh, Sizes
 from shardfold.plan.checks import described, is_integer
-from shardfold.plan.formats import FORMATS, TORCH_DTYPES
+from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE
 from shardfold.plan.sizes import parse_bytes
 
 __all__ = [
@@ -47,18 +46,6 @@ __all__ = [
     "Tier",
     "Wire",
 ]
-
-ITEMSIZE: Mapping[str, int] = {
-    "fp64": 8,
-    "fp32": 4,
-    "bf16": 2,
-    "fp16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int8": 1,
-    "uint8": 1,
-}
-"""Bytes per element of every dtype name that a table, a program or a segment may use."""
 
 ROLES = ("compute", "grads", "reduce", "master", "moments")
 """The dtype words of a table; :class:`Precision` says what they mean."""
@@ -467,7 +454,7 @@ class Layout:
         name = bound.gather.format
         if name == compute:
             return
-        if not FORMATS[name].carries(TORCH_DTYPES[compute]):
+        if not FORMATS[name].carries(compute):
             raise LayoutError(
                 f"gather travels as {name} but Precision.compute is {compute}, which {name} does not carry: give "
                 "gather the format 'compute', or one that is narrower than what forward reads."
@@ -520,8 +507,8 @@ def _check_reduce(bound: Layout, *, alone: bool) -> None:
         LayoutError: gradients cannot travel as a bound table says; where this rank is ``alone``, none do.
     """
     grads, form = bound.grads, FORMATS[bound.reduce.format]
-    carries = form.carries(TORCH_DTYPES[grads.dtype])
-    if not carries and (form.native is None or not form.native.is_floating_point):
+    carries = form.carries(grads.dtype)
+    if not carries and (form.native is None or form.native not in FLOATS):
         raise LayoutError(
             f"reduce travels as {form.name} but grads accumulate in {grads.dtype}, which {form.name} does not carry: "
             "choose another format or Precision.grads."

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.errors import ConfigError
-from shardfold.plan.formats import FORMATS, TORCH_DTYPES
+from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, ROLES, Cell, Layout, Sizes
 from shardfold.plan.placement import SegmentSpec, shard_range
 from shardfold.tiers.device import DeviceTier
@@ -67,9 +68,9 @@ class Segment:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self.dtypes = {what: TORCH_DTYPES[spec.dtype_for(what, layout)] for what in ROLES if what != "compute"}
         gather, reduce = (FORMATS[spec.format_for(journey, layout)] for journey in ("gather", "reduce"))
-        self._rounds = None if gather.native == self.dtype else gather
+        self._rounds = None if gather.native == spec.dtype else gather
         self.format_state: Tensor | None = None  # what the format of its reductions keeps, ``(length,)``
-        self._keeps = reduce.state
+        self._keeps = TORCH_DTYPES[reduce.state] if reduce.state is not None else None
         self.table = spec.table_or(layout)
         self.rest_range = shard_range(spec.length, self.table.rest.over, mesh, coords)
         self.master_range = shard_range(spec.length, self.table.master.over, mesh, coords)
