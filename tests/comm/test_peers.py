@@ -151,18 +151,21 @@ def test_each_program_has_its_own_agreement(ranks: Ranks) -> None:
 
 
 def _apart(layout: str) -> list[float]:
-    """Rank 1 comes to its backward when rank 0 is inside of its own, before the first gradient."""
+    """Rank 1 comes to its backward when rank 0 is inside of its own, before it sends a gradient."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), layout=layout)
+    # What is behind the middle is the root's, which is sent at the end.
+    engine = sf.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), layout=layout, units=["0"])
     losses: list[float] = []
+    inside: list[torch.Tensor] = []  # what a module in the middle returned: its gradient comes inside of the backward
+    model[1].register_forward_hook(lambda module, given, output: inside.append(output))
     for step in range(4):
         loss = engine(torch.full((2, 8), 1.0 + engine.rank)).sum()
         losses.append(float(loss.detach()))
         if step == 3 and engine.rank:
             dist.barrier()
         elif step == 3:
-            loss.register_hook(lambda _: dist.barrier())
+            inside[-1].register_hook(lambda _: dist.barrier())
         engine.backward(loss)
         engine.step()
     engine.close()

@@ -14,7 +14,7 @@ from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan import presets
 from shardfold.plan.layout import PRECISIONS, Cell, Layout, Precision
 from shardfold.plan.order import with_missing
-from shardfold.plan.passes import Overlap, apply, closing, defer_reduce, prefetch
+from shardfold.plan.passes import Overlap, apply, closing, defer_reduce, delay_waits, prefetch
 from shardfold.plan.passes import late as late_section
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.presets import PRESETS, ddp, fsdp2, zero1, zero2
@@ -500,3 +500,17 @@ def test_operands_say_which_tensor_of_the_table_is_read_and_written(made: Made):
                 assert getattr(layout, op.source).over == (*need, *op.axes)
             if op.verb == "ALL_REDUCE":
                 assert op.source == ("grads" if layout.master.over else "local")
+
+
+def test_a_second_hop_begins_behind_the_first_however_many_units_are_on_their_way() -> None:
+    """What an all-reduce goes on with is what a reduce-scatter of the same unit gave."""
+    hops: list[Op] = []
+    for unit in "ab":
+        hops += [Op("REDUCE_SCATTER", unit, ("intra",), "fp32"), Op("WAIT", unit, target="grads"), Op("DROP", unit)]
+        hops += [Op("ALL_REDUCE", unit, ("inter",), "fp32", "grads"), Op("WAIT", unit, target="grads")]
+    for in_flight in (0, 1, 2, 3):
+        moved = [(op.verb, op.unit) for op in delay_waits(tuple(hops), in_flight)]
+        assert sorted(moved) == sorted((op.verb, op.unit) for op in hops)
+        for unit in "ab":
+            first, second = moved.index(("REDUCE_SCATTER", unit)), moved.index(("ALL_REDUCE", unit))
+            assert first < moved.index(("WAIT", unit)) < second
