@@ -71,9 +71,9 @@ def _operations() -> list[int]:
 
 
 def test_operations_of_the_store_do_not_grow_with_the_ranks(ranks: Ranks) -> None:
-    few, many = ranks.run(_operations, world_size=2), ranks.run(_operations, world_size=4)
-    assert max(few) == max(many) == [4, 4, 4]  # of the rank that was first: it makes the entries of all
-    assert min(few) == min(many) == [3, 3, 3]
+    # 7, one more of the rank that is first, as it makes the entries of all, and one more of the one that comes last.
+    for counts in (*ranks.run(_operations, world_size=2), *ranks.run(_operations, world_size=4)):
+        assert 7 <= counts[0] <= 9 and counts == counts[:1] * 3, "steps and an exchange ask nothing"
 
 
 def _looks() -> tuple[int, int]:
