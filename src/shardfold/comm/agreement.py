@@ -92,7 +92,7 @@ class Agreement:
         self._announced: tuple[str, torch.Tensor, Any] | None = None  # a meeting whose answer is still to be looked at
         self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
         self.take_part: Callable[[], bool] = lambda: False  # see Watched
-        self.where: Callable[[], str] = lambda: ""  # the part of a program that runs, its operation marked
+        self.where: Callable[[object], str] = lambda doing: ""  # the part of a program that runs, marked
         self._dead: str | None = None  # the sentence with which this engine was given up
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
@@ -364,7 +364,7 @@ class Agreement:
 
     def _here(self) -> str:
         """Behind a sentence about an operation of the program: the program around it, in lines of its own."""
-        return f"\n{where}" if not self._detail and (where := self.where()) else ""
+        return f"\n{where}" if not self._detail and (where := self.where(self._log[-1][1])) else ""
 
     def _publish(self, what: str) -> None:
         assert self._watch is not None

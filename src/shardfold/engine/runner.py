@@ -78,7 +78,7 @@ class Runner:
             WeakMethod(self._where),
         )  # the agreement must not keep the engine
         self.agreement.take_part = lambda: (take := take_part()) is not None and take()
-        self.agreement.where = lambda: say() if (say := where()) is not None else ""
+        self.agreement.where = lambda doing: say(doing) if (say := where()) is not None else ""
         self._evaluated = False  # since the last step
         self._delivered = False  # whether this backward gave gradients
         self._asked_backward = False  # whether a backward of this step was a negotiated pass
@@ -498,10 +498,10 @@ class Runner:
         finally:
             self._between = None
 
-    def _where(self) -> str:
-        """Where in the program this rank is; empty where none of it runs."""
+    def _where(self, doing: object) -> str:
+        """Where in the program this rank is, which waits for ``doing``; empty where none of it runs."""
         section = self._between or (self._pass.section if self._pass is not None else None)
-        return section.where() if section is not None else ""
+        return section.where(doing) if section is not None else ""
 
     def close_micro_batches(self) -> None:
         """Before a step behind a backward that was not known to be the last: what only that would have reduced."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch.profiler import record_function
 
-from shardfold.plan.program import MARKERS, Op, render_section
+from shardfold.plan.program import COLLECTIVES, MARKERS, Op, render_section
 from shardfold.torch_internals import profiler_is_on
 
 __all__ = ["Section", "Track"]
@@ -56,12 +56,15 @@ class Section:
             else:
                 call()
 
-    def where(self) -> str:
-        """The operations around the one that was begun last, which is marked; at the marker of a unit that is still
-        being gathered it is that gather."""
-        if self.at < 0:
+    def where(self, doing: object = None) -> str:
+        """The operations around the one that is marked: what was begun last; at the marker of a unit that is still
+        being gathered that gather; behind all others ``doing``, what is waited for. Empty if that is of another
+        section."""
+        if self.at < 0 or (isinstance(doing, Op) and doing not in self.ops):
             return ""
         mark, at = self.at, self.ops[self.at]
+        if at.verb not in COLLECTIVES and not at.unit and doing in self.ops[:mark]:
+            mark -= self.ops[:mark][::-1].index(doing) + 1  # pyright: ignore[reportArgumentType]
         if at.verb in MARKERS and at.unit:
             gathers = (i for i in range(mark - 1, -1, -1) if self.ops[i][:2] == ("ALL_GATHER", at.unit))
             mark = next(gathers, mark)
