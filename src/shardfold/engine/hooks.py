@@ -172,7 +172,8 @@ class Hooks:
                 self._on(module, module.register_forward_pre_hook(cast, with_kwargs=True))
 
     def remove(self) -> None:
-        """Takes every hook off the model."""
+        """Takes every hook off the model, and off autograd, if its forward is under way."""
+        self.forget()
         if self._replaced is not None:
             self._replaced.remove()
         for handle in self._handles:
