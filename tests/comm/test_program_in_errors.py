@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
+from shardfold.engine.track import Section
 from shardfold.errors import CollectiveError
-from shardfold.plan.program import MARKERS
+from shardfold.plan.program import MARKERS, Op
 from shardfold.testing import Ranks
+from shardfold.torch_internals import top_saved_hooks
 
 HERE = "   <-- here"
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -131,3 +133,25 @@ def test_a_profiler_sees_every_operation_by_the_name_that_the_program_prints(
     for expected, found, first in ranks.run(_traced, layout, clip, world_size=2):
         assert {verb, "UPDATE 0"} <= expected <= found
         assert {text for text in expected if not text.startswith("GRADS")} <= first  # a pass that asks
+
+
+def test_behind_the_last_operation_what_is_waited_for_is_marked() -> None:
+    """And a section in which that is not is not printed: it would point at something else."""
+    gather, other = (Op("ALL_GATHER", unit, ("intra",), "fp32", "params", "flat") for unit in "ab")
+    section = Section("forward", [gather, Op("F", "a"), Op("FREE", "a"), Op("END")], lambda op: None)
+    section.do(range(4))
+    assert [line for line in section.where(gather).split("\n") if line.endswith(HERE)] == [f"  {gather}{HERE}"]
+    assert section.where().endswith(HERE), "of what waits for nothing by name the last one is"
+    assert section.where(other) == ""
+
+
+def _closed_inside() -> bool:
+    engine = _engine("zero3")
+    engine.module[6].register_forward_hook(lambda *_: _leave(engine))
+    with pytest.raises(LookupError):
+        engine(torch.ones(2, 8))
+    return top_saved_hooks() is None
+
+
+def test_an_engine_that_is_closed_inside_of_its_forward_leaves_no_hooks_on_autograd(ranks: Ranks) -> None:
+    assert all(ranks.run(_closed_inside, world_size=2))

@@ -71,8 +71,7 @@ class Transport(Protocol):
         copied from. It stays as it is until the next :meth:`fence` of all ranks; behind the first gather of it since
         the last one this rank may change it earlier, behind a fence of its own. It is a hint: what sends (Gloo, NCCL)
         has no use for it, and what lets others fetch (reads of a neighbour's memory, RDMA from registered buffers)
-        serves them from there, so that no rank waits for the others before it computes with ``full``. Without it a
-        step of many small units takes a tenth to a fifth longer on such a transport.
+        serves them from there, so that no rank waits for the others before it computes with ``full``.
         """
         ...
 

@@ -79,7 +79,7 @@ def check_settings(
     ):
         raise ConfigError(f"units= is {described(units)}: it is a list of path patterns and classes, or None.")
     if overlap is not None and not isinstance(overlap, Overlap):
-        raise ConfigError(f"overlap= is {described(overlap)}: it is a Overlap, as in Overlap(prefetch=2), or None.")
+        raise ConfigError(f"overlap= is {described(overlap)}: it is an Overlap, as in Overlap(prefetch=2), or None.")
     if not is_integer(seed):
         raise ConfigError(f"seed= is {described(seed)}: it is an integer.")
     check_times("Engine", desync_timeout=desync_timeout, timeout=timeout)

@@ -58,13 +58,6 @@ class Orders:
         clip: what the program does to gradients before the step; None: nothing.
 
     Attributes:
-        units: in definition order.
-        roots: names of those that are held through a pass.
-        late: names of those that are reduced at the end of backward, as gradients came behind their reduction.
-        touched: names of those whose weights this rank's model reads outside of their forward.
-        found: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
-        program: what runs, for display and for counting.
-        tracks: the program's sections, ready to run.
         waits: whether a backward ends with all sums, because every rank has them whole and shows them: no unit is
             reduced before its gradients are there.
         units: in definition order.

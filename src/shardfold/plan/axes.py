@@ -104,8 +104,8 @@ class Axis:
         known = KNOWN.get(name) if role is None else role
         if known is None:
             raise LayoutError(
-                f"the axis {name!r} has no role: give it one, as in Axis({name!r}, {size}, 'data')."
-                f"{did_you_mean(name, KNOWN)}"
+                f"the axis {name!r} has no role: give it one of {', '.join(map(str, Role))}, as in "
+                f"Axis({name!r}, {size}, 'data'), or a name that has one: {', '.join(KNOWN)}."
             )
         if known not in list(Role):
             raise LayoutError(

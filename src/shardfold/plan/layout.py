@@ -345,7 +345,8 @@ class Layout:
             for name in names:
                 value = getattr(self, name)
                 if not isinstance(value, kind) and not (value is None and name in optional):
-                    raise LayoutError(f"{name} of the table is {described(value)}: it is a {kind.__name__}.")
+                    named = ", or the name of a format" if kind is Wire else ""
+                    raise LayoutError(f"{name} of the table is {described(value)}: it is a {kind.__name__}{named}.")
         for name, cell in self.cells().items():
             if not isinstance(cell.over, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise LayoutError(f"{name} is split over {cell.over!r}: over= takes a tuple of axes, as in ('intra',).")
