@@ -182,6 +182,7 @@ def _saved(folder: str) -> list[Any]:
     if engine.rank == 1:
         cut_short(engine)
     found: list[Any] = [said(lambda: engine.save(f"{folder}/after", wait=True)), Path(folder, "after").exists()]
+    found.append(said(lambda: engine.gathered(of="exp_avg_sq").__enter__()))
     engine.load(f"{folder}/before")
     step(engine, 1)
     found.append(differ(everything(engine), plain(2)))
@@ -190,9 +191,13 @@ def _saved(folder: str) -> list[Any]:
 
 
 def test_no_checkpoint_is_written_of_what_cannot_be_read(ranks: Ranks, tmp_path: Path) -> None:
-    """Where a save is the first to find it, it is refused on all ranks with the reason; a load mends that too."""
-    for (kind, words, _), there, training in ranks.run(_saved, str(tmp_path), world_size=2):
+    """Where a save is the first to find it, or ``gathered()``, it is refused on all ranks with the reason; a load mends
+    that too."""
+    found = ranks.run(_saved, str(tmp_path), world_size=2)
+    for rank, ((kind, words, _), there, (lent, why, _), training) in enumerate(found):
         assert kind == "CheckpointError" and "rank 1: " in words and "the file has lost its end" in words
+        assert lent == ("UsageError" if rank == 1 else "ConfigError") and "the file has lost its end" in why
+        assert ("rank 1: " in why) == (rank == 0) and "load a checkpoint before going on" in why
         assert not there and not training
 
 

@@ -234,10 +234,9 @@ def _carry_states(model: ShardedModel, update: Updater, unit: Unit, homes: Homes
         kinds = {(n, v.dtype) for state in states.values() for n, v in state.items() if isinstance(v, PerElement)}
         for name, dtype in sorted(kinds, key=str):
             have = [slot for slot, state in states.items() if state.get(name) == PerElement(dtype)]
-            carry(
-                update.state_shard(old, name, dtype),
-                lambda new, i, values, name=name: update.take_state(new, i, name, values), have,
-            )  # fmt: skip
+            with model.comm.agreement.told("a change of the model"):  # a disk may have lost it
+                shard = update.state_shard(old, name, dtype)
+            carry(shard, lambda new, i, values, name=name: update.take_state(new, i, name, values), have)
         for slot, new, i in moves[key]:
             for name, value in states.get(slot, {}).items():
                 if not isinstance(value, PerElement):
