@@ -8,6 +8,7 @@ ShardfoldError                     the base: its message is one sentence (what, 
 |   `-- FreedParameterError        a parameter was touched while only its shard is on this rank
 |-- NonFiniteError (ArithmeticError) a loss, gradients or weights are inf or NaN, or overflow at any loss scale
 |-- CheckpointError (RuntimeError) a checkpoint is missing, incomplete or damaged, does not fit, or was not written
+|-- StepError (RuntimeError)       a step could not update all, or not keep what it updated where it belongs
 |-- OrderError (RuntimeError)      ranks asked for operations in orders that cannot be reconciled
 `-- CollectiveError (RuntimeError) a collective failed or did not finish: rank, unit and operation are named
 """
@@ -27,6 +28,7 @@ __all__ = [
     "NonFiniteError",
     "OrderError",
     "ShardfoldError",
+    "StepError",
     "UsageError",
     "by_rank",
     "did_you_mean",
@@ -67,6 +69,10 @@ class NonFiniteError(ShardfoldError, ArithmeticError):
 
 class CheckpointError(ShardfoldError, RuntimeError):
     """A checkpoint cannot be read, or could not be written."""
+
+
+class StepError(ShardfoldError, RuntimeError):
+    """A step could not update all that it was to update, or not keep it where it belongs, on some rank."""
 
 
 class OrderError(ShardfoldError, RuntimeError):

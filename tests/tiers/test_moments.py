@@ -161,19 +161,70 @@ def test_values_on_their_way_are_waited_for(tiers: Tiers, gate: Event) -> None:
 
 
 def test_a_disk_that_is_full_is_said(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be written is no value: asking for it, or storing the next, raises the system's reason."""
+    """Whoever stores next hears how much could not be written, where and why. Nothing is lost: the values are given
+    from memory, and written again with the next ones, of which each store is waited for until one succeeds."""
 
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "")
 
-    _, region = disk(tiers)
+    tier, region = disk(tiers)
+    other = tier.allocate((10,), torch.float32)
+    said = r"20,000 bytes of values could not be written to a file in .* \(at byte 0\): No space left on device"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        region.store(numbers(1.0))
+        with pytest.raises(OSError, match=said):
+            region.flush()
+        with pytest.raises(OSError, match=said) as error:
+            other.store(numbers(5.0, 10))
+        assert error.value.errno == errno.ENOSPC
+        with pytest.raises(OSError, match=said):
+            region.store(numbers(2.0))  # its own write
+        into = torch.zeros(5000)
+        region.fetch(into)
+        assert torch.equal(region.get(), numbers(2.0)) and torch.equal(into, numbers(2.0))
+        assert torch.equal(region.values(slice(3, 9)), numbers(2.0)[3:9]) and torch.equal(other.get(), numbers(5.0, 10))
+    region.store(numbers(3.0))
+    region.flush()
+    assert region._unwritten() is None and torch.equal(region.get(), numbers(3.0))
+    assert torch.equal(other.get(), numbers(5.0, 10)), "still in memory"
+
+
+def test_values_asked_for_before_their_write_fails(tiers: Tiers, gate: Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from memory too, whole and in part."""
+    begun = Event()
+
+    def full(*_: Any) -> int:
+        begun.set()
+        gate.wait()
+        raise OSError(errno.ENOSPC, "")
+
     monkeypatch.setattr(os, "pwrite", full)
-    for ask in (region.get, region.values, region.flush, lambda: region.store(numbers(2.0))):
-        with pytest.raises(OSError, match=r"values could not be written to .*: No space left on device"):
-            region.store(numbers(1.0))
-            while not region._write.future.done():  # type: ignore[union-attr]
-                pass
+    _, region = disk(tiers)
+    region.store(numbers(1.0))
+    begun.wait()
+    into = torch.zeros(5000)
+    region.fetch(into)
+    gate.set()
+    assert torch.equal(region.get(), numbers(1.0)) and torch.equal(into, numbers(1.0))
+    assert torch.equal(region.values(slice(4)), numbers(1.0)[:4])
+
+
+def test_a_file_that_lost_its_end_is_said(tiers: Tiers) -> None:
+    """What cannot be read raises how much, where and why; values that are stored then can be read."""
+    tier, region = disk(tiers)
+    region.store(numbers(1.0))
+    region.flush()
+    os.truncate(tier._file.fileno(), 100)
+    for ask in (region.get, region.values):
+        with pytest.raises(
+            OSError, match=r"20,000 bytes .* read from a file in .*: the file has lost its end"
+        ) as error:
             ask()
+        assert error.value.errno == errno.ENODATA
+    region.store(numbers(2.0))
+    region.flush()
+    assert torch.equal(region.get(), numbers(2.0))
 
 
 def test_a_region_that_nobody_keeps_leaves_its_place(tiers: Tiers) -> None:
@@ -296,7 +347,8 @@ def train(engine: sf.Engine, steps: int, first: int = 0) -> list[float]:
 def everything(engine: sf.Engine) -> dict[str, Tensor]:
     """All values and all moments, whole."""
     found = dict(engine.state_dict())
-    for state in ("exp_avg", "exp_avg_sq"):
+    names = engine._updater.state_dtypes() if engine._updater is not None else ()
+    for state in names:
         with engine.gathered(of=state) as values:
             found |= {f"{state} of {name}": value.clone() for name, value in values.items() if value is not None}
     return found
@@ -314,6 +366,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("zero3", {"clip_norm": 0.05, "accumulate": 2, "build": Branching}),
     ("zero3", {"precision": "fp16", "loss_scale": 4.0}),
     ("fsdp2", {"precision": "bf16", "clip_norm": 0.05}),
+    ("zero2", {"precision": "bf16", "optimizer": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True)}),
     ("zero2", {"precision": sf.Precision(compute="bf16", grads="bf16", reduce="bf16", master="bf16", moments="bf16",
                                          rounding="stochastic")}),
 ]  # fmt: skip
@@ -350,6 +403,58 @@ def test_training_is_the_same_wherever_moments_rest(ranks: Ranks, world: int) ->
     scales, rounding, unused parameters; bytes are those of the table and of the program, under the tier's name."""
     for rows in ranks.run(_equal, CASES, SLOWER, world_size=world):
         assert len(rows) == len(CASES) * len(SLOWER)
+
+
+class Frozen(models.Small):
+    """Its first block is never trained, its last in every second forward."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3)
+        self.blocks[0].requires_grad_(False)
+        self.calls = 0
+
+    def features(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.blocks[1](self.blocks[0](self.embedding(tokens)))
+        return self.norm(x if self.calls % 2 == 0 else self.blocks[2](x))
+
+
+def _still(tier: str) -> list[dict[str, Any]]:
+    near, far = make("zero2", build=Frozen), make(in_tier("zero2", tier), build=Frozen)
+    trainable = [unit.name for unit in far.units if unit.trainable]
+    found: list[dict[str, Any]] = []
+    for number in range(3):
+        assert train(near, 1, first=number) == train(far, 1, first=number)
+        rows = far.traffic().moved
+        found.append({
+            "program": [(op.verb, op.unit) for op in far.program.step if op.verb in ("FETCH", "STORE")],
+            "trainable": trainable,
+            "calls": [row.calls for row in rows],
+            "moved": [row.moved for row in rows],
+            "predicted": [row.program for row in rows],
+            "bytes": sum(shard.nbytes for unit in far.units if unit.name != "blocks.2" for segment in unit.trainable
+                         for shard in [far._updater._fused[id(segment)]]),  # type: ignore[union-attr]
+        })  # fmt: skip
+    assert_same(everything(far), everything(near))
+    near.close()
+    far.close()
+    return found
+
+
+@pytest.mark.parametrize("tier", SLOWER)
+def test_moments_of_what_is_not_updated_do_not_move(ranks: Ranks, tier: str) -> None:
+    """A unit that has nothing to train has no moments and no operation; one that no rank used in a step is not fetched
+    in it, and what is predicted for that step is what moved."""
+    for first, second, third in ranks.run(_still, tier, world_size=2):
+        for each in (first, second, third):
+            assert "blocks.0" not in each["trainable"] and "blocks.2" in each["trainable"]
+            assert sorted(each["program"]) == sorted(
+                (verb, name) for name in each["trainable"] for verb in ("FETCH", "STORE")
+            )
+            assert each["moved"] == each["predicted"] and len(each["moved"]) == 2
+        assert first["calls"] == third["calls"] == [len(first["trainable"])] * 2
+        assert second["calls"] == [len(first["trainable"]) - 1] * 2
+        assert second["moved"] == [second["bytes"]] * 2 and first["moved"][0] > second["moved"][0]
 
 
 def _saved(path: str) -> None:
@@ -450,7 +555,6 @@ def test_states_that_cannot_rest_elsewhere_yet_are_refused(state: str, tier: str
     "optimizer",
     [
         torch.optim.RMSprop,
-        partial(torch.optim.AdamW, amsgrad=True),
         partial(sf.optim.Lion, lr=1e-3),
         partial(sf.optim.AdamW8bit, lr=1e-3),
     ],
@@ -461,9 +565,36 @@ def test_an_optimizer_with_a_state_of_its_own_is_refused(optimizer: Any) -> None
         make(in_tier("zero2", "host"), optimizer=optimizer)
     name = getattr(optimizer, "func", optimizer).__name__
     assert str(error.value) == (
-        f"moments rest in the host tier, which works for AdamW, Adam and SGD, but {name} keeps its state itself: "
-        "choose one of these, or the device tier."
+        f"moments rest in the host tier, which works for AdamW, Adam and SGD, but {name} has an update and a state of "
+        "its own: take one of these, or choose the device tier."
     )
+
+
+def _groups(parameters: Any) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.AdamW([{"params": [first], "amsgrad": True}, {"params": others}])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (
+            partial(torch.optim.AdamW, differentiable=True),
+            "AdamW(differentiable=True) is updated by torch: leave differentiable out",
+        ),
+        (
+            partial(torch.optim.Adam, lr=torch.tensor(0.1), capturable=True),
+            "Adam with a tensor as lr is updated by torch: give lr as a number",
+        ),
+        (_groups, "AdamW with amsgrad=True in some groups only is updated by torch: give it to all groups, or to none"),
+    ],
+)
+def test_an_option_that_keeps_moments_on_the_device_is_named(optimizer: Any, said: str) -> None:
+    """And what mends it, before anything is made."""
+    with pytest.raises(ConfigError) as error:
+        make(in_tier("zero2", "disk"), optimizer=optimizer)
+    works = "moments rest in the disk tier, which works for AdamW, Adam and SGD"
+    assert str(error.value) == f"{works}, but {said}, or choose the device tier."
 
 
 def test_a_tier_s_name_is_the_tier() -> None:

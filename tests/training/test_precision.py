@@ -326,7 +326,7 @@ def test_stochastic_rounding_keeps_updates_too_small_for_bf16(ranks: Ranks, layo
 
 def test_stochastic_rounding_is_refused_where_it_is_not_done() -> None:
     pure = sf.Precision(**PURE, rounding="stochastic")
-    with pytest.raises(ConfigError, match=r"but Adagrad rounds its update itself"):
+    with pytest.raises(ConfigError, match=r"but Adagrad has an update and a state of its own"):
         sf.Engine(nn.Linear(4, 4), optimizer=torch.optim.Adagrad, precision=pure)
     with pytest.raises(LayoutError, match=r"'stochastic' with master='bf16'"):
         sf.Precision(rounding="stochastic")

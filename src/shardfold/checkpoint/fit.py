@@ -172,8 +172,8 @@ class Fit:
                     wrong = {f"state of {mine}"}
                 else:
                     wrong = {f"state for {other}={group.get(other)!r}"} if other else set[str]()
-                    if other:
-                        written, here = f"{theirs}({other}={saved[other]!r})", f"{mine}({other}={group.get(other)!r})"
+                if other:
+                    written, here = f"{theirs}({other}={saved[other]!r})", f"{mine}({other}={group.get(other)!r})"
                 for state in wrong:
                     lacking.setdefault(state, []).append(slot.name)
                 if not wrong:

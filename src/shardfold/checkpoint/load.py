@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from time import perf_counter
@@ -281,13 +282,14 @@ class _Work:
                 if name in self._fit.buffers:
                     self.attempt(lambda b=buffer, n=name: b.copy_(self._checkpoint.buffer(self._fit.buffers[n])))
 
-    def attempt(self, do: Callable[[], Any]) -> None:
-        """Does something that sends nothing, unless something went wrong before."""
+    def attempt(self, do: Callable[[], T]) -> T | None:
+        """Does something that sends nothing, unless something went wrong, which then is the outcome."""
         if self._problem is None:
             try:
-                do()
+                return do()
             except Exception as error:
                 self._problem = error
+        return None
 
     def outcome(self) -> None:
         """Raises what went wrong."""
@@ -329,8 +331,8 @@ class _Work:
                     shard[piece].copy_(segment.master[piece])
             self._fill(segment, state, shard, bounds, over)
         wanted: dict[str, list[tuple[int, str]]] = {}
+        self.attempt(lambda: update.forget(segment, [slot for slot, _ in here]))
         for slot, old in here:
-            update.forget(segment, slot)
             needed = update.needs(segment, slot)
             for state in checkpoint.states(old) if segment.spec.slots[slot].name in fit.trained else ():
                 if state != "weight" and not is_average(state) and (needed is None or state in needed):
@@ -338,9 +340,11 @@ class _Work:
         for state, having in sorted(wanted.items()):
             region = update.moment(segment, state)
             if region is not None:
-                target = region.get()
+                target = self.attempt(region.get)
+                if target is None:  # the others wait for this rank all the same
+                    target = torch.zeros_like(segment.master, dtype=region.dtype)
                 self._fill(segment, state, target, bounds, over, {slot for slot, _ in having})
-                region.store(target)
+                self.attempt(partial(region.store, target))
                 continue
             dtype = checkpoint.dtype(having[0][1], state)
             if dtype == checkpoint.dtype(having[0][1]):  # it follows its parameter, which may have another dtype here

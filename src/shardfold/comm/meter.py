@@ -25,6 +25,10 @@ class Meter:
     """Bytes and calls of one step.
 
     A forward counts towards the step once its backward begins; one that has none (evaluation) counts as asked for.
+
+    Attributes:
+        last_sections: how often each section of the program ran for the last step.
+        last_left_out: operations between tiers that it had no need of.
     """
 
     def __init__(self, mesh: DataMesh) -> None:
@@ -33,6 +37,8 @@ class Meter:
         self._known: dict[tuple[Op, int], tuple[Sent, int]] = {}  # what operations on so many elements count as
         self._moved: dict[Moved, list[int]] = {}
         self._last_moved = self._moved
+        self._left_out: set[Op] = set()
+        self.last_left_out = self._left_out
         self._sections: Counter[str] = Counter()
         self._control = self._asked = self._asked_calls = 0
         self._last_control = self._last_asked = self._last_asked_calls = 0
@@ -67,6 +73,7 @@ class Meter:
         self._sections["step"] += not skipped
         self._last, self._step = self._step, _counts()
         self._last_moved, self._moved = self._moved, {}
+        self.last_left_out, self._left_out = self._left_out, set()
         self.last_sections, self._sections = self._sections, Counter()
         self._last_control, self._control = self._control, 0
         self._last_asked, self._asked = self._asked, 0
@@ -75,6 +82,7 @@ class Meter:
     def forget_last(self) -> None:
         """The program is another one now: what the last step sent cannot be compared with it."""
         self._last, self._last_moved, self.last_sections = _counts(), {}, Counter()
+        self.last_left_out = set()
 
     def count(self, op: Op, length: int) -> None:
         """One collective by ``op`` on a whole tensor of so many elements."""
@@ -95,11 +103,15 @@ class Meter:
         """One collective of the step in which this rank sends that many bytes to others."""
         self._add(self._step, kind, 1, num_bytes)
 
-    def move(self, tier: str, verb: str, num_bytes: int) -> None:
+    def move(self, op: Op, num_bytes: int) -> None:
         """One operation of the step between the device and a slower tier."""
-        counted = self._moved.setdefault(Moved(tier, verb), [0, 0])
+        counted = self._moved.setdefault(Moved(op.tier, op.verb), [0, 0])
         counted[0] += 1
         counted[1] += num_bytes
+
+    def leave_out(self, op: Op) -> None:
+        """The same, of a unit that the step does not update: nothing moves."""
+        self._left_out.add(op)
 
     def control(self, num_bytes: int) -> None:
         """A small reduction of that many bytes; a ring sends them about twice."""

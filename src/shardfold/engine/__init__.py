@@ -6,7 +6,7 @@
     passes       one pass: recorded, asked, or idle           visible     gradients as users see them
     orders       in which units run; track, cursor            gate        what may be done between passes
     handlers     one for each verb                            reports     memory, traffic, times; stats
-    arguments, alike, tf32                                    what an engine is given
+    damage       updates that failed on some rank             arguments, alike, tf32: what an engine is given
 
 It imports every room below it; nothing but the doors imports it.
 """

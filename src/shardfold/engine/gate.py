@@ -47,7 +47,7 @@ class PassGate:
             UsageError: the values are of no run.
         """
         if self._model.run.broken:
-            raise UsageError(f"{call}: {self._model.run.broken}: load another checkpoint before going on.")
+            raise UsageError(f"{call}: {self._model.run.broken}: load a checkpoint before going on.")
 
     def meet(self, what: str, *, follow: bool = False, check: Callable[[], None] | None = None) -> None:
         self.refuse_closed(what)

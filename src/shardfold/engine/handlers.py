@@ -15,6 +15,7 @@ import torch
 from shardfold.comm.comm import Comm
 from shardfold.comm.transport import drain
 from shardfold.engine.cursor import Cursor
+from shardfold.engine.damage import Damage
 from shardfold.engine.norms import Norms
 from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import Clip
@@ -43,6 +44,7 @@ class Handlers:
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
         cursor: the second one.
+        damage: what went wrong with updates.
         used: by unit, which parameters any rank used in this step, as soon as ranks have agreed.
         scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
         lifted: the loss scale that gradients have until they are unscaled.
@@ -66,6 +68,7 @@ class Handlers:
         self.norms = Norms(clip, comm, self.trainable)
         self.used: dict[str, list[list[bool]]] = {}
         self.cursor = Cursor(comm.memory.device)
+        self.damage = Damage(together=layout.moments.tier is not Tier.DEVICE)
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
         self.backward_follows = True
@@ -181,18 +184,28 @@ class Handlers:
             return partial(unit.gradients.arrive, waiter)
         return lambda: drain(unit.filling, waiter)
 
-    def update(self, unit: Unit) -> None:
+    def bind_update(self, op: Op) -> Call:
+        return partial(self.damage.attempt, op, partial(self._update, self.units[op.unit]))
+
+    def _update(self, unit: Unit) -> None:
         assert self.optimizer is not None
         with torch.no_grad():
             self.optimizer.update(unit, self.used[unit.name], self.norms.coefficient)
 
-    def fetch(self, unit: Unit, op: Op) -> None:
-        assert self.optimizer is not None
-        self.comm.meter.move(op.tier, op.verb, self.optimizer.fetch(unit))
+    def bind_move(self, op: Op) -> Call:
+        """Brings a unit's state to the device or back; nothing moves of a unit that no rank used."""
+        unit, optimizer = self.units[op.unit], self.optimizer
+        assert optimizer is not None
+        move = partial(optimizer.fetch if op.verb == "FETCH" else optimizer.store, unit)
 
-    def store(self, unit: Unit, op: Op) -> None:
-        assert self.optimizer is not None
-        self.comm.meter.move(op.tier, op.verb, self.optimizer.store(unit))
+        def call() -> None:
+            if any(map(any, self.used[unit.name])):
+                self.comm.meter.move(op, optimizer.moved_bytes(unit))
+                move()
+            else:
+                self.comm.meter.leave_out(op)
+
+        return partial(self.damage.attempt, op, call)
 
     def gather_updated(self, unit: Unit, ops: Sequence[Op]) -> None:
         """Fills what of ``params`` rests on this rank with what other ranks have updated."""
@@ -227,9 +240,9 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "DROP": lambda do, op: do.units[op.unit].gradients.give_back,
     "CLAMP": lambda do, op: do.norms.clip_values,
     "NORM": lambda do, op: do.norms.take,
-    "FETCH": lambda do, op: partial(do.fetch, do.units[op.unit], op),
-    "UPDATE": lambda do, op: partial(do.update, do.units[op.unit]),
-    "STORE": lambda do, op: partial(do.store, do.units[op.unit], op),
+    "FETCH": Handlers.bind_move,
+    "UPDATE": Handlers.bind_update,
+    "STORE": Handlers.bind_move,
     "JOIN": lambda do, op: partial(do.cursor.join, op.unit),
 }
 """What binds an operation, by verb; all that are no markers."""

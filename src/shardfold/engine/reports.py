@@ -94,7 +94,10 @@ class Reports:
         if ran["step"] and self._updater is not None:
             predicted |= self._updater.traffic()
         moments = self._updater.num_moments() if self._updater is not None else 0
-        moved = moves(program, model.layout, specs, model.comm.mesh.sizes, num_moments=moments, steps=ran["step"])
+        moved = moves(
+            program, model.layout, specs, model.comm.mesh.sizes, num_moments=moments, steps=ran["step"],
+            left_out=meter.last_left_out,
+        )  # fmt: skip
         return meter.report(predicted, moved)
 
     def explained(self) -> str:

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from shardfold.activations.modes import Replacements
+from shardfold.engine.damage import Damage
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock
 from shardfold.engine.track import Track
-from shardfold.errors import NonFiniteError, UsageError
+from shardfold.errors import NonFiniteError, StepError, UsageError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
@@ -86,6 +87,12 @@ class Stepper:
         for call in run.after_step:
             call()
         self._clock.end_step(model.comm.agreement.waited)
+        if unwritten := self._handlers.damage.unwritten:
+            raise StepError(
+                f"step {run.steps} is done, but not all states are back where they rest: {unwritten}. Nothing is lost: "
+                "what is not in the file stays in host memory. Make room there and go on, or save and start again with "
+                "TMPDIR set to a folder that has room."
+            ) from self._handlers.damage.cause
         norm = self._norms.norm
         return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings)
 
@@ -120,7 +127,22 @@ class Stepper:
         if weighed:
             handlers.set_factors()
         runner.end_step()
+        self._refuse_half(handlers.damage)
         return True
+
+    def _refuse_half(self, damage: Damage) -> None:
+        """
+        Raises:
+            StepError: on every rank: some rank could not do its part of the updates.
+        """
+        run = self._model.run
+        if damage.unfinished:
+            run.broken = f"step {run.steps + 1} ended half-way ({damage.unfinished})"
+            raise StepError(
+                f"step {run.steps + 1} ended half-way: {damage.unfinished}. Some weights and moments are of this step "
+                "and others of the one before, or gone, so engine.step() and engine.save() are refused from now on: "
+                "engine.load() of a checkpoint puts all of them right."
+            ) from damage.cause
 
     def _agree(self) -> tuple[dict[str, list[list[bool]]], bool, bool]:
         """Which parameters any rank used, whether micro-batches have weights on any, and whether any overflowed."""
@@ -141,18 +163,28 @@ class Stepper:
             NonFiniteError: on every rank: the norm is not finite and ``Clip.error_if_nonfinite`` is set.
         """
         runner = self._runner
+        damage, run = self._handlers.damage, self._model.run
         self._norms.begin_step()
         self._handlers.used = used
+        damage.begin_step()
         with runner.between(runner.orders.tracks["step"]) as track:
             try:
                 track.reach("STEP")
             except NonFiniteError as error:
                 raise NonFiniteError(f"{error}\n{self._alarm.examine()}") from None
-            self._updater.around(partial(self._run, track, used))
+            try:
+                self._updater.around(partial(self._run, track, used))
+            except BaseException as error:
+                if damage.begun:
+                    words = str(error).partition("\n")[0]
+                    run.broken = f"step {run.steps + 1} ended half-way ({type(error).__name__}: {words})"
+                raise
+            damage.tell(self._model.comm)
 
     def _run(self, track: Track, used: dict[str, list[list[bool]]]) -> None:
         """The optimizer's step, with whatever hooks it has around it."""
         if not self._updater.fused:
+            self._handlers.damage.begun = True
             with torch.no_grad():
                 self._updater.step_whole(self._model.units, used, self._norms.coefficient)
         with self._handlers.cursor.following(self._runner.orders.tracks["beside"]):

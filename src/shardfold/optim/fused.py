@@ -26,26 +26,40 @@ from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tier import Region
 from shardfold.torch_internals import fused_adam_, fused_adamw_, fused_sgd_
 
-__all__ = ["FusedShard", "fused_moments"]
+__all__ = ["FusedShard", "fused_moments", "why_not_fused"]
 
 CPU_BLOCK = 256 * 1024
 CUDA_BLOCK = 64 * 1024 * 1024
 
 
 def fused_moments(optimizer: Optimizer) -> tuple[str, ...] | None:
-    """Names of the moments that the fused update keeps for this optimizer, or None if it cannot stand in for it.
+    """Names of the moments that the fused update keeps for this optimizer, or None if it cannot stand in for it
+    (:func:`why_not_fused` says why).
 
     A class of another name, whose update is that of torch's, says so in an attribute ``same_as``.
     """
-    groups = optimizer.param_groups
-    kind = getattr(optimizer, "same_as", type(optimizer))
-    if any(group.get("differentiable") or isinstance(group.get("lr"), Tensor) for group in groups):
+    if why_not_fused(optimizer):
         return None
-    if kind in (Adam, AdamW):
-        return None if any(group.get("amsgrad") for group in groups) else ("exp_avg", "exp_avg_sq")
-    if kind is SGD:
+    groups = optimizer.param_groups
+    if getattr(optimizer, "same_as", type(optimizer)) is SGD:
         return ("momentum_buffer",) if any(group["momentum"] for group in groups) else ()
-    return None
+    largest = ("max_exp_avg_sq",) if any(group.get("amsgrad") for group in groups) else ()
+    return ("exp_avg", "exp_avg_sq", *largest)
+
+
+def why_not_fused(optimizer: Optimizer) -> str:
+    """Why the fused update cannot stand in for this optimizer, and what would mend it, as the end of a sentence; empty
+    where it can."""
+    groups, name = optimizer.param_groups, type(optimizer).__name__
+    if getattr(optimizer, "same_as", type(optimizer)) not in (Adam, AdamW, SGD):
+        return f"{name} has an update and a state of its own: take one of these"
+    if any(group.get("differentiable") for group in groups):
+        return f"{name}(differentiable=True) is updated by torch: leave differentiable out"
+    if any(isinstance(group.get("lr"), Tensor) for group in groups):
+        return f"{name} with a tensor as lr is updated by torch: give lr as a number"
+    if len({bool(group.get("amsgrad")) for group in groups}) > 1:
+        return f"{name} with amsgrad=True in some groups only is updated by torch: give it to all groups, or to none"
+    return ""
 
 
 @dataclass
@@ -70,18 +84,20 @@ class FusedShard:
         self.steps = [0] * len(self.segment.spec.slots)
         self.here: list[Tensor] = []
 
-    def fetch(self, memory: DeviceTier) -> int:
-        """Begins to bring the moments to the device, ahead of their update; bytes."""
+    def fetch(self, memory: DeviceTier) -> None:
+        """Begins to bring the moments to the device, ahead of their update."""
         for region in self.moments.values():
             region.fetch(memory.empty(self._numel, region.dtype))
-        return sum(region.nbytes for region in self.moments.values())
 
-    def store(self) -> int:
-        """Begins to bring back the moments that were fetched and updated, and gives up their memory on the device;
-        bytes."""
-        for region, values in zip(self.moments.values(), self.here, strict=True):
-            region.store(values)
-        self.here = []
+    def leave(self) -> list[tuple[Region, Tensor]]:
+        """The moments that were fetched and updated, each with the region that is to take it; they are not this shard's
+        any more."""
+        here, self.here = self.here, []
+        return list(zip(self.moments.values(), here, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all moments."""
         return sum(region.nbytes for region in self.moments.values())
 
     @property
@@ -90,29 +106,36 @@ class FusedShard:
         return b - a
 
     def update(self, group: Mapping[str, Any], used: Sequence[bool], coefficient: Tensor | None, block: int) -> None:
-        """One step for the parameters that some rank used; ``coefficient`` (0-d) multiplies the gradients."""
-        for i, was_used in enumerate(used):
-            self.steps[i] += was_used
-        self.here = [region.get() for region in self.moments.values()]  # their fetch is waited for here, not before
-        for start, stop, step in self._runs(used):
-            self._update_run(start, stop, step, group, coefficient, block)
+        """One step for the parameters that some rank used; ``coefficient`` (0-d) multiplies the gradients. One that
+        raises is not counted."""
+        if not any(used):
+            return
+        steps = [count + was_used for count, was_used in zip(self.steps, used, strict=True)]
+        try:
+            self.here = [region.get() for region in self.moments.values()]  # their fetch is waited for here, not before
+            for start, stop, step in self._runs(used, steps):
+                self._update_run(start, stop, step, group, coefficient, block)
+        except BaseException:
+            self.here = []
+            raise
+        self.steps = steps
 
-    def _runs(self, used: Sequence[bool]) -> Iterator[tuple[int, int, int]]:
-        """Ranges of the master shard, with the step count that their parameters have now."""
+    def _runs(self, used: Sequence[bool], steps: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Ranges of the master shard, with the step count that their parameters are to have."""
         segment = self.segment
         a, b = segment.master_range
-        if all(used) and len(set(self.steps)) == 1:
-            yield 0, b - a, self.steps[0]
+        if all(used) and len(set(steps)) == 1:
+            yield 0, b - a, steps[0]
             return
         run: tuple[int, int, int] | None = None
         for slot, start, stop in segment.spec.pieces(a, b):
             if used[slot]:
-                if run is not None and run[2] == self.steps[slot]:
+                if run is not None and run[2] == steps[slot]:
                     run = (run[0], stop - a, run[2])
                     continue
                 if run is not None:
                     yield run
-                run = (start - a, stop - a, self.steps[slot])
+                run = (start - a, stop - a, steps[slot])
             elif run is not None:
                 yield run
                 run = None
@@ -168,7 +191,7 @@ class FusedShard:
         ]
         grads = [segment.adopted[i].view(-1) if i in segment.adopted else flat[a:b] for i, a, b in places]
         parts = [[whole[a:b] for _, a, b in places] for whole in (master, *self.here)]
-        self._adam(parts[0], grads, parts[1], parts[2], torch.full((), float(step), device=master.device), group)
+        self._adam(parts[0], grads, parts[1:], torch.full((), float(step), device=master.device), group)
 
     def _kernel(self, states: list[Tensor], grad: Tensor, count: Tensor, first: bool, group: Any) -> None:
         """One block; ``states`` are its master and moments."""
@@ -197,17 +220,13 @@ class FusedShard:
                 for target, value in zip(targets, wide, strict=True):
                     target.copy_(value)
             return
-        self._adam([master], [grad], moments[:1], moments[1:], count, group)
+        self._adam([master], [grad], [[moment] for moment in moments], count, group)
 
     def _adam(
-        self,
-        masters: list[Tensor],
-        grads: list[Tensor],
-        averages: list[Tensor],
-        squares: list[Tensor],
-        count: Tensor,
-        group: Any,
+        self, masters: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], count: Tensor, group: Any
     ) -> None:
+        """``moments``: averages, squares and, with AMSGrad, the largest of these so far, one of each per master."""
+        averages, squares, *largest = moments
         decoupled = self.kind is AdamW or group.get("decoupled_weight_decay", False)
         kernel = fused_adamw_ if decoupled else fused_adam_
         kernel(
@@ -215,14 +234,14 @@ class FusedShard:
             grads,
             averages,
             squares,
-            [],
+            largest[0] if largest else [],
             [count] * len(masters),
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             weight_decay=group["weight_decay"],
             eps=group["eps"],
-            amsgrad=False,
+            amsgrad=bool(largest),
             maximize=group["maximize"],
             grad_scale=None,
             found_inf=None,

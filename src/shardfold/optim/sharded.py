@@ -10,7 +10,7 @@ then updated by the fused pass of ``fused``; any other class by its own ``step``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from shardfold.errors import ConfigError
-from shardfold.optim.fused import FusedShard, fused_moments
+from shardfold.optim.fused import FusedShard, fused_moments, why_not_fused
 from shardfold.optim.guard import Guard
 from shardfold.optim.parts import Link, PartOptimizer, Place
 from shardfold.plan.cost import Sent
@@ -95,23 +95,20 @@ def check_rounding(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: its update is its own.
     """
-    if fused_moments(optimizer) is None:
-        raise ConfigError(
-            f"rounding='stochastic' works for AdamW, Adam and SGD, but {type(optimizer).__name__} rounds its update "
-            "itself: choose one of these, or rounding='nearest'."
-        )
+    if why := why_not_fused(optimizer):
+        raise ConfigError(f"rounding='stochastic' works for AdamW, Adam and SGD, but {why}, or set rounding='nearest'.")
 
 
 def check_tier(optimizer: Optimizer, moments: Cell) -> None:
     """Whether this optimizer's state can rest in the tier of that cell.
 
     Raises:
-        ConfigError: it keeps its state itself.
+        ConfigError: it keeps its state itself; the message says why, and what would mend it.
     """
-    if moments.tier is not Tier.DEVICE and fused_moments(optimizer) is None:
+    if moments.tier is not Tier.DEVICE and (why := why_not_fused(optimizer)):
         raise ConfigError(
-            f"moments rest in the {moments.tier} tier, which works for AdamW, Adam and SGD, but "
-            f"{type(optimizer).__name__} keeps its state itself: choose one of these, or the device tier."
+            f"moments rest in the {moments.tier} tier, which works for AdamW, Adam and SGD, but {why}, or choose the "
+            "device tier."
         )
 
 
@@ -183,13 +180,30 @@ class ShardedOptimizer:
 
         Optimizer.profile_hook_step(step)(self.torch_optimizer)
 
-    def fetch(self, unit: Unit) -> int:
-        """The state of a unit begins to come to the device, ahead of its update; bytes."""
-        return sum(self._fused[id(segment)].fetch(self._tiers.device) for segment in unit.trainable)
+    def fetch(self, unit: Unit) -> None:
+        """The state of a unit begins to come to the device, ahead of its update."""
+        for segment in unit.trainable:
+            self._fused[id(segment)].fetch(self._tiers.device)
 
-    def store(self, unit: Unit) -> int:
-        """The state of a unit that was updated begins to go back to its tier; bytes."""
-        return sum(self._fused[id(segment)].store() for segment in unit.trainable)
+    def store(self, unit: Unit) -> None:
+        """The state of a unit that was updated begins to go back to its tier.
+
+        Raises:
+            OSError: what was stored earlier is not there; all of this unit's is taken (see ``Region.store``).
+        """
+        problem: OSError | None = None
+        for segment in unit.trainable:
+            for region, values in self._fused[id(segment)].leave():
+                try:
+                    region.store(values)
+                except OSError as error:
+                    problem = problem or error
+        if problem is not None:
+            raise problem
+
+    def moved_bytes(self, unit: Unit) -> int:
+        """Of the state that :meth:`fetch` and :meth:`store` bring."""
+        return sum(self._fused[id(segment)].nbytes for segment in unit.trainable)
 
     def update(self, unit: Unit, used: Sequence[Sequence[bool]], coefficient: Tensor | None) -> None:
         """The step for one unit's master ranges; the compute copy of what changed is written too.
@@ -411,7 +425,9 @@ class ShardedOptimizer:
         part = segment.own_piece(slot)
         if self._names is not None:
             shard = self._fused[id(segment)]
-            _write(shard.moments[name], part[0], values[part[1]])
+            whole = shard.moments[name].values()
+            whole[part[0]].copy_(values[part[1]])
+            shard.moments[name].store(whole)
             if changed and shard.kind is SGD:  # a first step would overwrite the momentum instead of reading it
                 shard.steps[slot] = max(1, shard.steps[slot])
             return
@@ -431,19 +447,29 @@ class ShardedOptimizer:
             return None
         return {name for piece in self._pieces_of(segment, slot) for name in self._ours.dtypes(piece.tensor)}
 
-    def forget(self, segment: Segment, slot: int) -> None:
-        """A parameter's state becomes what it is before its first step."""
+    def forget(self, segment: Segment, slots: Collection[int]) -> None:
+        """The state of some parameters becomes what it is before their first step; that of all of a segment also where
+        it cannot be read any more."""
         if self._names is not None:
             shard = self._fused[id(segment)]
-            shard.steps[slot] = 0
-            for moment in shard.moments.values():
-                _write(moment, segment.own_piece(slot)[0], None)
+            for slot in slots:
+                shard.steps[slot] = 0
+            for moment in shard.moments.values() if slots else ():
+                assert segment.master is not None
+                if moment.resting is None and len(slots) == len(segment.spec.slots):  # in a file, which is not read
+                    whole = torch.zeros_like(segment.master, dtype=moment.dtype)
+                else:
+                    whole = moment.values()
+                for slot in slots:
+                    whole[segment.own_piece(slot)[0]].zero_()
+                moment.store(whole)
             return
-        for piece in self._pieces_of(segment, slot):
-            self.torch_optimizer.state.pop(piece.tensor, None)
-            if self._ours is not None:
-                group = self._ours.param_groups[segment.spec.group]
-                self._ours.prepare(group, piece.tensor, self._ours.places[piece.tensor])
+        for piece in self._pieces[id(segment)]:
+            if piece.slot in slots:
+                self.torch_optimizer.state.pop(piece.tensor, None)
+                if self._ours is not None:
+                    group = self._ours.param_groups[segment.spec.group]
+                    self._ours.prepare(group, piece.tensor, self._ours.places[piece.tensor])
 
     def moment(self, segment: Segment, name: str) -> Region | None:
         """What that moment of the fused update rests in, ``(length / parts,)``; None: the state is kept in pieces."""
@@ -521,16 +547,6 @@ def _gradient(piece: _Piece) -> Tensor:
     """The gradient of a piece, of its shape and dtype."""
     grads = piece.segment.master_grads[piece.start : piece.start + piece.tensor.numel()]
     return grads.to(piece.tensor.dtype)
-
-
-def _write(region: Region, part: slice, values: Tensor | None) -> None:
-    """Changes a part of what rests in a region; None: to zeros."""
-    whole = region.values()
-    if values is None:
-        whole[part].zero_()
-    else:
-        whole[part].copy_(values)
-    region.store(whole)
 
 
 def _place(segment: Segment, slot: int) -> Place:

@@ -6,7 +6,7 @@ hold the papers' expressions beside the sums (ZeRO, arXiv 1910.02054, sections 5
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -110,14 +110,15 @@ def tier_of(layout: Layout, state: str) -> Tier:
 
 
 def moves(
-    program: Program, layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, *, num_moments: int = 2, steps: int = 1
-) -> dict[Moved, tuple[int, float]]:
+    program: Program, layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, *, num_moments: int = 2, steps: int = 1,
+    left_out: Collection[Op] = (),
+) -> dict[Moved, tuple[int, float]]:  # fmt: skip
     """Operations that bring states to the device and back in so many steps, and the bytes one rank moves in them:
-    ``{kind: (calls, bytes)}``."""
+    ``{kind: (calls, bytes)}``. ``left_out``: of units that these steps do not update, as no rank used them."""
     by_name = {unit.name: unit for unit in units}
     total: dict[Moved, tuple[int, float]] = {}
     for op in (*program.step, *program.beside) if steps else ():
-        if op.verb in MOVES:
+        if op.verb in MOVES and op not in left_out:
             calls, moved = total.get(kind := Moved(op.tier, op.verb), (0, 0.0))
             more = fetched_bytes(op, layout, by_name[op.unit], mesh, num_moments)
             total[kind] = calls + steps, moved + steps * more

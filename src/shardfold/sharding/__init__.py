@@ -9,7 +9,8 @@
     distinct     of which parameters each rank has others
     materialize  first values; buffers                        whole_state   state dicts; whole_segments
     sharded_init models that are split while they are built; partitioned    forwards  methods besides forward
-    tree, autograd                                            values that hold tensors; what autograd is doing
+    tree, plain                                               values that hold tensors; such values as JSON
+    autograd                                                  what autograd is doing
 
 It imports ``comm``, ``tiers`` and ``plan``.
 """

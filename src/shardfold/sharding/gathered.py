@@ -28,6 +28,7 @@ from shardfold.errors import (
     UsageError,
     did_you_mean,
 )
+from shardfold.plan.layout import Tier
 from shardfold.sharding.loans import Loan
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import TORCH_DTYPES, Segment, dtype_name
@@ -337,16 +338,33 @@ class _States:
         else:
             there, dtype = _has_state(model, homes, of)
         self._homes = [home for home, is_there in zip(homes, there, strict=True) if is_there]
-        shards: dict[int, Tensor] = {}
-        for home in self._homes:
-            if id(home.segment) not in shards:
-                shards[id(home.segment)] = self._shard(home.segment, dtype)
+        shards = self._shards(dtype)
         slices = [Slice(home.segment, home.slot, shards[id(home.segment)]) for home in self._homes]
         with torch.no_grad():
             whole = gather_slices(model.comm, slices, what)
         by_id = {id(home.parameter): value for home, value in zip(self._homes, whole, strict=True)}
         self.values: dict[str, Any] = {name: by_id.get(id(parameter)) for name, parameter in asked.items()}
         self.watched = {home.name: value for home, value in zip(self._homes, whole, strict=True)}
+
+    def _shards(self, dtype: torch.dtype) -> dict[int, Tensor]:
+        """This rank's part of the state, by segment.
+
+        Raises:
+            ShardfoldError: on all ranks: some rank could not read it from the tier that it rests in.
+        """
+        model, shards = self._model, dict[int, Tensor]()
+        problem: UsageError | None = None
+        try:
+            for home in self._homes:
+                if id(home.segment) not in shards:
+                    shards[id(home.segment)] = self._shard(home.segment, dtype)
+        except OSError as error:
+            problem = UsageError(f"{self._what}: {error}: load a checkpoint before going on.")
+            problem.__cause__ = error
+        away = self._of not in ("grads", "master") and model.layout.moments.tier is not Tier.DEVICE
+        if away and model.comm.any_rank([problem is not None], self._what)[0]:
+            model.comm.agreement.refuse(self._what, problem)
+        return shards
 
     def _shard(self, segment: Segment, dtype: torch.dtype) -> Tensor:
         if self._of == "grads":

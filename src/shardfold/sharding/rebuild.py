@@ -19,15 +19,15 @@ as in DDP.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shardfold.errors import UsageError
+from shardfold.errors import ConfigError, UsageError, by_rank
 from shardfold.plan.layout import Axes
 from shardfold.sharding.changes import Changes, Plan
 from shardfold.sharding.freed import unseal
@@ -35,6 +35,7 @@ from shardfold.sharding.groups import PerElement
 from shardfold.sharding.materialize import buffer_dtypes, make_units, move_buffers
 from shardfold.sharding.model import ShardedModel, Updater
 from shardfold.sharding.partition import Cut
+from shardfold.sharding.plain import StrangeValue, from_text, to_text
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Life, Unit
 from shardfold.sharding.whole_segments import whole_segments
@@ -233,10 +234,9 @@ def _carry_states(model: ShardedModel, update: Updater, unit: Unit, homes: Homes
         kinds = {(n, v.dtype) for state in states.values() for n, v in state.items() if isinstance(v, PerElement)}
         for name, dtype in sorted(kinds, key=str):
             have = [slot for slot, state in states.items() if state.get(name) == PerElement(dtype)]
-            carry(
-                update.state_shard(old, name, dtype),
-                lambda new, i, values, name=name: update.take_state(new, i, name, values), have,
-            )  # fmt: skip
+            with model.comm.agreement.told("a change of the model"):  # a disk may have lost it
+                shard = update.state_shard(old, name, dtype)
+            carry(shard, lambda new, i, values, name=name: update.take_state(new, i, name, values), have)
         for slot, new, i in moves[key]:
             for name, value in states.get(slot, {}).items():
                 if not isinstance(value, PerElement):
@@ -257,15 +257,45 @@ def _write_part(segment: Segment, shard: Tensor | None, slot: int, values: Tenso
 
 
 def _agree_on_states(model: ShardedModel, update: Updater, segment: Segment) -> dict[int, dict[str, Any]]:
-    """What the optimizer keeps for each slot, as the rank says that has the largest piece of it."""
-    said: list[Any] = [update.describe(segment)]
+    """What the optimizer keeps for each slot, as the rank says that has the largest piece of it.
+
+    Raises:
+        ConfigError: on all ranks: an optimizer of the user's keeps what is none of numbers, strings, tensors, and lists
+            and dicts of these.
+    """
+    said: list[dict[int, tuple[int, dict[str, Any]]]] = [update.describe(segment)]
     if model.world_size > 1 and not update.fused:  # the fused update's is the same everywhere
-        model.comm.agreement.issue("what the optimizer keeps")
-        mine, said = said[0], [None] * model.world_size
-        dist.all_gather_object(said, mine, group=model.comm.agreement.peers.group)
+        said = _exchanged(model, said[0])
     best: dict[int, tuple[int, dict[str, Any]]] = {}
     for slots in said:
         for slot, (numel, state) in slots.items():
             if slot not in best or numel > best[slot][0]:
                 best[slot] = (numel, state)
     return {slot: state for slot, (_, state) in best.items()}
+
+
+def _exchanged(model: ShardedModel, mine: Any) -> list[Any]:
+    """What every rank says of what its optimizer keeps, as ``Updater.describe`` gives it."""
+    plain = {
+        slot: (numel, {n: (True, v.dtype) if isinstance(v, PerElement) else (False, v) for n, v in state.items()})
+        for slot, (numel, state) in mine.items()
+    }
+    try:
+        words = {"said": to_text(plain)}
+    except StrangeValue as strange:
+        words = {"problem": f"it keeps a {strange} beside its tensors"}
+    said = [json.loads(text) for text in model.comm.agreement.exchange("what the optimizer keeps", json.dumps(words))]
+    if any("problem" in each for each in said):
+        problems = [each.get("problem", "") for each in said]
+        told = by_rank(dict(zip(model.comm.agreement.peers.ranks, problems, strict=True)))
+        raise ConfigError(
+            f"the state of {type(model.optimizer).__name__} cannot follow a change of the model ({told}): let it keep "
+            "numbers, strings, tensors, and lists or dicts of these."
+        )
+    return [
+        {
+            slot: (numel, {n: PerElement(value) if each else value for n, (each, value) in state.items()})
+            for slot, (numel, state) in from_text(words["said"]).items()
+        }
+        for words in said
+    ]

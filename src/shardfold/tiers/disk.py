@@ -2,10 +2,16 @@
 
 The file has no name, so it is gone with the process, whatever ends it. Places in it are used again by what has the same
 size, which activations of equal units have.
+
+``[Note: what cannot be written]`` Values stay in host memory until they are in the file. Where a write fails they stay
+there for good, so that nothing is lost: they are given from there, and the next values of their region are written
+again. Who stores next hears of it. After a failure each ``store`` waits for its own write, until one succeeds: so all
+that could not be written is known at once, and nothing of it comes to light when the cause is gone.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections import deque
@@ -45,6 +51,7 @@ class DiskTier:
         self._free: dict[int, list[int]] = {}
         self._lock = RLock()  # a region may be collected, and leave its place, while another takes one
         self._pending: deque[_Write] = deque()
+        self._failing = False  # the last write that was looked at failed
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> DiskRegion:
         region = DiskRegion(self, shape, dtype)
@@ -53,20 +60,28 @@ class DiskTier:
         return region
 
     def begin(self, source: HostRegion, place: int) -> _Write:
-        """Begins to write what is in host memory.
-
-        Raises:
-            OSError: what was begun earlier could not be written.
-        """
+        """Begins to write what is in host memory."""
         write = _Write(self, source, place)
         self._pending.append(write)
-        while self._pending and (
-            self._pending[0].future.done() or sum(write.nbytes for write in self._pending) > PENDING
-        ):
-            earlier = self._pending.popleft().future
-            if not earlier.cancelled():
-                earlier.result()
         return write
+
+    def look(self) -> None:
+        """Looks at the writes that are over, and waits for some where too much waits to be written.
+
+        Raises:
+            OSError: something could not be written; see [Note: what cannot be written].
+        """
+        problem: BaseException | None = None
+        while self._pending and (
+            self._failing or self._pending[0].future.done() or sum(write.nbytes for write in self._pending) > PENDING
+        ):
+            future = self._pending.popleft().future
+            if not future.cancelled():
+                error = future.exception()
+                self._failing = error is not None
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def take(self, nbytes: int) -> int:
         """A place for so many bytes."""
@@ -88,17 +103,23 @@ class DiskTier:
                 done = os.pwrite(self._file.fileno(), data, place)
                 data, place = data[done:], place + done
         except OSError as error:
-            raise OSError(
-                error.errno, f"values could not be written to {self._where}: {os.strerror(error.errno or 0)}"
-            ) from error
+            raise self._problem(flat, place, "written to", error) from error
 
     def read(self, flat: Tensor, place: int) -> None:
         data = flat.view(torch.uint8).numpy().data
-        while data:
-            done = os.preadv(self._file.fileno(), [data], place)
-            if not done:
-                raise OSError(f"the file of values in {self._where} has lost its end.")
-            data, place = data[done:], place + done
+        try:
+            while data:
+                done = os.preadv(self._file.fileno(), [data], place)
+                if not done:
+                    raise OSError(errno.ENODATA, "the file has lost its end")
+                data, place = data[done:], place + done
+        except OSError as error:
+            raise self._problem(flat, place, "read from", error) from error
+
+    def _problem(self, flat: Tensor, place: int, done: str, error: OSError) -> OSError:
+        """Of a read or write that failed at that byte: how much, where and why."""
+        said = f"{flat.nbytes:,} bytes of values could not be {done} a file in {self._where} (at byte {place:,})"
+        return OSError(error.errno, f"{said}: {error.strerror or os.strerror(error.errno or 0)}")
 
     def close(self) -> None:
         """Ends the thread and gives the file's space back; what was stored is lost."""
@@ -108,8 +129,8 @@ class DiskTier:
 
 
 class _Write:
-    """Values on their way into the file: in host memory (``source``) until they are there, or for good if the write was
-    cancelled because they were asked for before it began."""
+    """Values on their way into the file: in host memory (``source``) until they are there, or for good if the write
+    failed, or was cancelled because they were asked for before it began."""
 
     def __init__(self, tier: DiskTier, source: HostRegion, place: int) -> None:
         self.source: HostRegion | None = source
@@ -142,6 +163,7 @@ class DiskRegion:
         source = self._owner.host.allocate(self._shape, self.dtype)
         source.store(values)
         self._write = self._owner.begin(source, self._place)
+        self._owner.look()
 
     def flush(self) -> None:
         """Waits until what was stored is in the file.
@@ -155,7 +177,7 @@ class DiskRegion:
     def _unwritten(self) -> HostRegion | None:
         """Where the values are, if they are not written yet: they stay there."""
         write = self._write
-        return write.source if write is not None and write.future.cancel() else None
+        return write.source if write is not None and (write.future.cancel() or write.future.done()) else None
 
     def fetch(self, into: Tensor | None = None) -> None:
         if self._coming is not None:
@@ -170,17 +192,19 @@ class DiskRegion:
         self._coming = self._owner.threads.submit(self._read, None if cuda else into)
 
     def _read(self, into: Tensor | None) -> Tensor:
-        if self._write is not None:
-            self._write.future.result()  # it ran before, in this thread
         if into is None:
             cuda = self._owner.host.side is not None
             into = torch.empty(self._shape, dtype=self.dtype, pin_memory=cuda)
+        near = self._unwritten()  # its write ran before, in this thread, and may have failed
+        if near is not None:
+            return into.copy_(near.resting)
         self._owner.read(into.view(-1), self._place)
         return into
 
     def _read_part(self, first: int, count: int) -> Tensor:
-        if self._write is not None:
-            self._write.future.result()
+        near = self._unwritten()
+        if near is not None:
+            return near.values(slice(first, first + count)).clone()
         flat = torch.empty(count, dtype=self.dtype)
         self._owner.read(flat, self._place + first * self.dtype.itemsize)
         return flat

@@ -50,7 +50,8 @@ class Region(Protocol):
         is over. The resting memory itself is there already.
 
         Raises:
-            OSError: what was stored earlier could not be kept.
+            OSError: what was stored earlier, here or in another region of the tier, could not be brought to where it
+                belongs. Nothing is lost: those values and these are kept, in memory.
         """
         ...
 
@@ -65,7 +66,7 @@ class Region(Protocol):
         stream does; where they come from a file, so does the host. Begins to fetch them if nobody has.
 
         Raises:
-            OSError: they could not be kept or read.
+            OSError: they could not be read.
         """
         ...
 
@@ -74,7 +75,7 @@ class Region(Protocol):
         region any more: for this the host waits. Who changes all of them in place gives them to :meth:`store`.
 
         Raises:
-            OSError: they could not be kept or read.
+            OSError: they could not be read.
         """
         ...
 

@@ -122,7 +122,7 @@ class EngineOptimizer(DeepSpeedOptimizer, Optimizer):
         with torch.no_grad():
             for i, tensor in enumerate(tensors):
                 piece = places[id(tensor)]
-                update.forget(piece.segment, piece.slot)
+                update.forget(piece.segment, [piece.slot])
                 for name, value in state.get(i, {}).items():
                     if isinstance(value, Tensor) and value.shape == tensor.shape and name != "step":
                         whole = value.new_zeros(piece.segment.spec.slots[piece.slot].numel)

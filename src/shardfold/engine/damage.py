@@ -1,0 +1,75 @@
+"""What went wrong on this rank while a step updated units, and how all ranks hear of it.
+
+Where states rest in a slower tier, a read or a write may fail on one rank at any time. From then on that rank updates
+nothing more in this step, but takes part in all that the step sends; at the end of the step the ranks tell each other,
+so all of them raise the same sentence at the same place, and the engine can still be loaded into. What follows:
+
+    a FETCH or an UPDATE failed    some weights are of this step and others of the one before, and the state of a unit
+                                   may be gone: a checkpoint has to be loaded
+    a STORE failed                 nothing is lost, as a tier keeps what it cannot write: the step is done
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from shardfold.comm.comm import Comm
+from shardfold.errors import by_rank
+from shardfold.plan.program import Op
+
+__all__ = ["Damage"]
+
+WHAT = "the end of the updates"
+
+
+class Damage:
+    """Of one step after the other.
+
+    Args:
+        together: all ranks are to hear of it at the end of the step; else what fails raises at once.
+
+    Attributes:
+        begun: whether something was updated in this step, or may be in part.
+        unfinished: which rank could not update what, and why, as all ranks have been told; empty: all was updated.
+        unwritten: the same of what could not be brought back to its tier.
+        cause: what this rank raises its errors from.
+    """
+
+    def __init__(self, *, together: bool) -> None:
+        self.together = together
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.begun = False
+        self.unfinished = self.unwritten = ""
+        self.cause: Exception | None = None
+        self._own = {"unfinished": "", "unwritten": ""}
+
+    def attempt(self, op: Op, do: Callable[[], None]) -> None:
+        """Does a FETCH, an UPDATE or a STORE, unless this rank updates nothing more in this step."""
+        if self._own["unfinished"]:
+            return
+        self.begun |= op.verb == "UPDATE"
+        try:
+            do()
+        except Exception as error:
+            if not self.together:
+                raise
+            kept = op.verb == "STORE" and isinstance(error, OSError)
+            which = "unwritten" if kept else "unfinished"
+            if not self._own[which]:
+                self._own[which] = f"{op}: {str(error) or type(error).__name__}"
+                self.cause = error
+
+    def tell(self, comm: Comm) -> None:
+        """Ranks tell each other what went wrong; one small message where nothing did."""
+        flags = [bool(words) for words in self._own.values()]
+        if not self.together or not any(comm.any_rank(flags, WHAT)):
+            return
+        said = [json.loads(text) for text in comm.agreement.exchange(WHAT, json.dumps(self._own))]
+        ranks = comm.agreement.peers.ranks
+        self.unfinished, self.unwritten = (
+            by_rank({rank: each[which] for rank, each in zip(ranks, said, strict=True)}).rstrip(".")
+            for which in ("unfinished", "unwritten")
+        )

@@ -1,0 +1,263 @@
+"""Moments on a disk that fails on one rank: what all ranks are told, what is lost, and how training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfold as sf
+from shardfold.errors import StepError
+from shardfold.plan.passes import Overlap
+from shardfold.testing import Ranks
+from shardfold.tiers.disk import DiskTier
+from tests.support import models
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+SHORT = 4096
+"""Bytes that a file may have: the first moment of each engine fits."""
+
+
+def make(tier: str = "disk", layout: str = "zero2", **options: Any) -> sf.Engine:
+    torch.manual_seed(0)
+    table = sf.PRESETS[layout].edit("moments", tier=tier)
+    return sf.Engine(models.Small(), optimizer=ADAMW, layout=table, **options)
+
+
+def step(engine: sf.Engine, number: int) -> None:
+    part = [t.chunk(engine.world_size)[engine.rank] for t in models.batches(number + 1)[number]]
+    engine.backward(engine(*part))
+    engine.step()
+
+
+def everything(engine: sf.Engine) -> dict[str, Tensor]:
+    """All values and all moments, whole."""
+    found = dict(engine.state_dict())
+    for state in ("exp_avg", "exp_avg_sq"):
+        with engine.gathered(of=state) as values:
+            found |= {f"{state} of {name}": value.clone() for name, value in values.items() if value is not None}
+    return found
+
+
+def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+def plain(steps: int) -> dict[str, Tensor]:
+    """What training with moments on the device comes to."""
+    engine = make("device")
+    for number in range(steps):
+        step(engine, number)
+    found = everything(engine)
+    engine.close()
+    return found
+
+
+@contextmanager
+def full() -> Iterator[None]:
+    """Files of this process cannot grow beyond their first bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SHORT, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def cut_short(engine: sf.Engine) -> None:
+    """This rank's file loses all but its beginning."""
+    tier = engine.sharded.tiers.named("disk")
+    assert isinstance(tier, DiskTier)
+    tier.threads.submit(os.truncate, tier._file.fileno(), SHORT).result()  # behind all that is being written
+
+
+def said(do: Callable[[], Any]) -> tuple[str, str, int | None]:
+    """Type and words of what is raised, and the system's number of its cause on this rank."""
+    try:
+        do()
+    except sf.ShardfoldError as error:
+        return type(error).__name__, str(error), getattr(error.__cause__, "errno", None)
+    return "", "", None
+
+
+# -- what cannot be written
+
+
+def _full(folder: str, bad: int, options: dict[str, Any]) -> list[Any]:
+    engine = make(**options)
+    step(engine, 0)
+    found: list[Any] = []
+    for number in (1, 2):
+        if engine.rank == bad:
+            with full():
+                found.append(said(partial(step, engine, number)))
+        else:
+            found.append(said(partial(step, engine, number)))
+    engine.save(f"{folder}/full", wait=True)  # what is in memory only is saved too
+    step(engine, 3)
+    found += [engine.steps, differ(everything(engine), plain(4))]
+    engine.load(f"{folder}/full")
+    step(engine, 3)
+    found.append(differ(everything(engine), plain(4)))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": Overlap(update_thread=True), "layout": "zero3"}])
+def test_a_full_disk_loses_nothing(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+    """All ranks hear from each step which rank could not write how much where, and why. The step is done, a checkpoint
+    is whole, and training goes on, to the bit as with moments on the device."""
+    for rank, (*errors, steps, training, resumed) in enumerate(
+        ranks.run(_full, str(tmp_path), 1, options, world_size=2)
+    ):
+        for number, (kind, words, cause) in enumerate(errors, 2):
+            assert kind == "StepError"
+            assert words.startswith(
+                f"step {number} is done, but not all states are back where they rest: rank 1: STORE "
+            )
+            assert "bytes of values could not be written to a file in " in words and "File too large" in words
+            assert "Nothing is lost: what is not in the file stays in host memory. Make room there and go on" in words
+            assert cause == (errno.EFBIG if rank == 1 else None)
+        assert len(errors) == 2 and steps == 4
+        assert not training and not resumed
+
+
+# -- what cannot be read
+
+
+def _lost(folder: str, bad: int, options: dict[str, Any]) -> list[Any]:
+    engine = make(**options)
+    step(engine, 0)
+    engine.save(f"{folder}/before", wait=True)
+    if engine.rank == bad:
+        cut_short(engine)
+    found: list[Any] = [said(partial(step, engine, 1))]
+    found.append(engine.memory().transient)
+    found.append(said(lambda: engine.save(f"{folder}/after", wait=True)))
+    found.append(said(partial(step, engine, 1)))
+    engine.load(f"{folder}/before")
+    step(engine, 1)
+    step(engine, 2)
+    engine.save(f"{folder}/after", wait=True)
+    found += [engine.steps, differ(everything(engine), plain(3))]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"overlap": Overlap(update_thread=True), "layout": "zero3"}])
+def test_what_a_disk_lost_is_loaded_again(ranks: Ranks, tmp_path: Path, options: dict[str, Any], world: int) -> None:
+    """All ranks hear which rank could not read how much from where, and why, of which unit. From then on steps and
+    saves are refused with that reason, and a checkpoint puts all right in the same engine: to the bit as if nothing had
+    been."""
+    for rank, (lost, transient, saved, again, steps, training) in enumerate(
+        ranks.run(_lost, str(tmp_path), world - 1, options, world_size=world)
+    ):
+        kind, words, cause = lost
+        who = "rank 1: " if world == 2 else ""
+        assert kind == "StepError" and words.startswith(f"step 2 ended half-way: {who}UPDATE ")
+        assert "bytes of values could not be read from a file in " in words and "the file has lost its end" in words
+        assert words.endswith("engine.load() of a checkpoint puts all of them right.")
+        assert cause == (errno.ENODATA if rank == world - 1 else None)
+        for call, (kind, words, _) in (("engine.save()", saved), ("engine.step()", again)):
+            assert kind == "UsageError" and words.startswith(f"{call}: step 2 ended half-way ({who}UPDATE ")
+            assert words.endswith("the file has lost its end): load a checkpoint before going on.")
+        assert transient == 0 and steps == 3 and not training
+
+
+def _saved(folder: str) -> list[Any]:
+    engine = make()
+    step(engine, 0)
+    engine.save(f"{folder}/before", wait=True)
+    if engine.rank == 1:
+        cut_short(engine)
+    found: list[Any] = [said(lambda: engine.save(f"{folder}/after", wait=True)), Path(folder, "after").exists()]
+    found.append(said(lambda: engine.gathered(of="exp_avg_sq").__enter__()))
+    engine.load(f"{folder}/before")
+    step(engine, 1)
+    found.append(differ(everything(engine), plain(2)))
+    engine.close()
+    return found
+
+
+def test_no_checkpoint_is_written_of_what_cannot_be_read(ranks: Ranks, tmp_path: Path) -> None:
+    """Where a save is the first to find it, or ``gathered()``, it is refused on all ranks with the reason; a load mends
+    that too."""
+    found = ranks.run(_saved, str(tmp_path), world_size=2)
+    for rank, ((kind, words, _), there, (lent, why, _), training) in enumerate(found):
+        assert kind == "CheckpointError" and "rank 1: " in words and "the file has lost its end" in words
+        assert lent == ("UsageError" if rank == 1 else "ConfigError") and "the file has lost its end" in why
+        assert ("rank 1: " in why) == (rank == 0) and "load a checkpoint before going on" in why
+        assert not there and not training
+
+
+# -- updates that raise
+
+
+def refuse(*_: Any) -> None:
+    raise ValueError("of the kernel")
+
+
+def _raising(folder: str, tier: str) -> list[Any]:
+    engine = make(tier)
+    step(engine, 0)
+    engine.save(f"{folder}/before", wait=True)
+    assert engine._updater is not None
+    shard = [*engine._updater._fused.values()][1]
+    shard._adam = refuse  # type: ignore[method-assign]
+    found: list[Any] = []
+    try:
+        step(engine, 1)
+    except (ValueError, StepError) as error:
+        found += [type(error).__name__, str(error)]
+    del shard._adam
+    found += [set(shard.steps), len(shard.here), said(engine.step)]
+    engine.load(f"{folder}/before")
+    step(engine, 1)
+    found.append(differ(everything(engine), plain(2)))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_an_update_that_raises_is_not_counted(ranks: Ranks, tmp_path: Path, tier: str) -> None:
+    """Nor is it taken for done: the next step is refused with the reason, also where ranks raise by themselves, and a
+    checkpoint puts all right."""
+    for kind, words, counts, here, again, training in ranks.run(_raising, str(tmp_path), tier, world_size=2):
+        assert kind == ("StepError" if tier == "disk" else "ValueError") and "of the kernel" in words
+        assert counts == {1} and not here
+        assert again[0] == "UsageError" and again[1].startswith("engine.step(): step 2 ended half-way (")
+        assert "of the kernel" in again[1] and not training
+
+
+def test_an_update_that_is_done_again_counts_once() -> None:
+    """Its bias corrections are those of one step."""
+    engine, other = make("device"), make("device")
+    for each in (engine, other):
+        each.backward(each(*models.batches(1)[0]))
+        each._runner.visible.hide()
+        assert each._updater is not None
+        for unit in each.units:
+            unit.gradients.complete()
+            shard = each._updater._fused[id(unit.trainable[0])]
+            used = [[True] * len(segment.parameters) for segment in unit.trainable]
+            with torch.no_grad():
+                if each is engine:
+                    shard._adam = refuse  # type: ignore[method-assign]
+                    with pytest.raises(ValueError, match="of the kernel"):
+                        each._updater.update(unit, used, None)
+                    del shard._adam
+                each._updater.update(unit, used, None)
+    assert not differ(engine.state_dict(), other.state_dict())
+    engine.close()
+    other.close()
