@@ -62,6 +62,7 @@ from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.sharded import ShardedOptimizer, build, check_rounding, check_tier
 from shardfold.plan import presets
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import Axis
 from shardfold.plan.checks import check_flags
 from shardfold.plan.layout import Layout, Precision
@@ -88,6 +89,7 @@ from shardfold.tiers.tiers import Tiers
 __all__ = ["Engine", "engine_of"]
 
 
+@known_arguments
 class Engine:
     """Trains ``model`` under a layout.
 
@@ -703,6 +705,7 @@ class Engine:
         ownership.mark_closed(self.sharded, reason)
 
 
+@known_arguments
 def engine_of(parameter: nn.Parameter) -> Engine | None:
     """The engine that holds ``parameter`` in one of its units, or None; one that was closed holds nothing."""
     return owner_of(parameter)

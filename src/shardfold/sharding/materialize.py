@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from shardfold.comm.coalesced import as_bytes
 from shardfold.comm.comm import Comm
 from shardfold.errors import ModelError, UsageError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.layout import Layout
 from shardfold.plan.rules import Rules
 from shardfold.sharding.buffers import take_first_rank
@@ -56,6 +57,7 @@ LOST = (
 )
 
 
+@known_arguments
 @contextmanager
 def meta_init() -> Iterator[None]:
     """Inside, parameters of new modules take no memory; an engine makes them real shard by shard.

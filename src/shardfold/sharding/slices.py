@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shardfold.errors import ConfigError, LayoutError, ModelError, UsageError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import KNOWN, Axes, Mesh, Role
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.placement import UnitSpec
@@ -45,6 +46,7 @@ class _Mark(NamedTuple):
     box: tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
+@known_arguments
 def mark_slice(
     module: nn.Module,
     *parameters: str,
