@@ -108,7 +108,7 @@ class Agreement:
         self._announced: tuple[str, torch.Tensor, Any] | None = None  # a meeting whose answer is still to be looked at
         self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
         self.take_part: Callable[[], bool] = lambda: False  # see Watched
-        self.where: Callable[[object], str] = lambda doing: ""  # the part of a program that runs, marked
+        self.where: Callable[[object], str] = lambda doing: ""  # the part of a program that runs; None: of a message
         self._dead: str | None = None  # the sentence with which this engine was given up
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
@@ -397,8 +397,9 @@ class Agreement:
         )
 
     def _here(self) -> str:
-        """Behind a sentence about an operation of the program: the program around it, in lines of its own."""
-        return f"\n{where}" if not self._detail and (where := self.where(self._log[-1][1])) else ""
+        """Behind a sentence about what is waited for: the program around that, in lines of its own; of a message the
+        program that runs meanwhile."""
+        return f"\n{where}" if (where := self.where(None if self._detail else self._log[-1][1])) else ""
 
     def _publish(self, what: str) -> None:
         assert self._watch is not None

@@ -37,16 +37,17 @@ ELSEWHERE: Mapping[str, Collection[str]] = {
 def known_arguments(target: Target) -> Target:
     """Decorates a public function, or a class and its public methods: a call with a keyword that they do not have
     raises :class:`ConfigError`, which names the nearest one that they have. Signatures stay as they are."""
-    if not inspect.isclass(target):
-        return _checked(target)
-    inherited = {name for base in target.__mro__[1:] for name in vars(base)}
-    for name, own in list(vars(target).items()):
+    made: Any = target
+    if not inspect.isclass(made):
+        return _checked(made)
+    inherited = {name for base in made.__mro__[1:] for name in vars(base)}
+    for name, own in list(vars(made).items()):
         if name != "__init__" and (name.startswith("_") or name in inherited):
             continue
         if isinstance(own, staticmethod | classmethod):
-            setattr(target, name, type(own)(_checked(own.__func__)))
+            setattr(made, name, type(own)(_checked(own.__func__)))
         elif inspect.isfunction(own):
-            setattr(target, name, _checked(own))
+            setattr(made, name, _checked(own))
     return target
 
 

@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return prod(self.sizes)
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def slices(self) -> tuple[slice, ...]:
         """What the tensor is indexed with to have the block."""
         return tuple(slice(at, at + size) for at, size in zip(self.starts, self.sizes, strict=True))
 

@@ -266,7 +266,7 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
                 value = weights.read(weights.name_of(name))
                 whole, box = boxes[name]
                 if box is not None and tuple(value.shape) == whole:
-                    value = value[box.index]
+                    value = value[box.slices]
                 if value.shape != parameter.shape:
                     raise ModelError(
                         f"weights give {name!r} the shape {tuple(value.shape)}, but the model's is "
