@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from shardfold.numerics.scaling import LossScale
     from shardfold.optim.average import Average
     from shardfold.plan.report import MemoryReport, StepReport, TrafficReport
-    from shardfold.sharding.distinct import mark_distinct
     from shardfold.sharding.forwards import register_forward
     from shardfold.sharding.materialize import meta_init
     from shardfold.sharding.sharded_init import sharded_init
+    from shardfold.sharding.slices import mark_slice
     from shardfold.sharding.whole import whole
 
 
@@ -77,7 +77,7 @@ __all__ = [
     "compat",
     "engine_of",
     "load_model",
-    "mark_distinct",
+    "mark_slice",
     "meta_init",
     "nn",
     "numerics",
@@ -97,7 +97,7 @@ _LAZY = {
     "Clip": "shardfold.numerics.clipping",
     "LossScale": "shardfold.numerics.scaling",
     "load_model": "shardfold.checkpoint",
-    "mark_distinct": "shardfold.sharding.distinct",
+    "mark_slice": "shardfold.sharding.slices",
     "meta_init": "shardfold.sharding.materialize",
     "sharded_init": "shardfold.sharding.sharded_init",
     "engine_of": "shardfold.engine.engine",

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.utils import data
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_integer
 
 __all__ = ["Loader", "Sampler", "shuffled"]
@@ -77,6 +78,7 @@ class _Position(NamedTuple):
     consumed: int  # samples of it, by all ranks; less than the length
 
 
+@known_arguments
 class Sampler(data.Sampler[list[int]]):
     """This rank's batches of indices, and how far all ranks are: ``DataLoader(dataset, batch_sampler=Sampler(...))``.
 
@@ -269,6 +271,7 @@ class Sampler(data.Sampler[list[int]]):
         return _Position(epoch, consumed)
 
 
+@known_arguments
 class Loader(data.DataLoader[Any]):
     """A ``DataLoader`` over a :class:`Sampler` whose position is what was handed out, however far workers are ahead.
 

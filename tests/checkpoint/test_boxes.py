@@ -29,7 +29,6 @@ from shardfold.errors import CheckpointError, ConfigError, UsageError
 from shardfold.optim.adamw8bit import dequantize, quantize
 from shardfold.plan.box import Box, Extent, shared
 from shardfold.plan.placement import Slot, pack
-from shardfold.sharding.boxes import box_of, mark_box
 from shardfold.testing import Ranks
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
@@ -235,9 +234,9 @@ class Halves(nn.Module):
             self.rows.bias.copy_(whole[self.mine, 0])
             self.columns.weight.copy_(whole.T[:, self.mine])
         if half is not None:
-            mark_box(self.rows.weight, whole=(HEIGHT, WIDTH), start=(start, 0))
-            mark_box(self.rows.bias, whole=(HEIGHT,), start=(start,))
-            mark_box(self.columns.weight, whole=(WIDTH, HEIGHT), start=(0, start))
+            sf.mark_slice(self.rows, "weight", axis="tensor", whole=(HEIGHT, WIDTH), start=(start, 0))
+            sf.mark_slice(self.rows, "bias", axis="tensor", whole=(HEIGHT,), start=(start,))
+            sf.mark_slice(self.columns, "weight", axis="tensor", whole=(WIDTH, HEIGHT), start=(0, start))
 
     def forward(self, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
         return (self.rows(x) * u[:, self.mine]).sum() + (self.columns(y[:, self.mine]) * x).sum()
@@ -403,42 +402,12 @@ def test_what_is_kept_once_is_written_by_the_first_box() -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"whole": (8, 4), "start": (7, 0)}, "does not lie there"),
-        ({"whole": (8,), "start": (0,)}, "does not lie there"),
-        ({"whole": (8, 4), "start": (-1, 0)}, "one whole number from 0 on"),
-        ({"whole": 8, "start": (0, 0)}, "one whole number from 0 on"),
-    ],
-)
-def test_a_box_has_to_lie_in_the_whole(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        mark_box(nn.Linear(4, 2).weight, **given)
-
-
-def test_a_mark_is_made_before_the_engine() -> None:
-    """And stays with the parameter object, also where that has no memory before the engine; of all of a parameter it
-    says nothing."""
-    with sf.meta_init():
-        model = nn.Linear(4, 2)
-    mark_box(model.weight, whole=(8, 4), start=(2, 0))
-    model.bias.of_mine = "stays"  # pyright: ignore
-    mark_box(model.bias, whole=(2,), start=(0,))
-    engine = sf.Engine(model)
-    assert box_of(model.weight) == ((8, 4), (2, 0)) and box_of(model.bias) is None
-    assert model.bias.of_mine == "stays"  # pyright: ignore
-    assert [slot.box for s in engine.sharded.segments() for slot in s.spec.slots] == [Box((2, 0), (2, 4)), None]
-    with pytest.raises(UsageError, match="mark it before the engine is made"):
-        mark_box(model.weight, whole=(8, 4), start=(4, 0))
-    engine.close()
-    assert box_of(copy.deepcopy(model).weight) is None  # as all attributes
-
-
 @pytest.mark.parametrize("kind", [sf.optim.Muon, sf.optim.Adafactor, sf.optim.LAMB])
 def test_an_optimizer_that_needs_the_whole_refuses_a_box(kind: Any) -> None:
     """Its update of an element reads elements that this rank does not have; element-wise groups are taken."""
-    with pytest.raises(ConfigError, match=rf"{kind.__name__} needs all of 'rows.weight', of which this rank has a box"):
+    with pytest.raises(
+        ConfigError, match=rf"{kind.__name__} needs all of 'rows.weight', of which this rank has a slice"
+    ):
         sf.Engine(Halves(0), optimizer=lambda p: kind([q for q in p if q.dim() == 2], lr=1e-2))
     if kind is not sf.optim.Adafactor:
         plain = {"adamw": True} if kind is sf.optim.Muon else {"adapt": False}
@@ -479,4 +448,6 @@ def _different_boxes() -> str:
 def test_data_ranks_have_the_same_box(ranks: Ranks) -> None:
     """Ranks that are to have equal values, and have other boxes, are refused before anything is sent."""
     for said in ranks.run(_different_boxes, world_size=2):
-        assert "the model's parameters" in said
+        assert "the slices of parameters of rank 1 differ from rank 0's" in said
+        assert "'rows.weight' of shape (8, 6) in [4:8, 0:6] and 'rows.weight' of shape (8, 6) in [0:4, 0:6]" in said
+        assert "axes of data have the same slice" in said and "mesh={'tensor': 2}" in said

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.engine.track import Section
-from shardfold.errors import CollectiveError
+from shardfold.errors import CollectiveError, OrderError
 from shardfold.plan.program import MARKERS, Op
 from shardfold.testing import Ranks
 from shardfold.torch_internals import top_saved_hooks
@@ -78,10 +78,48 @@ def test_a_broken_collective_prints_the_program_around_it(ranks: Ranks, where: s
         assert int(operands[0]) > 6 if where == "forward" else int(operands[0]) <= 6, text
 
 
-@pytest.mark.parametrize(("where", "layout"), [("forward", "zero3"), ("backward", "zero2")])
-def test_a_broken_round_of_asking_is_no_operation_of_the_program(ranks: Ranks, where: str, layout: str) -> None:
+@pytest.mark.parametrize(("where", "layout"), [("forward", "zero3"), ("backward", "zero2"), ("backward", "ddp")])
+def test_a_broken_round_of_asking_marks_what_is_asked_about(ranks: Ranks, where: str, layout: str) -> None:
+    """The first passes ask before each unit; the section is in definition order, and marked is the first operation of
+    the unit that rank 0 needs, or has gradients of: behind the one where the other rank left."""
     said = ranks.run(_broken, where, layout, False, world_size=2, timeout=60)[0]
-    assert "a round of asking" in said and "rank 1 has closed its engine" in said and HERE not in said
+    sentence, section, *lines = said.split("\n")
+    assert "a round of asking" in sentence and "rank 1 has closed its engine" in sentence
+    assert section == {"forward": "forward:", "backward": "last:"}[where]
+    marked = [line.removesuffix(HERE).split() for line in lines if line.endswith(HERE)]
+    assert len(marked) == 1 and len(lines) <= 11, said
+    verb, *operands = marked[0]
+    assert (
+        verb
+        == {"forward": "ALL_GATHER", "zero2": "REDUCE_SCATTER", "ddp": "ALL_REDUCE"}[
+            where if where == "forward" else layout
+        ]
+    ), said
+    assert int(operands[0]) in ((6, 7) if where == "forward" else (5, 6)), said
+
+
+def _elsewhere(layout: str) -> str:
+    """Rank 1 asks for a mean where rank 0 runs backward."""
+    engine = _engine(layout)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+    loss = engine(torch.ones(2, 8)).square().mean()
+    with pytest.raises(OrderError) as raised:
+        engine.backward(loss) if engine.rank == 0 else engine.mean(1.0)
+    engine.close()
+    return str(raised.value)
+
+
+def test_ranks_that_go_apart_behind_an_announcement_see_where_they_are(ranks: Ranks) -> None:
+    """Where parameters are whole the answer of a meeting is looked at when a pass is about to send first: the operation
+    that it has come to is marked. A meeting before a pass has no program around it."""
+    said = ranks.run(_elsewhere, "ddp", world_size=2, timeout=60)[0]
+    sentence, *lines = said.split("\n")
+    assert "about to do different things" in sentence
+    assert [line.removesuffix(HERE).split()[0] for line in lines if line.endswith(HERE)] == ["ALL_REDUCE"], said
+    said = ranks.run(_elsewhere, "zero3", world_size=2, timeout=60)[0]
+    assert "about to do different things" in said and HERE not in said
 
 
 def _apart(timeout: float) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfold as sf
@@ -24,123 +23,10 @@ from shardfold.plan.cost import Sent, state_bytes, traffic
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.program import lower
 from shardfold.testing import Ranks
+from tests.support.slices import TENSOR, batches, build, connect, sliced
 
-WIDTH, HIDDEN, ROWS, STEPS = 6, 16, 12, 4
 ADAM = partial(torch.optim.AdamW, lr=0.05, betas=(0.5, 0.9))
-TENSOR = {"tensor": 2}
 LIMIT = 0.3  # of norms between 0.4 and 2, so that every step clips
-
-
-# -- a model in slices ---------------------------------------------------------------------------------------------
-
-
-class _SumOfGradients(torch.autograd.Function):
-    """Where slices begin: each rank has a part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _SumOfOutputs(torch.autograd.Function):
-    """Where slices end: each rank has a part of the output."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
-class Columns(nn.Module):
-    """This rank's output features of a linear layer."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        super().__init__()
-        whole = nn.Linear(WIDTH, HIDDEN)
-        self.weight = nn.Parameter(whole.weight.detach().chunk(ranks)[rank].clone())
-        self.bias = nn.Parameter(whole.bias.detach().chunk(ranks)[rank].clone())
-        sf.mark_distinct(self, "tensor", "weight", "bias")
-        self.group: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x if self.group is None else _SumOfGradients.apply(x, self.group), self.weight, self.bias)
-
-
-class Rows(nn.Module):
-    """This rank's input features of a linear layer, and all of its bias, which is replicated."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        super().__init__()
-        whole = nn.Linear(HIDDEN, WIDTH)
-        self.weight = nn.Parameter(whole.weight.detach().chunk(ranks, dim=1)[rank].clone())
-        self.bias = nn.Parameter(whole.bias.detach().clone())
-        sf.mark_distinct(self, "tensor", "weight")
-        self.group: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.linear(x, self.weight)
-        return (x if self.group is None else _SumOfOutputs.apply(x, self.group)) + self.bias
-
-
-class Block(nn.Module):
-    def __init__(self, rank: int, ranks: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), Columns(rank, ranks), Rows(rank, ranks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Two blocks in slices between layers that are replicated."""
-
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
-        super().__init__()
-        self.inside = nn.Linear(3, WIDTH)
-        self.blocks = nn.ModuleList([Block(rank, ranks) for _ in range(2)])
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.inside(x)
-        for block in self.blocks:
-            x = block(x)
-        return (self.head(x)[:, 0] - y).square().mean()
-
-
-def build(rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float64) -> Net:
-    torch.manual_seed(0)
-    return Net(rank, ranks).to(dtype)
-
-
-def connect(engine: sf.Engine) -> None:
-    """The layers in slices get the group of the ranks that have the others."""
-    for module in engine.module.modules():
-        if isinstance(module, (Columns, Rows)):
-            module.group = engine.mesh.group(("tensor",))
-
-
-def batches(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    xs = [torch.randn(ROWS, 3, generator=generator, dtype=dtype) for _ in range(STEPS)]
-    return [(x, x.sum(1).sin() * 2) for x in xs]
-
-
-def sliced(name: str, whole: Tensor, rank: int, ranks: int) -> Tensor:
-    if "up." in name:
-        return whole.chunk(ranks)[rank]
-    return whole.chunk(ranks, dim=1)[rank] if name.endswith("down.weight") else whole
 
 
 def plain(clip: sf.Clip | None) -> tuple[list[float], list[float], dict[str, Tensor]]:
@@ -251,7 +137,7 @@ def test_replicas_stay_equal_to_the_bit(ranks: Ranks) -> None:
 def _initial(layout: str) -> tuple[dict[str, Tensor], int]:
     with sf.meta_init():
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    sf.mark_distinct(model[0], "tensor", "weight")
+    sf.mark_slice(model[0], "weight", axis="tensor")
     engine = sf.Engine(model, layout=layout, mesh=TENSOR, seed=3)
     state = engine.state_dict()
     engine.close()
@@ -286,7 +172,7 @@ def test_unmarked_parameters_must_be_equal(ranks: Ranks) -> None:
     """A parameter that differs along an axis of tensor and is not marked is refused by name on every rank."""
     for text in ranks.run(_forgets_a_mark, world_size=2):
         assert "'weight' differs between ranks along the axis 'tensor'" in text
-        assert "mark_distinct" in text
+        assert "mark_slice(module, 'name', axis='tensor'" in text
 
 
 def _what_is_not_built() -> list[str]:
@@ -300,7 +186,6 @@ def _what_is_not_built() -> list[str]:
         early = nn.Linear(4, 4)
     texts.append(_refused(lambda: sf.Engine(early, mesh=TENSOR), ModelError))
     engine = sf.Engine(nn.Sequential(nn.LayerNorm(4)), optimizer=ADAM, mesh=TENSOR)
-    texts += [_refused(partial(call, "x"), ConfigError) for call in (engine.save, engine.load)]
     sampler = sf.Sampler(range(8), batch_size=2)
     assert (sampler.rank, sampler.num_ranks) == (0, 1)
     engine.close()
@@ -309,13 +194,13 @@ def _what_is_not_built() -> list[str]:
 
 
 def test_what_is_not_built_is_refused(ranks: Ranks) -> None:
-    """Roles, optimizers, checkpoints and early parameters that do not fit an axis of slices yet are refused, each with
+    """Roles, optimizers and early parameters that do not fit an axis of slices yet are refused, each with
     a sentence; a sampler made beside such an engine gives ranks that read alike the same samples."""
     said = ranks.run(_what_is_not_built, world_size=2)
     assert said[0] == said[1] or said[0][4] == said[1][4]
     for text, words in zip(
         said[0],
-        ("role pipeline", "role expert", "role sequence", "LAMB reads whole", "sharded_init()", "save()", "load()"),
+        ("role pipeline", "role expert", "role sequence", "LAMB needs all of", "sharded_init()"),
         strict=True,
     ):
         assert words in text
@@ -329,6 +214,17 @@ def test_what_is_not_built_is_refused(ranks: Ranks) -> None:
     [
         ({"tensr": 2}, "did you mean 'tensor'"),
         ({"tensor": 0}, "leave the axis out"),
+        ({"intra": 0}, "mesh= has 0 for 'intra'"),
+        ({"intra": -2}, "mesh= has -2 for 'intra'"),
+        ({"inter": True}, "mesh= has True for 'inter'"),
+        ({"intra": "8"}, "mesh= has '8' for 'intra'"),
+        ({"intra": 8.0}, "mesh= has 8.0 for 'intra'"),
+        ({"intra": None}, "mesh= has None for 'intra'"),
+        ({1: 8}, "names the axis 1"),
+        ({}, "mesh= is empty"),
+        ([], "mesh= is empty"),
+        ({"intra": 3}, "intra=3 does not multiply up to the 8 ranks"),
+        ({"inter": 2, "intra": 2}, "inter=2 x intra=2 does not multiply up"),
         ({"tensor": 1.5}, "is a number of ranks"),
         ({"tensor": 3}, "tensor=3 does not multiply up to the 8 ranks"),
         ({"inter": 2, "intra": 2, "tensor": 4}, "does not multiply up"),
@@ -420,10 +316,7 @@ def test_a_table_over_an_axis_of_slices_is_refused() -> None:
 
 def test_marks_are_checked() -> None:
     """A mark names a parameter of its module and an axis on which parameters can be distinct."""
-    layer = nn.Linear(2, 2)
-    assert "mean 'weight'" in _refused(lambda: sf.mark_distinct(layer, "tensor", "wieght"), ConfigError)
-    assert "no parameter" in _refused(lambda: sf.mark_distinct(layer, "tensor"), ConfigError)
     for axis, words in (("tenser", "mean 'tensor'"), ("intra", "train the same parameters")):
         layer = nn.Linear(2, 2)
-        sf.mark_distinct(layer, axis, "weight")
+        sf.mark_slice(layer, "weight", axis=axis, dim=0)
         assert words in _refused(lambda layer=layer: sf.Engine(layer), LayoutError)

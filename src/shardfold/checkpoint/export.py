@@ -26,6 +26,7 @@ from shardfold.checkpoint.paths import check_apart
 from shardfold.checkpoint.reader import Checkpoint
 from shardfold.checkpoint.stored import HF_INDEX, Stored, weights_of
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 
 __all__ = ["TARGETS", "ExportReport", "export_to"]
 
@@ -61,6 +62,7 @@ class ExportReport:
         return f"{self.path}: {what} in {len(self.files)} file{'s' * (len(self.files) != 1)}"
 
 
+@known_arguments
 def export_to(
     source: str | Path,
     target: str | Path,

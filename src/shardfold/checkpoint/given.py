@@ -10,7 +10,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan.checks import described
 from shardfold.sharding.model import ShardedModel
 
-__all__ = ["check_loadable", "check_mesh", "check_place", "check_states"]
+__all__ = ["check_loadable", "check_place", "check_slices", "check_states"]
 
 
 def check_place(call: str, path: Any, what: str) -> None:
@@ -34,16 +34,24 @@ def check_states(call: str, **states: Any) -> None:
             raise ConfigError(f"{call}: {name}= is {described(state)}: give a dict by name.")
 
 
-def check_mesh(call: str, model: ShardedModel) -> None:
+def check_slices(call: str, model: ShardedModel) -> None:
     """
     Raises:
-        ConfigError: ranks hold slices that a checkpoint of this version does not tell apart.
+        ConfigError: ranks hold parts of a parameter, and nothing says which part of which whole.
     """
-    mesh = model.comm.mesh
-    if others := [axis for axis in mesh.sizes if axis not in mesh.data and mesh.sizes[axis] > 1]:
+    apart = (
+        (slot.name, s.spec.distinct)
+        for s in model.segments()
+        if s.spec.distinct
+        for slot in s.spec.slots
+        if not slot.box
+    )
+    if (found := next(apart, None)) is not None:
+        name, axes = found
         raise ConfigError(
-            f"{call}: the mesh has the axis {', '.join(map(repr, others))}, on which ranks hold slices of parameters, "
-            "which checkpoints of this version do not tell apart: take engine.state_dict() of each rank."
+            f"{call}: each rank along the axis {axes[0]!r} has another {name!r}, and nothing says which part of which "
+            f"whole: say so with mark_slice(module, {name.rpartition('.')[2]!r}, axis={axes[0]!r}, dim=...), or with "
+            "whole= and start=."
         )
 
 

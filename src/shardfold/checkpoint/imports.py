@@ -21,6 +21,7 @@ from shardfold.checkpoint.stored import Later, Stored, form_of, of_safetensors
 from shardfold.checkpoint.trust import load_object, trusted
 from shardfold.checkpoint.writer import Writer
 from shardfold.errors import CheckpointError, ConfigError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 
 __all__ = ["SOURCES", "ImportReport", "import_from"]
 
@@ -57,6 +58,7 @@ class ImportReport:
         return "\n".join([f"{self.path}: {what}, {self.num_bytes / 2**20:.1f} MiB, from {self.source}", *self.notes])
 
 
+@known_arguments
 def import_from(
     source: str | Path,
     target: str | Path,

@@ -21,6 +21,7 @@ from shardfold.checkpoint.hosts import Host
 from shardfold.checkpoint.messages import Messages, words
 from shardfold.checkpoint.outcome import Outcome, failure
 from shardfold.errors import CheckpointError
+from shardfold.plan.arguments import known_arguments
 from shardfold.sharding.model import ShardedModel
 from shardfold.tiers.pages import exact, huge
 
@@ -55,6 +56,7 @@ class SaveReport:
         )
 
 
+@known_arguments
 class Saving:
     """A save that is under way.
 

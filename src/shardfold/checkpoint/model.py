@@ -13,6 +13,7 @@ from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.stored import Later, open_weights
 from shardfold.comm.mesh import parse_device
 from shardfold.errors import CheckpointError, ConfigError
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described
 from shardfold.sharding.materialize import meta_init
 from shardfold.sharding.segment import check_dtype
@@ -21,6 +22,7 @@ from shardfold.sharding.whole_state import every_buffer
 __all__ = ["load_model"]
 
 
+@known_arguments
 def load_model(
     path: str | Path,
     model: nn.Module | Callable[[], nn.Module],

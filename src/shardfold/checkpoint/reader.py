@@ -19,6 +19,7 @@ from shardfold.checkpoint.given import check_place
 from shardfold.checkpoint.trees import decode
 from shardfold.checkpoint.verify import index_bytes, missing_files
 from shardfold.errors import CheckpointError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.box import Box, Extent, shared
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = ["Checkpoint"]
 AT_ONCE = 256 * 1024  # elements of an 8-bit state that are in fp32 at a time
 
 
+@known_arguments
 class Checkpoint:
     """A complete checkpoint.
 

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from shardfold.errors import ConfigError
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import described
 
 __all__ = ["rng_state", "set_rng_state"]
 
 
+@known_arguments
 def rng_state() -> dict[str, Any]:
     """The state of this process's global generators; each rank has its own.
 
@@ -37,6 +39,7 @@ def rng_state() -> dict[str, Any]:
     }
 
 
+@known_arguments
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Continues the streams that :func:`rng_state` saw; with other devices, those that both have.
 

@@ -25,13 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.checkpoint.draft import Draft
+from shardfold.checkpoint.format import checksum
 from shardfold.checkpoint.hosts import Host, find_hosts
 from shardfold.checkpoint.job import Job, Saving
 from shardfold.checkpoint.messages import SILENCE_AT_EXIT, ask
+from shardfold.comm.agreement import Claim
+from shardfold.comm.coalesced import as_bytes
 from shardfold.errors import CheckpointError, ConfigError, UsageError, by_rank
 from shardfold.plan.report import MemoryRow
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.whole_state import buffers_of
 
 __all__ = ["Saver", "check_options"]
 
@@ -75,6 +79,7 @@ class Saver:
                 "would be lost on resuming; save after the step, or call engine.zero_grad() first."
             )
         place = target.name if shared is False else str(target)  # each host may have its own folder around it
+        check_buffers(model)
         options = f"{place}, keep={keep}, nonfinite={nonfinite!r}, latest={latest}, shared={shared}"
         token = self._agree(options, busy == "skip")
         if token is None:
@@ -203,6 +208,28 @@ class Saver:
         if last is not None and last.error is not None and not last.told:
             last.told = True
             LOG.error("%s", last.error)
+
+
+def check_buffers(model: ShardedModel) -> None:
+    """A checkpoint has a buffer once, as rank 0 has it, so ranks that read what rank 0 reads have to have the same.
+
+    Raises:
+        ConfigError: on all ranks: some have another one.
+    """
+    mesh = model.comm.mesh
+    buffers = buffers_of(model.module)
+    if mesh.data_ranks == mesh.world or not buffers:
+        return
+    texts = [
+        f"{name!r} with the checksum {checksum(as_bytes(buffer.detach().cpu().contiguous()).numpy())}"
+        for name, (buffer, _) in buffers.items()
+        if not mesh.data_rank
+    ]
+    over = tuple(axis for axis in mesh.sizes if axis not in mesh.data)
+    hint = (
+        "a checkpoint has one for all; give them equal values, or leave it out with register_buffer(persistent=False)"
+    )
+    model.comm.agreement.same({"the buffers": Claim(texts, over, hint)})
 
 
 def check_options(busy: str, keep: int | None, nonfinite: str, gradients: str, shared: bool | None) -> None:

@@ -23,6 +23,7 @@ import torch
 
 from shardfold.checkpoint.trees import strangers
 from shardfold.errors import CheckpointError
+from shardfold.plan.arguments import known_arguments
 
 __all__ = ["dump_object", "is_trusted", "load_object", "trusted"]
 
@@ -30,6 +31,7 @@ _TRUSTED: ContextVar[bool] = ContextVar("shardfold-trusted", default=False)
 UNKNOWN = re.compile(r"(?:GLOBAL (\S+) was not an allowed|unsupported GLOBAL (\S+) whose module)")
 
 
+@known_arguments
 @contextmanager
 def trusted() -> Iterator[None]:
     """Inside of it, checkpoints may run code: objects in them are unpickled, whatever they are, and saved.

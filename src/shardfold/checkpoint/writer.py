@@ -18,6 +18,7 @@ from shardfold.checkpoint.files import NAMES, Part, write_file
 from shardfold.checkpoint.format import Index, Parameter, Piece
 from shardfold.checkpoint.trees import encode
 from shardfold.errors import CheckpointError
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.version import __version__
 
 __all__ = ["Value", "Writer"]
@@ -27,6 +28,7 @@ Value = Tensor | Callable[[], Tensor]
 """A tensor, or what reads it: called once, while it is written, and let go of before the next one is read."""
 
 
+@known_arguments
 class Writer:
     """Collects what a checkpoint is made of and writes it: nothing is read before :meth:`commit`.
 

@@ -38,8 +38,9 @@ from shardfold.comm.mesh import DataMesh
 from shardfold.comm.peers import Peers
 from shardfold.comm.watchdog import Watchdog, Whereabouts
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
+from shardfold.plan.axes import Axes
 
-__all__ = ["Agreement", "Meeting"]
+__all__ = ["Agreement", "Claim", "Meeting"]
 
 SLICE = timedelta(seconds=1)
 # Places in a message; MORE holds the section's number + 1. Behind the flags: a hash and its complement, then bits.
@@ -48,6 +49,7 @@ CODE = 4  # bytes of the hash
 BITS = HEADER + 2 * CODE
 SHORT = 200  # characters of what ranks compare that are shown where it differs
 SETTLE = 2.0  # seconds that published whereabouts are behind what they tell of
+ALIKE = "build the same model with the same arguments on every rank"
 LOG = getLogger("shardfold")
 Said = TypeVar("Said")
 
@@ -64,6 +66,20 @@ class Meeting(NamedTuple):
     together: bool
     flags: list[int]
     more: int | None = None
+
+
+class Claim(NamedTuple):
+    """Something of many parts that ranks compare.
+
+    Attributes:
+        texts: one for each part.
+        over: axes; ranks that differ on others may say other things. None: all say the same.
+        hint: how to mend a difference.
+    """
+
+    texts: Sequence[str]
+    over: Axes | None = None
+    hint: str = ALIKE
 
 
 class Agreement:
@@ -92,7 +108,7 @@ class Agreement:
         self._announced: tuple[str, torch.Tensor, Any] | None = None  # a meeting whose answer is still to be looked at
         self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
         self.take_part: Callable[[], bool] = lambda: False  # see Watched
-        self.where: Callable[[object], str] = lambda doing: ""  # the part of a program that runs, marked
+        self.where: Callable[[object], str] = lambda doing: ""  # the part of a program that runs; None: of a message
         self._dead: str | None = None  # the sentence with which this engine was given up
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
@@ -245,25 +261,43 @@ class Agreement:
         told = by_rank(dict(self._by_rank(said)))
         raise ConfigError(f"{what} was refused elsewhere, so nothing was done here either: {told}.")
 
-    def same(self, parts: Mapping[str, str]) -> None:
-        """Every rank must say the same of each part; long texts are compared by their hash.
+    def same(self, parts: Mapping[str, Claim | str]) -> None:
+        """Every rank must say the same of each part; texts that are long, or many, are compared by their hash.
 
         Raises:
-            ConfigError: on every rank, naming the first part that differs and the ranks whose is not rank 0's.
+            ConfigError: on every rank, naming the first part that differs and the ranks whose is not that of the first
+                that should say the same.
         """
-        short = {what: len(text) <= SHORT for what, text in parts.items()}
-        mine = {what: text if short[what] else sha256(text.encode()).hexdigest() for what, text in parts.items()}
+        mine = {what: _shortened(part) for what, part in parts.items()}
         said = [json.loads(text) for text in self.exchange(f"same/{self.sequence}", json.dumps(mine))]
-        for what in parts:
+        for what, part in parts.items():
             values = dict(self._by_rank([each.get(what) for each in said]))
-            first = self.peers.ranks[0]
-            other = [rank for rank, value in values.items() if value != values[first]]
-            if other:
-                texts = f" ({values[other[0]]} and {values[first]})" if short[what] else ""
-                raise ConfigError(
-                    f"{what} of rank {', '.join(map(str, other))} differ from rank {first}'s{texts}: build the same "
-                    "model with the same arguments on every rank."
-                )
+            over = part.over if isinstance(part, Claim) else None
+            for row in [self.peers.ranks] if over is None else self._mesh.sizes.rows(over):
+                alike = [rank for rank in row if rank in values]
+                if other := [rank for rank in alike if values[rank] != values[alike[0]]]:
+                    raise self._apart(what, part, values, alike[0], other)
+
+    def _apart(
+        self, what: str, part: Claim | str, values: Mapping[int, str], first: int, other: Sequence[int]
+    ) -> ConfigError:
+        """The error of a part in which ``other`` ranks differ from the ``first``; every rank calls it."""
+        if isinstance(part, Claim):
+            texts, hint = self._first_apart(part.texts, other[0], first), part.hint
+        else:
+            texts, hint = [values[other[0]], values[first]] if len(part) <= SHORT else [], ALIKE
+        shown = f" ({' and '.join(texts)})" if texts else ""
+        return ConfigError(f"{what} of rank {', '.join(map(str, other))} differ from rank {first}'s{shown}: {hint}.")
+
+    def _first_apart(self, texts: Sequence[str], *ranks: int) -> list[str]:
+        """What each of two ranks says where they first say something else; every rank calls it."""
+        codes = [crc32(text.encode()) for text in texts] if self.peers.rank in ranks else []
+        said = dict(self._by_rank(self.exchange(f"same/{self.sequence}", json.dumps(codes))))
+        one, other = (json.loads(said[rank]) for rank in ranks)
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        text = texts[at] if at < len(texts) else "no more"
+        said = dict(self._by_rank(self.exchange(f"same/{self.sequence}", text)))
+        return [said[rank] for rank in ranks]
 
     def exchange(self, what: str, value: str) -> list[str]:
         """What every peer says of ``what``, in their order; through the group, which notices at once that a rank is
@@ -363,8 +397,9 @@ class Agreement:
         )
 
     def _here(self) -> str:
-        """Behind a sentence about an operation of the program: the program around it, in lines of its own."""
-        return f"\n{where}" if not self._detail and (where := self.where(self._log[-1][1])) else ""
+        """Behind a sentence about what is waited for: the program around that, in lines of its own; of a message the
+        program that runs meanwhile."""
+        return f"\n{where}" if (where := self.where(None if self._detail else self._log[-1][1])) else ""
 
     def _publish(self, what: str) -> None:
         assert self._watch is not None
@@ -505,6 +540,13 @@ class Agreement:
             self.peers.rank, self.aborted(),
         )  # fmt: skip
         self._mesh.abandon()
+
+
+def _shortened(part: Claim | str) -> str:
+    """What stands for it where it is compared."""
+    if isinstance(part, str) and len(part) <= SHORT:
+        return part
+    return sha256((part if isinstance(part, str) else json.dumps(list(part.texts))).encode()).hexdigest()
 
 
 def _alike(said: Sequence[int]) -> bool:

@@ -56,7 +56,7 @@ def resolve_mesh(world: int, mesh: Given | None, local: int | None = None) -> Me
         return Mesh([Axis("inter", world // intra), Axis("intra", intra)])
     sizes = {**dict.fromkeys(DATA_AXES, 0), **_given_sizes(mesh)}
     given = prod(size for size in sizes.values() if size)
-    if any(size < 0 for size in sizes.values()) or world % given or (all(sizes.values()) and given != world):
+    if world % given or (all(sizes.values()) and given != world):
         raise LayoutError(
             f"mesh {_by_axis(_given_sizes(mesh))} does not multiply up to the {world} rank{'s' if world > 1 else ''} "
             "there are: change the sizes or the number of ranks."
@@ -69,11 +69,13 @@ def resolve_mesh(world: int, mesh: Given | None, local: int | None = None) -> Me
 
 
 def _given_sizes(mesh: Given) -> dict[str, int]:
-    """The size of each axis that is named; 0 for what remains.
+    """The size of each axis that is named.
 
     Raises:
-        LayoutError: it is no mesh, or names an unknown axis.
+        LayoutError: it is no mesh, names an unknown axis, or gives one a size that is no number of ranks.
     """
+    if isinstance(mesh, (Mapping, list, tuple)) and not mesh:
+        raise LayoutError("mesh= is empty: give sizes by axis, as in {'intra': 8}, or None for the ranks of one node.")
     if isinstance(mesh, (list, tuple)) and all(isinstance(axis, Axis) for axis in mesh):
         return dict(Mesh(mesh))
     if not isinstance(mesh, Mapping):
@@ -83,10 +85,11 @@ def _given_sizes(mesh: Given) -> dict[str, int]:
     for axis, size in mesh.items():
         if axis not in KNOWN:
             raise LayoutError(f"mesh names the axis {axis!r}, which is unknown.{did_you_mean(axis, KNOWN)}")
-        if not is_integer(size):
-            raise LayoutError(f"mesh= has {described(size)} for {axis!r}: the size of an axis is a number of ranks.")
-        if not size and axis not in DATA_AXES:
-            raise LayoutError(f"mesh= has 0 for {axis!r}: leave the axis out, or give it a number of ranks.")
+        if not is_integer(size, 1):
+            raise LayoutError(
+                f"mesh= has {described(size)} for {axis!r}: the size of an axis is a number of ranks, 1 or more; leave "
+                "the axis out for what remains."
+            )
     return {axis: int(size) for axis, size in mesh.items()}
 
 

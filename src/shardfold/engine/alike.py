@@ -8,8 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardfold.comm.agreement import Claim
+from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Layout
 from shardfold.plan.placement import UnitSpec
+from shardfold.sharding.compared import PARTS, SLICES, parts, slices
 
 __all__ = ["given"]
 
@@ -17,12 +20,13 @@ __all__ = ["given"]
 def given(
     layout: Layout,
     units: Sequence[UnitSpec | None],
+    mesh: Mesh,
     optimizer: Optimizer | None,
     schedule: Any,
     accumulate: int,
     clip: Any,
     loss_scale: Any,
-) -> dict[str, str]:
+) -> dict[str, Claim | str]:
     """By what it is, a text that is equal on two ranks exactly if they were given the same.
 
     Functions are left out: nothing tells whether those of two processes do the same. So is where activations are kept,
@@ -31,7 +35,8 @@ def given(
     groups = [] if optimizer is None else [_settings(group) for group in optimizer.param_groups]
     return {
         "the layout or the precision": repr(layout.replace(activations="keep")),
-        "the model's parameters, the units or the optimizer's groups": repr(list(units)),
+        SLICES: slices(units, mesh),
+        PARTS: Claim(parts(units)),
         "the optimizer": type(optimizer).__name__ if optimizer is not None else "none",
         "the schedule": type(schedule).__name__ if schedule is not None else "none",  # which adds to the settings
         "the optimizer's settings": ", ".join(dict.fromkeys(groups)),

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from shardfold.activations.modes import Activations, Replacements, in_table
 from shardfold.checkpoint.base import Base
-from shardfold.checkpoint.given import check_loadable, check_mesh, check_place, check_states
+from shardfold.checkpoint.given import check_loadable, check_place, check_slices, check_states
 from shardfold.checkpoint.job import Saving
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.names import renamer
@@ -62,6 +62,7 @@ from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.sharded import ShardedOptimizer, build, check_rounding, check_tier
 from shardfold.plan import presets
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import Axis
 from shardfold.plan.checks import check_flags
 from shardfold.plan.layout import Layout, Precision
@@ -71,7 +72,6 @@ from shardfold.plan.report import MemoryReport, SavedReport, StepReport, Traffic
 from shardfold.plan.rules import Rules
 from shardfold.sharding import ownership
 from shardfold.sharding.changes import Changes
-from shardfold.sharding.distinct import check_early
 from shardfold.sharding.gathered import gathered
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.materialize import Weights, buffer_dtypes, make_units, move_buffers
@@ -80,6 +80,7 @@ from shardfold.sharding.partitioned import announce
 from shardfold.sharding.registry import owner_of
 from shardfold.sharding.run_state import RunState
 from shardfold.sharding.segment import TORCH_DTYPES
+from shardfold.sharding.slices import check_early
 from shardfold.sharding.unit import Life, Unit
 from shardfold.sharding.whole_state import check_state, load_state, state_dict
 from shardfold.tiers.device import DeviceTier
@@ -88,6 +89,7 @@ from shardfold.tiers.tiers import Tiers
 __all__ = ["Engine", "engine_of"]
 
 
+@known_arguments
 class Engine:
     """Trains ``model`` under a layout.
 
@@ -216,8 +218,8 @@ class Engine:
         if sharded.optimizer is not None:
             check_tier(sharded.optimizer, sharded.layout.moments)
         alike = given(
-            sharded.layout, [c.spec for c in cuts], sharded.optimizer, sharded.run.lr_schedule, accumulate, self.clip,
-            self.loss_scale.rule if self.loss_scale is not None else None,
+            sharded.layout, [c.spec for c in cuts], comm.mesh.sizes, sharded.optimizer, sharded.run.lr_schedule,
+            accumulate, self.clip, self.loss_scale.rule if self.loss_scale is not None else None,
         )  # fmt: skip
         values = Weights(readable(weights), model) if weights is not None else None
         agreement.same(alike)
@@ -579,7 +581,7 @@ class Engine:
 
         def check() -> None:
             check_place("engine.save()", path, "a checkpoint")
-            check_mesh("engine.save()", self.sharded)
+            check_slices("engine.save()", self.sharded)
             check_states("engine.save()", state=state, rank_state=rank_state)
             check_options(busy, keep, nonfinite, gradients, shared)
             check_flags("engine.save()", wait=wait, latest=latest)
@@ -620,7 +622,7 @@ class Engine:
 
         def check() -> None:
             check_place("engine.load()", path, "a checkpoint or of a folder of checkpoints")
-            check_mesh("engine.load()", self.sharded)
+            check_slices("engine.load()", self.sharded)
             check_states("engine.load()", state=state)
             check_loadable("engine.load()", state)
             renamer(rename, "engine.load")
@@ -703,6 +705,7 @@ class Engine:
         ownership.mark_closed(self.sharded, reason)
 
 
+@known_arguments
 def engine_of(parameter: nn.Parameter) -> Engine | None:
     """The engine that holds ``parameter`` in one of its units, or None; one that was closed holds nothing."""
     return owner_of(parameter)

@@ -288,6 +288,7 @@ class NegotiatedPass:
         places = self._places
         bits = [wanted is not None and name == wanted.name for name in places]
         bits += [name in self._ready for name in places]
+        self.section.asked = self._asked_about(wanted)
         self._ready.clear()
         said = self._agreement.ask([*bits, not done])
         asked = [name for name, bit in zip(places, said, strict=False) if bit]
@@ -308,6 +309,13 @@ class NegotiatedPass:
             if not self.record or self.record[-1] != name:
                 self.record.append(name)
         return any(said)
+
+    def _asked_about(self, wanted: Unit | None) -> int:
+        """The number of the operation that this rank asks the others to do: of the unit that it needs, or has gradients
+        of; else the last, at which it waits for them."""
+        numbers = self._numbers["enter"][wanted.name] if wanted is not None else []
+        numbers = numbers or [each for name in self._ready for each in self._numbers["reduce"][name]]
+        return next((number for section, number in numbers if section is self.section), len(self.section.ops) - 1)
 
     def _give_back(self, unit: Unit) -> None:
         if not unit.running and unit.name not in self._kept:

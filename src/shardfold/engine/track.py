@@ -30,6 +30,7 @@ class Section:
 
     Attributes:
         at: the number of the operation that was begun last; -1: of none.
+        asked: the number of the one about which ranks ask each other before they begin it; None: they do not.
     """
 
     def __init__(self, name: str, ops: Sequence[Op], bind: Callable[[Op], Call | None]) -> None:
@@ -37,15 +38,17 @@ class Section:
         self.ops = tuple(ops)
         self.calls = [bind(op) for op in ops]
         self.at = -1
+        self.asked: int | None = None
         self._traced = False
 
     def restart(self) -> None:
         """Nothing has been done yet. A profiler that is on sees the operations by their names."""
         self.at, self._traced = -1, profiler_is_on()
+        self.asked = None
 
     def do(self, numbers: Iterable[int]) -> None:
         """Does these operations."""
-        calls = self.calls
+        calls, self.asked = self.calls, None
         for number in numbers:
             self.at = number
             if (call := calls[number]) is None:
@@ -57,9 +60,12 @@ class Section:
                 call()
 
     def where(self, doing: object = None) -> str:
-        """The operations around the one that is marked: what was begun last; at the marker of a unit that is still
+        """The operations around the one that is marked: of a message what ranks ask about, or else what was begun last;
+        of an operation, at the marker of a unit that is still
         being gathered that gather; behind all others ``doing``, what is waited for. Empty if that is of another
         section."""
+        if doing is None and self.asked is not None:
+            return render_section(self.name, self.ops, self.asked, AROUND)
         if self.at < 0 or (isinstance(doing, Op) and doing not in self.ops):
             return ""
         mark, at = self.at, self.ops[self.at]

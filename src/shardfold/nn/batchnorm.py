@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardfold.errors import ModelError
+from shardfold.plan.arguments import known_arguments
 from shardfold.torch_internals import BatchNormBase
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
@@ -23,6 +24,7 @@ __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
+@known_arguments
 class SyncBatchNorm(BatchNormBase):
     """Batch normalization (arXiv 1502.03167) of ``(batch, channels, ...)`` by the statistics of all ranks' batches.
 
@@ -77,6 +79,7 @@ class SyncBatchNorm(BatchNormBase):
         return output
 
 
+@known_arguments
 def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
     """``module`` with a :class:`SyncBatchNorm` in the place of every batch normalization inside, with the parameters,
     buffers, hooks and training mode of that.

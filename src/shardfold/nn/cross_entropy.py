@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 from shardfold.torch_internals import keeps_graph, untraced
 
 __all__ = ["chunked_cross_entropy"]
@@ -26,6 +27,7 @@ REDUCTIONS = ("mean", "sum", "none")
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
+@known_arguments
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

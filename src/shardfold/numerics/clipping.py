@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_number
 
 __all__ = ["Clip", "clip_coefficient", "norm_of", "norm_part", "one_clip", "square_sum"]
@@ -19,6 +20,7 @@ __all__ = ["Clip", "clip_coefficient", "norm_of", "norm_part", "one_clip", "squa
 _ROW = 4096
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Clip:
     """How gradients are clipped at each step, over all ranks, after micro-batches are summed and unscaled.

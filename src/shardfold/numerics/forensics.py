@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardfold.errors import UsageError
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.report import KINDS, Finding
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.pickling import copy_without_hooks, forget_hooks
@@ -106,6 +107,7 @@ class Watched(Protocol):
     def alarm(self) -> Notes: ...
 
 
+@known_arguments
 class ActivationWatch:
     """Sums the outputs of every module, and their gradients, in each training forward of an engine.
 
@@ -177,6 +179,7 @@ class ActivationWatch:
         return (item[:3] for item in self._sums if self._attempt == now and not bool(torch.isfinite(item[3])))
 
 
+@known_arguments
 def check(engine: Watched) -> NumericsReport:
     """Reads parameters, gradients (once all are summed, before ``step()``), the optimizer's states and buffers, and the
     sums of a :class:`ActivationWatch`, on every rank. Every rank calls it, between passes."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_integer, is_number
 from shardfold.plan.layout import Precision
 
@@ -28,6 +29,7 @@ __all__ = ["LossScale", "Scaler", "all_finite", "make_scaler", "scaled"]
 LARGEST = torch.finfo(torch.float32).max
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
     """How a loss scale begins and moves.

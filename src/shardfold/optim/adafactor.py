@@ -9,10 +9,12 @@ from torch import Tensor
 
 from shardfold.errors import ConfigError
 from shardfold.optim.parts import PartOptimizer, Place, Use, check_number
+from shardfold.plan.arguments import known_arguments
 
 __all__ = ["Adafactor"]
 
 
+@known_arguments
 class Adafactor(PartOptimizer):
     """Adafactor (Shazeer & Stern, arXiv 1804.04235, algorithms 4 and 5), with the arguments and the numbers of
     ``torch.optim.Adafactor``.

@@ -11,12 +11,14 @@ from torch import Tensor
 from shardfold.errors import ConfigError
 from shardfold.optim.adamw import adamw_
 from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
+from shardfold.plan.arguments import known_arguments
 
 __all__ = ["AdamW8bit", "dequantize", "quantize"]
 
 AT_ONCE = 256 * 1024  # elements that are in fp32 at a time
 
 
+@known_arguments
 class AdamW8bit(PartOptimizer):
     """AdamW (arXiv 1711.05101) whose moments are one byte per element and one fp32 scale per block (Dettmers et al.,
     arXiv 2110.02861): block-wise, with the dynamic map.

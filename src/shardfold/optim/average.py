@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardfold.comm.coalesced import complete
 from shardfold.errors import ConfigError, ModelError, UsageError
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_number
 from shardfold.plan.layout import Axes
 from shardfold.plan.report import MemoryRow
@@ -31,6 +32,7 @@ __all__ = ["Average"]
 COUNT, PREFIX = "n_averaged", "module."  # AveragedModel's names
 
 
+@known_arguments
 class Average:
     """An exponential moving average of an engine's trainable parameters, in fp32, split as master is.
 

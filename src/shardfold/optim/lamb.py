@@ -10,10 +10,12 @@ from torch import Tensor
 from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import square_sum
 from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
+from shardfold.plan.arguments import known_arguments
 
 __all__ = ["LAMB"]
 
 
+@known_arguments
 class LAMB(PartOptimizer):
     """LAMB (You et al., arXiv 1904.00962, algorithm 2).
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
+from shardfold.plan.arguments import known_arguments
 
 __all__ = ["Lion"]
 
 
+@known_arguments
 class Lion(PartOptimizer):
     """Lion (Chen et al., arXiv 2302.06675, algorithm 2): ``x -= lr * (sign(b1 m + (1 - b1) g) + weight_decay * x)``,
     then ``m = b2 m + (1 - b2) g``. Element-wise: nothing is sent. State: 1 value per element.

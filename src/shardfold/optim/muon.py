@@ -14,12 +14,14 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.optim.adamw import adamw_
 from shardfold.optim.owners import balanced, exchanged, on_owners
 from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
+from shardfold.plan.arguments import known_arguments
 
 __all__ = ["Muon", "muon_groups"]
 
 SCALES = ("original", "match_rms_adamw")
 
 
+@known_arguments
 class Muon(PartOptimizer):
     """Muon (K. Jordan, https://kellerjordan.github.io/posts/muon/; at scale arXiv 2502.16982), with the arguments and
     the numbers of ``torch.optim.Muon``, and AdamW (arXiv 1711.05101) for groups with ``adamw=True``.
@@ -138,6 +140,7 @@ class Muon(PartOptimizer):
         return calls, sent
 
 
+@known_arguments
 def muon_groups(
     model: nn.Module, *, lr: float, adamw_lr: float, others: Sequence[str] = ("*head*",), **adamw: Any
 ) -> list[dict[str, Any]]:

@@ -138,8 +138,8 @@ class PartOptimizer(Optimizer):
     # -- what each optimizer says of itself
 
     def needs_whole(self, group: dict[str, Any]) -> bool:
-        """Whether the update of an element reads others of its parameter, so that a box of it is not enough."""
-        return False
+        """Whether the update of an element reads others of its parameter, so that a slice of it is not enough."""
+        return not self.elementwise
 
     def update(self, uses: list[Use]) -> None:
         """One step of the parts that have gradients; called without autograd."""

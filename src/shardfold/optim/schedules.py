@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "warmup_cosine"]
 
@@ -29,6 +30,7 @@ Rates = float | Sequence[float]
 WARMUPS = ("log", "linear")
 
 
+@known_arguments
 def warmup_cosine(*, warmup: int, total: int, floor: float = 0.1) -> Callable[[Optimizer], LambdaLR]:
     """Linear warm-up over ``warmup`` steps, then half a cosine down to ``floor`` times the peak at step ``total``.
 
@@ -128,6 +130,7 @@ class _Warmup(_Curve):
         return max(i, 0) / self.warmup_num_steps
 
 
+@known_arguments
 class WarmupLR(_Warmup):
     """From ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``, then constant.
 
@@ -168,6 +171,7 @@ class WarmupLR(_Warmup):
         return 1.0 if risen is None else risen
 
 
+@known_arguments
 class WarmupDecayLR(WarmupLR):
     """As :class:`WarmupLR`, then in a straight line down to ``warmup_min_lr`` at ``i = total_num_steps``.
 
@@ -208,6 +212,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_num_steps - i) / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
+@known_arguments
 class WarmupCosineLR(_Warmup):
     """From ``warmup_min_ratio`` to 1 of each group's own rate, then half a cosine down to ``cos_min_ratio`` of it.
 
@@ -254,6 +259,7 @@ class WarmupCosineLR(_Warmup):
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * fallen)) / 2
 
 
+@known_arguments
 class LRRangeTest(_Curve):
     """Rates that grow from ``lr_range_test_min_lr`` without end, to see where training diverges (arXiv 1803.09820).
 
@@ -293,6 +299,7 @@ class LRRangeTest(_Curve):
         return of_group(self.min_lr, group) * (1 + self.step_rate * intervals)
 
 
+@known_arguments
 class OneCycle(_Curve):
     """One cycle up and down, then decay; momentum goes the other way (arXiv 1803.09820).
 

@@ -247,7 +247,6 @@ class ShardedOptimizer:
         """Makes this rank's pieces of a unit, with no state yet; :meth:`point_groups` shows them to the optimizer."""
         for segment in unit.trainable:
             assert segment.master is not None
-            self._check_reach(segment)
             places = [(slot, segment.own_piece(slot)[0]) for slot in range(len(segment.spec.slots))]
             self._pieces[id(segment)] = [
                 _Piece(segment, slot, place.start, nn.Parameter(segment.master[place]))
@@ -264,18 +263,6 @@ class ShardedOptimizer:
                     place = f"{self._stochastic}/{segment.spec.slots[0].name}/{segment.master_range[0]}"
                     shard.stochastic = crc32(place.encode())
                 self._fused[id(segment)] = shard
-
-    def _check_reach(self, segment: Segment) -> None:
-        """
-        Raises:
-            ConfigError: the optimizer reads whole parameters, of which this rank has a slice that no other knows.
-        """
-        if self._ours is not None and not self._ours.elementwise and segment.spec.distinct:
-            axes, kind = "+".join(segment.spec.distinct), type(self._ours).__name__
-            raise ConfigError(
-                f"{kind} reads whole parameters, but {segment.spec.slots[0].name!r} is distinct on {axes}: each rank "
-                "has a slice of it; take an element-wise optimizer, as AdamW."
-            )
 
     def drop(self, unit: Unit) -> None:
         """Forgets a unit that is no more, and its state."""

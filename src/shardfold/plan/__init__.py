@@ -7,7 +7,8 @@
     explain      table, bytes and program as text           report       bytes held and sent, as data
     axes         who: axes of ranks, and their roles        checks       what values have to be
     box          blocks of tensors, and what two share      formats      what a tensor is on the link
-    sizes        numbers of bytes as text                   version
+    sizes        numbers of bytes as text                   arguments    what calls are given, by name
+    version
 
 It imports ``errors`` only.
 """

@@ -37,6 +37,7 @@ from math import prod
 from typing import Any
 
 from shardfold.errors import LayoutError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import described, is_integer
 
 __all__ = ["DATA_AXES", "KNOWN", "LINKS", "Axes", "Axis", "Mesh", "Role", "Sizes"]
@@ -77,6 +78,7 @@ KNOWN: Mapping[str, Role] = {
 """The roles of names that say theirs."""
 
 
+@known_arguments
 @dataclass(frozen=True, init=False)
 class Axis:
     """One axis of a mesh.

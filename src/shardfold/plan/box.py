@@ -33,6 +33,11 @@ class Box(NamedTuple):
     def numel(self) -> int:
         return prod(self.sizes)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What the tensor is indexed with to have the block."""
+        return tuple(slice(at, at + size) for at, size in zip(self.starts, self.sizes, strict=True))
+
     def meets(self, other: Box) -> bool:
         """Whether they share an element."""
         return self.numel > 0 < other.numel and all(

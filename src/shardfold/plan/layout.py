@@ -26,6 +26,7 @@ from os import PathLike
 from typing import Any
 
 from shardfold.errors import ConfigError, LayoutError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import DATA_AXES, Axes, Mesh, Sizes
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE
@@ -66,6 +67,7 @@ class Tier(str, Enum):
         return self.value
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """What the dtype words of a table mean. Values are dtype names of :data:`ITEMSIZE`.
@@ -149,6 +151,7 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """How one state rests on each rank: ``over=()`` means that every rank holds all of it. A tier's name will do."""
@@ -166,6 +169,7 @@ class Cell:
         return prod(mesh[axis] for axis in self.over)
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """What happens to what autograd saves in the forward of a unit: the last cell of a table. Dtypes are those of the
@@ -255,6 +259,7 @@ class Activations:
         return given if isinstance(given, Activations) else Activations(mode=given)
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Wire:
     """What a journey puts on the link: the name of a format (see :mod:`shardfold.plan.formats`), which a dtype's name
@@ -271,6 +276,7 @@ class Wire:
         return Wire(format=given) if isinstance(given, str) else given
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """One row of the ZeRO family. Values derive from each other with :meth:`replace` and :meth:`edit`.

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardfold.errors import ConfigError
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_integer
 from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS, Op, Program
 
@@ -18,6 +19,7 @@ __all__ = ["Overlap", "apply", "closing", "defer_reduce", "delay_waits", "late",
 GATHERS = ("CAST", "ALL_GATHER")
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
     """How far ahead things are done.

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from shardfold.errors import ConfigError, UsageError
-from shardfold.sharding.boxes import check_boxes
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.groups import alignment, group_numbers
 from shardfold.sharding.loans import Loan
@@ -27,6 +26,7 @@ from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partition import Cut, cut, main_dtypes
 from shardfold.sharding.registry import hold, let_go
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
+from shardfold.sharding.slices import check_reach
 from shardfold.sharding.unit import Life, Unit
 from shardfold.torch_internals import no_subclass_functions, storage_key
 
@@ -99,9 +99,10 @@ class Changes:
             return own.get(id(p), p.dtype not in (main, ours))
 
         cuts = cut(
-            model.module, self._units, trained, model.rules, model.comm.mesh.sizes, keeps, alignment(model.optimizer)
+            model.module, self._units, trained, model.rules, model.comm.mesh.sizes, keeps, alignment(model.optimizer),
+            model.comm.mesh.coords,
         )  # fmt: skip
-        check_boxes(model.optimizer, [c.spec for c in cuts])
+        check_reach(model.optimizer, [c.spec for c in cuts])
         return cuts
 
     def close(self) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 from torch import nn
 
 from shardfold.errors import ModelError, UsageError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 from shardfold.sharding.registry import model_of
 
 __all__ = ["register_forward"]
 
 
+@known_arguments
 def register_forward(module: nn.Module, method: str) -> None:
     """Makes calls of ``module.method(...)`` forwards of the model that ``module`` is, or is a part of.
 

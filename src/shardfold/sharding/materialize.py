@@ -29,13 +29,14 @@ from torch.overrides import TorchFunctionMode
 from shardfold.comm.coalesced import as_bytes
 from shardfold.comm.comm import Comm
 from shardfold.errors import ModelError, UsageError, did_you_mean
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.layout import Layout
 from shardfold.plan.rules import Rules
 from shardfold.sharding.buffers import take_first_rank
-from shardfold.sharding.distinct import distinct_on
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
+from shardfold.sharding.slices import slices_on
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.tiers import Tiers
 
@@ -56,6 +57,7 @@ LOST = (
 )
 
 
+@known_arguments
 @contextmanager
 def meta_init() -> Iterator[None]:
     """Inside, parameters of new modules take no memory; an engine makes them real shard by shard.
@@ -173,8 +175,8 @@ def _check_replicas(segment: Segment, flat: Tensor, comm: Comm) -> None:
         if names := [slot.name for slot, other in zip(segment.spec.slots, differ, strict=True) if other]:
             raise ModelError(
                 f"{', '.join(map(repr, names))} differ{'s' * (len(names) == 1)} between ranks along the axis {axis!r}: "
-                f"give them equal values there, or say that each rank has its own with mark_distinct(module, {axis!r}, "
-                "'name')."
+                f"give them equal values there, or say which slice each rank has with mark_slice(module, 'name', "
+                f"axis={axis!r}, dim=0)."
             )
 
 
@@ -259,8 +261,12 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
             if values[name].is_floating_point():
                 values[name].fill_(float("nan"))  # so that what nobody initializes is found
         if weights is not None:
+            boxes = {slot.name: (slot.whole, slot.box) for s in unit.segments for slot in s.spec.slots}
             for name, parameter in values.items():
                 value = weights.read(weights.name_of(name))
+                whole, box = boxes[name]
+                if box is not None and tuple(value.shape) == whole:
+                    value = value[box.slices]
                 if value.shape != parameter.shape:
                     raise ModelError(
                         f"weights give {name!r} the shape {tuple(value.shape)}, but the model's is "
@@ -270,7 +276,8 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
             empty = set()
         if empty:
             wanted = {id(values[name]) for name in empty}
-            apart = distinct_on(model, comm.mesh.sizes)
+            slices = slices_on(model, comm.mesh.sizes, comm.mesh.coords)
+            apart = {key: found.axes for key, found in slices.items()}
             _reset(model, wanted, f"{seed}")
             for axes in dict.fromkeys(apart[key] for key in wanted if key in apart):  # each rank has others of these
                 place = "".join(f"/{axis}={comm.mesh.coords[axis]}" for axis in axes)

@@ -32,14 +32,15 @@ from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, Sizes
 from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
 from shardfold.plan.rules import Rules
-from shardfold.sharding.boxes import box_of
-from shardfold.sharding.distinct import distinct_on
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.segment import dtype_name, rest_itemsize
+from shardfold.sharding.slices import Slice, slices_on
 
 __all__ = ["ROOT", "Cut", "cut", "main_dtypes"]
 
 ROOT = "(root)"
+WHOLE = Slice((), None)
+"""What is not marked."""
 
 
 @dataclass
@@ -61,6 +62,7 @@ def cut(
     mesh: Sizes,
     keeps: Callable[[nn.Parameter, int], bool] | None = None,
     align: int = 1,
+    coords: Mapping[str, int] | None = None,
 ) -> list[Cut]:
     """The units of a model in definition order, with their places laid out.
 
@@ -74,8 +76,10 @@ def cut(
         keeps: whether a parameter, which follows that rule, keeps its own dtype; None: if it has another than the
             main one.
         align: a power of 2; no rank boundary cuts so many elements of a trainable parameter, counted from its start.
+        coords: this rank's place on each axis; None: the first.
 
     Raises:
+        ConfigError: a parameter is no longer of a shape in which its slice lies.
         ModelError: a pattern matches nothing, units nest, a parameter has a dtype that cannot be split or no shape
             yet, elements share memory, or a tied parameter follows several rules.
     """
@@ -87,9 +91,9 @@ def cut(
     found = [c for c in (root, *cuts) if c.parameters]
     number = rule_numbers(model, rules)
     main = main_dtypes(model, rules)
-    distinct = distinct_on(model, Mesh.of(mesh))
+    slices = slices_on(model, Mesh.of(mesh), coords or dict.fromkeys(mesh, 0))
     for c in found:
-        _lay_out(c, groups, rules, number, mesh, keeps or (lambda p, rule: p.dtype != main.get(rule)), align, distinct)
+        _lay_out(c, groups, rules, number, mesh, keeps or (lambda p, rule: p.dtype != main.get(rule)), align, slices)
     return found
 
 
@@ -261,7 +265,7 @@ def _lay_out(
     mesh: Sizes,
     own_dtype: Callable[[nn.Parameter, int], bool],
     align: int,
-    distinct: Mapping[int, Axes],
+    slices: Mapping[int, Slice],
 ) -> None:
     """Sorts the parameters into segments by (dtype, own, trainable, group, policy, distinct axes) and gives each its
     slot.
@@ -285,7 +289,7 @@ def _lay_out(
         keeps = own_dtype(parameter, rule) and any(role != own for role in precision.dtypes.values())
         trainable = id(parameter) in groups
         group = groups.get(id(parameter), 0)
-        of = policy[-1 if keeps else rule], distinct.get(id(parameter), ())
+        of = policy[-1 if keeps else rule], slices.get(id(parameter), WHOLE).axes
         key = (own if keeps else precision.compute, keeps, trainable, group, *of)
         segments[key][name] = parameter
     specs: list[SegmentSpec] = []
@@ -297,7 +301,7 @@ def _lay_out(
                 "ranks do not share it: drop the axis from its layout."
             )
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
-        boxes = {name: box for name, p in members.items() if (box := box_of(p)) is not None}
+        boxes = {name: box for name, p in members.items() if (box := slices.get(id(p), WHOLE).box) is not None}
         parts = mesh.parts(mesh.summed(apart))
         formats = () if keeps else (FORMATS[wire.format] for wire in (layout.gather, layout.reduce))
         step = lcm(max(1, least, align if trainable else 1), *(form.block for form in formats))

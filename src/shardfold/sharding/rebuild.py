@@ -27,9 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfold.comm.agreement import Claim
 from shardfold.errors import ConfigError, UsageError, by_rank
 from shardfold.plan.layout import Axes
 from shardfold.sharding.changes import Changes, Plan
+from shardfold.sharding.compared import SLICES, parts, slices
 from shardfold.sharding.freed import unseal
 from shardfold.sharding.groups import PerElement
 from shardfold.sharding.materialize import buffer_dtypes, make_units, move_buffers
@@ -71,7 +73,9 @@ def apply(changes: Changes) -> None:
     what = f"change {model.followed + 1} of the model's structure"
     homes = Homes(model, plan)
     buffers = [(tuple(b.shape), b.dtype) for module in plan.new_modules.values() for b in module.buffers(recurse=False)]
-    model.comm.agreement.same({what: repr(([c.spec for c in plan.cuts], homes.described(plan), buffers))})
+    specs = [c.spec for c in plan.cuts]
+    alike = Claim([*parts(specs), *map(str, homes.described(plan)), *map(str, buffers)])
+    model.comm.agreement.same({SLICES: slices(specs, model.comm.mesh.sizes), what: alike})
     dtypes = buffer_dtypes(model.rules, model.module)
     move_buffers(plan.new_modules, model.comm, dtypes)
     with torch.no_grad():

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardfold.comm.mesh import parse_device, pick_device
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, check_times
 from shardfold.sharding.freed import FreedParameter, apart, seal, unseal
 from shardfold.sharding.partitioned import TOUCHED, EarlyShard, ShardRanks, early_shard, gather, release
@@ -32,6 +33,7 @@ __all__ = ["shard_module", "sharded_init"]
 KEPT, ROOM = 16, 64 * 1024 * 1024  # parameters, and bytes, that may be whole because constructors touched them
 
 
+@known_arguments
 @contextmanager
 def sharded_init(
     *,

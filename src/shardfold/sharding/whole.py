@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardfold.errors import ConfigError, UsageError
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_integer
 from shardfold.sharding.gathered import gathered
 from shardfold.sharding.model import ShardedModel
@@ -22,6 +23,7 @@ __all__ = ["whole"]
 LOG = getLogger("shardfold")
 
 
+@known_arguments
 @contextmanager
 def whole(
     parameters: nn.Parameter | Iterable[nn.Parameter | None], *, source: int | None = None, strict: bool = True

@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Any
 
 from shardfold.errors import ShardfoldError, UsageError
+from shardfold.plan.arguments import keywords, known_arguments, unknown
 from shardfold.testing import worker
 
 # Imported once by the fork server. The first step of a torch optimizer imports `torch._dynamo`, a second of its own;
@@ -171,6 +172,7 @@ def _context() -> ForkServerContext:
     return context
 
 
+@known_arguments
 class Ranks:
     """Up to ``num_ranks`` warm worker processes, started when first needed; a context manager.
 
@@ -222,6 +224,7 @@ class Ranks:
         _check_count("world_size", world_size)
         if world_size > self.num_ranks:
             raise UsageError(f"world_size={world_size} is more than the {self.num_ranks} ranks of this pool.")
+        _check_keywords(fn, kwargs)
         function = _pickled_function(fn, args, kwargs)
         filters = pickle.dumps(_filters(warnings_as_errors))
         self._calls += 1
@@ -285,6 +288,7 @@ class Ranks:
         return self._workers[:world_size]
 
 
+@known_arguments
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
@@ -383,6 +387,20 @@ def _filters(warnings_as_errors: bool | None) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error" if warnings_as_errors else "default")
         return list(warnings.filters)
+
+
+OPTIONS = ("world_size", "timeout", "group_timeout", "distributed", "warnings_as_errors")
+"""Arguments of a call on ranks that are not the function's."""
+
+
+def _check_keywords(fn: Callable[..., Any], given: dict[str, Any]) -> None:
+    try:
+        known = keywords(fn)
+    except (TypeError, ValueError):  # no function, or one of C, which tells nothing
+        return
+    call = f"run_ranks() of {getattr(fn, '__name__', 'a function')}()"
+    if known is not None and (said := unknown(call, given, [*known, *OPTIONS])):
+        raise UsageError(said)
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import UsageError
+from shardfold.plan.arguments import known_arguments
 from shardfold.testing.ranks import Ranks
 
 Batch: TypeAlias = "Tensor | tuple[Any, ...] | Mapping[str, Any]"
@@ -74,6 +75,7 @@ class _Trained:
     reports: list[Any] = field(default_factory=list)
 
 
+@known_arguments
 def same_training(
     build: Callable[[], nn.Module],
     batches: Sequence[Batch],

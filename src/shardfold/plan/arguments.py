@@ -1,0 +1,90 @@
+"""Unknown names of arguments, told in one sentence with the name that was meant."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+from shardfold.errors import ConfigError, did_you_mean
+
+__all__ = ["keywords", "known_arguments", "unknown"]
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+ELSEWHERE: Mapping[str, Collection[str]] = {
+    "layout": ("stage", "zero_stage", "zero_optimization", "sharding_strategy", "strategy", "cpu_offload", "offload"),
+    "accumulate": ("gradient_accumulation_steps", "accumulation_steps", "grad_accum"),
+    "clip_norm": ("gradient_clipping", "max_grad_norm", "max_norm", "clip_grad"),
+    "lr_schedule": ("lr_scheduler", "scheduler"),
+    "precision": ("mixed_precision", "mp_policy", "torch_dtype", "dtype", "bf16", "fp16", "amp"),
+    "mesh": ("device_mesh", "topology", "tensor_parallel"),
+    "units": ("auto_wrap_policy", "wrap_policy"),
+    "activations": ("activation_checkpointing", "gradient_checkpointing", "checkpointing"),
+    "overlap": ("overlap_comm", "forward_prefetch", "backward_prefetch", "bucket_size", "reduce_bucket_size"),
+    "optimizer": ("optim", "model_parameters"),
+    "weights": ("state_dict", "checkpoint"),
+    "world_size": ("nproc", "nprocs", "nproc_per_node", "num_ranks"),
+    "prefetch": ("prefetch_bucket_size", "stage3_prefetch_bucket_size"),
+    "path": ("save_dir", "load_dir", "checkpoint_dir"),
+    "dim": ("partition_dim",),
+    "lr": ("learning_rate",),
+}
+"""What DeepSpeed, FSDP, Accelerate and Megatron-LM call what is an argument here."""
+
+
+def known_arguments(target: Target) -> Target:
+    """Decorates a public function, or a class and its public methods: a call with a keyword that they do not have
+    raises :class:`ConfigError`, which names the nearest one that they have. Signatures stay as they are."""
+    made: Any = target
+    if not inspect.isclass(made):
+        return _checked(made)
+    inherited = {name for base in made.__mro__[1:] for name in vars(base)}
+    for name, own in list(vars(made).items()):
+        if name != "__init__" and (name.startswith("_") or name in inherited):
+            continue
+        if isinstance(own, staticmethod | classmethod):
+            setattr(made, name, type(own)(_checked(own.__func__)))
+        elif inspect.isfunction(own):
+            setattr(made, name, _checked(own))
+    return target
+
+
+def keywords(target: Callable[..., Any]) -> list[str] | None:
+    """The names that a call may give; None: any."""
+    parameters = inspect.signature(target).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    named = (each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY))
+    return [each.name for each in named if each.name != "self"]
+
+
+def unknown(call: str, given: Iterable[str], known: Sequence[str]) -> str:
+    """The sentence about the first name that was ``given`` to a ``call`` and is none of the ``known``, or nothing."""
+    for name in given:
+        if name not in known:
+            meant = next((ours for ours in known if name in ELSEWHERE.get(ours, ())), None)
+            near = f" Did you mean {meant!r}?" if meant is not None else did_you_mean(name, known)
+            return f"{call} has no argument {name!r}.{near if known else ''}"
+    return ""
+
+
+def _checked(function: Any) -> Any:
+    # Looked at when a call has failed only: what is right costs no more than one more call.
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            known = keywords(function)
+            if known is not None and (said := unknown(_title(function), kwargs, known)):
+                raise ConfigError(said) from None
+            raise
+
+    return checked
+
+
+def _title(function: Any) -> str:
+    """A call as messages have it: ``Engine()``, ``Engine.save()``."""
+    return f"{function.__qualname__.removesuffix('.__init__')}()"
