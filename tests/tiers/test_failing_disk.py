@@ -19,6 +19,7 @@ import shardfold as sf
 from shardfold.errors import StepError
 from shardfold.plan.passes import Overlap
 from shardfold.testing import Ranks
+from shardfold.tiers import disk
 from shardfold.tiers.disk import DiskTier
 from tests.support import models
 
@@ -93,6 +94,17 @@ def said(do: Callable[[], Any]) -> tuple[str, str, int | None]:
 # -- what cannot be written
 
 
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Each write is waited for by who stores: what fails in a step is found in that step."""
+    pending, disk.PENDING = disk.PENDING, 0
+    try:
+        yield
+    finally:
+        disk.PENDING = pending
+
+
+@at_once()
 def _full(folder: str, bad: int, options: dict[str, Any]) -> list[Any]:
     engine = make(**options)
     step(engine, 0)

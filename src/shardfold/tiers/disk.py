@@ -51,7 +51,7 @@ class DiskTier:
         self._free: dict[int, list[int]] = {}
         self._lock = RLock()  # a region may be collected, and leave its place, while another takes one
         self._pending: deque[_Write] = deque()
-        self._failing = False  # the last write that was looked at failed
+        self._refused: set[int] = set()  # places that the file has not taken: each write is waited for meanwhile
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> DiskRegion:
         region = DiskRegion(self, shape, dtype)
@@ -73,12 +73,12 @@ class DiskTier:
         """
         problem: BaseException | None = None
         while self._pending and (
-            self._failing or self._pending[0].future.done() or sum(write.nbytes for write in self._pending) > PENDING
+            self._refused or self._pending[0].future.done() or sum(write.nbytes for write in self._pending) > PENDING
         ):
-            future = self._pending.popleft().future
-            if not future.cancelled():
-                error = future.exception()
-                self._failing = error is not None
+            write = self._pending.popleft()
+            if not write.future.cancelled():
+                error = write.future.exception()
+                (self._refused.discard if error is None else self._refused.add)(write.place)
                 problem = problem or error
         if problem is not None:
             raise problem
@@ -93,6 +93,7 @@ class DiskTier:
 
     def leave(self, place: int, nbytes: int) -> None:
         """The place may be taken again: whoever does writes there behind all that was begun before."""
+        self._refused.discard(place)
         with self._lock:
             self._free.setdefault(nbytes, []).append(place)
 
@@ -135,12 +136,12 @@ class _Write:
     def __init__(self, tier: DiskTier, source: HostRegion, place: int) -> None:
         self.source: HostRegion | None = source
         self.nbytes = source.nbytes
-        self._tier, self._place = tier, place
+        self._tier, self.place = tier, place
         self.future: Future[None] = tier.threads.submit(self._run)
 
     def _run(self) -> None:
         assert self.source is not None
-        self._tier.write(self.source.values().view(-1), self._place)
+        self._tier.write(self.source.values().view(-1), self.place)
         self.source = None
 
 
