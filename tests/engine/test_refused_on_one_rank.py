@@ -131,6 +131,75 @@ def _gradient(layout: str, alone: int | None) -> tuple[list[str], bool, list[flo
             return said, had and steps == 0, [p.sum().item() for p in engine.module.parameters()], wanted
 
 
+CALLS: dict[str, Callable[[sf.Engine], Any]] = {
+    "backward": lambda engine: engine.backward(engine(torch.ones(2, 4)).sum()),
+    "gathered": lambda engine: engine.gathered(of="grads").__enter__(),
+}
+
+
+def _gradient_before(call: str, layout: str, alone: int) -> tuple[list[str], list[float], list[float]]:
+    """The same before a call that looks at gradients too: what it raises, and the step behind ``zero_grad()``; the
+    values behind that, and of a run in which nothing happened."""
+    values: list[list[float]] = []
+    said: list[str] = []
+    for wrong in (False, True):
+        with closing(small(layout, accumulate=2)) as engine:
+            weight: Any = engine.module.weight
+            if wrong:
+                for _ in range(1 + (call == "gathered")):  # whose gradients are summed in the last backward
+                    engine.backward(engine(torch.ones(2, 4)).sum())
+                if engine.rank == alone:
+                    weight.grad = torch.ones(4, 4)
+                said.append(said_of(lambda engine=engine: CALLS[call](engine)))
+                if engine.rank == alone:
+                    weight.grad = None
+                engine.zero_grad()
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 4)).sum())
+            said.append(said_of(engine.step))
+            with engine.gathered():
+                values.append([p.sum().item() for p in engine.module.parameters()])
+    return said, values[0], values[1]
+
+
+@pytest.mark.parametrize(("call", "layout"), [("backward", "zero3"), ("gathered", "zero2"), ("gathered", "zero3")])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_gradient_that_another_call_refuses_on_one_rank_is_refused_on_all(
+    ranks: Ranks, call: str, layout: str, alone: int
+) -> None:
+    """A backward and ``gathered(of="grads")`` say it as the step does; behind zero_grad() both train on."""
+    for rank, (said, wanted, values) in enumerate(
+        ranks.run(_gradient_before, call, layout, alone, world_size=2, timeout=LIMIT)
+    ):
+        own = "the .grad of 'weight' was set by hand"
+        assert own in said[1], said
+        assert said[1].startswith("UsageError" if rank == alone else "ConfigError"), said
+        assert (f"rank {alone}: {own}" in said[1]) is (rank != alone), said
+        assert (said[0], said[2]) == ("nothing was raised",) * 2
+        assert values == wanted, said
+
+
+def _begun(alone: int) -> list[str]:
+    with closing(small("zero2", accumulate=2)) as engine:
+        weight: Any = engine.module.weight
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        if engine.rank == alone:
+            weight.grad = torch.ones(4, 4)
+        said = [said_of(lambda: CALLS["backward"](engine))]
+        weight.grad = None
+        return [*said, said_of(lambda: CALLS["backward"](engine))]
+
+
+def test_a_backward_that_others_have_begun_is_given_up(ranks: Ranks) -> None:
+    """Where parameters are whole a rank begins its backward before it has heard the others: it cannot take that back,
+    so both ranks hear what was refused, and neither goes on with this engine."""
+    own = "the .grad of 'weight' was set by hand"
+    refused, begun = ranks.run(_begun, 0, world_size=2, timeout=LIMIT)
+    assert refused[0].startswith(f"UsageError: {own}")
+    for text in (refused[1], *begun):
+        assert text.startswith("OrderError: ") and f"rank 0: {own}" in text, begun
+
+
 @pytest.mark.parametrize("layout", ["zero2", "zero3"])
 @pytest.mark.parametrize("alone", [0, 1])
 def test_a_gradient_that_the_step_refuses_on_one_rank_is_refused_on_all(ranks: Ranks, layout: str, alone: int) -> None:

@@ -205,6 +205,9 @@ class Agreement:
         said = values.tolist()
         if said[ASKS] or not _alike(said):
             raise self._disagree(what)
+        if any(said[FLAGS:HEADER]):  # which who announces does not set: this rank has begun what cannot be taken back
+            told = by_rank(dict(self._by_rank(self.exchange(f"refused/{self.sequence}", ""))))
+            self._abort(f"{what} was refused elsewhere, when others had begun it: {told}.")
 
     def ask(self, bits: Sequence[bool]) -> list[int]:
         """One round of asking: for each place whether any rank set it."""

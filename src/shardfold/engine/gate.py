@@ -94,12 +94,18 @@ class PassGate:
         return used
 
     def sum_late(self) -> dict[str, list[list[bool]]]:
-        visible = self._runner.visible
-        with visible.hidden():
-            used, late, [by_hand] = self._runner.handlers.agree_on_use(visible.touched)
+        visible, what = self._runner.visible, "gathered(of='grads')"
+        refusal = visible.try_hide()
+        try:
+            used, late, [by_hand, refused] = self._runner.handlers.agree_on_use(visible.touched, refusal is not None)
+            if refused:
+                self._model.comm.agreement.refuse(what, refusal)
             if by_hand:
-                visible.compare("gathered(of='grads')")
+                visible.compare(what)
             self._runner.reduce_late(late)
+        finally:
+            if refusal is None:
+                visible.show()
         return used
 
     def zero_grad(self) -> None:

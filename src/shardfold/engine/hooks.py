@@ -402,8 +402,12 @@ class Hooks:
         if not self._queued:
             at_end_of_backward(self._done)
             self._queued = True
-            with apart():
-                self._listener.begin_backward(create_graph=create_graph)
+            try:
+                with apart():
+                    self._listener.begin_backward(create_graph=create_graph)
+            except BaseException:
+                self._queued = False  # it was refused: the next one begins anew
+                raise
             self._queued = True  # what begins may have forgotten an interrupted one
 
     def _done(self) -> None:

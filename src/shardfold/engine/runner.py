@@ -187,13 +187,25 @@ class Runner:
             else:
                 self._help_evaluate(met.flags)
 
-    def _announce(self, what: str) -> None:
+    def _meet_or_refuse(self, what: str, refusal: UsageError | None) -> None:
+        """As :meth:`meet`, where this rank may refuse what its user did to gradients, which are shown again.
+
+        Raises:
+            UsageError: the ``refusal``.
+            ConfigError: that of another rank.
+        """
+        if self.meet(what, flags=[False, False, False, refusal is not None])[3]:  # the first: of buffers
+            if refusal is None:
+                self.visible.show()
+            self.agreement.refuse(what, refusal)
+
+    def _announce(self, what: str, refusal: UsageError | None = None) -> None:
         """[Note: when the answer of a meeting is needed] All ranks are about to do ``what``, which is found out while
         this rank does it: before its first collective. Where parameters are split a pass begins with one, and a rank
         may have to help others first (that still evaluate, or need more of a pass): that cannot wait. So it is with
         buffers, which a forward makes equal."""
-        if self.buffers.any or any(unit.split for unit in self.units):
-            self.meet(what)
+        if refusal is not None or self.buffers.any or any(unit.split for unit in self.units):
+            self._meet_or_refuse(what, refusal)
         else:
             self.agreement.announce(what)
 
@@ -393,8 +405,9 @@ class Runner:
         self._delivered, self._boundary_before = False, self._state.gradients_ready
         nested = self._pass is not None
         last = self.last if self.last is not None else self._state.micro_batch + 1 >= self.accumulate
-        self._state.gradients_ready = not nested and self.synchronize and last
-        section = "quiet" if nested or not self.synchronize else "last" if self._state.gradients_ready else "backward"
+        ready = not nested and self.synchronize and last
+        section = "quiet" if nested or not self.synchronize else "last" if ready else "backward"
+        refusal = self.visible.try_hide()
         if self.orders.sends(section):
             count = (
                 f"{self._state.micro_batch + 1} of {self.accumulate}"
@@ -402,12 +415,14 @@ class Runner:
                 else f"{self._state.micro_batch + 1}"
             )
             kind = "inside a forward" if nested else count + ", the last" * (self.last is True)
-            self._announce(f"a backward pass ({kind}{'' if self.synchronize else ', no_sync'})")
+            self._announce(f"a backward pass ({kind}{'' if self.synchronize else ', no_sync'})", refusal)
+        elif refusal is not None:
+            raise refusal
+        self._state.gradients_ready = ready
         if self._pass is not None:  # torch.autograd.grad inside of the model's forward
             self._outer.append((self._pass, self._section))
         self.comm.meter.begin_backward(section)
         self.comm.memory.after_compute()
-        self.visible.hide()
         for unit in self.units:
             unit.gradients.seen.clear()
         self._pass = self._start(section, nested=nested)
@@ -507,8 +522,7 @@ class Runner:
         """Before a step behind a backward that was not known to be the last: what only that would have reduced."""
         if self._state.gradients_ready or not self.last:
             return
-        self.visible.hide()
-        self.meet("the end of the micro-batches")
+        self._meet_or_refuse("the end of the micro-batches", self.visible.try_hide())
         with self.between(self.orders.tracks["closing"]) as track:
             track.finish()
         self._state.gradients_ready = True

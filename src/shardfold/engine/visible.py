@@ -55,6 +55,14 @@ class VisibleGradients:
                 else:
                     unit.shown.forget()
 
+    def try_hide(self) -> UsageError | None:
+        """As :meth:`hide`; why that is refused on this rank: the others are to hear of it before it is raised."""
+        try:
+            self.hide()
+        except UsageError as error:
+            return error
+        return None
+
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Inside, what users did is in the gradients."""
