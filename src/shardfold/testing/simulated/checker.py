@@ -1,0 +1,77 @@
+"""The happens-before checker: every use of memory is compared with those that nothing orders it behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from shardfold.testing.simulated.clocks import Clocks
+from shardfold.testing.simulated.findings import Access, Findings
+from shardfold.testing.simulated.memory import Allocation, Allocator
+from shardfold.testing.simulated.sites import Site
+
+__all__ = ["Checker"]
+
+
+class Checker:
+    """
+    Args:
+        clocks: of the streams.
+        allocator: of the memory.
+        where: gives the caller's site.
+
+    Attributes:
+        findings: to which races go.
+        uses: how many operations were noted.
+    """
+
+    def __init__(self, clocks: Clocks, allocator: Allocator, where: Callable[[], Site]) -> None:
+        self._clocks, self._allocator, self._where = clocks, allocator, where
+        self.findings = Findings()
+        self.uses = 0
+
+    def note(self, what: str, stream: int, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> list[Tensor]:
+        """``stream`` uses these tensors now. Memory that the first use of new memory may overwrite is given back."""
+        self.uses += 1
+        time = self._clocks.tick(stream)
+        site: Site | None = None
+        overwritten: list[Tensor] = []
+        for tensors, write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                block, start, stop = self._allocator.region(tensor)
+                if block is None:
+                    continue
+                site = site or self._where()
+                use = Access(stream, time, start, stop, write, what, site)
+                if block.freed:
+                    self.findings.race("freed", use, None, block.nbytes, block.site)
+                    continue
+                if stream not in block.entered:
+                    self._enter(block, use)
+                    overwritten += block.former
+                    block.former = []
+                self._use(block, use)
+        return overwritten
+
+    def _use(self, block: Allocation, now: Access) -> None:
+        kept: list[Access] = []
+        for use in block.uses:
+            ordered = self._clocks.knows(now.stream, use.stream, use.time)
+            overlaps = use.start < now.stop and now.start < use.stop
+            if overlaps and not ordered and (now.write or use.write):
+                self.findings.race("unordered", now, use, block.nbytes, block.site)
+            inside = now.start <= use.start and use.stop <= now.stop
+            # Whoever is behind `now` is behind `use` too, and `now` conflicts with at least as much.
+            replaced = ordered and inside and (now.write or (not use.write and use.stream == now.stream))
+            if not replaced:
+                kept.append(use)
+        kept.append(now)
+        block.uses = kept
+
+    def _enter(self, block: Allocation, now: Access) -> None:
+        """The first use of an allocation by a stream: what had this memory before must be over."""
+        block.entered.add(now.stream)
+        for use in block.earlier.values():
+            if not self._clocks.knows(now.stream, use.stream, use.time):
+                self.findings.race("reused", now, use, block.nbytes, block.site)
