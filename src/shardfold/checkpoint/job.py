@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.checkpoint.collect import collect, header
 from shardfold.checkpoint.draft import Draft
 from shardfold.checkpoint.files import Part, write_file
@@ -192,11 +193,12 @@ def _copied(parts: list[Part], block: Tensor | None) -> tuple[list[Part], Tensor
     """The parts with their values in one block of host memory (pinned, for a GPU): the one given, if it has room."""
     ordered = sorted(parts, key=lambda part: -ITEMSIZES[part.piece.dtype])
     total = max(1, sum(part.piece.nbytes for part in ordered))
-    cuda = any(isinstance(part.values, Tensor) and part.values.is_cuda for part in ordered)
+    devices = {part.values.device for part in ordered if isinstance(part.values, Tensor)}
+    devices = {device for device in devices if accelerator.has_streams(device)}
     if block is None or block.nbytes < total:
         with exact():
-            block = torch.empty(total, dtype=torch.uint8, pin_memory=cuda)
-        if not cuda:
+            block = accelerator.host_memory((total,), torch.uint8, next(iter(devices), torch.device("cpu")))
+        if not devices:
             huge(block.data_ptr(), block.nbytes)
     copies: list[Part] = []
     at = 0
@@ -204,9 +206,9 @@ def _copied(parts: list[Part], block: Tensor | None) -> tuple[list[Part], Tensor
         for part in ordered:
             values = part.values if isinstance(part.values, Tensor) else part.values()
             target = block[at : at + part.piece.nbytes].view(values.dtype)
-            target.copy_(values.detach().reshape(-1), non_blocking=values.is_cuda)
+            target.copy_(values.detach().reshape(-1), non_blocking=values.device in devices)
             copies.append(Part(part.piece, target))
             at += part.piece.nbytes
-    if cuda:
-        torch.cuda.synchronize()
+    for device in devices:  # copies that are under way are not read: hashes would agree with whatever is there by then
+        accelerator.current_stream(device).synchronize()
     return copies, block

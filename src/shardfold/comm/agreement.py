@@ -310,13 +310,13 @@ class Agreement:
     # -- waiting
 
     def wait(self, work: Any, *, control: bool = False) -> None:
-        """Waits for a collective; for data on NCCL that orders streams only.
+        """Waits for a collective; for data on streams of a device that orders these only.
 
         Raises:
             OrderError: ranks wait for each other in vain, or another gave up.
             CollectiveError: it failed, or took longer than the timeout.
         """
-        if self._mesh.backend == "nccl" and not control:
+        if self._mesh.on_streams and not control:
             work.wait()
             return
         begun = perf_counter()

@@ -77,8 +77,8 @@ class Comm:
     def of(cls, mesh: DataMesh, agreement: Agreement, memory: DeviceTier) -> Comm:
         """With the transport that the backend and the device of ``mesh`` have; every rank calls it."""
         transport = data_transport(
-            mesh.backend, memory.device, mesh.groups(), mesh.rank, empty=memory.empty, recycle=memory.recycle,
-            exchange=agreement.exchange, waiter=agreement.wait,
+            memory.device, mesh.groups(), mesh.rank, on_streams=mesh.on_streams, empty=memory.empty,
+            recycle=memory.recycle, exchange=agreement.exchange, waiter=agreement.wait,
         )  # fmt: skip
         return cls(mesh, agreement, transport, Meter(mesh), memory)
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import combinations
+from logging import getLogger
 from math import prod
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from shardfold import accelerator
 from shardfold.data import ranks_read_alike, ranks_read_apart
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, UsageError, did_you_mean
 from shardfold.plan.axes import DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh
@@ -29,8 +31,18 @@ from shardfold.plan.checks import described, is_integer
 from shardfold.plan.placement import shard_index
 from shardfold.torch_internals import all_groups, default_store
 
-__all__ = ["DataMesh", "Given", "default_backend", "parse_device", "pick_device", "resolve_mesh", "start_group"]
+__all__ = [
+    "DataMesh",
+    "Given",
+    "default_backend",
+    "device_backend",
+    "parse_device",
+    "pick_device",
+    "resolve_mesh",
+    "start_group",
+]
 
+LOG = getLogger("shardfold")
 JOINED, ALL = "joined", "all"  # where ranks look before they make groups, and what it says if there is nothing wrong
 UNSENT = 2**31 - 1  # the tag of a message that nobody sends
 
@@ -99,16 +111,25 @@ def _axis_text(name: str, size: int, role: str) -> str:
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
-    """The device asked for, else this local rank's GPU, else the CPU. Ranks beyond the number of GPUs share them.
+    """The device asked for, else this local rank's GPU (or other accelerator), else the CPU. Ranks beyond the number of
+    devices share them, and one that is given without a number is this local rank's.
 
     Raises:
         ConfigError: it is none that trains here.
     """
     if device is not None:
         return _usable(parse_device("device", device))
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
+    there = accelerator.found()
+    if there is None:
+        return torch.device("cpu")
+    if lacks := accelerator.lacking(there):
+        LOG.warning(
+            "the model is trained on the CPU, although this machine has a device of the type %s: its module in PyTorch "
+            "has no %s; device='cpu' says that you know.",
+            there.type, ", ".join(lacks),
+        )  # fmt: skip
+        return torch.device("cpu")
+    return accelerator.indexed(there)
 
 
 def parse_device(name: str, device: Any) -> torch.device:
@@ -128,13 +149,22 @@ def _usable(device: torch.device) -> torch.device:
     Raises:
         ConfigError: nothing trains on it, or it is not here.
     """
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={str(device)!r}: models are trained on 'cpu' or 'cuda'.")
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        there = f"the last is cuda:{count - 1}" if count else "PyTorch finds none"
-        raise ConfigError(f"device={str(device)!r} is no GPU of this machine, of which {there}: choose another device.")
-    return device
+    if device.type == "cpu":
+        return device
+    there = accelerator.found()
+    known = "'cpu'" if there is None or accelerator.lacking(there) else f"'cpu' or {there.type!r}"
+    if not accelerator.has_streams(device) or not accelerator.is_known(device):
+        raise ConfigError(f"device={str(device)!r}: models are trained on {known} here.")
+    if lacks := accelerator.lacking(device):
+        raise ConfigError(
+            f"device={str(device)!r}: PyTorch's module for it has no {', '.join(lacks)}, which training needs; models "
+            f"are trained on {known} here."
+        )
+    count = accelerator.count(device)
+    if (device.index or 0) >= count:
+        last = f"the last is {device.type}:{count - 1}" if count else "PyTorch finds none"
+        raise ConfigError(f"device={str(device)!r} is no device of this machine, of which {last}: choose another one.")
+    return accelerator.indexed(device)
 
 
 class DataMesh:
@@ -146,6 +176,7 @@ class DataMesh:
         data: the axes on which ranks read other things, of more than one rank.
         data_rank: this rank's number among those that it shares parameters with and that read other things.
         data_ranks: how many these are.
+        device: of the tensors that collectives carry.
         name: of this mesh among those of the process, equal on all ranks.
         store: a key-value store shared by all ranks, private to this mesh; None for one rank.
         default_store: the one of the process's default group.
@@ -155,8 +186,9 @@ class DataMesh:
     """
 
     def __init__(self, sizes: Given | None, device: torch.device, timeout: timedelta) -> None:
+        accelerator.use(device)
         _start(device, timeout)
-        self.name = ""
+        self.name, self.device = "", device
         self.gave_up = self.meets = False
         self.store: Any = None
         self.default_store: Any = None
@@ -236,7 +268,7 @@ class DataMesh:
         # collectives of the user's own, because Gloo pairs collectives by their number within a group.
         self.control = self._new_group(None, timeout, "gloo")
         if self.data_ranks == self.world:
-            self._groups[self.data] = self.control if self.backend == "gloo" else dist.group.WORLD
+            self._groups[self.data] = dist.group.WORLD if self.on_streams else self.control
         parts = [axes for n in range(1, len(self.data) + 1) for axes in combinations(reversed(self.data), n)]
         for axes in (*(part[::-1] for part in parts), *((axis,) for axis in self.sizes if axis not in self.data)):
             if axes in self._groups or self.sizes.parts(axes) == 1:
@@ -263,10 +295,30 @@ class DataMesh:
 
     @property
     def backend(self) -> str:
-        """``gloo`` or ``nccl``; composite names (``cpu:gloo,cuda:nccl``) are read by the part that moves tensors."""
+        """What carries tensors of the mesh's device, as ``gloo`` or ``nccl``; of composite names, such as
+        ``cpu:gloo,cuda:nccl``, the part for that type. ``none``: there is nobody to send to.
+
+        Raises:
+            ConfigError: ``torch.distributed`` was started with a backend that does not carry them.
+        """
         if not self.distributed:
             return "none"
-        return "nccl" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "gloo"
+        parts = dict(part.split(":") for part in str(dist.get_backend_config()).split(","))
+        if self.device.type == "cpu":
+            return parts.get("cpu", "gloo")  # a group of its own, see _make_groups
+        if self.device.type not in parts:
+            raise ConfigError(
+                f"torch.distributed was started with a backend for {', '.join(parts)}, which does not carry tensors of "
+                f"{self.device.type}: start it with init_process_group({device_backend(self.device)!r}), or let the "
+                "engine start it."
+            )
+        return parts[self.device.type]
+
+    @property
+    def on_streams(self) -> bool:
+        """Whether collectives are queued on streams of the device, as NCCL's are: waiting for one orders streams, and
+        the host goes on. Gloo's, and all on the CPU, are waited for by the host."""
+        return accelerator.has_streams(self.device) and self.backend not in ("none", "gloo")
 
     @property
     def everyone(self) -> Any:
@@ -456,8 +508,6 @@ def _start(device: torch.device, timeout: timedelta) -> None:
             f"WORLD_SIZE is {world} but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: "
             "start the script with torchrun or `shardfold train`, or unset WORLD_SIZE."
         )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     where: dict[str, Any] = {}
     if _PROCESS.starts:
         # torchrun's store outlives a group, and what the last one said of its addresses is still in it.
@@ -470,8 +520,24 @@ def _start(device: torch.device, timeout: timedelta) -> None:
 
 def default_backend(device: torch.device) -> str:
     """``nccl`` where every rank of this machine has a GPU, else ``gloo``: NCCL refuses two ranks on one GPU."""
-    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > max(torch.cuda.device_count(), 1)
-    return "nccl" if device.type == "cuda" and not shared else "gloo"
+    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > max(accelerator.count(device), 1)
+    return "gloo" if shared else device_backend(device)
+
+
+def device_backend(device: torch.device) -> str:
+    """What carries tensors of such a device where each rank has its own: ``nccl`` for ``cuda``, ``gloo`` for the CPU,
+    and for others what is registered with ``torch.distributed``.
+
+    Raises:
+        ConfigError: nothing is.
+    """
+    known = dist.Backend.default_device_backend_map
+    if device.type not in known:
+        raise ConfigError(
+            f"torch.distributed knows no backend for devices of the type {device.type}: register one with "
+            "torch.distributed.Backend.register_backend(name, make, devices=[...]), or train on one rank."
+        )
+    return known[device.type]
 
 
 def start_group(backend: str, timeout: timedelta, **where: Any) -> None:

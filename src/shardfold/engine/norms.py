@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.comm.comm import Comm
 from shardfold.errors import NonFiniteError
 from shardfold.numerics.clipping import Clip, clip_coefficient, norm_of, norm_part
@@ -90,8 +91,10 @@ class Norms:
                 "updated; engine.zero_grad() drops these gradients."
             )
         self.coefficient = clip_coefficient(self.norm, clip.norm) if clip.norm < inf else None
-        if self.coefficient is not None and not self.coefficient.is_cuda and float(self.coefficient) >= 1.0:
-            self.coefficient = None  # on a GPU asking for the number would stop the host
+        if self.coefficient is None or accelerator.has_streams(self.coefficient.device):
+            return  # asking a device for the number would stop the host
+        if float(self.coefficient) >= 1.0:
+            self.coefficient = None
 
     def clip_values(self) -> None:
         """Cuts every element of this rank's gradients to the range of ``Clip.value``, if there is one."""

@@ -13,6 +13,7 @@ from math import isfinite
 
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.errors import NonFiniteError
 from shardfold.numerics.clipping import Clip
 from shardfold.numerics.forensics import ActivationWatch, NumericsReport, examine
@@ -66,7 +67,7 @@ class Alarm:
     def raised(self) -> bool:
         """Whether a loss of this rank is not finite. On a GPU that would wait for the device, so the answer is False
         where no loss scale waits for it anyway."""
-        waits = self._model.device.type == "cpu" or self._scaler is not None
+        waits = not accelerator.has_streams(self._model.device) or self._scaler is not None
         return waits and bool(self.bad_losses())
 
     def look(self, *, overflowed: bool, raised: bool) -> None:

@@ -1,7 +1,7 @@
 """Host memory: values go out beside the computation, and come back when they are asked for.
 
-On CUDA regions are pinned and travel on a stream of their own; memory on either side is given back in the order of that
-stream. On the CPU a region is what it would be there, so that the same bytes are counted.
+Where the device has streams, regions are pinned and travel on a stream of their own; memory on either side is given
+back in the order of that stream. On the CPU a region is what it would be there, so that the same bytes are counted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.tiers.tier import is_same
 
 __all__ = ["HostRegion", "HostTier"]
@@ -22,11 +23,10 @@ class HostTier:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side = accelerator.new_stream(device)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> HostRegion:
-        make = torch.zeros if zero else torch.empty
-        return HostRegion(self, make(tuple(shape), dtype=dtype, pin_memory=self.side is not None))
+        return HostRegion(self, accelerator.host_memory(shape, dtype, self.device, zero=zero))
 
     def close(self) -> None:
         """Regions keep their memory as long as somebody keeps them."""
@@ -42,7 +42,7 @@ class HostRegion:
         self.resting: Tensor = memory
         self.dtype, self.nbytes = memory.dtype, memory.nbytes
         self._back: Tensor | None = None
-        self._event: Any = None  # CUDA: when what was begun last is over
+        self._event: Any = None  # streams: when what was begun last is over
 
     def store(self, values: Tensor) -> None:
         self._back = None
@@ -50,12 +50,12 @@ class HostRegion:
             return
         values = values.view_as(self.resting)
         side = self._owner.side
-        if side is None or not values.is_cuda:
+        if side is None or not accelerator.has_streams(values.device):
             self._wait()
             self.resting.copy_(values)
             return
-        side.wait_stream(torch.cuda.current_stream(self._owner.device))
-        with torch.cuda.stream(side):
+        side.wait_stream(accelerator.current_stream(self._owner.device))
+        with accelerator.on(side):
             self.resting.copy_(values, non_blocking=True)
             self._event = side.record_event()
         values.record_stream(side)
@@ -68,9 +68,9 @@ class HostRegion:
             self._back = self.resting if into is None else into.copy_(self.resting)
             return
         if into is not None:
-            side.wait_stream(torch.cuda.current_stream(self._owner.device))  # which may still read what was there
+            side.wait_stream(accelerator.current_stream(self._owner.device))  # which may still read what was there
             into.record_stream(side)
-        with torch.cuda.stream(side):
+        with accelerator.on(side):
             if into is None:
                 self._back = self.resting.to(self._owner.device, non_blocking=True)
             else:
@@ -82,7 +82,7 @@ class HostRegion:
         back, self._back = self._back, None
         assert back is not None
         if self._owner.side is not None and self._event is not None:
-            compute = torch.cuda.current_stream(self._owner.device)
+            compute = accelerator.current_stream(self._owner.device)
             compute.wait_event(self._event)
             back.record_stream(compute)
         return back

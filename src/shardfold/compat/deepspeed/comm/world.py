@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardfold import accelerator
 from shardfold.comm.mesh import default_backend, pick_device, start_group
 from shardfold.compat.deepspeed.comm.discovery import discover, local_rank
 from shardfold.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
@@ -98,8 +98,7 @@ def init_distributed(
                 "the script with shardfold run, deepspeed or torchrun, or unset WORLD_SIZE."
             )
     device = pick_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    accelerator.use(device)
     backend = default_backend(device) if dist_backend is None else dist_backend
     if verbose:
         _log(f"torch.distributed starts with backend {backend}")
