@@ -76,3 +76,7 @@ def _register() -> None:
     for name, kernel in AUTOCAST.items():
         named.impl(name, kernel, "AutocastPrivateUse1")
     _LIBRARIES.extend([everything, named])
+    if torch.distributed.is_available():
+        from shardfold.testing.simulated.group import register
+
+        register()
