@@ -12,7 +12,8 @@ import shardfold
 
 SOURCES = Path(shardfold.__file__).parent
 SEAM, TABLE = SOURCES / "accelerator.py", SOURCES / "torch_internals.py"
-# The compatibility layer has DeepSpeed's own interface for devices, and torch_internals a private name for it.
+# The compatibility layer has DeepSpeed's own interface for devices, and torch_internals a private name for it; the
+# simulated device is one.
 FILES = [
     path
     for path in sorted(SOURCES.rglob("*.py"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from os import getpid
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -81,7 +82,8 @@ class _Functions:
     @staticmethod
     def get_device_properties(device: Any = None) -> Any:
         _check(device)
-        return SimpleNamespace(name="simulated device", total_memory=MEMORY, multi_processor_count=1)
+        own = f"SIM-{getpid()}"  # each process has its own device
+        return SimpleNamespace(name="simulated device", total_memory=MEMORY, multi_processor_count=1, uuid=own)
 
     @staticmethod
     def synchronize(device: Any = None) -> None:
