@@ -32,17 +32,26 @@ untraced: Any = torch.compiler.disable
 
 __all__ = [
     "ATTRIBUTES",
+    "AUTOCAST_KEYS",
+    "CPU_KEYS",
     "INTERNALS",
+    "PRIVATE_DEVICE",
     "SELECTS",
+    "SIMULATED",
     "TRIED",
     "BatchNormBase",
+    "DeviceGuard",
     "DispatchMode",
+    "ExcludeKeys",
     "Internal",
     "NormBase",
     "Pack",
+    "abort_groups",
     "all_gather_single",
     "all_groups",
     "at_end_of_backward",
+    "autograd_node",
+    "below_autograd",
     "check",
     "copies_shallowly",
     "cuda_lazy_call",
@@ -60,6 +69,7 @@ __all__ = [
     "fused_sgd_",
     "in_backward",
     "keeps_graph",
+    "lacking_for",
     "missing",
     "modes_are_on",
     "no_functions",
@@ -72,11 +82,16 @@ __all__ = [
     "rebuild_tensor",
     "rebuild_typed_tensor",
     "reduce_scatter_single",
+    "register_device",
+    "replace_backward",
+    "replace_data_check",
     "set_versions",
     "storage_key",
+    "swap_impl",
     "top_saved_hooks",
     "tree_flatten",
     "tree_iter",
+    "tree_map",
     "tree_unflatten",
     "unflatten_dense",
     "untraced",
@@ -104,6 +119,8 @@ class Internal(NamedTuple):
 
 
 _NOTHING = "no engine can train"
+SIMULATED = "shardfold.testing.simulated"
+"""What does not work without the names that only that package needs."""
 
 INTERNALS: tuple[Internal, ...] = (
     Internal("torch._C._current_graph_task_id", "knowing that autograd runs on this thread", _NOTHING),
@@ -171,6 +188,18 @@ INTERNALS: tuple[Internal, ...] = (
     Internal("torch._C._functorch.peek_interpreter_stack", "deepspeed.utils' name for it", "that call"),
     Internal("torch.cuda._lazy_call", "deepspeed's accelerator interface", "that call"),
     Internal("torch._has_compatible_shallow_copy_type", "assigning `.data` of a freed parameter", "that assignment"),
+    Internal("torch._C._acc.DeviceGuard", "a device written in Python", SIMULATED),
+    Internal("torch._C._autograd.DeviceType.PrivateUse1", "the type of such a device", SIMULATED),
+    Internal("torch.utils.backend_registration._setup_privateuseone_for_python_backend", "registering it", SIMULATED),
+    Internal("torch._C.DispatchKeySet", "kernels of the CPU for views of its tensors", SIMULATED),
+    Internal("torch._C.DispatchKey.CPU", "kernels of the CPU for views of its tensors", SIMULATED),
+    Internal("torch._C.DispatchKey.AutocastPrivateUse1", "autocast on it", SIMULATED),
+    Internal("torch._C._ExcludeDispatchKeyGuard", "autocast on it", SIMULATED),
+    Internal("torch._C._AutoDispatchBelowAutograd", "kernels of the CPU without autograd", SIMULATED),
+    Internal("torch._C._swap_tensor_impl", "moving a parameter to it in place", SIMULATED),
+    Internal("torch._C._current_autograd_node", "naming what runs in a backward", SIMULATED),
+    Internal("torch.autograd._engine_run_backward", "the stream of a backward", SIMULATED),
+    Internal("torch.utils._pytree.tree_map", "arguments of operations", SIMULATED),
 )
 
 ATTRIBUTES: tuple[Internal, ...] = (
@@ -238,6 +267,11 @@ def _find(path: str) -> Any:
 def missing() -> list[Internal]:
     """The rows of ``INTERNALS`` that this version of PyTorch does not have."""
     return [internal for internal in INTERNALS if _find(internal.path) is None]
+
+
+def lacking_for(what: str) -> list[str]:
+    """The names that are missing and without which ``what`` does not work."""
+    return [internal.path for internal in missing() if internal.without == what]
 
 
 def check(lost: Sequence[Internal], version: str = torch.__version__) -> None:
@@ -316,6 +350,18 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def autograd_node() -> str:
+    """The name of the node of autograd's graph that runs on this thread; empty where none does."""
+    node = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+    return "" if node is None else node.name()
+
+
+def replace_backward(around: Callable[[Any], Any]) -> None:
+    """Every backward is run by what ``around`` makes of the function that runs one."""
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = around(autograd._engine_run_backward)
+
+
 # -- modes and subclasses
 
 no_functions: Any = _get("torch._C.DisableTorchFunction")
@@ -324,6 +370,14 @@ no_subclass_functions: Any = _get("torch._C.DisableTorchFunctionSubclass")
 """The same for those of tensor subclasses."""
 copies_shallowly: Any = _find("torch._has_compatible_shallow_copy_type") or torch.numel
 """What an assignment of ``.data`` asks, or a function that nobody else asks."""
+
+
+def replace_data_check(around: Callable[[Any], Any]) -> None:
+    """Whether ``.data`` of a tensor can be another one is asked of what ``around`` makes of the function for it."""
+    module: Any = torch
+    module._has_compatible_shallow_copy_type = around(module._has_compatible_shallow_copy_type)
+
+
 disable_modes: Any = _get("torch.utils._python_dispatch._disable_current_modes")
 """A context in which no dispatch mode acts."""
 DispatchMode: Any = _get("torch.utils._python_dispatch.TorchDispatchMode")
@@ -362,6 +416,7 @@ fused_sgd_: Callable[..., None] = _get("torch._fused_sgd_")
 tree_flatten: Any = _get("torch.utils._pytree.tree_flatten")
 tree_unflatten: Any = _get("torch.utils._pytree.tree_unflatten")
 tree_iter: Any = _get("torch.utils._pytree.tree_iter")
+tree_map: Any = _get("torch.utils._pytree.tree_map")
 rebuild_tensor: Callable[..., Tensor] = _get("torch._utils._rebuild_tensor_v2")
 rebuild_typed_tensor: Callable[..., Tensor] = _get("torch._utils._rebuild_tensor_v3")
 flatten_dense: Callable[..., Tensor] = _get("torch._utils._flatten_dense_tensors")
@@ -378,6 +433,27 @@ def profiler_is_on() -> bool:
     """Whether a profiler records."""
     return torch.autograd.profiler._is_profiler_enabled  # pyright: ignore
 
+
+# -- a device written in Python
+
+DeviceGuard: Any = _get("torch._C._acc.DeviceGuard")
+PRIVATE_DEVICE: Any = _find("torch._C._autograd.DeviceType.PrivateUse1")
+register_device: Callable[..., None] = _get("torch.utils.backend_registration._setup_privateuseone_for_python_backend")
+swap_impl: Callable[[Tensor, Tensor], None] = _get("torch._C._swap_tensor_impl")
+"""Each of both is from now on what the other was."""
+below_autograd: Any = _get("torch._C._AutoDispatchBelowAutograd")
+"""A context in which operations go to the kernels of devices, past autograd."""
+ExcludeKeys: Any = _get("torch._C._ExcludeDispatchKeyGuard")
+"""A context in which operations go past the given keys."""
+
+
+def _keys(name: str) -> Any:
+    kind, key = _find("torch._C.DispatchKeySet"), _find(f"torch._C.DispatchKey.{name}")
+    return None if kind is None or key is None else kind(key)
+
+
+CPU_KEYS: Any = _keys("CPU")
+AUTOCAST_KEYS: Any = _keys("AutocastPrivateUse1")
 
 functorch_stack: Callable[[], Any] = _get("torch._C._functorch.peek_interpreter_stack")
 """What ``torch.func``'s transforms are under way; None outside of them."""
@@ -404,6 +480,31 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 def default_store() -> Any:
     """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def abort_groups(device: torch.device) -> None:
+    """Ends whatever the groups of this process that carry tensors of ``device`` have under way; they cannot be used any
+    more. All at once where NCCL can do that, because the end of one communicator may wait for another's."""
+    groups = []
+    for group in all_groups():
+        parts = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
+        if parts.get(device.type, "gloo") != "gloo":
+            groups.append(group)
+    backends = [backend for group in groups if (backend := _backend(group, device)) is not None]
+    together = [backend for backend in backends[:1] if hasattr(backend, "_group_start")]
+    for backend in together:
+        backend._group_start()
+    for group in reversed(groups):
+        group.abort()
+    for backend in together:
+        backend._group_end()
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    try:
+        return group._get_backend(device)
+    except RuntimeError:  # a group that is one itself
+        return None
 
 
 def all_groups() -> list[Any]:

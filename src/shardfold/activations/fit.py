@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.activations.knapsack import Item, Option, choose, peak, smallest
 from shardfold.activations.offload import Results, Tally
 from shardfold.activations.profile import (
@@ -281,8 +282,7 @@ class Planner:
         self._weak, self._live = {}, {}
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        accelerator.synchronize(self._device)
 
     # -- the plan
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfold import accelerator
 from shardfold.activations.fit import Planner
 from shardfold.activations.offload import Movers, counted, held
 from shardfold.activations.profile import Spot
@@ -166,7 +167,12 @@ class Replacements:
 
     def _among(self, given: Activations) -> tuple[str, ...]:
         """What a budget chooses from. On the CPU a copy in host memory saves nothing there."""
-        return given.among or ("keep", "recompute", "select", *(("host",) if self._device.type == "cuda" else ()))
+        return given.among or (
+            "keep",
+            "recompute",
+            "select",
+            *(("host",) if accelerator.has_streams(self._device) else ()),
+        )
 
     def remove(self) -> None:
         """Gives every module its own forward."""

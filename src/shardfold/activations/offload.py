@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardfold import accelerator
 from shardfold.plan.report import SavedReport, SavedRow
 from shardfold.sharding.autograd import inside_checkpoint, tensors_in
 from shardfold.sharding.freed import apart
@@ -286,11 +287,10 @@ class Movers:
             region.get()
             seconds.append((gone - begun, self._now() - gone))
         out, back = (1000 * min(times) / PROBE for times in zip(*seconds, strict=True))
-        return out, back, mode == "disk" or self._device.type == "cuda"
+        return out, back, mode == "disk" or accelerator.has_streams(self._device)
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        accelerator.synchronize(self._device)
         return perf_counter()
 
     def end(self, begun: tuple[_Frame, Any], unit: str) -> None:

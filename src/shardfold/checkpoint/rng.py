@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import described
@@ -27,28 +28,29 @@ def rng_state() -> dict[str, Any]:
         - ``"numpy"``: of ``numpy.random``'s global generator, as ``numpy.random.get_state(legacy=False)``; arrays of
           unsigned integers are tensors of the signed type with the same bits.
         - ``"torch"``: (5056,) uint8 in today's PyTorch.
-        - ``"cuda"``: by device index, as a string: uint8. Empty where there is no CUDA device.
+        - ``"device"``: None, or of the device that this process uses: its ``type``, as ``"cuda"``, and ``state``
+          (uint8). Which number it has says nothing: a rank that goes on elsewhere has another one.
     """
     version, words, gauss = random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    device = accelerator.current(used=True)
     return {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "numpy": _mapped(np.random.get_state(legacy=False), np.ndarray, _to_tensor),
         "torch": torch.get_rng_state(),
-        "cuda": {str(index): state for index, state in enumerate(cuda)},
+        "device": None if device is None else {"type": device.type, "state": accelerator.rng_state(device)},
     }
 
 
 @known_arguments
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Continues the streams that :func:`rng_state` saw; with other devices, those that both have.
+    """Continues the streams that :func:`rng_state` saw; that of the device, if this process uses one of that type.
 
     Raises:
         ConfigError: it is none, a part of it is missing, or numpy's global generator is of another kind.
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"the state of the generators is {described(state)}: give what rng_state() returned.")
-    if missing := [name for name in ("python", "numpy", "torch", "cuda") if name not in state]:
+    if missing := [name for name in ("python", "numpy", "torch") if name not in state]:
         raise ConfigError(f"the state of the generators lacks {', '.join(missing)}: give what rng_state() returned.")
     python, kind = state["python"], np.random.get_state(legacy=False)["bit_generator"]  # pyright: ignore
     if state["numpy"]["bit_generator"] != kind:
@@ -59,9 +61,17 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(_mapped(state["numpy"], torch.Tensor, _to_array))
     torch.set_rng_state(state["torch"].cpu())
-    for index in range(torch.cuda.device_count()):
-        if str(index) in state["cuda"]:
-            torch.cuda.set_rng_state(state["cuda"][str(index)].cpu(), index)
+    device = accelerator.current()
+    if device is not None and (there := _of_device(state, device)) is not None:
+        accelerator.set_rng_state(device, there)
+
+
+def _of_device(state: Mapping[str, Any], device: torch.device) -> torch.Tensor | None:
+    """The state of the generator of a device of that type."""
+    if (by_number := state.get(device.type)) is not None:  # older: of all devices that the process saw
+        return by_number.get(str(device.index))
+    saved = state.get("device")
+    return saved["state"] if saved is not None and saved["type"] == device.type else None
 
 
 def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:

@@ -77,8 +77,8 @@ class Comm:
     def of(cls, mesh: DataMesh, agreement: Agreement, memory: DeviceTier) -> Comm:
         """With the transport that the backend and the device of ``mesh`` have; every rank calls it."""
         transport = data_transport(
-            mesh.backend, memory.device, mesh.groups(), mesh.rank, empty=memory.empty, recycle=memory.recycle,
-            exchange=agreement.exchange, waiter=agreement.wait,
+            memory.device, mesh.groups(), mesh.rank, on_streams=mesh.on_streams, empty=memory.empty,
+            recycle=memory.recycle, exchange=agreement.exchange, waiter=agreement.wait,
         )  # fmt: skip
         return cls(mesh, agreement, transport, Meter(mesh), memory)
 
@@ -99,7 +99,7 @@ class Comm:
         self.agreement.issue(op)
         group = self.mesh.group(op.axes)
         if op.verb != "ALL_GATHER":
-            self.memory.after_compute()
+            self.memory.after_compute()  # which writes the gradients; what gathers read was written before the pass
         with self.memory.side():
             if TORCH_DTYPES.get(op.format) is not flat.dtype:
                 pending += self._encoded(op, flat, group, out, add=add, state=state)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.comm.transport import Pending, Transport
 from shardfold.plan.formats import Format
 from shardfold.tiers.device import DeviceTier
@@ -59,14 +60,14 @@ def scatter_encoded(
 
 
 def _decode(memory: DeviceTier, form: Format, payload: Tensor, values: Tensor) -> None:
-    _used_here(payload)
+    accelerator.used_here(payload)  # the side stream made it
     with torch.no_grad():
         form.decode(payload, values)
     memory.recycle(payload.view(-1))
 
 
 def _sum(memory: DeviceTier, form: Format, sent: Tensor, received: Tensor, out: Tensor, add: bool) -> None:
-    _used_here(received)
+    accelerator.used_here(received)  # the side stream made it
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     total, row = (memory.empty(out.numel(), wide) for _ in range(2))
     with torch.no_grad():
@@ -77,9 +78,3 @@ def _sum(memory: DeviceTier, form: Format, sent: Tensor, received: Tensor, out: 
         out.add_(total) if add else out.copy_(total)
     for flat in (total, row, sent, received.view(-1)):
         memory.recycle(flat)
-
-
-def _used_here(payload: Tensor) -> None:
-    """On CUDA it was made on the side stream, which must not have its memory again before this stream is done."""
-    if payload.is_cuda:
-        payload.record_stream(torch.cuda.current_stream(payload.device))

@@ -7,31 +7,43 @@ without either just works: then there are no groups at all.
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import combinations
+from logging import getLogger
 from math import prod
+from threading import Thread
+from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from shardfold import accelerator
+from shardfold.comm.backend import GLOO, MARGIN, backend_in, start_group
 from shardfold.data import ranks_read_alike, ranks_read_apart
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, UsageError, did_you_mean
 from shardfold.plan.axes import DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.placement import shard_index
-from shardfold.torch_internals import all_groups, default_store
+from shardfold.torch_internals import abort_groups, all_groups, default_store
 
-__all__ = ["DataMesh", "Given", "default_backend", "parse_device", "pick_device", "resolve_mesh", "start_group"]
+__all__ = [
+    "DataMesh",
+    "Given",
+    "parse_device",
+    "pick_device",
+    "resolve_mesh",
+]
 
+LOG = getLogger("shardfold")
 JOINED, ALL = "joined", "all"  # where ranks look before they make groups, and what it says if there is nothing wrong
+LOOK, SETTLE, ABORT = 0.1, 2.0, 30.0  # seconds: between looks, that a lost collective may still end, and to end all
 UNSENT = 2**31 - 1  # the tag of a message that nobody sends
 
 
@@ -102,16 +114,25 @@ def _axis_text(name: str, size: int, role: str) -> str:
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
-    """The device asked for, else this local rank's GPU, else the CPU. Ranks beyond the number of GPUs share them.
+    """The device asked for, else this local rank's GPU (or other accelerator), else the CPU. Ranks beyond the number of
+    devices share them, and one that is given without a number is this local rank's.
 
     Raises:
         ConfigError: it is none that trains here.
     """
     if device is not None:
         return _usable(parse_device("device", device))
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
+    there = accelerator.found()
+    if there is None:
+        return torch.device("cpu")
+    if lacks := accelerator.lacking(there):
+        LOG.warning(
+            "the model is trained on the CPU, although this machine has a device of the type %s: its module in PyTorch "
+            "has no %s; device='cpu' says that you know.",
+            there.type, ", ".join(lacks),
+        )  # fmt: skip
+        return torch.device("cpu")
+    return accelerator.indexed(there)
 
 
 def parse_device(name: str, device: Any) -> torch.device:
@@ -131,13 +152,22 @@ def _usable(device: torch.device) -> torch.device:
     Raises:
         ConfigError: nothing trains on it, or it is not here.
     """
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={str(device)!r}: models are trained on 'cpu' or 'cuda'.")
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        there = f"the last is cuda:{count - 1}" if count else "PyTorch finds none"
-        raise ConfigError(f"device={str(device)!r} is no GPU of this machine, of which {there}: choose another device.")
-    return device
+    if device.type == "cpu":
+        return device
+    there = accelerator.found()
+    known = "'cpu'" if there is None or accelerator.lacking(there) else f"'cpu' or {there.type!r}"
+    if not accelerator.has_streams(device) or not accelerator.is_known(device):
+        raise ConfigError(f"device={str(device)!r}: models are trained on {known} here.")
+    if lacks := accelerator.lacking(device):
+        raise ConfigError(
+            f"device={str(device)!r}: PyTorch's module for it has no {', '.join(lacks)}, which training needs; models "
+            f"are trained on {known} here."
+        )
+    count = accelerator.count(device)
+    if (device.index or 0) >= count:
+        last = f"the last is {device.type}:{count - 1}" if count else "PyTorch finds none"
+        raise ConfigError(f"device={str(device)!r} is no device of this machine, of which {last}: choose another one.")
+    return accelerator.indexed(device)
 
 
 class DataMesh:
@@ -149,18 +179,28 @@ class DataMesh:
         data: the axes on which ranks read other things, of more than one rank.
         data_rank: this rank's number among those that it shares parameters with and that read other things.
         data_ranks: how many these are.
+        device: of the tensors that collectives carry.
         name: of this mesh among those of the process, equal on all ranks.
         store: a key-value store shared by all ranks, private to this mesh; None for one rank.
         default_store: the one of the process's default group.
         control: a Gloo group of all ranks for small facts that the host needs.
+        on_streams: whether collectives are queued on streams of the device, as NCCL's are: waiting for one orders
+            streams, and the host goes on. Gloo's, and all on the CPU, are waited for by the host.
         gave_up: whether this rank raised because ranks cannot go on together.
         meets: whether it has begun a meeting that others may still have to come to.
+        lost: why others will not come to what this rank has issued; None: they will. Until somebody knows, they will.
+        farewell: called when the interpreter exits while the mesh is open.
     """
 
     def __init__(self, sizes: Given | None, device: torch.device, timeout: timedelta) -> None:
+        accelerator.use(device)
         _start(device, timeout)
-        self.name = ""
-        self.gave_up = self.meets = False
+        self.name, self.device = "", device
+        self.gave_up = self.meets = self.on_streams = False
+        self.lost: Callable[[], str | None] = lambda: None
+        self.farewell: Callable[[], None] = lambda: None
+        self._timeout = timeout
+        self._ended = False
         self.store: Any = None
         self.default_store: Any = None
         self._groups: dict[Axes, Any] = {}
@@ -178,6 +218,7 @@ class DataMesh:
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world = dist.get_world_size() if self.distributed else 1
+        self.on_streams = accelerator.has_streams(self.device) and self.backend not in ("none", GLOO)
         if self.world > 1:
             # The default store is the only key-value store that every rank is known to share.
             default = default_store()
@@ -237,9 +278,9 @@ class DataMesh:
     def _make_groups(self, timeout: timedelta) -> None:
         # What the host needs to know travels on the CPU: no device synchronization. It never shares a Gloo group with
         # collectives of the user's own, because Gloo pairs collectives by their number within a group.
-        self.control = self._new_group(None, timeout, "gloo")
+        self.control = self._new_group(None, timeout, GLOO)
         if self.data_ranks == self.world:
-            self._groups[self.data] = self.control if self.backend == "gloo" else dist.group.WORLD
+            self._groups[self.data] = dist.group.WORLD if self.on_streams else self.control
         parts = [axes for n in range(1, len(self.data) + 1) for axes in combinations(reversed(self.data), n)]
         for axes in (*(part[::-1] for part in parts), *((axis,) for axis in self.sizes if axis not in self.data)):
             if axes in self._groups or self.sizes.parts(axes) == 1:
@@ -250,6 +291,8 @@ class DataMesh:
                     self._groups[axes] = group
 
     def _new_group(self, ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> Any:
+        if backend != GLOO and self.on_streams:
+            timeout += MARGIN
         group = dist.new_group(ranks, timeout=timeout, backend=backend)
         if ranks is None or self.rank in ranks:
             self._made.append(group)
@@ -257,7 +300,7 @@ class DataMesh:
 
     def open_group(self, timeout: timedelta) -> Any:
         """A Gloo group of all ranks for messages between two of them, until :meth:`close_group`; all ranks call it."""
-        return self._new_group(None, timeout, "gloo")
+        return self._new_group(None, timeout, GLOO)
 
     def close_group(self, group: Any) -> None:
         """Gives back what :meth:`open_group` made."""
@@ -266,10 +309,15 @@ class DataMesh:
 
     @property
     def backend(self) -> str:
-        """``gloo`` or ``nccl``; composite names (``cpu:gloo,cuda:nccl``) are read by the part that moves tensors."""
+        """What carries tensors of the mesh's device, as ``gloo`` or ``nccl``; of composite names, such as
+        ``cpu:gloo,cuda:nccl``, the part for that type. ``none``: there is nobody to send to.
+
+        Raises:
+            ConfigError: ``torch.distributed`` was started with a backend that does not carry them.
+        """
         if not self.distributed:
             return "none"
-        return "nccl" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "gloo"
+        return backend_in(str(dist.get_backend_config()), self.device)
 
     @property
     def everyone(self) -> Any:
@@ -335,6 +383,7 @@ class DataMesh:
 
     def _give_back(self) -> None:
         ranks_read_apart(self)
+        self.end_kernels()
         self._groups.clear()
         self.control = self.store = self.default_store = None
         while self._made:
@@ -342,6 +391,39 @@ class DataMesh:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
         _PROCESS.open.discard(self)
+
+    def end_kernels(self, *, lost: bool = False) -> bool:
+        """Returns when the device has done everything, whatever other ranks do.
+
+        Collectives that are under way there end when all ranks have come to them. If some will not (``lost``), or do
+        not within the timeout, they are ended, and with them every group on streams of this process: what waits for
+        the device, on any thread, goes on. To destroy such a group, as to leave the process, would wait for them.
+
+        ``lost``: it is known that some will not come. Returns whether any was ended.
+        """
+        if not self.on_streams or self._ended:
+            return False
+        done = Thread(target=self._finish_device, name="shardfold-device", daemon=True)
+        done.start()
+        begun = monotonic()
+        since = begun if lost or self.gave_up else None
+        while done.is_alive():
+            done.join(LOOK)
+            now = monotonic()
+            if since is None and self.lost() is not None:
+                since = now
+            if (since is not None and now - since > SETTLE) or now - begun > self._timeout.total_seconds():
+                LOG.error("rank %d ends the collectives on its device, as other ranks do not come to them", self.rank)
+                self._ended = True
+                ending = Thread(target=abort_groups, args=(self.device,), name="shardfold-abort", daemon=True)
+                ending.start()
+                ending.join(ABORT)
+                return True
+        return False
+
+    def _finish_device(self) -> None:
+        with suppress(RuntimeError):  # what failed is told elsewhere: here it is over
+            accelerator.synchronize(self.device)
 
     def abandon(self) -> None:
         """Leaves all groups but those of meshes, so that ranks stuck in collectives of the user's own wake up.
@@ -354,6 +436,7 @@ class DataMesh:
                 if not any(group is own for own in ours):
                     _disconnect(group)
             _PROCESS.default = None
+            self.end_kernels()
             dist.destroy_process_group()
 
 
@@ -421,6 +504,8 @@ class _Process:
         if self._pid != os.getpid():
             return
         for mesh in list(self.open):
+            mesh.farewell()
+        for mesh in list(self.open):
             if mesh.gave_up or mesh.meets:
                 mesh.abandon()
         for mesh in list(self.open):
@@ -441,7 +526,7 @@ def _disconnect(group: Any) -> None:
     """
     size = group.size()
     if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
-        return  # of NCCL, destroying it is enough
+        return  # what others wait for on a device is ended there (see DataMesh.end_kernels)
     with suppress(RuntimeError):  # that it was given up, or that the connections are gone already
         group.recv([torch.empty(1)], (group.rank() + 1) % size, UNSENT).wait(timedelta(milliseconds=1))
 
@@ -459,27 +544,11 @@ def _start(device: torch.device, timeout: timedelta) -> None:
             f"WORLD_SIZE is {world} but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: "
             "start the script with torchrun or `shardfold train`, or unset WORLD_SIZE."
         )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     where: dict[str, Any] = {}
     if _PROCESS.starts:
         # torchrun's store outlives a group, and what the last one said of its addresses is still in it.
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store = dist.distributed_c10d.PrefixStore(f"shardfold/start/{_PROCESS.starts}", store)
         where = {"store": store, "rank": rank, "world_size": size}
-    start_group(default_backend(device), timeout, **where)
+    start_group(device, timeout, **where)
     _PROCESS.started()
-
-
-def default_backend(device: torch.device) -> str:
-    """``nccl`` where every rank of this machine has a GPU, else ``gloo``: NCCL refuses two ranks on one GPU."""
-    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > max(torch.cuda.device_count(), 1)
-    return "nccl" if device.type == "cuda" and not shared else "gloo"
-
-
-def start_group(backend: str, timeout: timedelta, **where: Any) -> None:
-    """Initializes ``torch.distributed``; ``where`` is what ``init_process_group`` is told of ranks and stores."""
-    # The first torch.optim optimizer imports torch._dynamo, and what that import does keeps every group there is
-    # alive for good: destroy_process_group would not end its threads (see DataMesh.close). So it comes first.
-    importlib.import_module("torch._dynamo")
-    dist.init_process_group(backend, timeout=timeout, **where)

@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.torch_internals import all_gather_single, reduce_scatter_single
 
-__all__ = ["GlooTransport", "NcclTransport", "Pending", "Transport", "Waiter", "drain", "sum_into"]
+__all__ = ["GlooTransport", "Pending", "StreamTransport", "Transport", "Waiter", "drain", "sum_into"]
 
 Waiter = Callable[[Any], None]
 """Waits for one ``torch.distributed`` work; it may raise when another rank gave up."""
@@ -48,7 +49,7 @@ class Pending:
         """Returns when the result may be read, and the tensors be changed or freed (but what is resident, see
         :meth:`Transport.fence`)."""
         for work in self._works:
-            waiter(work)
+            waiter(work)  # the host, or the current stream, which then reads what came and reuses what was sent
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None
@@ -119,7 +120,7 @@ class GlooTransport(Transport):
 
     def reduce_scatter(self, full: Tensor, out: Tensor, group: Any, *, add: bool) -> Pending:
         ranks, me = dist.get_world_size(group), dist.get_rank(group)
-        if full.is_cuda:
+        if accelerator.has_streams(full.device):
             copy = full.clone()
             work = dist.all_reduce(copy, group=group, async_op=True)
             return Pending([work], lambda: _put(out, copy.chunk(ranks)[me], add))
@@ -136,16 +137,18 @@ class GlooTransport(Transport):
         return Pending([dist.all_reduce(tensor, group=group, async_op=True)])
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
-        out, source = (received.cpu(), sent.cpu()) if sent.is_cuda else (received, sent)
+        apart = accelerator.has_streams(sent.device)
+        out, source = (received.cpu(), sent.cpu()) if apart else (received, sent)
         work = dist.all_to_all_single(out, source, list(by), list(to), group=group, async_op=True)
-        return Pending([work], partial(received.copy_, out) if sent.is_cuda else None)
+        return Pending([work], partial(received.copy_, out) if apart else None)
 
     def temporary(self, num_bytes: int, ranks: int) -> int:
         return num_bytes
 
 
-class NcclTransport(Transport):
-    """NCCL: each collective as it is. ``wait`` orders streams and does not stop the host."""
+class StreamTransport(Transport):
+    """NCCL, and what else queues on streams of the device: each collective as it is. ``wait`` orders streams and does
+    not stop the host."""
 
     def all_gather(self, full: Tensor, group: Any, *, resident: Tensor | None = None) -> Pending:
         mine = full.chunk(dist.get_world_size(group))[dist.get_rank(group)]
@@ -169,6 +172,9 @@ class NcclTransport(Transport):
 
 
 def _put(out: Tensor, value: Tensor, add: bool) -> None:
+    # Where a collective was issued beside the computation, what it needed was allocated there, and the next that is
+    # allocated there may get this memory while the computation still has to read it.
+    accelerator.used_here(value)
     if add:
         out.add_(value)
     else:

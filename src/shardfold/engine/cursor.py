@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import Condition
 from typing import Any
 
 import torch
 
+from shardfold import accelerator
 from shardfold.engine.track import Track
 
 __all__ = ["Cursor"]
@@ -23,7 +24,7 @@ class Cursor:
     """Goes through one track at a time.
 
     Args:
-        device: on CUDA what the second cursor queues goes into the stream of whoever lets it go.
+        device: where it has streams, what the second cursor queues goes into the stream of whoever lets it go.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class Cursor:
         self._error, self._ahead = None, {}
         for op in track.ops:
             self._ahead[op.unit] = self._ahead.get(op.unit, 0) + 1
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        stream = accelerator.current_stream(self._device)
         run: Future[None] = self._threads.submit(self._go, track, stream)
         try:
             yield
@@ -60,7 +61,7 @@ class Cursor:
             raise self._error
 
     def _go(self, track: Track, stream: Any) -> None:
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with accelerator.on(stream):  # updates are in the order of what reads gradients and gathers weights
             for op in track.ops:
                 try:
                     track.advance()

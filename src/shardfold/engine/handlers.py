@@ -135,6 +135,8 @@ class Handlers:
         if unit.pins:
             return
         again = unit.life is Life.GATHERED
+        if again:  # other ranks need it, and the computation may still read what is filled here once more
+            self.comm.memory.after_compute()
         if unit.life is Life.RESTING:
             unit.begin_gather()
             with self.comm.memory.side(), torch.no_grad():
@@ -209,7 +211,7 @@ class Handlers:
 
     def gather_updated(self, unit: Unit, ops: Sequence[Op]) -> None:
         """Fills what of ``params`` rests on this rank with what other ranks have updated."""
-        self.comm.memory.after_compute()
+        self.comm.memory.after_compute()  # which has updated this rank's part
         for segment, op in zip(unit.trainable, ops, strict=True):
             assert segment.rest is not None
             self.comm.collective(op, segment.rest, pending=unit.filling)

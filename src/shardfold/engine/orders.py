@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from logging import getLogger
 
+from shardfold import accelerator
 from shardfold.comm.comm import Comm
 from shardfold.engine.handlers import Handlers
 from shardfold.engine.passes import NegotiatedPass
@@ -77,7 +78,7 @@ class Orders:
         }
         in_flight = overlap.reduces_in_flight
         if in_flight is None:
-            in_flight = int(comm.memory.device.type == "cuda")
+            in_flight = int(accelerator.has_streams(comm.memory.device))
         self._overlap = replace(overlap, reduces_in_flight=in_flight)
         self.waits = not layout.master.over
         self.units: list[Unit] = []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.activations.modes import Replacements
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
@@ -136,7 +136,7 @@ class Reports:
         trainable, frozen = (sum(numel for trains, numel in numels if trains is what) for what in (True, False))
         mfu, formula = clock.mfu(trainable, frozen, peak_flops)
         memory = self.memory()
-        cuda = model.device.type == "cuda"
+        peak = accelerator.peak(model.device)
         return Stats(
             steps=model.run.steps,
             skipped=clock.skipped,
@@ -145,10 +145,10 @@ class Reports:
             samples_per_second=clock.samples_per_second,
             mfu=mfu,
             mfu_formula=formula,
-            exposed_seconds=None if model.comm.mesh.backend == "nccl" else clock.exposed_seconds,
+            exposed_seconds=None if model.comm.mesh.on_streams else clock.exposed_seconds,
             traffic=self.traffic(),
             memory=memory,
-            transient_peak=torch.cuda.max_memory_allocated(model.device) - memory.held if cuda else None,
+            transient_peak=None if peak is None else peak - memory.held,
         )
 
 

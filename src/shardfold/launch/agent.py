@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -26,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.launch import hosts
 from shardfold.launch.death import Death, OomWatch, host_name, memory_limit
@@ -272,7 +272,7 @@ def num_procs(wanted: str | None, chatty: bool) -> int:
     """Return how many ranks this machine gets."""
     if wanted is not None and wanted.isdecimal():
         return int(wanted)
-    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    gpus = accelerator.count(accelerator.found())
     if wanted == "gpu" and not gpus:
         raise ConfigError("--nproc-per-node gpu: there is no GPU that this process sees; give a number, or cpu.")
     if wanted == "cpu" or (wanted == "auto" and not gpus):

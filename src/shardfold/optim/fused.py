@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from shardfold import accelerator
 from shardfold.sharding.segment import Segment
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tier import Region
@@ -29,7 +30,7 @@ from shardfold.torch_internals import fused_adam_, fused_adamw_, fused_sgd_
 __all__ = ["FusedShard", "fused_moments", "why_not_fused"]
 
 CPU_BLOCK = 256 * 1024
-CUDA_BLOCK = 64 * 1024 * 1024
+DEVICE_BLOCK = 64 * 1024 * 1024
 
 
 def fused_moments(optimizer: Optimizer) -> tuple[str, ...] | None:
@@ -159,7 +160,7 @@ class FusedShard:
         narrow = self.kind is SGD and master.itemsize < 4
         if not block and coefficient is None and out is None and grads.dtype == master.dtype and not narrow:
             block = stop - start
-        block = block or (CUDA_BLOCK if master.is_cuda else CPU_BLOCK)
+        block = block or (DEVICE_BLOCK if accelerator.has_streams(master.device) else CPU_BLOCK)
         for a in range(start, stop, block):
             b = min(a + block, stop)
             grad = grads[a:b]
@@ -199,7 +200,7 @@ class FusedShard:
         if self.kind is SGD:
             buffer = moments[0] if moments and group["momentum"] else None
             # torch's CPU kernel leaves 16-bit parameters as they are (2.13), so these go through fp32.
-            narrow = master.itemsize < 4 and not master.is_cuda
+            narrow = master.itemsize < 4 and not accelerator.has_streams(master.device)
             targets = [master, buffer] if buffer is not None else [master]
             wide = [target.float() for target in targets] if narrow else targets
             fused_sgd_(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardfold import accelerator
 from shardfold.comm.coalesced import as_bytes
 from shardfold.comm.comm import Comm
 from shardfold.errors import ModelError, UsageError, did_you_mean
@@ -136,7 +137,7 @@ def make_units(
             unit = Unit(c.spec, segments, comm.memory, c.modules)
             _give_values(unit, model, comm, tiers, weights, seed)
             if unit.trainable and not c.spec.table_or(layout).grads.over:
-                unit.gradients.rest(adopt=mesh.world == 1 and comm.memory.device.type == "cpu")
+                unit.gradients.rest(adopt=mesh.world == 1 and not accelerator.has_streams(comm.memory.device))
             if unit.split and not c.spec.root:
                 unit.release()
             units.append(unit)
@@ -278,12 +279,12 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
             wanted = {id(values[name]) for name in empty}
             slices = slices_on(model, comm.mesh.sizes, comm.mesh.coords)
             apart = {key: found.axes for key, found in slices.items()}
-            _reset(model, wanted, f"{seed}")
+            _reset(model, wanted, f"{seed}", comm.memory.device)
             for axes in dict.fromkeys(apart[key] for key in wanted if key in apart):  # each rank has others of these
                 place = "".join(f"/{axis}={comm.mesh.coords[axis]}" for axis in axes)
                 of_axes = {key for key in wanted if apart.get(key) == axes}
                 rest = {name: p.clone() for name, p in values.items() if id(p) not in of_axes}
-                _reset(model, of_axes, f"{seed}{place}")
+                _reset(model, of_axes, f"{seed}{place}", comm.memory.device)
                 for name, value in rest.items():
                     values[name].copy_(value)
         left = [name for name in sorted(empty) if values[name].is_floating_point() and values[name].isnan().any()]
@@ -294,15 +295,13 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
         )
 
 
-def _reset(model: nn.Module, wanted: set[int], seed: str) -> None:
+def _reset(model: nn.Module, wanted: set[int], seed: str, device: torch.device) -> None:
     of_model = getattr(model, "_init_weights", None)
     for path, module in model.named_modules():
         if not any(id(p) in wanted for p in module._parameters.values() if p is not None):
             continue
         own = getattr(module, "reset_parameters", None)
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(zlib.crc32(f"{seed}/{path}".encode()))
+        with accelerator.seeded(device, zlib.crc32(f"{seed}/{path}".encode())):
             if callable(of_model):
                 of_model(module)
             elif callable(own):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardfold.comm.coalesced import as_bytes, complete, spread
 from shardfold.comm.comm import Comm, joined
 from shardfold.comm.meter import Meter
-from shardfold.comm.transport import GlooTransport, NcclTransport
+from shardfold.comm.transport import GlooTransport, StreamTransport
 from shardfold.errors import OrderError
 from shardfold.plan.layout import DATA_AXES
 from shardfold.sharding.freed import FreedParameter, apart, outline, seal, unseal
@@ -60,7 +60,7 @@ class ShardRanks:
         with ExitStack() as held:
             mesh, agreement = joined(self, None, device, desync_timeout, timeout, held)
             memory = DeviceTier(device)
-            transport = NcclTransport() if mesh.backend == "nccl" else GlooTransport(memory.empty, memory.recycle)
+            transport = StreamTransport() if mesh.on_streams else GlooTransport(memory.empty, memory.recycle)
             self.comm = Comm(mesh, agreement, transport, Meter(mesh), memory)
             held.callback(self.comm.close)
             self._held = held.pop_all()
@@ -85,7 +85,7 @@ class ShardRanks:
     def slice_of(self, flat: Tensor, *, same: bool = False) -> Tensor:
         """This rank's slice of rank 0's values: of ``flat`` ``(numel,)`` there, or here if all have the ``same``."""
         ranks, size = self.comm.mesh.world, -(-flat.numel() // self.comm.mesh.world)
-        flat = flat.cpu() if self.comm.mesh.backend == "gloo" else flat  # Gloo does not scatter tensors of a GPU
+        flat = flat if self.comm.mesh.on_streams else flat.cpu()  # Gloo does not scatter tensors of a GPU
         own = torch.empty(size, dtype=flat.dtype, device=flat.device)
         if same or ranks == 1:
             own.copy_(_padded(flat[self.comm.mesh.rank * size : (self.comm.mesh.rank + 1) * size], size))

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shardfold.errors import ShardfoldError, UsageError
+from shardfold.errors import ShardfoldError, UsageError, did_you_mean
 from shardfold.plan.arguments import keywords, known_arguments, unknown
 from shardfold.testing import worker
 
@@ -90,13 +90,13 @@ class RanksFailed(ShardfoldError, RuntimeError):
 class _Worker:
     """One live process and our end of its pipe."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, device: str | None) -> None:
         ours, theirs = multiprocessing.Pipe()
         self.conn: connection.Connection = ours
         self.stacks = folder / f"stacks-{number}"
         context = _context()
         self.process = context.Process(
-            target=worker.serve, args=(theirs, str(self.stacks)), name=f"shardfold-rank-worker-{number}"
+            target=worker.serve, args=(theirs, str(self.stacks), device), name=f"shardfold-rank-worker-{number}"
         )
         self.process.start()
         theirs.close()  # else the end of the process would not be the end of the pipe
@@ -180,13 +180,17 @@ class Ranks:
             ranks.run(fn, *args)                     # on 4 ranks
             ranks.run(other, *args, world_size=2)    # the same processes, a new group
 
+    With ``device="sim"`` each process has the simulated device (:mod:`shardfold.testing.simulated`), and the group is
+    one of its own, with NCCL's semantics.
+
     Each call has its own process group. Module globals, torch's default dtype and the like do survive from call to call
     in a worker: a function that changes them changes them back, or runs under `run_ranks`.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, device: str | None = None) -> None:
         _check_count("num_ranks", num_ranks)
         self.num_ranks = num_ranks
+        self._device = _checked_device(device)
         self._workers: list[_Worker] = []
         self._started = 0
         self._calls = 0
@@ -212,9 +216,10 @@ class Ranks:
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks (default: all) and return the results by rank.
 
-        The default process group is a Gloo group made before the call, unless ``distributed=False``. ``timeout`` is in
-        seconds and bounds the call; ``group_timeout`` (default: beyond ``timeout``) bounds one collective.
-        ``warnings_as_errors``: True or False; by default the ranks have the caller's warning filters.
+        The default process group is a Gloo group (or one of the device), made before the call, unless
+        ``distributed=False``. ``timeout`` is in seconds and bounds the call; ``group_timeout`` (default: beyond
+        ``timeout``) bounds one collective. ``warnings_as_errors``: True or False; by default the ranks have the
+        caller's warning filters.
 
         Raises `RanksFailed` if any rank raised, died or hung, and `UsageError` for arguments that cannot be used.
         """
@@ -284,7 +289,7 @@ class Ranks:
             self._workers.remove(each)
         while len(self._workers) < world_size:
             self._started += 1
-            self._workers.append(_Worker(self._folder, self._started))
+            self._workers.append(_Worker(self._folder, self._started, self._device))
         return self._workers[:world_size]
 
 
@@ -297,13 +302,16 @@ def run_ranks(
     group_timeout: float | None = None,
     distributed: bool = True,
     warnings_as_errors: bool | None = None,
+    device: str | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on ``world_size`` fresh processes and return the results by rank.
 
-    ``fn`` must be defined at the top level of a module. Options and errors are those of `Ranks.run`.
+    ``fn`` must be defined at the top level of a module. ``device="sim"``: each process has the simulated device
+    (:mod:`shardfold.testing.simulated`), and the group is one of its own. Other options and errors are those of
+    `Ranks.run`.
     """
-    with Ranks(world_size) as ranks:
+    with Ranks(world_size, device=device) as ranks:
         return ranks.run(
             fn,
             *args,
@@ -389,7 +397,7 @@ def _filters(warnings_as_errors: bool | None) -> list[Any]:
         return list(warnings.filters)
 
 
-OPTIONS = ("world_size", "timeout", "group_timeout", "distributed", "warnings_as_errors")
+OPTIONS = ("world_size", "timeout", "group_timeout", "distributed", "warnings_as_errors", "device")
 """Arguments of a call on ranks that are not the function's."""
 
 
@@ -401,6 +409,17 @@ def _check_keywords(fn: Callable[..., Any], given: dict[str, Any]) -> None:
     call = f"run_ranks() of {getattr(fn, '__name__', 'a function')}()"
     if known is not None and (said := unknown(call, given, [*known, *OPTIONS])):
         raise UsageError(said)
+
+
+def _checked_device(device: Any) -> str | None:
+    if device in (None, "cpu"):
+        return None
+    if device != "sim":
+        raise UsageError(
+            f"device={device!r}: ranks of a test have the CPU (None) or the simulated device ('sim')."
+            f"{did_you_mean(str(device), ('cpu', 'sim'))}"
+        )
+    return "sim"
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -59,8 +59,14 @@ class Answer:
     time: float = 0.0  # time.monotonic() of the failure: comparable between the processes of one machine
 
 
-def serve(conn: connection.Connection, stacks: str) -> None:
-    """Answer calls until told to quit; ``stacks`` is the path that receives this process's stacks on SIGUSR1."""
+def serve(conn: connection.Connection, stacks: str, device: str | None = None) -> None:
+    """Answer calls until told to quit.
+
+    Args:
+        conn: where they come from.
+        stacks: the path that receives this process's stacks on SIGUSR1.
+        device: ``sim`` installs the simulated device, which stays; None: there is the CPU only.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group: the caller decides
     # chain=True: the stacks are written and then the signal's default action ends the process, so the caller
     # learns from its exit that the text is complete.
@@ -69,9 +75,11 @@ def serve(conn: connection.Connection, stacks: str) -> None:
     faulthandler.enable(file=stacks_file)  # a segmentation fault leaves its stack in the same place
     _exit_with_parent()
     torch.set_num_threads(int(os.environ.get("SHARDFOLD_TEST_THREADS", "1")))
+    if device is not None:
+        _install()
     gc.freeze()  # the modules imported so far never die: collecting after each call then costs a millisecond
     while (message := _receive(conn)) != QUIT:
-        answer = _answer(pickle.loads(message))
+        answer = _answer(pickle.loads(message), device)
         conn.send_bytes(pickle.dumps(answer))
         if answer.result is None:
             _flush()
@@ -81,7 +89,13 @@ def serve(conn: connection.Connection, stacks: str) -> None:
         _leave()
 
 
-def _answer(call: Call) -> Answer:
+def _install() -> None:
+    from shardfold.testing.simulated.install import install
+
+    install()
+
+
+def _answer(call: Call, device: str | None) -> Answer:
     try:
         os.environ.clear()
         os.environ.update(call.environment)
@@ -91,7 +105,7 @@ def _answer(call: Call) -> Answer:
         with warnings.catch_warnings():
             _set_filters(pickle.loads(call.filters))
             if call.store is not None:
-                _join(call, call.store)
+                _join(call, call.store, "gloo" if device is None else "simccl")
             fn, args, kwargs = pickle.loads(call.function)
             return Answer(result=_pickled_result(fn(*args, **kwargs)))
     except BaseException as error:  # SystemExit and pytest's outcomes too: a rank that stops is a rank that failed
@@ -111,11 +125,14 @@ def _rank_environment(call: Call) -> Mapping[str, str]:
     return names
 
 
-def _join(call: Call, path: str) -> None:
+def _join(call: Call, path: str, backend: str) -> None:
     timeout = timedelta(seconds=call.group_timeout)
     store = dist.FileStore(path, call.world_size)  # pyright: ignore[reportPrivateImportUsage]
     store.set_timeout(timeout)
-    dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=timeout)
+    own = None if backend == "gloo" else torch.device("sim", 0)
+    dist.init_process_group(
+        backend, store=store, rank=call.rank, world_size=call.world_size, timeout=timeout, device_id=own
+    )
 
 
 def _leave() -> None:

@@ -3,9 +3,10 @@
 A flat is one tensor for its whole life: parameters are views of it, so its memory comes and goes by resizing its
 storage, and saved activations find the refilled values (FSDP2 does the same with its all-gather outputs).
 
-On CUDA all gathered memory is allocated on one side stream, so that the caching allocator reuses a block only in that
-stream's order. ``take_back`` makes the side stream wait for the computation that last read the flat; ``give`` and the
-collective that fills it run on the side stream; waiting for that collective makes the computation wait, never the host.
+Where the device has streams, all gathered memory is allocated on one side stream, so that the caching allocator reuses
+a block only in that stream's order. ``take_back`` makes the side stream wait for the computation that last read the
+flat; ``give`` and the collective that fills it run on the side stream; waiting for that collective makes the
+computation wait, never the host.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import torch
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.tiers.pages import exact, huge, keep, let_go, vacate
 from shardfold.tiers.tier import is_same
 
@@ -31,7 +33,7 @@ class DeviceTier:
         self.device = device
         self.debug = debug
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = accelerator.new_stream(device, urgent=True)  # the computation waits for what is done there
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> DeviceRegion:
         make = torch.zeros if zero else torch.empty  # zeros that nobody has written to take no memory of the host
@@ -42,13 +44,13 @@ class DeviceTier:
         return DeviceRegion(memory)
 
     def side(self) -> AbstractContextManager[object]:
-        """What runs inside is queued beside the computation (CUDA); on the CPU it runs as it is."""
-        return _NOTHING if self._side is None else torch.cuda.stream(self._side)
+        """What runs inside is queued beside the computation where there are streams; on the CPU it runs as it is."""
+        return accelerator.on(self._side)
 
     def after_compute(self) -> None:
         """The side stream waits for everything computed so far."""
         if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self.device))
+            self._side.wait_stream(accelerator.current_stream(self.device))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat for a short while, whose memory is really gone when it is; ``(numel,)``."""
@@ -62,7 +64,7 @@ class DeviceTier:
     def recycle(self, flat: Tensor) -> None:
         """``flat`` from :meth:`empty` is no longer needed: two of each kind (a unit's gradients and what arrives for
         them) wait for the next taker, because fresh pages cost more than what is written to them, and because Gloo
-        keeps the buffers of its last collective alive anyway. CUDA's allocator does this by itself."""
+        keeps the buffers of its last collective alive anyway. The allocators of other devices do this by themselves."""
         spares = self._spare.setdefault((flat.numel(), flat.dtype), [])
         if self._side is None and len(spares) < 2:
             spares.append(flat)
@@ -81,7 +83,7 @@ class DeviceTier:
         storage = flat.untyped_storage()
         size = flat.numel() * flat.itemsize
         if storage.size() != size:
-            with self.side() if self._side is not None else exact():
+            with self.side() if self._side is not None else exact():  # the pool of that stream, see above
                 storage.resize_(size)
             self._prefer_huge(flat)
 
@@ -100,9 +102,10 @@ class DeviceTier:
         if self.debug:
             if flat.is_floating_point():
                 flat.fill_(float("nan"))
+                self.after_compute()  # what is gathered into it next is queued on the side stream, behind the fill
             return
-        self.after_compute()
-        with self.side():
+        self.after_compute()  # the next that gets this memory, on the side stream, finds it read
+        with self.side():  # a free has no order: it says whose memory it is for those who read
             flat.untyped_storage().resize_(0)
 
 

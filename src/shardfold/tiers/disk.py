@@ -23,6 +23,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.tiers.host import HostRegion, HostTier
 
 __all__ = ["DiskRegion", "DiskTier"]
@@ -188,14 +189,13 @@ class DiskRegion:
             near.fetch(into)
             self._coming = near
             return
-        cuda = self._owner.host.side is not None
-        self._into = into if cuda else None
-        self._coming = self._owner.threads.submit(self._read, None if cuda else into)
+        apart = self._owner.host.side is not None  # the device: a file is read into memory of the host
+        self._into = into if apart else None
+        self._coming = self._owner.threads.submit(self._read, None if apart else into)
 
     def _read(self, into: Tensor | None) -> Tensor:
         if into is None:
-            cuda = self._owner.host.side is not None
-            into = torch.empty(self._shape, dtype=self.dtype, pin_memory=cuda)
+            into = accelerator.host_memory(self._shape, self.dtype, self._owner.host.device)
         near = self._unwritten()  # its write ran before, in this thread, and may have failed
         if near is not None:
             return into.copy_(near.resting)

@@ -1,7 +1,7 @@
 """Host memory: values go out beside the computation, and come back when they are asked for.
 
-On CUDA regions are pinned and travel on a stream of their own; memory on either side is given back in the order of that
-stream. On the CPU a region is what it would be there, so that the same bytes are counted.
+Where the device has streams, regions are pinned and travel on a stream of their own; memory on either side is given
+back in the order of that stream. On the CPU a region is what it would be there, so that the same bytes are counted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.tiers.tier import is_same
 
 __all__ = ["HostRegion", "HostTier"]
@@ -22,11 +23,10 @@ class HostTier:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side = accelerator.new_stream(device)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> HostRegion:
-        make = torch.zeros if zero else torch.empty
-        return HostRegion(self, make(tuple(shape), dtype=dtype, pin_memory=self.side is not None))
+        return HostRegion(self, accelerator.host_memory(shape, dtype, self.device, zero=zero))
 
     def close(self) -> None:
         """Regions keep their memory as long as somebody keeps them."""
@@ -42,7 +42,7 @@ class HostRegion:
         self.resting: Tensor = memory
         self.dtype, self.nbytes = memory.dtype, memory.nbytes
         self._back: Tensor | None = None
-        self._event: Any = None  # CUDA: when what was begun last is over
+        self._event: Any = None  # streams: when what was begun last is over
 
     def store(self, values: Tensor) -> None:
         self._back = None
@@ -50,15 +50,15 @@ class HostRegion:
             return
         values = values.view_as(self.resting)
         side = self._owner.side
-        if side is None or not values.is_cuda:
+        if side is None or not accelerator.has_streams(values.device):
             self._wait()
             self.resting.copy_(values)
             return
-        side.wait_stream(torch.cuda.current_stream(self._owner.device))
-        with torch.cuda.stream(side):
+        side.wait_stream(accelerator.current_stream(self._owner.device))  # which computes the values
+        with accelerator.on(side):
             self.resting.copy_(values, non_blocking=True)
-            self._event = side.record_event()
-        values.record_stream(side)
+            self._event = side.record_event()  # whoever reads the copy waits for this
+        values.record_stream(side)  # their memory is not given out before the copy has read it
 
     def fetch(self, into: Tensor | None = None) -> None:
         side = self._owner.side
@@ -68,23 +68,25 @@ class HostRegion:
             self._back = self.resting if into is None else into.copy_(self.resting)
             return
         if into is not None:
-            side.wait_stream(torch.cuda.current_stream(self._owner.device))  # which may still read what was there
-            into.record_stream(side)
-        with torch.cuda.stream(side):
+            side.wait_stream(accelerator.current_stream(self._owner.device))  # which may still read what was there
+            into.record_stream(side)  # its memory is not given out while the copy writes to it
+        with accelerator.on(side):
             if into is None:
                 self._back = self.resting.to(self._owner.device, non_blocking=True)
             else:
                 self._back = into.copy_(self.resting, non_blocking=True)
-            self._event = side.record_event()
+            self._event = side.record_event()  # the computation waits for this in get()
 
     def get(self) -> Tensor:
         self.fetch()
         back, self._back = self._back, None
         assert back is not None
         if self._owner.side is not None and self._event is not None:
-            compute = torch.cuda.current_stream(self._owner.device)
-            compute.wait_event(self._event)
-            back.record_stream(compute)
+            compute = accelerator.current_stream(self._owner.device)
+            compute.wait_event(self._event)  # the copy, which is under way
+            back.record_stream(
+                compute
+            )  # it is memory of the copies' stream, which may not have it while this one reads
         return back
 
     def values(self, part: slice = slice(None)) -> Tensor:
@@ -93,7 +95,7 @@ class HostRegion:
 
     def _wait(self) -> None:
         if self._event is not None:
-            self._event.synchronize()
+            self._event.synchronize()  # the host reads, or writes, what the copy under way writes or reads
 
     def drop(self) -> None:  # who is on the way holds the memory: PyTorch gives back what is pinned behind its copies
         self._back = None

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.torch_internals import no_subclass_functions
 
 __all__ = ["clear_peak", "held_bytes", "minor_faults", "peak_bytes", "resident_bytes"]
@@ -46,22 +47,22 @@ def _status(field: str) -> int | None:
 
 def resident_bytes(device: torch.device) -> int | None:
     """What is resident now; on CUDA, what is allocated. None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if accelerator.has_streams(device):
+        return accelerator.allocated(device)
     return _status("VmRSS")
 
 
 def peak_bytes(device: torch.device) -> int | None:
     """The most that was resident (on CUDA: allocated) since :func:`clear_peak`."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if accelerator.has_streams(device):
+        return accelerator.peak(device)
     return _status("VmHWM")
 
 
 def clear_peak(device: torch.device) -> None:
     """The peak starts again at what is resident now, without what malloc keeps of earlier tensors."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if accelerator.has_streams(device):
+        accelerator.reset_peak(device)
     elif STATUS.exists():
         with suppress(AttributeError):  # another C library than glibc
             ctypes.CDLL(None).malloc_trim(0)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardfold import accelerator
 from shardfold.tools.bench import contenders, models, sides
 from shardfold.tools.bench.measure import clear_peak, held_bytes, minor_faults, peak_bytes, resident_bytes
 from shardfold.tools.bench.settings import Settings
@@ -34,9 +35,9 @@ class Rank:
         torch.set_num_threads(1)
         contender = contenders.find(name)
         self._device = torch.device("cpu")
-        if settings.device == "cuda":
-            self._device = torch.device("cuda", number % torch.cuda.device_count())
-            torch.cuda.set_device(self._device)
+        if accelerator.has_streams(device := torch.device(settings.device)):
+            self._device = torch.device(device.type, number % accelerator.count(device))
+            accelerator.use(self._device)
         sides.prepare(contender, settings, self._device)
         batches = models.batches(settings, number)
         self._batches = [tuple(each.to(self._device) for each in batch) for batch in batches]
@@ -105,8 +106,7 @@ class Rank:
         loss = self._side.compute(batch)
         computed = perf_counter()
         self._side.update()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        accelerator.synchronize(self._device)
         end = perf_counter()
         self._steps += 1
         return end - begin, computed - begin, loss

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardfold import accelerator
+from shardfold.comm.backend import device_backend
 from shardfold.tools.bench.contenders import Contender
 from shardfold.tools.bench.models import LEARNING_RATE
 from shardfold.tools.bench.settings import Settings
@@ -59,7 +61,7 @@ def prepare(contender: Contender, settings: Settings, device: torch.device) -> N
     for library in ("torch._dynamo", *LIBRARIES[contender.kind]):
         importlib.import_module(library)
     if settings.ranks > 1 or contender.kind not in ("bare", "engine"):
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(device_backend(device))
         dist.barrier()
     model = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64)).to(device)
     optimizer = optimizer_of(settings)(model.parameters())
@@ -109,7 +111,7 @@ def bare(contender: Contender, settings: Settings, model: nn.Module, device: tor
 
 def ddp(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
     parallel = nn.parallel.DistributedDataParallel(
-        model.to(device), device_ids=[device] if device.type == "cuda" else None
+        model.to(device), device_ids=[device] if accelerator.has_streams(device) else None
     )
     make = optimizer_of(settings)
     if contender.option == "zero":

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.text import Text
 
 import shardfold as sf
+from shardfold import accelerator
 from shardfold.checkpoint.folders import IN_RUN
 from shardfold.comm.mesh import pick_device
 from shardfold.errors import ConfigError, ShardfoldError
@@ -358,9 +359,9 @@ def check_device(config: TrainConfig) -> None:
     """Refuse what cannot fit into this rank's device."""
     ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     device = pick_device()
-    if device.type == "cuda":
-        available = torch.cuda.get_device_properties(device).total_memory
-        sharing, where = -(-here // torch.cuda.device_count()), "a GPU"
+    available = accelerator.total_memory(device)
+    if available is not None:
+        sharing, where = -(-here // accelerator.count(device)), "a GPU"
     else:
         available, sharing, where = memory_limit(), here, "this machine"
     check_memory(config, ranks=ranks, sharing=sharing, available=available, where=where)

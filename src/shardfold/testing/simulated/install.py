@@ -1,0 +1,89 @@
+"""Makes the device of this process, once: PyTorch can be told of one such device, and never to forget it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardfold.errors import UsageError
+from shardfold.testing.simulated.device import PROCESS, SimulatedDevice
+from shardfold.testing.simulated.memory import NAME
+from shardfold.torch_internals import SIMULATED, lacking_for
+
+__all__ = ["install", "is_supported"]
+
+
+def is_supported() -> bool:
+    """Whether this version of PyTorch has what the simulated device is made of."""
+    return not lacking_for(SIMULATED)
+
+
+def install() -> SimulatedDevice:
+    """The device of this process, which it makes the first time.
+
+    Raises:
+        UsageError: this version of PyTorch lacks something that it needs, or has a device of this kind already.
+    """
+    if PROCESS.device is not None:
+        return PROCESS.device
+    lost = lacking_for(SIMULATED)
+    if lost:
+        raise UsageError(
+            f"PyTorch {torch.__version__} has no {', '.join(lost)}, of which the simulated device is made: "
+            "install a version that docs/versions.md names."
+        )
+    from shardfold.testing.simulated.patches import patch  # what follows needs the names that were looked for
+    from shardfold.testing.simulated.streams import Stream
+
+    device = PROCESS.device = SimulatedDevice()
+    try:
+        _register()
+    except BaseException:
+        PROCESS.device = None
+        raise
+    device.default = Stream(stream_id=0)
+    patch()
+    return device
+
+
+CPU_NORMS = ("native_layer_norm", "native_group_norm")
+"""For which PyTorch has kernels made of other operations, which would come before the CPU's."""
+
+_LIBRARIES: list[torch.library.Library] = []  # what they register goes when they do
+
+
+def _register() -> None:
+    from shardfold.testing.simulated.autocast import AUTOCAST
+    from shardfold.testing.simulated.module import device_module
+    from shardfold.testing.simulated.operations import fallback
+    from shardfold.testing.simulated.unwinding import Guard
+    from shardfold.torch_internals import CPU_KEYS, register_device
+
+    try:
+        register_device(NAME, backend_module=device_module(), device_guard=Guard())
+    except RuntimeError as error:
+        raise UsageError(
+            f"The simulated device cannot be installed beside another one of its kind (PrivateUse1): {error}"
+        ) from error
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(fallback, "PrivateUse1")
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    named = torch.library.Library("aten", "IMPL")
+
+    def on_cpu(op: Any) -> Any:
+        return lambda *args, **kwargs: op.redispatch(CPU_KEYS, *args, **kwargs)
+
+    for name in CPU_NORMS:
+        op = getattr(torch.ops.aten, name).default
+        named.impl(name, partial(fallback, op), "PrivateUse1")
+    for overload in ("source_Storage", "source_Storage_storage_offset", "source_Tensor"):
+        named.impl(f"set_.{overload}", on_cpu(getattr(torch.ops.aten.set_, overload)), "PrivateUse1")
+    for name, kernel in AUTOCAST.items():
+        named.impl(name, kernel, "AutocastPrivateUse1")
+    _LIBRARIES.extend([everything, named])
+    if torch.distributed.is_available():
+        from shardfold.testing.simulated.group import register
+
+        register()

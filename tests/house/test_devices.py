@@ -1,0 +1,52 @@
+"""One module knows the devices; the rest of the library does not ask PyTorch for one by its name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardfold
+
+SOURCES = Path(shardfold.__file__).parent
+SEAM, TABLE = SOURCES / "accelerator.py", SOURCES / "torch_internals.py"
+# The compatibility layer has DeepSpeed's own interface for devices, and torch_internals a private name for it; the
+# simulated device is one.
+FILES = [
+    path
+    for path in sorted(SOURCES.rglob("*.py"))
+    if path not in (SEAM, TABLE) and SOURCES / "compat" not in path.parents
+]
+MODULES = ("cuda", "accelerator", "xpu", "mps", "mtia", "get_device_module")
+COMPARED = ("cuda", "nccl")
+
+
+def _findings(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in MODULES:
+                yield f"line {node.lineno}: torch.{node.attr}"
+            if node.attr in ("is_cuda", "is_xpu"):
+                yield f"line {node.lineno}: .{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            yield from (f"line {node.lineno}: {name}" for name in names if name in [f"torch.{m}" for m in MODULES])
+        elif isinstance(node, ast.Import):
+            yield from (
+                f"line {node.lineno}: {alias.name}"
+                for alias in node.names
+                if alias.name.split(".")[:2] in [["torch", module] for module in MODULES]
+            )
+        elif isinstance(node, ast.Compare):
+            for each in (node.left, *node.comparators):
+                constants = [part.value for part in ast.walk(each) if isinstance(part, ast.Constant)]
+                yield from (f"line {node.lineno}: compares with {c!r}" for c in constants if c in COMPARED)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCES).as_posix())
+def test_devices_are_asked_for_in_one_place(path: Path) -> None:
+    """No file but ``accelerator.py`` uses ``torch.cuda`` or its like, or compares with the name of one type: what runs
+    on one accelerator runs on each that offers the same."""
+    assert not list(_findings(ast.parse(path.read_text(encoding="utf-8"), str(path))))

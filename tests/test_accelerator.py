@@ -1,0 +1,64 @@
+"""Which devices train, what they are asked for, and what a machine without one answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardfold as sf
+from shardfold import accelerator
+from shardfold.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("mps", "'mps': PyTorch's module for it has no Stream, current_stream, stream, .* 'cpu' here"),
+        ("hpu", "'hpu': models are trained on 'cpu' here"),
+        ("meta", "'meta': models are trained on 'cpu' here"),
+        ("xpu:1", "'xpu:1' is no device of this machine, of which PyTorch finds none"),
+    ],
+)
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="says what a machine without an accelerator does")
+def test_a_device_that_cannot_train_is_refused_with_what_it_lacks(device: str, words: str) -> None:
+    """No type of device is taken for the CPU: it is refused, and the sentence says what its module does not offer."""
+    with pytest.raises(ConfigError, match=words):
+        sf.Engine(nn.Linear(2, 2), device=device)
+
+
+def test_every_type_that_trains_offers_all_that_is_asked_for() -> None:
+    """The modules of CUDA (which is ROCm's too) and XPU have every name that is needed."""
+    assert accelerator.lacking(torch.device("cuda")) == accelerator.lacking(torch.device("xpu")) == []
+
+
+def test_on_the_cpu_there_are_no_streams() -> None:
+    """What asks for streams, figures and pinned memory of the CPU gets none, and what runs inside runs as it is."""
+    assert accelerator.new_stream(CPU) is accelerator.current_stream(CPU) is None
+    assert accelerator.allocated(CPU) is accelerator.peak(CPU) is accelerator.total_memory(CPU) is None
+    assert accelerator.indexed(CPU) == CPU and accelerator.count(CPU) == 0
+    assert not accelerator.host_memory((2,), torch.uint8, CPU).is_pinned()
+    with accelerator.on(None):
+        accelerator.synchronize(CPU)
+
+
+def test_a_seed_holds_inside_only() -> None:
+    """Numbers inside follow from the seed; behind it the generator goes on as if nothing had been drawn."""
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with accelerator.seeded(CPU, 5):
+        inside = torch.rand(4)
+    assert torch.equal(torch.rand(2), expected)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(4), inside)
+
+
+def test_names_of_devices_follow_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without a number is this local rank's; one with a number stays."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(accelerator, "count", lambda device: 2)
+    assert str(accelerator.indexed(torch.device("cuda"))) == "cuda:1"
+    assert str(accelerator.indexed(torch.device("cuda:0"))) == "cuda:0"
