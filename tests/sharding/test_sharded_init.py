@@ -84,7 +84,7 @@ def _live() -> int:
     sizes: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for thing in gc.get_objects():
-            if issubclass(type(thing), Tensor) and not thing.is_meta:
+            if issubclass(type(thing), Tensor) and thing.layout is torch.strided and not thing.is_meta:
                 storage = thing.untyped_storage()
                 sizes[storage._cdata] = storage.size()
     return sum(sizes.values())
