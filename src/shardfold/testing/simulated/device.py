@@ -215,7 +215,8 @@ class SimulatedDevice:
                 return
             if nbytes > block.nbytes:
                 raise UsageError(
-                    f"A storage of {NAME_OF} has {block.nbytes} bytes and cannot grow to {nbytes}: make a new tensor."
+                    f"A storage of the simulated device has {block.nbytes} bytes and cannot grow to {nbytes}: "
+                    "make a new tensor."
                 )
             if nbytes == 0 and not block.freed:
                 self.allocator.free(block)
@@ -240,9 +241,6 @@ class SimulatedDevice:
     def lagging(self, seed: int, lag: int) -> Queues:
         """Queues for :meth:`use` that stay behind."""
         return Lagging(seed, lag, self.failed)
-
-
-NAME_OF = "the simulated device"
 
 
 class _Process:
