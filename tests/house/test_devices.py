@@ -14,11 +14,8 @@ SOURCES = Path(shardfold.__file__).parent
 SEAM, TABLE = SOURCES / "accelerator.py", SOURCES / "torch_internals.py"
 # The compatibility layer has DeepSpeed's own interface for devices, and torch_internals a private name for it; the
 # simulated device is one.
-FILES = [
-    path
-    for path in sorted(SOURCES.rglob("*.py"))
-    if path not in (SEAM, TABLE) and SOURCES / "compat" not in path.parents
-]
+APART = {SOURCES / "compat", SOURCES / "testing" / "simulated", SEAM, TABLE}
+FILES = [path for path in sorted(SOURCES.rglob("*.py")) if not {path, *path.parents} & APART]
 MODULES = ("cuda", "accelerator", "xpu", "mps", "mtia", "get_device_module")
 COMPARED = ("cuda", "nccl")
 

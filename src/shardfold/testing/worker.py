@@ -87,12 +87,20 @@ def serve(conn: connection.Connection, stacks: str, device: str | None = None) -
         if _receive(conn) != END:
             break
         _leave()
+        if device is not None:
+            _reset()
 
 
 def _install() -> None:
     from shardfold.testing.simulated.install import install
 
     install()
+
+
+def _reset() -> None:
+    from shardfold.testing.simulated.device import the_device
+
+    the_device().reset()
 
 
 def _answer(call: Call, device: str | None) -> Answer:
@@ -129,10 +137,7 @@ def _join(call: Call, path: str, backend: str) -> None:
     timeout = timedelta(seconds=call.group_timeout)
     store = dist.FileStore(path, call.world_size)  # pyright: ignore[reportPrivateImportUsage]
     store.set_timeout(timeout)
-    own = None if backend == "gloo" else torch.device("sim", 0)
-    dist.init_process_group(
-        backend, store=store, rank=call.rank, world_size=call.world_size, timeout=timeout, device_id=own
-    )
+    dist.init_process_group(backend, store=store, rank=call.rank, world_size=call.world_size, timeout=timeout)
 
 
 def _leave() -> None:

@@ -11,35 +11,36 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardfold.errors import UsageError
 from shardfold.testing.simulated.checker import Checker
-from shardfold.testing.simulated.clocks import Clocks, Moment
+from shardfold.testing.simulated.clocks import Clocks, Moment, is_over
 from shardfold.testing.simulated.findings import Findings
 from shardfold.testing.simulated.memory import Allocation, Allocator, spoil
 from shardfold.testing.simulated.queues import Lagging, Poll, Prompt, Queues
 from shardfold.testing.simulated.sites import Site, here
 from shardfold.torch_internals import in_backward
 
-if TYPE_CHECKING:
-    from shardfold.testing.simulated.streams import Stream
-
 __all__ = ["PROCESS", "SimulatedDevice", "the_device"]
 
 
-class Collective(Protocol):
-    """One under way, of a process group (group.py)."""
+class UnderWay(Protocol):
+    """A collective under way, of a process group (group.py)."""
 
     moment: Moment
 
     def finish(self) -> None:
         """Returns when it is over."""
+
+    def poll(self) -> bool:
+        """Whether it is over."""
+        ...
 
 
 class SimulatedDevice:
@@ -49,7 +50,7 @@ class SimulatedDevice:
     default: the stream of what names none.
     """
 
-    default: Stream
+    default: torch.Stream
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -60,8 +61,8 @@ class SimulatedDevice:
         self.generator = torch.Generator()
         self._error: BaseException | None = None
         self._threads = threading.local()
-        self._backwards: list[tuple[Stream, Site]] = []
-        self._collectives: list[Collective] = []
+        self._backwards: list[tuple[torch.Stream, Site]] = []
+        self._collectives: list[UnderWay] = []
 
     # -- where and when
 
@@ -74,7 +75,7 @@ class SimulatedDevice:
         return here(self._backwards[-1][1] if self._backwards else None)
 
     @property
-    def current(self) -> Stream:
+    def current(self) -> torch.Stream:
         """The stream into which this thread queues."""
         stream = getattr(self._threads, "stream", None)
         if stream is not None:
@@ -82,25 +83,26 @@ class SimulatedDevice:
         # Autograd's thread: as if the whole forward had run on the stream that backward was called on.
         return self._backwards[-1][0] if self._backwards and in_backward() else self.default
 
-    def enter(self, stream: Stream | None) -> Stream | None:
+    def enter(self, stream: torch.Stream | None) -> torch.Stream | None:
         """This thread queues into ``stream`` from now on; the one that it named before, if it did."""
         before = getattr(self._threads, "stream", None)
         self._threads.stream = stream
         return before
 
     @property
-    def entered(self) -> list[Stream | None]:
+    def entered(self) -> list[torch.Stream | None]:
         """What this thread goes back to at the ends of its ``with stream`` blocks."""
         return self._threads.__dict__.setdefault("entered", [])
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside, a backward runs that was called from here."""
-        self._backwards.append((self.current, here()))
+        entry = self.current, here()
+        self._backwards.append(entry)
         try:
             yield
         finally:
-            self._backwards.pop()
+            self._backwards.remove(entry)
 
     # -- order
 
@@ -123,21 +125,39 @@ class SimulatedDevice:
         Raises:
             Exception: what an operation or a collective raised on the device since the host last waited for it.
         """
+        self._await(moment)
+        self._raise()
+
+    def _await(self, moment: Moment) -> None:
         self.queues.until(moment)
-        for each in [
-            c for c in self._collectives if all(moment.clock.get(s, 0) >= t for s, t in c.moment.clock.items())
-        ]:
+        for each in self._before(moment):
             each.finish()
         with self.lock:
             self.clocks.host_waited(moment)
+
+    def _raise(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
+    def is_done(self, moment: Moment) -> bool:
+        """Whether the device has come to ``moment``."""
+        return moment.done and all([each.poll() for each in self._before(moment)])
+
+    def is_idle(self, stream: int) -> bool:
+        """Whether everything that ``stream`` waits for, or has queued, is done."""
+        if not self.queues.is_idle(stream):
+            return False
+        return all([each.poll() for each in self._before(Moment(dict(self.clocks[stream])))])
+
+    def _before(self, moment: Moment) -> list[UnderWay]:
+        return [each for each in list(self._collectives) if is_over(each.moment, moment)]
+
     def synchronize(self, streams: Iterable[int] | None = None) -> None:
         """The host waits for these streams, or for all; this is not noted."""
         for moment in [self.record(stream) for stream in (self.clocks.streams if streams is None else streams)]:
-            self.wait_on_host(moment)
+            self._await(moment)
+        self._raise()
 
     def host_sync(self, what: str, stream: int | None = None) -> None:
         """The host waits for a stream, or the current one, in ``what``."""
@@ -178,13 +198,13 @@ class SimulatedDevice:
                 block.finish()
         self.queues.run(stream, call)
 
-    def under_way(self, collective: Collective, blocks: Iterable[Allocation]) -> None:
+    def under_way(self, collective: UnderWay, blocks: Iterable[Allocation]) -> None:
         """A collective runs beside the host: whoever uses its memory, or waits for its stream, finishes it."""
         self._collectives.append(collective)
         for block in blocks:
             block.pending.append(collective)
 
-    def over(self, collective: Collective) -> None:
+    def over(self, collective: UnderWay) -> None:
         """It is over."""
         if collective in self._collectives:
             self._collectives.remove(collective)
@@ -215,7 +235,8 @@ class SimulatedDevice:
                 return
             if nbytes > block.nbytes:
                 raise UsageError(
-                    f"A storage of {NAME_OF} has {block.nbytes} bytes and cannot grow to {nbytes}: make a new tensor."
+                    f"A storage of the simulated device has {block.nbytes} bytes and cannot grow to {nbytes}: "
+                    "make a new tensor."
                 )
             if nbytes == 0 and not block.freed:
                 self.allocator.free(block)
@@ -229,28 +250,37 @@ class SimulatedDevice:
     def use(self, queues: Queues, findings: Findings) -> tuple[Queues, Findings]:
         """From now on work runs by ``queues`` and what is found goes to ``findings``; what was there before is given
         back. The host waits for everything queued before."""
-        self.synchronize()
-        with self.lock:
-            before = self.queues, self.checker.findings
-            self.queues, self.checker.findings = queues, findings
-            self.allocator.collect()
-            self.allocator.peak = self.allocator.allocated
+        try:
+            self.synchronize()
+        finally:
+            with self.lock:
+                before = self.queues, self.checker.findings
+                self.queues, self.checker.findings = queues, findings
+                self.allocator.collect()
+                self.allocator.peak = self.allocator.allocated
         return before
+
+    def reset(self) -> None:
+        """Forgets what the last user left: errors that nobody has heard of, a stream that is still current, findings,
+        and, where an aborted group left some, collectives."""
+        with suppress(Exception):
+            self.use(Prompt(), Findings())
+        self._threads.__dict__.clear()
+        self._collectives.clear()
 
     def lagging(self, seed: int, lag: int) -> Queues:
         """Queues for :meth:`use` that stay behind."""
         return Lagging(seed, lag, self.failed)
 
 
-NAME_OF = "the simulated device"
-
-
 class _Process:
     """Attributes:
     device: that of this process: PyTorch has one place for a device of this kind, which is given once.
+    refused: why it cannot be used, if it cannot.
     """
 
     device: SimulatedDevice | None = None
+    refused = ""
 
 
 PROCESS = _Process()
