@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,19 +27,20 @@ from shardfold.testing.simulated.queues import Lagging, Poll, Prompt, Queues
 from shardfold.testing.simulated.sites import Site, here
 from shardfold.torch_internals import in_backward
 
-if TYPE_CHECKING:
-    from shardfold.testing.simulated.streams import Stream
-
 __all__ = ["PROCESS", "SimulatedDevice", "the_device"]
 
 
-class Collective(Protocol):
-    """One under way, of a process group (group.py)."""
+class UnderWay(Protocol):
+    """A collective under way, of a process group (group.py)."""
 
     moment: Moment
 
     def finish(self) -> None:
         """Returns when it is over."""
+
+    def poll(self) -> bool:
+        """Whether it is over."""
+        ...
 
 
 class SimulatedDevice:
@@ -49,7 +50,7 @@ class SimulatedDevice:
     default: the stream of what names none.
     """
 
-    default: Stream
+    default: torch.Stream
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -60,8 +61,8 @@ class SimulatedDevice:
         self.generator = torch.Generator()
         self._error: BaseException | None = None
         self._threads = threading.local()
-        self._backwards: list[tuple[Stream, Site]] = []
-        self._collectives: list[Collective] = []
+        self._backwards: list[tuple[torch.Stream, Site]] = []
+        self._collectives: list[UnderWay] = []
 
     # -- where and when
 
@@ -74,7 +75,7 @@ class SimulatedDevice:
         return here(self._backwards[-1][1] if self._backwards else None)
 
     @property
-    def current(self) -> Stream:
+    def current(self) -> torch.Stream:
         """The stream into which this thread queues."""
         stream = getattr(self._threads, "stream", None)
         if stream is not None:
@@ -82,14 +83,14 @@ class SimulatedDevice:
         # Autograd's thread: as if the whole forward had run on the stream that backward was called on.
         return self._backwards[-1][0] if self._backwards and in_backward() else self.default
 
-    def enter(self, stream: Stream | None) -> Stream | None:
+    def enter(self, stream: torch.Stream | None) -> torch.Stream | None:
         """This thread queues into ``stream`` from now on; the one that it named before, if it did."""
         before = getattr(self._threads, "stream", None)
         self._threads.stream = stream
         return before
 
     @property
-    def entered(self) -> list[Stream | None]:
+    def entered(self) -> list[torch.Stream | None]:
         """What this thread goes back to at the ends of its ``with stream`` blocks."""
         return self._threads.__dict__.setdefault("entered", [])
 
@@ -129,7 +130,7 @@ class SimulatedDevice:
 
     def _await(self, moment: Moment) -> None:
         self.queues.until(moment)
-        for each in [c for c in self._collectives if is_over(c.moment, moment)]:
+        for each in self._before(moment):
             each.finish()
         with self.lock:
             self.clocks.host_waited(moment)
@@ -138,6 +139,19 @@ class SimulatedDevice:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def is_done(self, moment: Moment) -> bool:
+        """Whether the device has come to ``moment``."""
+        return moment.done and all([each.poll() for each in self._before(moment)])
+
+    def is_idle(self, stream: int) -> bool:
+        """Whether everything that ``stream`` waits for, or has queued, is done."""
+        if not self.queues.is_idle(stream):
+            return False
+        return all([each.poll() for each in self._before(Moment(dict(self.clocks[stream])))])
+
+    def _before(self, moment: Moment) -> list[UnderWay]:
+        return [each for each in list(self._collectives) if is_over(each.moment, moment)]
 
     def synchronize(self, streams: Iterable[int] | None = None) -> None:
         """The host waits for these streams, or for all; this is not noted."""
@@ -184,13 +198,13 @@ class SimulatedDevice:
                 block.finish()
         self.queues.run(stream, call)
 
-    def under_way(self, collective: Collective, blocks: Iterable[Allocation]) -> None:
+    def under_way(self, collective: UnderWay, blocks: Iterable[Allocation]) -> None:
         """A collective runs beside the host: whoever uses its memory, or waits for its stream, finishes it."""
         self._collectives.append(collective)
         for block in blocks:
             block.pending.append(collective)
 
-    def over(self, collective: Collective) -> None:
+    def over(self, collective: UnderWay) -> None:
         """It is over."""
         if collective in self._collectives:
             self._collectives.remove(collective)
@@ -262,9 +276,11 @@ class SimulatedDevice:
 class _Process:
     """Attributes:
     device: that of this process: PyTorch has one place for a device of this kind, which is given once.
+    refused: why it cannot be used, if it cannot.
     """
 
     device: SimulatedDevice | None = None
+    refused = ""
 
 
 PROCESS = _Process()

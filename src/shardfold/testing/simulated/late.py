@@ -8,15 +8,13 @@ off. Neither are random numbers, nor results whose shapes depend on values.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfold.torch_internals import tree_map
-
-if TYPE_CHECKING:
-    from shardfold.testing.simulated.operations import Operation
+from shardfold.testing.simulated.nested import mapped
+from shardfold.testing.simulated.operation import Operation
 
 __all__ = ["Late", "put_off"]
 
@@ -72,7 +70,7 @@ def _compared(operation: Operation, shapes: Any, key: Hashable) -> Any:
 def _queue(operation: Operation, shapes: Any) -> Any:
     device, known = operation.device, operation.known
     for k in known.fresh:
-        operation.outputs[k] = tree_map(lambda value: _like(operation, value), shapes[k])
+        operation.outputs[k] = mapped(lambda value: _like(operation, value), shapes[k])
     targets = _tensors([operation.outputs[k] for k in known.fresh])
     # Aliases are made now: the host may free the memory before this runs.
     alias = device.allocator.alias
