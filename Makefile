@@ -5,6 +5,7 @@
 #   make numerics   the numerical tests with each set of kernels that this CPU has
 #   make mutants    listed faults, each in a copy of the package: tests have to notice all
 #   make matrix  a part of the tests under other versions of PyTorch and Python (MATRIX="--torch 2.11.0")
+#   make gpu     what only a GPU can show, and one report of it, in 10 minutes at most (DEVICE=sim RANKS=2: a rehearsal)
 # The demo needs the command line only; what the tests need besides is installed into the same .venv by the first of them.
 # Options: PYTHON=python3.12 (which interpreter), PIP_ARGS="..." (passed to pip install),
 # JOBS=1 (how many tests at a time).
@@ -13,6 +14,13 @@ PYTHON ?= python3
 PIP_ARGS ?=
 # Ranks wait for each other more than they compute: three tests at a time fill two cores.
 JOBS ?= 3
+# Of `make gpu`: cuda, sim, cpu, ...; ranks, 0: one per device; the report's folder; GPU_PYTHON=python3: an interpreter
+# that has all it needs already, as where there is no network, in place of .venv's.
+DEVICE ?= auto
+RANKS ?= 0
+MINUTES ?= 10
+REPORT ?= build/gpu
+GPU_PYTHON ?= $(BIN)/python
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -20,7 +28,7 @@ TOOLS := $(VENV)/.ready-dev
 LOG := $(VENV)/setup.log
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10
 
-.PHONY: demo test lint soak numerics mutants matrix clean
+.PHONY: demo test lint soak numerics mutants matrix gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -40,6 +48,9 @@ mutants: $(TOOLS)
 
 matrix: $(TOOLS)
 	@$(BIN)/python tests/support/matrix.py $(MATRIX)
+
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(TOOLS))
+	@$(GPU_PYTHON) -m tests.support.gpu --device $(DEVICE) --ranks $(RANKS) --minutes $(MINUTES) --out $(REPORT)
 
 lint: $(TOOLS)
 	@$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -15,13 +16,18 @@ import psutil
 import pytest
 import torch
 
+from shardfold import accelerator
 from shardfold.testing import Ranks
+from tests.support.gpu.setting import SIM, GivenDevice
 
 NUM_RANKS = 4
 SETTLE = 5.0  # seconds for what a test ended to be gone
 
 # Set by torch when it is first imported in full, whichever test happens to be the one that does.
 IMPORT_ENVIRONMENT = {"TORCHINDUCTOR_CACHE_DIR"}
+
+# What the tests marked `gpu` run on; `sim` rehearses them, in a process of pytest that has the simulated device then.
+TESTED = os.environ.get("SHARDFOLD_TEST_DEVICE", "cuda")
 
 # Several processes share the cores, and the threads of one that compute little spend the others' time waiting.
 # `make numerics` asks for more, as sums are then cut elsewhere; workers read the same variable.
@@ -57,6 +63,17 @@ def ranks(_pool: Ranks) -> Ranks:
     return _pool
 
 
+@pytest.fixture
+def gpu() -> Iterator[GivenDevice]:
+    """The device of a test that is marked `gpu`. On the simulated one nothing may be out of order."""
+    if TESTED != SIM:
+        yield GivenDevice(TESTED, None)
+        return
+    with importlib.import_module("shardfold.testing.simulated").simulated() as sim:
+        yield GivenDevice(SIM, sim)
+        sim.expect_clean()
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(_pool: Ranks, _sim_pool: Ranks) -> Iterator[None]:
     """Fail a test that leaks processes, threads, environment variables or a process group.
@@ -82,8 +99,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu") and not _is_there(TESTED):
+        pytest.skip(f"needs a device of the type {TESTED}")
+
+
+def _is_there(kind: str) -> bool:
+    if kind == SIM:
+        return importlib.import_module("shardfold.testing.simulated").is_supported()
+    return kind != "cpu" and accelerator.is_known(torch.device(kind)) and accelerator.count(torch.device(kind)) > 0
 
 
 def _children(pools: Sequence[Ranks]) -> set[psutil.Process]:

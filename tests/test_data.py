@@ -22,6 +22,7 @@ import shardfold as sf
 from shardfold.data import shuffled
 from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
+from tests.support.gpu.setting import GivenDevice
 
 LEG = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 12))  # ranks, batch size, batches until the next
 
@@ -349,11 +350,11 @@ def test_a_state_that_does_not_fit_is_refused():
 
 
 @pytest.mark.gpu
-def test_the_stream_of_this_ranks_device_continues():
+def test_the_stream_of_this_ranks_device_continues(gpu: GivenDevice):
     """The state of a device's generator is saved without its number, and only that of the device in use."""
-    draws("cuda")
+    draws(gpu.type)
     state = saved(sf.rng_state())
     assert set(state["device"]) == {"type", "state"}
-    expected = draws("cuda")
+    expected = draws(gpu.type)
     sf.set_rng_state(state)
-    assert draws("cuda") == expected
+    assert draws(gpu.type) == expected

@@ -176,3 +176,18 @@ def test_time_goes_to_the_innermost_operation_and_to_waiting():
         "reduce": [(84, 88)],
     }
     assert traces.phases(trace) == {"forward": (0, 70), "backward": (70, 90), "step": (90, 100)}
+
+
+def test_a_limited_benchmark_says_what_it_left_out(capsys: pytest.CaptureFixture[str]):
+    """What was not started in the first half of the time does not take part, and one round is run in any case."""
+    settings = replace(TINY, ranks=1, rounds=1000, within=1.0)
+    measured = compare(settings, [contenders.find("bare"), contenders.find("zero3")])
+    assert measured.failures == {"zero3": ("was not started within 50% of the time", "")}
+    assert len(measured.turns["bare"]) == measured.rounds < settings.rounds
+    assert show.print_report(measured, None, {}, as_markdown=False, tolerance=1e-3)
+    said = capsys.readouterr().out
+    assert f"{measured.rounds} of 1000 rounds were begun before the time was over." in said
+    assert "zero3 failed: was not started within 50% of the time.\n" in said
+    assert results.as_json(measured, None)["rounds"] == measured.rounds
+    with pytest.raises(ConfigError, match="within is 0, but must be at least 1"):
+        replace(TINY, within=0)

@@ -156,11 +156,14 @@ def bench(
     ranks: Annotated[int | None, typer.Option(help="Processes per contender (default 2; 1 for units).")] = None,
     precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     optimizer: Annotated[str, typer.Option(help="adamw (fused) or sgd.")] = "adamw",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda or sim (simulated).")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Turns of each contender.")] = 5,
     steps: Annotated[int, typer.Option(help="Timed steps of a turn.")] = 5,
     warm: Annotated[int, typer.Option(help="Steps before the first turn.")] = 3,
     timeout: Annotated[float, typer.Option(help="Seconds until a contender that is silent is given up.")] = 300.0,
+    within: Annotated[
+        float | None, typer.Option(help="Seconds after which no round begins (default: all rounds are run).")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Contenders, by name or pattern; may be repeated.")] = None,
     without: Annotated[list[str] | None, typer.Option(help="Contenders to leave out, by name or pattern.")] = None,
     reference: Annotated[
@@ -181,6 +184,7 @@ def bench(
     settings = Settings(
         job=job, params=params, rows=rows, context=context, ranks=ranks,
         precision=precision, optimizer=optimizer, device=device, rounds=rounds, steps=steps, warm=warm, timeout=timeout,
+        within=within,
     )  # fmt: skip
     chosen, others = command.words(only), command.words(without)
     if timeline is not None:

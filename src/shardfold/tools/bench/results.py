@@ -49,7 +49,8 @@ class Turn:
 
 @dataclass(kw_only=True)
 class Measured:
-    """All turns so far. ``restarted`` are those that did not fit into memory beside the others."""
+    """All turns so far, of ``rounds`` that were begun. ``restarted`` are those that did not fit into memory beside the
+    others."""
 
     settings: Settings
     contenders: list[Contender]
@@ -58,6 +59,7 @@ class Measured:
     optimizers: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     restarted: set[str] = field(default_factory=set)
+    rounds: int = 0
 
     def __post_init__(self) -> None:
         self.turns = {each.name: [] for each in self.contenders}
@@ -200,6 +202,7 @@ def as_json(measured: Measured, reference: str | None) -> dict[str, Any]:
         if difference is None
         else {"step": difference[0], "largest_relative_difference": difference[1], "between": difference[2]},
         "failures": {name: failure._asdict() for name, failure in measured.failures.items()},
+        "rounds": measured.rounds,
         "restarted_each_turn": sorted(measured.restarted),
         "optimizers": measured.optimizers,
         "turns": {

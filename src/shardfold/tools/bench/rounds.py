@@ -3,10 +3,14 @@
 All contenders are started and warmed up; then each takes one turn per round, in an order that is reversed in every
 second round. Only one runs at a time, the others wait on their pipes. Where memory is short, a contender that leaves
 too little for the largest of the others is closed after each of its turns and started again for the next.
+
+Where the time is limited, contenders that were not started in its first half do not take part, and no round begins
+behind its end; the first does in any case.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +24,7 @@ from shardfold.tools.bench.teams import ContenderFailed, Team
 __all__ = ["Callbacks", "available_bytes", "compare"]
 
 SPARE = 1.1  # of what the largest contender needs has to be available
+STARTING = 0.5  # of a limited time is for starting
 MEMINFO, DEVICES = Path("/proc/meminfo"), Path("/proc/net/dev")
 
 
@@ -53,6 +58,11 @@ class _Teams:
         self._settings, self._measured = settings, measured
         self._alive: dict[str, Team] = {}
         self._most = 0.0  # bytes that the largest contender takes
+
+    @property
+    def alive(self) -> bool:
+        """Whether there are any."""
+        return bool(self._alive)
 
     def admit(self, contender: Contender) -> Team:
         """Starts the contender. What it needs is known from then on."""
@@ -88,8 +98,16 @@ def compare(settings: Settings, contenders: Sequence[Contender], watch: Callback
     watch = watch or Callbacks()
     measured = Measured(settings=settings, contenders=list(contenders))
     teams = _Teams(settings, measured)
+    begun = time.monotonic()
+
+    def over(part: float) -> bool:
+        return settings.within is not None and time.monotonic() - begun > part * settings.within
+
     try:
         for contender in contenders:
+            if over(STARTING) and teams.alive:
+                measured.failures[contender.name] = Failure(f"was not started within {STARTING:.0%} of the time", "")
+                continue
             watch.doing(f"starting {contender.name}")
             try:
                 teams.admit(contender)
@@ -97,6 +115,9 @@ def compare(settings: Settings, contenders: Sequence[Contender], watch: Callback
                 measured.failures[contender.name] = Failure(error.reason, error.said)
             teams.make_room(contender)
         for number in range(settings.rounds):
+            if number and over(1.0):
+                break
+            measured.rounds = number + 1
             for contender in reversed(contenders) if number % 2 else contenders:
                 if contender.name in measured.failures:
                     continue

@@ -16,10 +16,10 @@ UNITS = 64  # of the job `units`
 CHOICES = {
     "job": JOBS,
     "precision": ("fp32", "bf16"),
-    "device": ("cpu", "cuda"),
+    "device": ("cpu", "cuda", "sim"),
     "optimizer": ("adamw", "sgd"),
 }
-AT_LEAST = {"rows": 1, "context": 1, "ranks": 1, "rounds": 1, "steps": 1, "warm": 1, "timeout": 1}
+AT_LEAST = {"rows": 1, "context": 1, "ranks": 1, "rounds": 1, "steps": 1, "warm": 1, "timeout": 1, "within": 1}
 
 #: (layers, d_model, heads) of the GPT, from a fifth of a million to half a billion parameters.
 SHAPES = (
@@ -61,12 +61,15 @@ class Settings:
         context: tokens per sequence.
         ranks: processes of each contender, on this machine.
         precision: ``fp32`` or ``bf16``.
-        device: ``cpu`` (Gloo, one thread per rank) or ``cuda`` (NCCL, one GPU per rank).
+        device: ``cpu`` (Gloo, one thread per rank), ``cuda`` (NCCL, one GPU per rank) or ``sim`` (the simulated device
+            of :mod:`shardfold.testing.simulated`, whose times say nothing).
         optimizer: ``adamw`` (fused) or ``sgd`` (without momentum).
         rounds: turns of each contender.
         steps: timed steps of a turn; one more comes before them.
         warm: steps before the first turn.
         timeout: seconds until a contender that does not answer is given up.
+        within: seconds after which no further round begins, and after half of which no further contender is started;
+            None: all of them.
 
     Raises:
         ConfigError: a value is unknown or too small.
@@ -84,6 +87,7 @@ class Settings:
     steps: int = 5
     warm: int = 3
     timeout: float = 300.0
+    within: float | None = None
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -91,8 +95,9 @@ class Settings:
             if value not in choices:
                 raise ConfigError(f"{name} is {value!r}, which is unknown.{did_you_mean(str(value), choices)}")
         for name, least in AT_LEAST.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least {least}.")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}, but must be at least {least}.")
         if self.job == "gpt":
             gpt_shape(self.params, self.context)
 

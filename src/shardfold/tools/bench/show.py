@@ -165,8 +165,11 @@ def _notes(
     notes = [f"Left out: {', '.join(names)} ({reason})." for reason, names in by_reason.items()]
     if measured.restarted:
         notes.append(f"Started again for each turn, as memory is short: {', '.join(sorted(measured.restarted))}.")
+    if 0 < measured.rounds < measured.settings.rounds:
+        notes.append(f"{measured.rounds} of {measured.settings.rounds} rounds were begun before the time was over.")
     for name, failure in measured.failures.items():
-        notes.append(f"{name} failed: {failure.reason}. The end of what it wrote:")
+        wrote = " The end of what it wrote:" if failure.said else ""
+        notes.append(f"{name} failed: {failure.reason}.{wrote}")
         notes += [f"    {line}" for line in failure.said.splitlines()]
     if asked and asked in measured.failures:
         notes.append(f"{asked} was to be the reference; it is {measured.reference()} now.")

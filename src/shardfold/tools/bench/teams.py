@@ -22,6 +22,8 @@ __all__ = ["ContenderFailed", "Team"]
 LAST_LINES = 15  # of the standard error of a rank that failed
 SETTLE = 2.0  # seconds for the other ranks to end once one has
 LEAVE = 10.0  # seconds for ranks to end when their pipe does
+#: By device, what comes before a rank's module on Python's command line.
+BEFORE = {"sim": ("-m", "shardfold.testing.simulated")}
 
 
 class ContenderFailed(Exception):
@@ -46,7 +48,14 @@ class _Process:
         if contender.kind == "deepspeed" and settings.device == "cpu":
             environment["DS_ACCELERATOR"] = "cpu"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shardfold.tools.bench.rank", contender.name, str(rank)],
+            [
+                sys.executable,
+                *BEFORE.get(settings.device, ()),
+                "-m",
+                "shardfold.tools.bench.rank",
+                contender.name,
+                str(rank),
+            ],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
