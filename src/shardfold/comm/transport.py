@@ -172,6 +172,9 @@ class StreamTransport(Transport):
 
 
 def _put(out: Tensor, value: Tensor, add: bool) -> None:
+    # Where a collective was issued beside the computation, what it needed was allocated there, and the next that is
+    # allocated there may get this memory while the computation still has to read it.
+    accelerator.used_here(value)
     if add:
         out.add_(value)
     else:

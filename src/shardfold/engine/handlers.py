@@ -132,6 +132,8 @@ class Handlers:
         if unit.pins:
             return
         again = unit.life is Life.GATHERED
+        if again:  # other ranks need it, and the computation may still read what is filled here once more
+            self.comm.memory.after_compute()
         if unit.life is Life.RESTING:
             unit.begin_gather()
             with self.comm.memory.side(), torch.no_grad():

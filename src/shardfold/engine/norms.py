@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import inf
+from math import inf, isfinite
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from shardfold import accelerator
 from shardfold.comm.comm import Comm
 from shardfold.errors import NonFiniteError
 from shardfold.numerics.clipping import Clip, clip_coefficient, norm_of, norm_part
-from shardfold.numerics.scaling import all_finite
+from shardfold.numerics.scaling import all_finite, sum_of_all
 from shardfold.plan.layout import Axes
 from shardfold.sharding.segment import Segment
 
@@ -47,13 +47,18 @@ class Norms:
         """What was summed was multiplied by other factors."""
         self._parts = None
 
-    def overflowed(self) -> bool:
-        """Whether a gradient of this rank's shards is inf or NaN; where a norm is taken, out of the norm's own sums."""
+    def summed(self) -> Tensor:
+        """A 0-d fp64 number that is finite only if every gradient of this rank's shards is; where a norm is taken, out
+        of the norm's own sums. It is where the gradients are: reading it stops the host."""
+        device = self._comm.memory.device
         if self.clip is not None and self.clip.norm is not None:
             self._parts = self._parts_of_norm(self.clip.p)
-            if all(bool(torch.isfinite(part)) for part in self._parts.values()):
-                return False
-        return not all_finite([segment.master_grads for segment in self._trainable()])
+            return sum_of_all([part.double() for part in self._parts.values()], device)
+        return sum_of_all([segment.master_grads for segment in self._trainable()], device)
+
+    def overflowed(self, summed: float) -> bool:
+        """Whether a gradient is inf or NaN, once what :meth:`summed` gave was read: sums of large ones overflow too."""
+        return not isfinite(summed) and not all_finite([segment.master_grads for segment in self._trainable()])
 
     def _parts_of_norm(self, p: float) -> dict[Axes, Tensor]:
         """What this rank's elements add to the norm, 0-d each, by the axes on which other ranks have other elements: a

@@ -124,15 +124,20 @@ class Stepper:
 
     def _agree(self) -> tuple[dict[str, list[list[bool]]], bool, bool]:
         """Which parameters any rank used, whether micro-batches have weights on any, and whether any overflowed."""
-        scaler, norms, control = self._scaler, self._norms, self._model.comm.control
+        scaler, control = self._scaler, self._model.comm.control
+        overflows = scaler is not None and self._overflowed()  # reads the losses too: the alarm does not stop the host
         used, late, (overflowed, raised, weighed) = self._handlers.agree_on_use(
-            scaler is not None and norms.overflowed(), self._alarm.raised(), self._shares.any
+            overflows, self._alarm.raised(), self._shares.any
         )
         self._runner.reduce_late(late)
         if scaler is not None and late and not overflowed:  # what came late was not among what was looked at
-            overflowed = bool(control([float(norms.overflowed())], dist.ReduceOp.MAX)[0])
+            overflowed = bool(control([float(self._overflowed())], dist.ReduceOp.MAX)[0])
         self._alarm.look(overflowed=overflowed, raised=raised)
         return used, weighed, overflowed
+
+    def _overflowed(self) -> bool:
+        """Whether a gradient of this rank is inf or NaN: one read of the device, in which the losses come along."""
+        return self._norms.overflowed(self._alarm.read(self._norms.summed()))
 
     def _follow(self, used: dict[str, list[list[bool]]]) -> None:
         """Runs the program's section, its updates inside of the optimizer's own step.

@@ -11,6 +11,7 @@ from itertools import groupby
 from logging import getLogger
 from math import isfinite
 
+import torch
 from torch import Tensor
 
 from shardfold import accelerator
@@ -38,6 +39,7 @@ class Alarm:
     def __init__(self, model: ShardedModel, scaler: Scaler | None, clip: Clip | None) -> None:
         self._model, self._scaler, self._clip = model, scaler, clip
         self._losses: dict[int, Tensor] = {}  # of the micro-batches since the last step, as engine.backward() got them
+        self._values: dict[int, float] = {}  # of those losses that were read
         self._attempt = -1
         self._rung = False  # in the step before, with no loss scale
         self.watch: ActivationWatch | None = None
@@ -50,7 +52,9 @@ class Alarm:
         if self._attempt != self._model.run.attempt:
             self._attempt = self._model.run.attempt
             self._losses.clear()
+            self._values.clear()
         self._losses[self._model.run.micro_batch] = loss.detach()
+        self._values.pop(self._model.run.micro_batch, None)
 
     def bad_losses(self) -> list[int]:
         """The micro-batches since the last step whose loss on this rank is inf or NaN."""
@@ -62,7 +66,23 @@ class Alarm:
 
     def _known(self) -> dict[int, bool]:
         current = self._attempt == self._model.run.attempt
-        return {micro: isfinite(float(loss)) for micro, loss in self._losses.items()} if current else {}
+        if not current:
+            return {}
+        self.read()
+        return {micro: isfinite(value) for micro, value in self._values.items()}
+
+    def read(self, beside: Tensor | None = None) -> float:
+        """Reads the losses that were not read yet and, ``beside`` them, a 0-d number, whose value is returned (0.0 if
+        there is none). Of each device once, because that stops the host until the device has come so far."""
+        asked: dict[int | None, Tensor] = {k: loss for k, loss in self._losses.items() if k not in self._values}
+        if beside is not None:
+            asked[None] = beside
+        values: dict[int | None, float] = {}
+        for device in dict.fromkeys(each.device for each in asked.values()):
+            here = {k: each.double().reshape(()) for k, each in asked.items() if each.device == device}
+            values.update(zip(here, torch.stack(list(here.values())).tolist(), strict=True))
+        self._values.update((micro, value) for micro, value in values.items() if micro is not None)
+        return values.get(None, 0.0)
 
     def raised(self) -> bool:
         """Whether a loss of this rank is not finite. On a GPU that would wait for the device, so the answer is False

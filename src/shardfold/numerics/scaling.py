@@ -11,7 +11,7 @@ With the defaults scales and skipped steps are those of ``torch.amp.GradScaler``
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -23,7 +23,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan.checks import check_flags, described, is_integer, is_number
 from shardfold.plan.layout import Precision
 
-__all__ = ["LossScale", "Scaler", "all_finite", "make_scaler", "scaled"]
+__all__ = ["LossScale", "Scaler", "all_finite", "make_scaler", "scaled", "sum_of_all"]
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -198,14 +198,17 @@ def make_scaler(given: float | LossScale | None, precisions: Iterable[Precision]
     return Scaler(LossScale.static(float(given)))
 
 
-def all_finite(flats: list[Tensor]) -> bool:
-    """Whether no element is inf or NaN; reads each once, and twice if their sum is not finite."""
-    if not flats:
-        return True
-    total = sum(flat.sum(dtype=_wide(flat)).double() for flat in flats)
-    if isfinite(float(total)):
-        return True
-    return all(bool(torch.isfinite(flat).all()) for flat in flats)
+def sum_of_all(flats: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of all elements, 0-d fp64: finite only if every element is."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for flat in flats:
+        total += flat.sum(dtype=_wide(flat))
+    return total
+
+
+def all_finite(flats: Sequence[Tensor]) -> bool:
+    """Whether no element is inf or NaN, where the sum of all did not tell."""
+    return not flats or bool(torch.stack([torch.isfinite(flat).all() for flat in flats]).all())
 
 
 def _wide(flat: Tensor) -> torch.dtype:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.optim.adamw import adamw_
 from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
 
 __all__ = ["AdamW8bit", "dequantize", "quantize"]
 
-AT_ONCE = 256 * 1024  # elements that are in fp32 at a time
+CPU_AT_ONCE = 256 * 1024
+"""Elements that are in fp32 at a time: what is read again is in cache by then."""
+DEVICE_AT_ONCE = 8 * 1024 * 1024
+"""The same where each of some thirty kernels is launched for so many: enough to fill a device, and its temporaries take
+200 MB."""
 
 
 class AdamW8bit(PartOptimizer):
@@ -88,7 +94,7 @@ class AdamW8bit(PartOptimizer):
             use.state["step"] += 1
             x, grad = use.tensor.reshape(-1), use.grad.reshape(-1)
             dtype = torch.promote_types(x.dtype, torch.float32)
-            step = AT_ONCE // self.block * self.block or self.block
+            step = self._at_once(x)
             for a in range(0, x.numel(), step):
                 b = min(a + step, x.numel())
                 m, v = (self._read(use.state, name, a, b).to(dtype) for name in self.per_element)
@@ -108,7 +114,7 @@ class AdamW8bit(PartOptimizer):
         return self._read(self.state[tensor], name, 0, tensor.numel()).view(tensor.shape)
 
     def take_value(self, tensor: Tensor, name: str, values: Tensor) -> None:
-        flat, step = values.reshape(-1), max(AT_ONCE // self.block, 1) * self.block
+        flat, step = values.reshape(-1), self._at_once(values)
         for a in range(0, flat.numel(), step):
             self._write(self.state[tensor], name, a, flat[a : a + step])
 
@@ -118,6 +124,11 @@ class AdamW8bit(PartOptimizer):
             return super().stored(tensor)
         codes = {f"{name}_codes": (1, state[f"{name}_codes"]) for name in self.per_element}
         return codes | {f"{name}_scales": (self.block, state[f"{name}_scales"]) for name in self.per_element}
+
+    def _at_once(self, tensor: Tensor) -> int:
+        """Elements of ``tensor`` that are in fp32 at a time: whole blocks."""
+        elements = DEVICE_AT_ONCE if accelerator.has_streams(tensor.device) else CPU_AT_ONCE
+        return max(elements // self.block, 1) * self.block
 
     def _read(self, state: dict[str, Any], name: str, a: int, b: int) -> Tensor:
         """Elements ``[a, b)`` of a moment in fp32; ``a`` is a multiple of the block."""
@@ -149,8 +160,14 @@ def quantize(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tenso
 
 def dequantize(codes: Tensor, scales: Tensor, block: int, *, signed: bool) -> Tensor:
     """What :func:`quantize` kept, ``(n,)`` fp32."""
-    values = _in_blocks(_dynamic_map(signed).to(codes.device).index_select(0, codes.int()), block)
+    values = _in_blocks(_on(codes.device, _dynamic_map, signed).index_select(0, codes.int()), block)
     return (values * scales.unsqueeze(1)).view(-1)[: codes.numel()]
+
+
+@lru_cache
+def _on(device: torch.device, table: Callable[[bool], Tensor], signed: bool) -> Tensor:
+    """A table in the memory of a device; copied once, because a copy of pageable memory stops the host."""
+    return table(signed).to(device)
 
 
 def _in_blocks(values: Tensor, block: int) -> Tensor:
@@ -197,8 +214,8 @@ def _nearest(parts: Tensor, signed: bool) -> Tensor:
     Numbers with the same first 16 bits lie closer together than values of the map, so that at most one border is
     between them: a table and one comparison take a tenth of the time of a search.
     """
-    low = _first_codes(signed).to(parts.device).index_select(0, (parts.view(torch.int32) >> 16) + 32768)
-    return low + (parts > _borders(signed).to(parts.device).index_select(0, low))
+    low = _on(parts.device, _first_codes, signed).index_select(0, (parts.view(torch.int32) >> 16) + 32768)
+    return low + (parts > _on(parts.device, _borders, signed).index_select(0, low))
 
 
 @lru_cache

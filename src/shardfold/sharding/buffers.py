@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from shardfold import accelerator
 from shardfold.comm.coalesced import BATCH
 from shardfold.comm.comm import Comm
 
@@ -48,7 +49,10 @@ class Buffers:
         self.due = False
         if not changed or self._comm.mesh.data_ranks == 1:
             return
-        take_first_rank(self._comm, self._present(), "the broadcast of buffers")
+        present, now = self._present(), self._state()
+        mine = [was != state for was, state in zip(self._known, now, strict=True)] if self._known else [True] * len(now)
+        some = self._comm.any_rank(mine, "which buffers were changed")
+        take_first_rank(self._comm, [b for b, it in zip(present, some, strict=True) if it], "the broadcast of buffers")
         self._known = self._state()
 
     def _present(self) -> list[Tensor]:
@@ -60,7 +64,8 @@ class Buffers:
 
 
 def take_first_rank(comm: Comm, buffers: Sequence[Tensor], what: str, detail: str = "") -> None:
-    """Buffers get rank 0's values on every rank, at most 64 MiB, or one, in a broadcast; what has them is not written.
+    """Buffers get rank 0's values on every rank, at most 64 MiB, or one, in a broadcast; what has them is not written,
+    as autograd may have kept it. (But where the device has streams, as finding that out would stop the host.)
 
     ``what`` and ``detail`` are for messages.
     """
@@ -74,7 +79,7 @@ def take_first_rank(comm: Comm, buffers: Sequence[Tensor], what: str, detail: st
             if comm.mesh.data_rank:
                 for buffer, part in zip(batch, flat.split([b.numel() * b.itemsize for b in batch]), strict=True):
                     value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned for its dtype
-                    if not torch.equal(value, buffer):
+                    if accelerator.has_streams(buffer.device) or not torch.equal(value, buffer):
                         buffer.copy_(value)
 
 

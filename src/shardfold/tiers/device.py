@@ -102,6 +102,7 @@ class DeviceTier:
         if self.debug:
             if flat.is_floating_point():
                 flat.fill_(float("nan"))
+                self.after_compute()  # what is gathered into it next is queued on the side stream, behind the fill
             return
         self.after_compute()
         with self.side():
