@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 
 import hypothesis
@@ -40,20 +40,33 @@ def _pool() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def _sim_pool() -> Iterator[Ranks]:
+    with Ranks(NUM_RANKS, device="sim") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def sim_ranks(_sim_pool: Ranks) -> Ranks:
+    """The same with the simulated device, which stays in a process that has it."""
+    return _sim_pool
+
+
+@pytest.fixture(scope="session")
 def ranks(_pool: Ranks) -> Ranks:
     """A pool of four warm workers that the whole session shares; started when a test first runs something in it."""
     return _pool
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind(_pool: Ranks) -> Iterator[None]:
+def _leaves_nothing_behind(_pool: Ranks, _sim_pool: Ranks) -> Iterator[None]:
     """Fail a test that leaks processes, threads, environment variables or a process group.
 
     It is set up before the test's own fixtures, so it looks after they have cleaned up.
     """
-    environment, threads, processes = dict(os.environ), set(threading.enumerate()), _children(_pool)
+    pools = (_pool, _sim_pool)
+    environment, threads, processes = dict(os.environ), set(threading.enumerate()), _children(pools)
     yield
-    leaks = _leaked_processes(_pool, processes) + _leaked_threads(threads)
+    leaks = _leaked_processes(pools, processes) + _leaked_threads(threads)
     leaks += _leaked_environment(environment) + _leaked_process_group() + _leaked_settings()
     if leaks:
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
@@ -73,12 +86,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
-def _children(pool: Ranks) -> set[psutil.Process]:
-    """This process's descendants, but for the pool and the two helpers that multiprocessing keeps."""
+def _children(pools: Sequence[Ranks]) -> set[psutil.Process]:
+    """This process's descendants, but for the pools and the two helpers that multiprocessing keeps."""
     helpers = {
         forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]
         resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
-        *pool.pids,
+        *(pid for pool in pools for pid in pool.pids),
     }
     return {
         child for child in psutil.Process().children(recursive=True) if child.pid not in helpers and _running(child)
@@ -92,9 +105,9 @@ def _running(process: psutil.Process) -> bool:
         return False
 
 
-def _leaked_processes(pool: Ranks, before: set[psutil.Process]) -> list[str]:
+def _leaked_processes(pools: Sequence[Ranks], before: set[psutil.Process]) -> list[str]:
     multiprocessing.active_children()  # reaps those that have ended
-    new = _children(pool) - before
+    new = _children(pools) - before
     if not new:
         return []
     _, alive = psutil.wait_procs(list(new), timeout=SETTLE)

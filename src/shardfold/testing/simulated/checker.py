@@ -9,6 +9,7 @@ from torch import Tensor
 from shardfold.testing.simulated.clocks import Clocks
 from shardfold.testing.simulated.findings import Access, Findings
 from shardfold.testing.simulated.memory import Allocation, Allocator
+from shardfold.testing.simulated.regions import region_of
 from shardfold.testing.simulated.sites import Site
 
 __all__ = ["Checker"]
@@ -39,11 +40,11 @@ class Checker:
         overwritten: list[Tensor] = []
         for tensors, write in ((reads, False), (writes, True)):
             for tensor in tensors:
-                block, start, stop = self._allocator.region(tensor)
+                block = self._allocator.find(tensor)
                 if block is None:
                     continue
                 site = site or self._where()
-                use = Access(stream, time, start, stop, write, what, site)
+                use = Access(stream, time, region_of(tensor), write, what, site)
                 if block.freed:
                     self.findings.race("freed", use, None, block.nbytes, block.site)
                     continue
@@ -58,13 +59,11 @@ class Checker:
         kept: list[Access] = []
         for use in block.uses:
             ordered = self._clocks.knows(now.stream, use.stream, use.time)
-            overlaps = use.start < now.stop and now.start < use.stop
-            if overlaps and not ordered and (now.write or use.write):
+            if not ordered and (now.write or use.write) and now.region.overlaps(use.region):
                 self.findings.race("unordered", now, use, block.nbytes, block.site)
-            inside = now.start <= use.start and use.stop <= now.stop
             # Whoever is behind `now` is behind `use` too, and `now` conflicts with at least as much.
-            replaced = ordered and inside and (now.write or (not use.write and use.stream == now.stream))
-            if not replaced:
+            more = now.write or (not use.write and use.stream == now.stream)
+            if not (ordered and more and now.region.covers(use.region)):
                 kept.append(use)
         kept.append(now)
         block.uses = kept
@@ -72,6 +71,6 @@ class Checker:
     def _enter(self, block: Allocation, now: Access) -> None:
         """The first use of an allocation by a stream: what had this memory before must be over."""
         block.entered.add(now.stream)
-        for use in block.earlier.values():
+        for use, allocated in block.earlier.values():
             if not self._clocks.knows(now.stream, use.stream, use.time):
-                self.findings.race("reused", now, use, block.nbytes, block.site)
+                self.findings.race("reused", now, use, block.nbytes, allocated)

@@ -173,7 +173,7 @@ class SimulatedDevice:
                 self.queues.run(stream, call)
                 return
         for tensor in (*reads, *writes):
-            block = self.allocator.region(tensor)[0]
+            block = self.allocator.find(tensor)
             if block is not None:
                 block.finish()
         self.queues.run(stream, call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from shardfold.testing.simulated.regions import Region
 from shardfold.testing.simulated.sites import Site
 
 __all__ = ["Access", "Findings", "Found", "Race"]
@@ -27,7 +28,7 @@ class Access(NamedTuple):
     Attributes:
         stream: it was queued in.
         time: its number there.
-        start, stop: bytes of the allocation.
+        region: bytes of the allocation.
         write: whether it changes them.
         what: the operation.
         site: where it was called.
@@ -35,8 +36,7 @@ class Access(NamedTuple):
 
     stream: int
     time: int
-    start: int
-    stop: int
+    region: Region
     write: bool
     what: str
     site: Site
@@ -53,8 +53,8 @@ class Race(NamedTuple):
             stream may still use; ``freed``: the storage has no memory.
         now: the use that was queued later.
         before: the one that it has to be ordered behind; of ``freed``, nothing.
-        nbytes: of the allocation.
-        allocated: where it was made.
+        nbytes: of the allocation that is used now.
+        allocated: where it was made; of ``reused``, where that was made which had the memory before.
     """
 
     kind: str
@@ -75,10 +75,10 @@ class Race(NamedTuple):
         return ADVICE[self.kind].format(now=self.now.stream, before=before)
 
     def __str__(self) -> str:
-        earlier = f"freed memory of {self.nbytes} bytes, allocated at {self.allocated}"
-        if self.before is not None:
-            of = ", of a tensor that had this memory before" if self.kind == "reused" else ""
-            earlier = f"{self.before}{of}; {self.nbytes} bytes, allocated at {self.allocated}"
+        memory = f"memory of {self.nbytes} bytes, allocated at {self.allocated}"
+        if self.kind == "reused":
+            memory = f"a tensor that had this memory before, allocated at {self.allocated}"
+        earlier = f"freed {memory}" if self.before is None else f"{self.before}, of {memory}"
         return f"[{self.kind}] {self.now}\n    after {earlier}\n    {self.advice}"
 
 
@@ -106,8 +106,7 @@ class Findings:
         self._seen: set[object] = set()
 
     def race(self, kind: str, now: Access, before: Access | None, nbytes: int, allocated: Site) -> None:
-        earlier = None if before is None else (before.what, before.stream, before.write, before.site)
-        key = (kind, now.what, now.stream, now.write, now.site, earlier)
+        key = (kind, now.what, now.site, None if before is None else (before.what, before.site))
         if self.silent or key in self._seen:
             return
         self._seen.add(key)

@@ -137,7 +137,7 @@ class SimulatedGroup(_ProcessGroup):
         self._under_way = [each for each in self._under_way if not each.is_over]
         self._under_way.append(collective)
         if not device.queues.lags and not collective.is_over:
-            blocks = [device.allocator.region(tensor)[0] for tensor in (*reads, *writes)]
+            blocks = [device.allocator.find(tensor) for tensor in (*reads, *writes)]
             device.under_way(collective, [block for block in blocks if block is not None])
         work = SimulatedWork([collective], collective.moment, [*reads, *writes], stops_host)
         if self._batch is not None:

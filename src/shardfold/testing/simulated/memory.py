@@ -19,13 +19,18 @@ from torch import Tensor
 from shardfold.testing.simulated.clocks import Clock, Clocks, merge
 from shardfold.testing.simulated.dlpack import tensor_over
 from shardfold.testing.simulated.findings import Access
+from shardfold.testing.simulated.regions import span
 from shardfold.testing.simulated.sites import Site
 from shardfold.torch_internals import expired, free_weak, weak_storage
 
-__all__ = ["NAME", "Allocation", "Allocator", "contiguous", "span", "spoil"]
+__all__ = ["NAME", "Allocation", "Allocator", "contiguous", "elements", "spoil"]
 
 NAME = "sim"
 """The name of the device type."""
+
+
+Uses = dict[int, tuple[Access, Site]]
+"""By stream, the last use of anything that had some memory, and where that was allocated."""
 
 
 class Unfinished(Protocol):
@@ -47,7 +52,7 @@ class Allocation:
         recorded: streams of ``record_stream``.
         freed: whether its storage has no memory now.
         pending: collectives that use it and may not be over.
-        earlier: by stream, the last use of anything that was freed in its pool before.
+        earlier: what was freed in its pool before.
         entered: the streams that were compared with those.
         former: what may be in the same place, for whoever spoils it at the first use.
     """
@@ -58,7 +63,7 @@ class Allocation:
         self.recorded: set[int] = set()
         self.freed = False
         self.pending: list[Unfinished] = []
-        self.earlier: dict[int, Access] = {}
+        self.earlier: Uses = {}
         self.entered: set[int] = set()
         self.former: list[Tensor] = []
         self.weak: Any = 0
@@ -73,8 +78,8 @@ class Allocation:
 class _Freed:
     """What an allocation left in its pool."""
 
-    def __init__(self, memory: Tensor | None, owed: list[Access], recorded: bool) -> None:
-        self.memory, self.owed, self.recorded = memory, owed, recorded
+    def __init__(self, block: Allocation, owed: list[Access]) -> None:
+        self.memory, self.site, self.owed, self.recorded = block.memory, block.site, owed, bool(block.recorded)
 
 
 def spoil(memory: Tensor) -> None:
@@ -89,11 +94,6 @@ def contiguous(size: Sequence[int]) -> list[int]:
         strides[i] = step
         step *= max(int(size[i]), 1)
     return strides
-
-
-def span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements lie between the first and the last one, both included."""
-    return 0 if 0 in size else sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
 
 
 class Allocator:
@@ -111,7 +111,7 @@ class Allocator:
         self._clocks, self._where = clocks, where
         self._blocks: dict[int, Allocation] = {}  # by address
         self._freed: dict[int, list[_Freed]] = {}  # by stream: not yet taken into account by a new allocation
-        self._past: dict[int, dict[int, Access]] = {}  # by pool and stream: the last use of anything freed
+        self._past: dict[int, Uses] = {}  # by pool: of anything freed there
         self.allocated = self.peak = 0
         # Storages that outlive the interpreter's modules look into what is kept here when they go.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._blocks))
@@ -147,8 +147,8 @@ class Allocator:
         return block is not None and block.memory is None
 
     def find(self, tensor: Tensor) -> Allocation | None:
-        """The allocation that a tensor lies in."""
-        return self.at(tensor.untyped_storage())
+        """The allocation that a tensor lies in; None for one without elements."""
+        return self.at(tensor.untyped_storage()) if tensor.numel() else None
 
     def at(self, storage: torch.UntypedStorage) -> Allocation | None:
         block = self._blocks.get(storage.data_ptr())
@@ -163,13 +163,6 @@ class Allocator:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         out = torch.empty(0, dtype=tensor.dtype)
         return out.set_(block.memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-    def region(self, tensor: Tensor) -> tuple[Allocation | None, int, int]:
-        """The allocation of a tensor and the bytes of it that the tensor spans."""
-        if not tensor.numel():
-            return None, 0, 0
-        start = int(tensor.storage_offset()) * tensor.itemsize
-        return self.find(tensor), start, start + span(tensor.shape, tensor.stride()) * tensor.itemsize
 
     # -- freeing
 
@@ -188,7 +181,7 @@ class Allocator:
         for stream in block.recorded:
             merge(over, self._clocks[stream])
         owed = [use for use in block.uses if over.get(use.stream, 0) < use.time]
-        self._freed.setdefault(block.stream, []).append(_Freed(block.memory, owed, bool(block.recorded)))
+        self._freed.setdefault(block.stream, []).append(_Freed(block, owed))
         block.uses, block.recorded, block.freed = [], set(), True
 
     def refill(self, block: Allocation, stream: int) -> None:
@@ -203,8 +196,8 @@ class Allocator:
         past = self._past.setdefault(block.stream, {})
         for each in freed:
             for use in each.owed:
-                if use.stream not in past or past[use.stream].time < use.time:
-                    past[use.stream] = use
+                if use.stream not in past or past[use.stream][0].time < use.time:
+                    past[use.stream] = use, each.site
         block.earlier, block.entered = dict(past), set()
         block.former = [each.memory for each in freed if each.memory is not None and not each.recorded]
 

@@ -28,7 +28,7 @@ from shardfold.torch_internals import CPU_KEYS, below_autograd, tree_map
 
 __all__ = ["fallback"]
 
-INDICES = ("index", "_index_put", "_unsafe_index")
+INDICES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 """Operations that take indices of the CPU."""
 
 
@@ -81,7 +81,7 @@ class Operation:
     def _foreign(self, value: Tensor) -> None:
         """A tensor of another device."""
         name = self.name
-        if name.startswith(INDICES):
+        if name in INDICES:
             self.device.host_sync(f"{name} with an index on the CPU")
             return
         self.device.findings.mix(name, self.device.here())

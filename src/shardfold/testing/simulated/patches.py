@@ -38,7 +38,7 @@ def patch() -> None:
 
 def _storages() -> None:
     kind: Any = torch.UntypedStorage
-    resize, size, nbytes = kind.resize_, kind.size, kind.nbytes
+    resize, size, nbytes, resizable, cloned = kind.resize_, kind.size, kind.nbytes, kind.resizable, kind.clone
 
     def of(storage: Any) -> Allocation | None:
         return the_device().allocator.at(storage) if storage.device.type == NAME else None
@@ -60,8 +60,11 @@ def _storages() -> None:
     def clone(self: Any) -> Any:
         return _bytes(self).clone().untyped_storage() if self.device.type == NAME else cloned(self)
 
-    cloned = kind.clone
-    kind.resize_, kind.size, kind.nbytes, kind.clone = resize_, counted(size), counted(nbytes), clone
+    def can_resize(self: Any) -> bool:
+        return self.device.type == NAME or resizable(self)
+
+    kind.resize_, kind.size, kind.nbytes = resize_, counted(size), counted(nbytes)
+    kind.resizable, kind.clone = can_resize, clone
 
 
 def _bytes(storage: Any) -> Tensor:

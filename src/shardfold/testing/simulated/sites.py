@@ -65,7 +65,7 @@ def here(backward: Site | None = None) -> Site:
 
 def _is_left_out(name: str) -> bool:
     python = name.startswith(_PYTHON) and not any(part in name for part in _PACKAGES)
-    out = name.startswith((*_OURS, _TORCH, "<frozen")) or python
+    out = name.startswith((*_OURS, _TORCH, "<frozen", "<string>")) or python
     _left_out[name] = out
     return out
 

@@ -1,0 +1,90 @@
+"""Streams, events and the device's module, under the names that programs use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardfold.errors import UsageError
+from shardfold.testing.simulated import simulated
+from tests.support.simulated import on_device
+
+
+def _module() -> Any:
+    return torch.get_device_module("sim")
+
+
+@on_device()
+def test_streams_nest() -> None:
+    """Inside of `with stream` it is the current one; behind it, what was current before."""
+    with simulated():
+        default, one, two = _module().default_stream(), _module().Stream(), _module().Stream()
+        assert _module().current_stream() == default and len({default, one, two}) == 3
+        with _module().stream(one):
+            assert _module().current_stream() == one
+            with two, _module().stream(None):
+                assert _module().current_stream() == two
+            assert _module().current_stream() == one
+        assert _module().current_stream() == default
+
+
+@on_device()
+def test_streams_and_events_are_those_of_pytorch() -> None:
+    """torch.Stream and torch.Event make ones of the device, and torch.accelerator speaks of it."""
+    with simulated() as sim:
+        stream, event = torch.Stream("sim"), torch.Event("sim")
+        assert isinstance(stream, torch.Stream) and isinstance(event, torch.Event)
+        assert isinstance(_module().Stream(), torch.Stream)
+        assert stream != torch.Stream() and stream.device == torch.device("sim", 0)
+        assert torch.accelerator.current_accelerator() == torch.device("sim")
+        assert torch.accelerator.current_stream() == _module().default_stream()
+        x = torch.ones(4, device="sim")
+        event.record()
+        stream.wait_event(event)
+        with stream:
+            x.add_(1)
+        torch.accelerator.current_stream().wait_stream(stream)
+        x.add_(1)
+        torch.accelerator.synchronize()
+        sim.expect_clean()
+
+
+@on_device()
+def test_a_device_that_lags_is_asked() -> None:
+    """query() is False until the device has come there; synchronize() waits; so does elapsed_time's order."""
+    with simulated("lazy", lag=10_000):
+        begin, end = _module().Event(enable_timing=True), _module().Event(enable_timing=True)
+        begin.record()
+        x = torch.ones(4, device="sim")
+        x.add_(1)
+        end.record()
+        end.synchronize()
+        assert begin.query() and end.query() and _module().current_stream().query()
+        assert begin.elapsed_time(end) >= 0.0
+        with pytest.raises(UsageError, match="enable_timing=True"):
+            begin.elapsed_time(_module().Event())
+
+
+@on_device()
+def test_an_event_that_was_not_recorded_orders_nothing() -> None:
+    """Waiting for it returns, as on CUDA."""
+    with simulated() as sim:
+        event = _module().Event()
+        assert event.query()
+        event.wait()
+        event.synchronize()
+        sim.expect_clean()
+
+
+@on_device()
+def test_there_is_one_device() -> None:
+    """Another index is refused."""
+    with simulated():
+        assert _module().device_count() == 1 and _module().current_device() == 0 and _module().is_available()
+        _module().set_device("sim:0")
+        with _module().device(0):
+            pass
+        with pytest.raises(UsageError, match="one simulated device"):
+            _module().set_device(1)
