@@ -46,6 +46,7 @@ __all__ = [
     "Internal",
     "NormBase",
     "Pack",
+    "abort_groups",
     "all_gather_single",
     "all_groups",
     "at_end_of_backward",
@@ -479,6 +480,31 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 def default_store() -> Any:
     """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def abort_groups(device: torch.device) -> None:
+    """Ends whatever the groups of this process that carry tensors of ``device`` have under way; they cannot be used any
+    more. All at once where NCCL can do that, because the end of one communicator may wait for another's."""
+    groups = []
+    for group in all_groups():
+        parts = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
+        if parts.get(device.type, "gloo") != "gloo":
+            groups.append(group)
+    backends = [backend for group in groups if (backend := _backend(group, device)) is not None]
+    together = [backend for backend in backends[:1] if hasattr(backend, "_group_start")]
+    for backend in together:
+        backend._group_start()
+    for group in reversed(groups):
+        group.abort()
+    for backend in together:
+        backend._group_end()
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    try:
+        return group._get_backend(device)
+    except RuntimeError:  # a group that is one itself
+        return None
 
 
 def all_groups() -> list[Any]:

@@ -20,6 +20,7 @@ see ``watchdog``. Waiting is done in slices; after each, a rank reads whether so
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from shardfold import accelerator
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.peers import Peers
 from shardfold.comm.watchdog import Watchdog, Whereabouts
@@ -46,6 +48,7 @@ SLICE = timedelta(seconds=1)
 MEETS, ASKS, EVALUATES, MORE, NOT_EVALUATED, FLAGS, HEADER = 0, 1, 2, 3, 4, 5, 9
 CODE = 4  # bytes of the hash
 BITS = HEADER + 2 * CODE
+SHOWN, AHEAD = 8, 8192  # operations that are published, and those that are kept where the host runs ahead
 SHORT = 200  # characters of what ranks compare that are shown where it differs
 SETTLE = 2.0  # seconds that published whereabouts are behind what they tell of
 LOG = getLogger("shardfold")
@@ -87,7 +90,9 @@ class Agreement:
         self.places = 0  # how many bits a round of asking has at most
         self.control_bytes = 0  # in meetings and rounds of asking, since they were last read
         self.waited = 0.0  # seconds that the host waited for collectives
-        self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=8)
+        # On streams the host runs ahead of what may be waited for in vain.
+        self._log: deque[tuple[int, Any]] = deque([(0, "nothing")], maxlen=AHEAD if mesh.on_streams else SHOWN)
+        self._passed: Any = None  # an event: on streams, behind the collective that was waited for last
         self._detail = ""  # what the last of them is for on this rank
         self._announced: tuple[str, torch.Tensor, Any] | None = None  # a meeting whose answer is still to be looked at
         self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
@@ -101,15 +106,71 @@ class Agreement:
         if self.peers.size > 1:
             self._watch = Watchdog.of(mesh.default_store, mesh.rank, mesh.world)
             self._watch.join(self.peers.name, self)
+        if mesh.on_streams:
+            mesh.lost, mesh.farewell = self.lost, self._say_left
 
     def close(self) -> None:
         """The other ranks learn that this one has left."""
         if self._watch is not None:
-            if (store := self.peers.store) is not None:  # a mesh is closed by itself when the interpreter exits
-                with suppress(RuntimeError):  # the process that served the store may have died
-                    store.append("left", f"{self.peers.rank} ")
+            self._say_left()
             self._watch.leave(self.peers.name)
             self._watch = None
+
+    def _say_left(self) -> None:
+        """The others learn up to where they find this rank; and, if the interpreter ends by an exception, which."""
+        if (store := self.peers.store) is None:  # a mesh is closed by itself when the interpreter exits
+            return
+        error = getattr(sys, "last_value", None)
+        with suppress(RuntimeError):  # the process that served the store may have died
+            if error is not None:
+                store.set(f"why/{self.peers.rank}", f"{type(error).__name__}: {error}".splitlines()[0][:SHORT])
+            store.append("left", f"{self.peers.rank}:{self.sequence} ")
+
+    def _left(self) -> dict[int, int]:
+        """The ranks that have closed their engine, and the last operation that each issued."""
+        store = self.peers.store
+        entries = store.get("left").decode().split() if store is not None and store.check(["left"]) else []
+        return {int(rank): int(number) for rank, number in (entry.split(":") for entry in entries)}
+
+    def lost(self) -> str | None:
+        """Why other ranks will not come to something that this one has issued; None: nothing tells so.
+
+        Over Gloo the host finds that out where it waits. On streams it runs ahead, and the device waits.
+        """
+        try:
+            if (message := self.aborted()) is not None:
+                return message
+            early = {r: n for r, n in self._left().items() if n < self.sequence and r != self.peers.rank}
+            if not early:
+                return None
+            rank = min(early)
+            why = f"why/{rank}"
+            ended = self.peers.store.get(why).decode() if self.peers.store.check([why]) else "it has closed its engine"
+        except RuntimeError as error:
+            return f"the store that all ranks share is gone ({str(error).splitlines()[0]}), and with it a rank."
+        return (
+            f"rank {self.peers.rank} has issued operation {self.sequence}, but rank {rank} left after operation "
+            f"{early[rank]} ({ended}): look at its output."
+        )
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the device has done the collective that was waited for last."""
+        return self._passed is None or self._passed.query()
+
+    @property
+    def on_streams(self) -> bool:
+        """Whether the device waits for this engine's collectives, and the host goes on."""
+        return self._mesh.on_streams
+
+    def give_up(self, message: str) -> bool:
+        """By another thread, while the device waits in vain and this rank's own one for the device: from here on this
+        engine raises ``message`` on every rank. Whether the device did wait in vain."""
+        self._dead, self._mesh.gave_up = message, True
+        with suppress(RuntimeError):  # the process that served the store may have died
+            if self.aborted() is None:
+                self.peers.store.set("abort", message)
+        return self._mesh.end_kernels()
 
     @property
     def doing(self) -> str:
@@ -211,7 +272,9 @@ class Agreement:
     def _message(
         self, kind: Sequence[int], what: str, flags: Sequence[bool] = (), bits: Sequence[bool] = ()
     ) -> torch.Tensor:
-        code = crc32(what.encode()).to_bytes(CODE, "big")
+        # With the number of operations so far: a rank that left a pass by an exception and goes on is behind the
+        # others, and on streams that shows nowhere else until devices wait in vain.
+        code = crc32(f"{self.sequence} {what}".encode()).to_bytes(CODE, "big")
         padded = [*flags, *[False] * (HEADER - FLAGS - len(flags))]
         values = [*map(int, kind), *map(int, padded), *code, *(255 - byte for byte in code), *map(int, bits)]
         tensor = torch.zeros(BITS + self.places, dtype=torch.uint8)
@@ -225,9 +288,14 @@ class Agreement:
 
     def _disagree(self, what: str) -> OrderError:
         number = self.sequence
-        asked = _by_text(dict(self._by_rank(self.exchange(f"meeting/{number}", what))))
+        said = [json.loads(text) for text in self.exchange(f"meeting/{number}", json.dumps([number, what]))]
+        apart = any(theirs != number for theirs, _ in said)
+        asked = _by_text(
+            {r: f"{text} (operation {n} there)" if apart else text for r, (n, text) in self._by_rank(said)}
+        )
+        last = min(theirs for theirs, _ in said) - 1
         return self._give_up(
-            f"after operation {number - 1} the ranks are about to do different things: {asked}. Every "
+            f"after operation {last} the ranks are about to do different things: {asked}. Every "
             "rank must run the same passes, steps and gathered() in one order; to run a part on some ranks only "
             "(evaluation, generation, saving) do it inside `with engine.gathered():` that all ranks enter."
         )
@@ -317,7 +385,12 @@ class Agreement:
             CollectiveError: it failed, or took longer than the timeout.
         """
         if self._mesh.on_streams and not control:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure(error) from error
+            # Nothing is ordered by it: the watchdog asks it whether the device has come so far.
+            self._passed = accelerator.current_stream(self._mesh.device).record_event()
             return
         begun = perf_counter()
         try:
@@ -349,12 +422,12 @@ class Agreement:
         what = f"rank {self.peers.rank}: operation {self.sequence}, {self.doing}, failed"
         try:
             self._check()
-            store = self.peers.store
-            left = sorted(map(int, set(store.get("left").split()))) if store and store.check(["left"]) else []
+            left = sorted(self._left())
         except (RuntimeError, ValueError) as gone:  # the store went with its rank
             if isinstance(gone, OrderError):
                 return gone
             left = []
+        self._mesh.end_kernels(lost=True)
         if left:
             return CollectiveError(f"{what}: rank {', '.join(map(str, left))} has closed its engine.{self._here()}")
         return CollectiveError(
@@ -369,7 +442,7 @@ class Agreement:
     def _publish(self, what: str) -> None:
         assert self._watch is not None
         self._watch.waiting = True
-        log = [(number, str(entry)) for number, entry in self._log]
+        log = [(number, str(entry)) for number, entry in list(self._log)[-SHOWN:]]
         self._watch.publish("wait", what, engine=self.peers.name, log=log, needs_help=self._needs_help)
         self._unmoved: tuple[Any, float] = (None, 0.0)
         self._warned = False
@@ -420,19 +493,24 @@ class Agreement:
                 f"{self.timeout:.0f} s: {self._describe(others)}."
             )
             self.peers.store.set("abort", message)
-            self._dead, self._mesh.gave_up = message, True
+            self._give_up(message)
             raise CollectiveError(f"{message}{self._here()}")
 
     def _find_contradiction(self, others: dict[int, Whereabouts]) -> None:
+        if (message := self.contradiction(others)) is not None:
+            self._abort(message)
+
+    def contradiction(self, others: Mapping[int, Whereabouts]) -> str | None:
         """What proves by itself that this rank and another will never meet."""
         for rank, other in others.items():
             if other.engine != self.peers.name:
                 continue
             theirs = dict(other.log)
-            for number, entry in self._log:
+            for number, entry in list(self._log):
                 if number in theirs and theirs[number] != str(entry):
                     mine = f"{entry} on rank {self.peers.rank}"
-                    self._abort(f"operation {number} is {mine} but {theirs[number]} on rank {rank}.")
+                    return f"operation {number} is {mine} but {theirs[number]} on rank {rank}."
+        return None
 
     def _nothing_moves(self, others: dict[int, Whereabouts]) -> bool:
         """Every rank is blocked. False if it may be that a collective that all have issued is just slow."""
@@ -479,6 +557,7 @@ class Agreement:
 
     def _give_up(self, message: str) -> OrderError:
         self._dead, self._mesh.gave_up = message, True
+        self._mesh.end_kernels()
         return OrderError(f"{message}{self._here()}")
 
     def _abort(self, message: str) -> None:

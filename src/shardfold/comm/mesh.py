@@ -7,16 +7,17 @@ without either just works: then there are no groups at all.
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import combinations
 from logging import getLogger
 from math import prod
+from threading import Thread
+from time import monotonic
 from typing import Any
 
 import torch
@@ -24,26 +25,25 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardfold import accelerator
+from shardfold.comm.backend import GLOO, MARGIN, backend_in, start_group
 from shardfold.data import ranks_read_alike, ranks_read_apart
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, UsageError, did_you_mean
 from shardfold.plan.axes import DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.placement import shard_index
-from shardfold.torch_internals import all_groups, default_store
+from shardfold.torch_internals import abort_groups, all_groups, default_store
 
 __all__ = [
     "DataMesh",
     "Given",
-    "default_backend",
-    "device_backend",
     "parse_device",
     "pick_device",
     "resolve_mesh",
-    "start_group",
 ]
 
 LOG = getLogger("shardfold")
 JOINED, ALL = "joined", "all"  # where ranks look before they make groups, and what it says if there is nothing wrong
+LOOK, SETTLE, ABORT = 0.1, 2.0, 30.0  # seconds: between looks, that a lost collective may still end, and to end all
 UNSENT = 2**31 - 1  # the tag of a message that nobody sends
 
 
@@ -181,15 +181,23 @@ class DataMesh:
         store: a key-value store shared by all ranks, private to this mesh; None for one rank.
         default_store: the one of the process's default group.
         control: a Gloo group of all ranks for small facts that the host needs.
+        on_streams: whether collectives are queued on streams of the device, as NCCL's are: waiting for one orders
+            streams, and the host goes on. Gloo's, and all on the CPU, are waited for by the host.
         gave_up: whether this rank raised because ranks cannot go on together.
         meets: whether it has begun a meeting that others may still have to come to.
+        lost: why others will not come to what this rank has issued; None: they will. Until somebody knows, they will.
+        farewell: called when the interpreter exits while the mesh is open.
     """
 
     def __init__(self, sizes: Given | None, device: torch.device, timeout: timedelta) -> None:
         accelerator.use(device)
         _start(device, timeout)
         self.name, self.device = "", device
-        self.gave_up = self.meets = False
+        self.gave_up = self.meets = self.on_streams = False
+        self.lost: Callable[[], str | None] = lambda: None
+        self.farewell: Callable[[], None] = lambda: None
+        self._timeout = timeout
+        self._ended = False
         self.store: Any = None
         self.default_store: Any = None
         self._groups: dict[Axes, Any] = {}
@@ -207,6 +215,7 @@ class DataMesh:
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world = dist.get_world_size() if self.distributed else 1
+        self.on_streams = accelerator.has_streams(self.device) and self.backend not in ("none", GLOO)
         if self.world > 1:
             # The default store is the only key-value store that every rank is known to share.
             default = default_store()
@@ -266,7 +275,7 @@ class DataMesh:
     def _make_groups(self, timeout: timedelta) -> None:
         # What the host needs to know travels on the CPU: no device synchronization. It never shares a Gloo group with
         # collectives of the user's own, because Gloo pairs collectives by their number within a group.
-        self.control = self._new_group(None, timeout, "gloo")
+        self.control = self._new_group(None, timeout, GLOO)
         if self.data_ranks == self.world:
             self._groups[self.data] = dist.group.WORLD if self.on_streams else self.control
         parts = [axes for n in range(1, len(self.data) + 1) for axes in combinations(reversed(self.data), n)]
@@ -279,6 +288,8 @@ class DataMesh:
                     self._groups[axes] = group
 
     def _new_group(self, ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> Any:
+        if backend != GLOO and self.on_streams:
+            timeout += MARGIN
         group = dist.new_group(ranks, timeout=timeout, backend=backend)
         if ranks is None or self.rank in ranks:
             self._made.append(group)
@@ -286,7 +297,7 @@ class DataMesh:
 
     def open_group(self, timeout: timedelta) -> Any:
         """A Gloo group of all ranks for messages between two of them, until :meth:`close_group`; all ranks call it."""
-        return self._new_group(None, timeout, "gloo")
+        return self._new_group(None, timeout, GLOO)
 
     def close_group(self, group: Any) -> None:
         """Gives back what :meth:`open_group` made."""
@@ -303,22 +314,7 @@ class DataMesh:
         """
         if not self.distributed:
             return "none"
-        parts = dict(part.split(":") for part in str(dist.get_backend_config()).split(","))
-        if self.device.type == "cpu":
-            return parts.get("cpu", "gloo")  # a group of its own, see _make_groups
-        if self.device.type not in parts:
-            raise ConfigError(
-                f"torch.distributed was started with a backend for {', '.join(parts)}, which does not carry tensors of "
-                f"{self.device.type}: start it with init_process_group({device_backend(self.device)!r}), or let the "
-                "engine start it."
-            )
-        return parts[self.device.type]
-
-    @property
-    def on_streams(self) -> bool:
-        """Whether collectives are queued on streams of the device, as NCCL's are: waiting for one orders streams, and
-        the host goes on. Gloo's, and all on the CPU, are waited for by the host."""
-        return accelerator.has_streams(self.device) and self.backend not in ("none", "gloo")
+        return backend_in(str(dist.get_backend_config()), self.device)
 
     @property
     def everyone(self) -> Any:
@@ -384,6 +380,7 @@ class DataMesh:
 
     def _give_back(self) -> None:
         ranks_read_apart(self)
+        self.end_kernels()
         self._groups.clear()
         self.control = self.store = self.default_store = None
         while self._made:
@@ -391,6 +388,39 @@ class DataMesh:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
         _PROCESS.open.discard(self)
+
+    def end_kernels(self, *, lost: bool = False) -> bool:
+        """Returns when the device has done everything, whatever other ranks do.
+
+        Collectives that are under way there end when all ranks have come to them. If some will not (``lost``), or do
+        not within the timeout, they are ended, and with them every group on streams of this process: what waits for
+        the device, on any thread, goes on. To destroy such a group, as to leave the process, would wait for them.
+
+        ``lost``: it is known that some will not come. Returns whether any was ended.
+        """
+        if not self.on_streams or self._ended:
+            return False
+        done = Thread(target=self._finish_device, name="shardfold-device", daemon=True)
+        done.start()
+        begun = monotonic()
+        since = begun if lost or self.gave_up else None
+        while done.is_alive():
+            done.join(LOOK)
+            now = monotonic()
+            if since is None and self.lost() is not None:
+                since = now
+            if (since is not None and now - since > SETTLE) or now - begun > self._timeout.total_seconds():
+                LOG.error("rank %d ends the collectives on its device, as other ranks do not come to them", self.rank)
+                self._ended = True
+                ending = Thread(target=abort_groups, args=(self.device,), name="shardfold-abort", daemon=True)
+                ending.start()
+                ending.join(ABORT)
+                return True
+        return False
+
+    def _finish_device(self) -> None:
+        with suppress(RuntimeError):  # what failed is told elsewhere: here it is over
+            accelerator.synchronize(self.device)
 
     def abandon(self) -> None:
         """Leaves all groups but those of meshes, so that ranks stuck in collectives of the user's own wake up.
@@ -403,6 +433,7 @@ class DataMesh:
                 if not any(group is own for own in ours):
                     _disconnect(group)
             _PROCESS.default = None
+            self.end_kernels()
             dist.destroy_process_group()
 
 
@@ -470,6 +501,8 @@ class _Process:
         if self._pid != os.getpid():
             return
         for mesh in list(self.open):
+            mesh.farewell()
+        for mesh in list(self.open):
             if mesh.gave_up or mesh.meets:
                 mesh.abandon()
         for mesh in list(self.open):
@@ -490,7 +523,7 @@ def _disconnect(group: Any) -> None:
     """
     size = group.size()
     if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
-        return  # of NCCL, destroying it is enough
+        return  # what others wait for on a device is ended there (see DataMesh.end_kernels)
     with suppress(RuntimeError):  # that it was given up, or that the connections are gone already
         group.recv([torch.empty(1)], (group.rank() + 1) % size, UNSENT).wait(timedelta(milliseconds=1))
 
@@ -514,35 +547,5 @@ def _start(device: torch.device, timeout: timedelta) -> None:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store = dist.distributed_c10d.PrefixStore(f"shardfold/start/{_PROCESS.starts}", store)
         where = {"store": store, "rank": rank, "world_size": size}
-    start_group(default_backend(device), timeout, **where)
+    start_group(device, timeout, **where)
     _PROCESS.started()
-
-
-def default_backend(device: torch.device) -> str:
-    """``nccl`` where every rank of this machine has a GPU, else ``gloo``: NCCL refuses two ranks on one GPU."""
-    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > max(accelerator.count(device), 1)
-    return "gloo" if shared else device_backend(device)
-
-
-def device_backend(device: torch.device) -> str:
-    """What carries tensors of such a device where each rank has its own: ``nccl`` for ``cuda``, ``gloo`` for the CPU,
-    and for others what is registered with ``torch.distributed``.
-
-    Raises:
-        ConfigError: nothing is.
-    """
-    known = dist.Backend.default_device_backend_map
-    if device.type not in known:
-        raise ConfigError(
-            f"torch.distributed knows no backend for devices of the type {device.type}: register one with "
-            "torch.distributed.Backend.register_backend(name, make, devices=[...]), or train on one rank."
-        )
-    return known[device.type]
-
-
-def start_group(backend: str, timeout: timedelta, **where: Any) -> None:
-    """Initializes ``torch.distributed``; ``where`` is what ``init_process_group`` is told of ranks and stores."""
-    # The first torch.optim optimizer imports torch._dynamo, and what that import does keeps every group there is
-    # alive for good: destroy_process_group would not end its threads (see DataMesh.close). So it comes first.
-    importlib.import_module("torch._dynamo")
-    dist.init_process_group(backend, timeout=timeout, **where)

@@ -18,6 +18,7 @@ import linecache
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -80,6 +81,33 @@ class Watched(Protocol):
     @property
     def gave_up(self) -> bool:
         """Whether this rank raised that sentence."""
+        ...
+
+    @property
+    def on_streams(self) -> bool:
+        """Whether the device waits for its collectives, and the host goes on."""
+        ...
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a collective may take."""
+        ...
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the device has done the collective that was waited for last."""
+        ...
+
+    def lost(self) -> str | None:
+        """Why other ranks will not come to what this one has issued."""
+        ...
+
+    def contradiction(self, others: Mapping[int, Whereabouts]) -> str | None:
+        """What proves that this rank and another will never meet."""
+        ...
+
+    def give_up(self, message: str) -> bool:
+        """From here on this engine raises ``message``; the device waits no longer. Whether it did."""
         ...
 
     def aborted(self) -> str | None:
@@ -251,8 +279,11 @@ class Watchdog:
             # It raised already. Where the user's code now waits for the others, as in a ``finally:``, it shall: they
             # raise too and come there, so it is not to be woken, nor another exception to hide the first.
             return
-        frame = sys._current_frames().get(self._main)
-        called = _user_collective(frame)
+        if self._end_waiting_device(still):
+            return
+        frames = sys._current_frames()
+        frame = frames.get(self._main)
+        called = next(filter(None, map(_user_collective, [frame, *self._of_autograd(frames)])), None)
         if called is None:
             if self._said == "user":
                 self.clear()
@@ -265,6 +296,40 @@ class Watchdog:
                 if (message := watched.aborted()) is not None:
                     self._raise_in_main(message)
                     return
+
+    def _of_autograd(self, frames: Mapping[int, FrameType]) -> list[FrameType]:
+        """What runs on threads that nobody started from Python: on a device, a backward and the collectives of modules
+        in it are on autograd's, while the main thread waits for it."""
+        started = {thread.ident for thread in threading.enumerate() if not thread.name.startswith("Dummy-")}
+        return [frame for ident, frame in frames.items() if ident not in started]
+
+    def _end_waiting_device(self, still: int) -> bool:
+        """[Note: a device that waits in vain] On streams the host issues a collective and runs on. Where other ranks do
+        not come to it, it is the device that waits, and soon the host for the device, in a call of the user's that no
+        exception can reach. So this thread looks whether they will come, and if not, it has the device's wait ended
+        and the sentence raised."""
+        if still < STILL:
+            return False
+        for name, watched in self._present():
+            passed = watched.is_passed
+            if not watched.on_streams or (passed and still < BUSY):
+                continue
+            # Behind the engine's last it may be a collective of the user's that the device waits in.
+            message = watched.lost() if passed else self._why_in_vain(name, watched, still)
+            if message is not None and (watched.give_up(message) or not passed):
+                self._raise_in_main(message)
+                return True
+        return False
+
+    def _why_in_vain(self, name: str, watched: Watched, still: int) -> str | None:
+        if (message := watched.lost()) is not None or (message := watched.contradiction(self.read())) is not None:
+            return message
+        if still * TICK <= watched.timeout:
+            return None
+        return (
+            f"rank {self.rank}: its device has not finished what was issued up to operation {watched.sequence} of "
+            f"engine {name} within {watched.timeout:.0f} s."
+        )
 
     def _raise_in_main(self, message: str) -> None:
         """[Note: a rank in a user's collective] ends when another rank leaves the group; this is what it then raises,

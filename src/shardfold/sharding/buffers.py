@@ -7,7 +7,7 @@ tables and masks never do), and that costs nothing to find out: the meeting befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardfold import accelerator
 from shardfold.comm.coalesced import BATCH
 from shardfold.comm.comm import Comm
+from shardfold.torch_internals import set_versions
 
 __all__ = ["Buffers", "take_first_rank"]
 
@@ -49,10 +50,9 @@ class Buffers:
         self.due = False
         if not changed or self._comm.mesh.data_ranks == 1:
             return
-        present, now = self._present(), self._state()
-        mine = [was != state for was, state in zip(self._known, now, strict=True)] if self._known else [True] * len(now)
-        some = self._comm.any_rank(mine, "which buffers were changed")
-        take_first_rank(self._comm, [b for b, it in zip(present, some, strict=True) if it], "the broadcast of buffers")
+        known = set(self._known)
+        unchanged = {identity for identity, version in self._state() if (identity, version) in known}
+        take_first_rank(self._comm, self._present(), "the broadcast of buffers", unchanged=unchanged)
         self._known = self._state()
 
     def _present(self) -> list[Tensor]:
@@ -63,11 +63,14 @@ class Buffers:
         return [(id(buffer), buffer._version) for buffer in self._present()]
 
 
-def take_first_rank(comm: Comm, buffers: Sequence[Tensor], what: str, detail: str = "") -> None:
-    """Buffers get rank 0's values on every rank, at most 64 MiB, or one, in a broadcast; what has them is not written,
-    as autograd may have kept it. (But where the device has streams, as finding that out would stop the host.)
+def take_first_rank(
+    comm: Comm, buffers: Sequence[Tensor], what: str, detail: str = "", unchanged: Collection[int] = ()
+) -> None:
+    """Buffers get rank 0's values on every rank, at most 64 MiB, or one, in a broadcast; autograd, which may have kept
+    one, does not see what has them already as written.
 
-    ``what`` and ``detail`` are for messages.
+    ``what`` and ``detail`` are for messages; ``unchanged``: ids of buffers that this rank has not changed since they
+    were equal.
     """
     if comm.mesh.data_ranks == 1:
         return
@@ -79,8 +82,20 @@ def take_first_rank(comm: Comm, buffers: Sequence[Tensor], what: str, detail: st
             if comm.mesh.data_rank:
                 for buffer, part in zip(batch, flat.split([b.numel() * b.itemsize for b in batch]), strict=True):
                     value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned for its dtype
-                    if accelerator.has_streams(buffer.device) or not torch.equal(value, buffer):
-                        buffer.copy_(value)
+                    _take(buffer, value, unchanged=id(buffer) in unchanged)
+
+
+def _take(buffer: Tensor, value: Tensor, *, unchanged: bool) -> None:
+    if not accelerator.has_streams(buffer.device):
+        if not torch.equal(value, buffer):
+            buffer.copy_(value)
+        return
+    # Here to compare would stop the host, once for each buffer and forward. What this rank has not changed is written
+    # without a trace: nearly always it is what is there already, as rotary tables and masks are.
+    version = buffer._version
+    buffer.copy_(value)
+    if unchanged:
+        set_versions((buffer,), (version,))
 
 
 def _batches(buffers: Sequence[Tensor]) -> Iterator[list[Tensor]]:

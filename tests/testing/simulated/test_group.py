@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardfold.testing import Ranks
+from shardfold import torch_internals
 from shardfold.testing.simulated import is_supported, simulated
 from shardfold.torch_internals import all_gather_single, reduce_scatter_single
 from tests.support.simulated import on_device
@@ -21,6 +22,10 @@ MODES = pytest.mark.parametrize("mode", ["check", "lazy"])
 
 def _module() -> Any:
     return torch.get_device_module("sim")
+
+
+def _store() -> Any:
+    return torch_internals.default_store()
 
 
 def _ones(n: int = 4) -> torch.Tensor:
@@ -223,7 +228,7 @@ def test_ddp_of_pytorch_trains() -> None:
 def _peer_that_does_not_come(mode: str) -> Any:
     with simulated(mode, lag=500):
         if dist.get_rank() == 1:
-            dist.distributed_c10d._get_default_store().wait(["told"])  # not before the other has its error
+            _store().wait(["told"], timedelta(seconds=60))  # not before the other has its error
             return None
         x = _ones()
         began = time.monotonic()
@@ -235,7 +240,7 @@ def _peer_that_does_not_come(mode: str) -> Any:
         except RuntimeError as error:
             return issued < 1.0, str(error), str(work.exception()), work.is_success()
         finally:
-            dist.distributed_c10d._get_default_store().set("told", "")
+            _store().set("told", "")
 
 
 @MODES
@@ -251,7 +256,7 @@ def test_a_peer_that_does_not_come_is_told_where_the_host_waits(mode: str) -> No
 def _aborts(mode: str) -> Any:
     with simulated(mode, lag=500):
         group: Any = dist.group.WORLD
-        store = dist.distributed_c10d._get_default_store()
+        store = _store()
         if dist.get_rank() == 1:
             store.wait(["told"])
             return None
@@ -281,7 +286,7 @@ def _dies() -> Any:
         return x.sum().item()
 
 
-def test_a_peer_that_dies_is_told(sim_ranks: Ranks) -> None:
+def test_a_peer_that_dies_is_told() -> None:
     """The first to fail is named, and the other hears of it through its collective."""
     from shardfold.testing import RanksFailed, run_ranks
 

@@ -40,7 +40,7 @@ def test_every_dtype_has_memory() -> None:
 
 @on_device()
 def test_views_share_memory() -> None:
-    """Slices, transposes, other shapes and other dtypes are the same bytes; sizes, strides and offsets are PyTorch's."""
+    """Slices, transposes, other shapes and dtypes are the same bytes; sizes, strides and offsets are PyTorch's."""
     with simulated():
         x = torch.arange(12, dtype=torch.float32).to("sim")
         y, z = x.view(3, 4), x[4:8]
@@ -190,5 +190,5 @@ with simulated("lazy") as sim:
 torch.kept, torch.loss = kept, loss
 print("done")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

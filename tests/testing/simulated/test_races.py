@@ -225,7 +225,7 @@ def test_interleaved_bytes_are_no_race() -> None:
         with _module().stream(side):
             x[:, 0].fill_(1.0)
         x[:, 1].fill_(2.0)
-        sim.expect_clean()
+        assert not sim.races
         x[::2].fill_(3.0)
         assert len(sim.races) == 1, sim.races
 
@@ -318,7 +318,7 @@ def test_tensors_of_two_devices_are_refused_as_on_a_gpu() -> None:
             x + torch.ones(4)
         with pytest.raises(RuntimeError, match="found sim:0 and cpu"):
             torch.nn.functional.embedding(torch.zeros(2, dtype=torch.long), weight)  # mixed
-        assert [what for what, _ in sim.mixed] == ["embedding"]
+        assert [what for what, _ in sim.mixed] == ["index_select"]
         with pytest.raises(RacesFound, match=f"test_races.py:{line_of(__file__, 'mixed')}"):
             sim.expect_clean()
         assert (x * 2 + torch.tensor(1.0)).tolist() == [3.0] * 4  # a single number may be the CPU's

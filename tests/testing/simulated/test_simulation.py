@@ -27,7 +27,7 @@ def _race() -> None:
 
 def test_unknown_modes_are_refused() -> None:
     """With the nearest name; nothing is installed for it."""
-    with pytest.raises(UsageError, match="did you mean 'check'"), simulated("chek"):
+    with pytest.raises(UsageError, match="Did you mean 'check'"), simulated("chek"):
         pass
     with pytest.raises(UsageError, match="at least 1"), simulated("lazy", lag=0):
         pass
@@ -44,9 +44,8 @@ def test_a_version_of_pytorch_without_its_parts_is_refused(monkeypatch: pytest.M
     gone = Internal("torch._C._acc._gone", "a device", torch_internals.SIMULATED)
     monkeypatch.setattr(torch_internals, "INTERNALS", (*INTERNALS, gone))
     assert not is_supported()
-    with pytest.raises(UsageError, match=r"has no torch\._C\._acc\._gone, of which the simulated device is made"):
-        with simulated():
-            pass
+    with pytest.raises(UsageError, match=r"has no torch\._C\._acc\._gone, of which the sim"), simulated():
+        pass
     assert not hasattr(torch, "sim")
 
 
@@ -98,7 +97,7 @@ def test_what_an_operation_raises_late_reaches_who_waits() -> None:
         good = torch.zeros(1, dtype=torch.long, pin_memory=True).to("sim", non_blocking=True)
         x.index_select(0, good)  # from now on its shapes are known
         y = x.index_select(0, index)
-        with pytest.raises((RuntimeError, IndexError), match="out of range|out of bounds"):
+        with pytest.raises((RuntimeError, IndexError), match=r"out of range|out of bounds"):
             y.sum().item()
 
 

@@ -48,28 +48,33 @@ class Checker:
                 if block.freed:
                     self.findings.race("freed", use, None, block.nbytes, block.site)
                     continue
-                if stream not in block.entered:
+                first = stream not in block.entered
+                if self._use(block, use) and first:
                     self._enter(block, use)
-                    overwritten += block.former
-                    block.former = []
-                self._use(block, use)
+                overwritten += block.former
+                block.former = []
         return overwritten
 
-    def _use(self, block: Allocation, now: Access) -> None:
+    def _use(self, block: Allocation, now: Access) -> bool:
+        """Whether it is in order with all others."""
         kept: list[Access] = []
+        in_order = True
         for use in block.uses:
             ordered = self._clocks.knows(now.stream, use.stream, use.time)
             if not ordered and (now.write or use.write) and now.region.overlaps(use.region):
                 self.findings.race("unordered", now, use, block.nbytes, block.site)
+                in_order = False
             # Whoever is behind `now` is behind `use` too, and `now` conflicts with at least as much.
             more = now.write or (not use.write and use.stream == now.stream)
             if not (ordered and more and now.region.covers(use.region)):
                 kept.append(use)
         kept.append(now)
         block.uses = kept
+        return in_order
 
     def _enter(self, block: Allocation, now: Access) -> None:
-        """The first use of an allocation by a stream: what had this memory before must be over."""
+        """The first use of an allocation by a stream that is in order with the others: what had this memory before
+        must be over."""
         block.entered.add(now.stream)
         for use, allocated in block.earlier.values():
             if not self._clocks.knows(now.stream, use.stream, use.time):

@@ -60,6 +60,7 @@ class SimulatedGroup(_ProcessGroup):
         self._rank, self._size = rank, size
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self.stream = Stream()
+        self._received = Stream()  # a batch of messages goes both ways at once
         self.aborted = False
         self.failure: BaseException | None = None
         self._name = ""
@@ -110,7 +111,8 @@ class SimulatedGroup(_ProcessGroup):
         """Waits for what is under way, and gives the connections back."""
         device = the_device()
         if not self.aborted:
-            device.queues.until(device.record(self.stream.stream_id))
+            for stream in (self.stream, self._received):
+                device.queues.until(device.record(stream.stream_id))
             for each in list(self._under_way):
                 each.finish()
         self._under_way, self._gloo = [], None
@@ -118,9 +120,24 @@ class SimulatedGroup(_ProcessGroup):
     # -- one collective
 
     def _issue(
-        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], begin: Begin, *, stops_host: bool = False
+        self,
+        name: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        begin: Begin,
+        *,
+        on: Stream | None = None,
+        stops_host: bool = False,
     ) -> SimulatedWork:
-        """Queues it: ``begin`` starts it on aliases of the tensors, which it has already."""
+        """Queues it: ``begin`` starts it on aliases of the tensors, which it has already.
+
+        Args:
+            name: for people.
+            reads, writes: its tensors.
+            begin: as above.
+            on: another stream than the group's.
+            stops_host: whether the host waits for it too.
+        """
         device = the_device()
         for tensor in (*reads, *writes):
             if tensor.device.type != NAME:
@@ -129,7 +146,7 @@ class SimulatedGroup(_ProcessGroup):
                 )
             if not tensor.is_contiguous():
                 raise RuntimeError(f"{BACKEND}: {name} of a tensor that is not contiguous: call .contiguous() first")
-        stream = self.stream.stream_id
+        stream = (on or self.stream).stream_id
         device.wait(stream, device.record(device.current.stream_id))
         collective = Collective(device, self, f"{BACKEND}: {name} at {device.here()}", begin)
         device.launch(name, list(reads), list(writes), collective.start, stream)
@@ -149,7 +166,9 @@ class SimulatedGroup(_ProcessGroup):
 
     def _end_coalescing(self, device: Any = None) -> SimulatedWork:
         works, self._batch = self._batch or [], None
-        return SimulatedWork.together(works, the_device().record(self.stream.stream_id))
+        device = the_device()
+        device.wait(self.stream.stream_id, device.record(self._received.stream_id))
+        return SimulatedWork.together(works, device.record(self.stream.stream_id))
 
     # -- what torch.distributed asks for
 
@@ -256,7 +275,8 @@ class SimulatedGroup(_ProcessGroup):
 
     def recv(self, tensors: Any, by: int, tag: int = 0) -> SimulatedWork:
         flats = _aliases(tensors)
-        return self._issue("recv", [], list(tensors), lambda: ([_Waited(self._gloo.recv(flats, by, tag))], None))
+        begin = lambda: ([_Waited(self._gloo.recv(flats, by, tag))], None)  # noqa: E731
+        return self._issue("recv", [], list(tensors), begin, on=self._received)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         one = torch.ones(1, device=NAME)

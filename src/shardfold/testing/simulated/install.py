@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,9 @@ def install() -> SimulatedDevice:
     return device
 
 
+CPU_NORMS = ("native_layer_norm", "native_group_norm")
+"""For which PyTorch has kernels made of other operations, which would come before the CPU's."""
+
 _LIBRARIES: list[torch.library.Library] = []  # what they register goes when they do
 
 
@@ -71,6 +75,9 @@ def _register() -> None:
     def on_cpu(op: Any) -> Any:
         return lambda *args, **kwargs: op.redispatch(CPU_KEYS, *args, **kwargs)
 
+    for name in CPU_NORMS:
+        op = getattr(torch.ops.aten, name).default
+        named.impl(name, partial(fallback, op), "PrivateUse1")
     for overload in ("source_Storage", "source_Storage_storage_offset", "source_Tensor"):
         named.impl(f"set_.{overload}", on_cpu(getattr(torch.ops.aten.set_, overload)), "PrivateUse1")
     for name, kernel in AUTOCAST.items():

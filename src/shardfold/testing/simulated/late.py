@@ -84,7 +84,7 @@ def _queue(operation: Operation, shapes: Any) -> Any:
         with torch.no_grad():
             try:
                 got = op(*args, **kwargs)
-            except RuntimeError as error:
+            except Exception as error:
                 raise RuntimeError(f"{name} of {site}: {error}") from error
             results = (got,) if single else got
             for target, value in zip(bare, _tensors([results[k] for k in fresh]), strict=True):

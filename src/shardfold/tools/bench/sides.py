@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfold import accelerator
-from shardfold.comm.mesh import device_backend
+from shardfold.comm.backend import device_backend
 from shardfold.tools.bench.contenders import Contender
 from shardfold.tools.bench.models import LEARNING_RATE
 from shardfold.tools.bench.settings import Settings

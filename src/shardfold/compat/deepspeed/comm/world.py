@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardfold import accelerator
-from shardfold.comm.mesh import default_backend, pick_device, start_group
+from shardfold.comm.backend import start_group
+from shardfold.comm.mesh import pick_device
 from shardfold.compat.deepspeed.comm.discovery import discover, local_rank
 from shardfold.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from shardfold.compat.deepspeed.utils.comms_logging import configure
@@ -98,11 +98,9 @@ def init_distributed(
                 "the script with shardfold run, deepspeed or torchrun, or unset WORLD_SIZE."
             )
     device = pick_device()
-    accelerator.use(device)
-    backend = default_backend(device) if dist_backend is None else dist_backend
+    start_group(device, timeout, dist_backend, **where)
     if verbose:
-        _log(f"torch.distributed starts with backend {backend}")
-    start_group(backend, timeout, **where)
+        _log(f"torch.distributed was started with backend {dist.get_backend()}")
     atexit.register(_close)  # a group that outlives the interpreter may end the process by a signal
 
 
