@@ -26,6 +26,7 @@ FILES = [
     "training/test_loops.py", "training/test_graphs.py", "engine/test_user_hooks.py",
     "checkpoint/test_state_dicts.py", "checkpoint/test_export.py", "launch/test_local.py",
     "compat/test_initialize.py", "optim/test_schedules.py", "engine/test_one_rank.py", "sharding/test_copies.py",
+    "testing/simulated",
 ]  # fmt: skip
 LAST = re.compile(r"=* ?((?:\d+ (?:failed|passed|skipped|errors?|deselected|warnings?)(?:, )?)+) in ([\d.]+)s")
 

@@ -87,12 +87,20 @@ def serve(conn: connection.Connection, stacks: str, device: str | None = None) -
         if _receive(conn) != END:
             break
         _leave()
+        if device is not None:
+            _reset()
 
 
 def _install() -> None:
     from shardfold.testing.simulated.install import install
 
     install()
+
+
+def _reset() -> None:
+    from shardfold.testing.simulated.device import the_device
+
+    the_device().reset()
 
 
 def _answer(call: Call, device: str | None) -> Answer:

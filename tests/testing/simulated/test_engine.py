@@ -41,6 +41,35 @@ def test_trains_in_two_groups_of_two(layout: str, ranks: Ranks, sim_ranks: Ranks
         assert losses == pytest.approx(wanted, rel=CLOSE)
 
 
+def _again() -> Gpt:
+    """Goes through its blocks twice."""
+    return Gpt(again=True)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "freed memory is NaN, units that run twice": dict(debug=True, model=_again),
+    "units that run twice": dict(model=_again),
+    "units asked for, sums at once": dict(overlap=sf.Overlap(order="any", reduces_in_flight=0), accumulate=2),
+    "accumulation and clipping": dict(accumulate=2, clip_norm=0.5),
+    "three units ahead": dict(overlap=sf.Overlap(prefetch=3)),
+    "updates beside the computation": dict(overlap=sf.Overlap(update_thread=True)),
+    "activations in host memory": dict(activations=sf.Activations(mode="host", smallest=0)),
+    "activations made again": dict(activations="recompute"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_trains_with_options_as_on_the_cpu(name: str, ranks: Ranks, sim_ranks: Ranks) -> None:
+    """Options that move memory or order work otherwise change neither losses nor order."""
+    options = dict(OPTIONS[name])
+    expected = ranks.run(train, "cpu", "zero3", world_size=2, **options)
+    found = sim_ranks.run(train, "sim", "zero3", world_size=2, **options)
+    for (losses, races, waits), (wanted, _, _) in zip(found, expected, strict=True):
+        assert races == []
+        assert waits == {}
+        assert losses == pytest.approx(wanted, rel=CLOSE)
+
+
 @pytest.mark.parametrize("layout", ["zero3", "zero1"])
 def test_trains_in_any_legal_order(layout: str, ranks: Ranks, sim_ranks: Ranks) -> None:
     """A device that stays behind, and takes its streams in a random order, gives the same losses."""

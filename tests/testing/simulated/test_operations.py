@@ -177,6 +177,7 @@ def test_random_numbers_are_the_devices_own() -> None:
             _module().manual_seed(3)
             assert torch.randn(4, device="sim").tolist() == first
         own = torch.Generator("sim").manual_seed(5)
+        assert isinstance(own, torch.Generator) and isinstance(torch.Generator(), torch.Generator)
         a = torch.randn(4, device="sim", generator=own).tolist()
         assert torch.randn(4, device="sim", generator=own.manual_seed(5)).tolist() == a
 

@@ -7,7 +7,7 @@ into its own. What the host has waited for, every operation that it queues later
 
 from __future__ import annotations
 
-__all__ = ["Clock", "Clocks", "Moment", "merge"]
+__all__ = ["Clock", "Clocks", "Moment", "is_over", "merge"]
 
 Clock = dict[int, int]
 """By stream, the number of its last operation that is known to be over."""
@@ -32,6 +32,11 @@ class Moment:
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.done = clock, False
+
+
+def is_over(moment: Moment, at: Moment) -> bool:
+    """Whether the device has been at ``moment`` whenever it is at ``at``."""
+    return all(at.clock.get(stream, 0) >= time for stream, time in moment.clock.items())
 
 
 class Clocks:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardfold.errors import UsageError
 from shardfold.testing.simulated.checker import Checker
-from shardfold.testing.simulated.clocks import Clocks, Moment
+from shardfold.testing.simulated.clocks import Clocks, Moment, is_over
 from shardfold.testing.simulated.findings import Findings
 from shardfold.testing.simulated.memory import Allocation, Allocator, spoil
 from shardfold.testing.simulated.queues import Lagging, Poll, Prompt, Queues
@@ -96,11 +96,12 @@ class SimulatedDevice:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside, a backward runs that was called from here."""
-        self._backwards.append((self.current, here()))
+        entry = self.current, here()
+        self._backwards.append(entry)
         try:
             yield
         finally:
-            self._backwards.pop()
+            self._backwards.remove(entry)
 
     # -- order
 
@@ -123,13 +124,17 @@ class SimulatedDevice:
         Raises:
             Exception: what an operation or a collective raised on the device since the host last waited for it.
         """
+        self._await(moment)
+        self._raise()
+
+    def _await(self, moment: Moment) -> None:
         self.queues.until(moment)
-        for each in [
-            c for c in self._collectives if all(moment.clock.get(s, 0) >= t for s, t in c.moment.clock.items())
-        ]:
+        for each in [c for c in self._collectives if is_over(c.moment, moment)]:
             each.finish()
         with self.lock:
             self.clocks.host_waited(moment)
+
+    def _raise(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -137,7 +142,8 @@ class SimulatedDevice:
     def synchronize(self, streams: Iterable[int] | None = None) -> None:
         """The host waits for these streams, or for all; this is not noted."""
         for moment in [self.record(stream) for stream in (self.clocks.streams if streams is None else streams)]:
-            self.wait_on_host(moment)
+            self._await(moment)
+        self._raise()
 
     def host_sync(self, what: str, stream: int | None = None) -> None:
         """The host waits for a stream, or the current one, in ``what``."""
@@ -215,7 +221,8 @@ class SimulatedDevice:
                 return
             if nbytes > block.nbytes:
                 raise UsageError(
-                    f"A storage of {NAME_OF} has {block.nbytes} bytes and cannot grow to {nbytes}: make a new tensor."
+                    f"A storage of the simulated device has {block.nbytes} bytes and cannot grow to {nbytes}: "
+                    "make a new tensor."
                 )
             if nbytes == 0 and not block.freed:
                 self.allocator.free(block)
@@ -229,20 +236,27 @@ class SimulatedDevice:
     def use(self, queues: Queues, findings: Findings) -> tuple[Queues, Findings]:
         """From now on work runs by ``queues`` and what is found goes to ``findings``; what was there before is given
         back. The host waits for everything queued before."""
-        self.synchronize()
-        with self.lock:
-            before = self.queues, self.checker.findings
-            self.queues, self.checker.findings = queues, findings
-            self.allocator.collect()
-            self.allocator.peak = self.allocator.allocated
+        try:
+            self.synchronize()
+        finally:
+            with self.lock:
+                before = self.queues, self.checker.findings
+                self.queues, self.checker.findings = queues, findings
+                self.allocator.collect()
+                self.allocator.peak = self.allocator.allocated
         return before
+
+    def reset(self) -> None:
+        """Forgets what the last user left: errors that nobody has heard of, a stream that is still current, findings,
+        and, where an aborted group left some, collectives."""
+        with suppress(Exception):
+            self.use(Prompt(), Findings())
+        self._threads.__dict__.clear()
+        self._collectives.clear()
 
     def lagging(self, seed: int, lag: int) -> Queues:
         """Queues for :meth:`use` that stay behind."""
         return Lagging(seed, lag, self.failed)
-
-
-NAME_OF = "the simulated device"
 
 
 class _Process:

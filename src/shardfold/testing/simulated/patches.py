@@ -8,8 +8,8 @@ Each replacement does what PyTorch does wherever our device is not concerned.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -99,16 +99,12 @@ def _pinned_memory() -> None:
 
 
 def _generators() -> None:
-    kind = torch.Generator
+    kind, replaced = torch.Generator, cast(Any, torch)
 
-    class Generator(kind):
-        """One of the CPU for our device, as kernels of the CPU draw its numbers."""
+    def make(device: Any = "cpu") -> Any:
+        return kind("cpu" if torch.device(device).type == NAME else device)  # in whose kernels numbers are drawn
 
-        def __new__(cls, device: Any = "cpu") -> Any:
-            return kind("cpu" if torch.device(device).type == NAME else device)
-
-    replaced: Any = torch
-    replaced.Generator = Generator
+    replaced.Generator = _standing_for(kind, make)
 
 
 def _data() -> None:
@@ -154,8 +150,9 @@ def _backward() -> None:
 
 
 def _accelerators() -> None:
-    replaced: Any = torch
-    replaced.Stream, replaced.Event = _or_ours(torch.Stream, Stream), _or_ours(torch.Event, Event)
+    replaced = cast(Any, torch)
+    for kind, ours in ((torch.Stream, Stream), (torch.Event, Event)):
+        setattr(replaced, kind.__name__, _standing_for(kind, partial(_made, kind, ours)))
     module, accelerator = torch.get_device_module(NAME), torch.accelerator
     same = ("synchronize", "current_stream", "set_stream", "memory_allocated", "max_memory_allocated",
             "memory_reserved", "max_memory_reserved", "reset_peak_memory_stats", "empty_cache")  # fmt: skip
@@ -165,16 +162,21 @@ def _accelerators() -> None:
             setattr(accelerator, theirs, getattr(module, ours))
 
 
-def _or_ours(kind: Any, ours: Any) -> Any:
-    """A class that stands for ``kind``, and makes one of ours for our device, which is the accelerator here."""
+def _made(kind: Any, ours: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """One of ours for our device, which is the accelerator here."""
+    if device is None and not args and "stream_id" not in kwargs:
+        return ours(**kwargs)
+    if device is not None and torch.device(device).type == NAME:
+        return ours(device, *args, **kwargs)
+    return kind(*(() if device is None else (device,)), *args, **kwargs)
+
+
+def _standing_for(kind: Any, make: Callable[..., Any]) -> Any:
+    """A class that stands for ``kind``, and whose instances ``make`` makes."""
 
     class Kind(type(kind)):
-        def __call__(self, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if device is None and "stream_id" not in kwargs and not args:
-                return ours(**kwargs)
-            if device is not None and torch.device(device).type == NAME:
-                return ours(device, *args, **kwargs)
-            return kind(*(() if device is None else (device,)), *args, **kwargs)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
 
         def __instancecheck__(self, instance: Any) -> bool:
             return isinstance(instance, kind)

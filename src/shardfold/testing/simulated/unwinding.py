@@ -10,18 +10,40 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 from shardfold.torch_internals import PRIVATE_DEVICE, DeviceGuard
 
 __all__ = ["HELD", "Guard"]
 
-_kind, _value, _trace = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-_places = tuple(ctypes.c_void_p(ctypes.addressof(place)) for place in (_kind, _value, _trace))
-_at_kind, _at_value, _at_trace = _places
 # Without `argtypes`: to convert an argument by them, ctypes calls Python.
 _fetch = ctypes.PYFUNCTYPE(None)(("PyErr_Fetch", ctypes.pythonapi))
 _normalize = ctypes.PYFUNCTYPE(None)(("PyErr_NormalizeException", ctypes.pythonapi))
+
+
+class _Places:
+    """Where one error is fetched to: its type, its value, its traceback."""
+
+    def __init__(self) -> None:
+        self.held = [ctypes.c_void_p() for _ in range(3)]
+        self.addresses = [ctypes.c_void_p(ctypes.addressof(place)) for place in self.held]
+
+    def error(self) -> BaseException | None:
+        """What was fetched; None: nothing."""
+        if self.held[0].value is None:
+            return None
+        _normalize(*self.addresses)
+        _, value, trace = (None if p.value is None else ctypes.cast(p, ctypes.py_object).value for p in self.held)
+        for place in self.held:
+            if place.value is not None:
+                ctypes.pythonapi.Py_DecRef(place)  # the reference that the fetch gave us
+                place.value = None
+        return value if trace is None or value is None else value.with_traceback(trace)
+
+
+# Each call of the guard has its own, as threads may take turns in between.
+_TURNS = cycle([(places, *places.addresses) for places in [_Places() for _ in range(64)]])
 
 
 class _Held:
@@ -30,18 +52,9 @@ class _Held:
     def __init__(self) -> None:
         self._errors: list[BaseException] = []
 
-    def keep(self) -> None:
-        """What was fetched is kept here."""
-        _normalize(_at_kind, _at_value, _at_trace)
-        if _value.value is not None:
-            error = ctypes.cast(_value, ctypes.py_object).value
-            if _trace.value is not None:
-                error = error.with_traceback(ctypes.cast(_trace, ctypes.py_object).value)
-            self._errors.append(error)
-        for place in (_kind, _value, _trace):
-            if place.value is not None:
-                ctypes.pythonapi.Py_DecRef(place)  # the reference that the fetch gave us
-                place.value = None
+    def keep(self, error: BaseException) -> None:
+        """It is raised at the end of the backward."""
+        self._errors.append(error)
 
     @contextmanager
     def raised(self) -> Iterator[None]:
@@ -67,7 +80,11 @@ class Guard(DeviceGuard):
     """The device guard."""
 
     def type_(self) -> Any:
-        _fetch(_at_kind, _at_value, _at_trace)  # first of all: nothing else can be called while an error is set
-        if _kind.value is not None:
-            HELD.keep()
+        # First of all: nothing else can be called while an error is set, but a loop may take a step.
+        for places, kind, value, trace in _TURNS:
+            _fetch(kind, value, trace)
+            error = places.error()
+            if error is not None:
+                HELD.keep(error)
+            break
         return PRIVATE_DEVICE
