@@ -11,13 +11,14 @@ other at a thousandth of the cost of all combinations.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardfold as sf
-from shardfold.testing import Ranks
+from shardfold.testing import Ranks, RanksFailed
 from shardfold.testing.simulated import simulated
 
 F = nn.functional
@@ -46,9 +47,11 @@ class Case:
         optimizer: one of :data:`OPTIMIZERS`.
         clip: by which norm; empty: none.
         moments: the tier that they rest in.
-        model: ``gpt``; ``twice``: its blocks run twice in a pass; ``norms``: with BatchNorm, whose buffers travel.
+        model: ``gpt``; ``twice``: its blocks run twice in a pass; ``norms``: with BatchNorm, whose buffers travel;
+            ``early``: made under :func:`shardfold.sharded_init`.
         also: what else happens, one of :data:`EVENTS`.
-        order: of units (see :class:`shardfold.Overlap`), and how many reductions may be under way.
+        order: of units (see :class:`shardfold.Overlap`); with ``any`` no reduction is under way while others go on, and
+            ``beside`` is the recorded one with a thread of updates.
         debug: freed memory is filled with NaN.
         gather, reduce: the format on the link; empty: as the elements lie.
         ranks: how many, in groups of two where there are four.
@@ -163,7 +166,7 @@ OPTIMIZERS: Mapping[str, Any] = {
     "adamw8bit": partial(_ours.AdamW8bit, lr=1e-2, min_8bit_size=0),
 }
 
-EVENTS = ("", "saves", "loads", "averages", "evaluates", "gathers", "leaves_out", "raises")
+EVENTS = ("", "saves", "loads", "averages", "evaluates", "gathers", "leaves_out", "raises", "own_stream")
 
 
 class Raised(Exception):
@@ -187,6 +190,8 @@ def _event(case: Case, step: int, engine: sf.Engine, folder: Path, ids: torch.Te
             bias.mul_(1.01)
         with engine.gathered(of="master") as values:
             assert all(value is None or value.device == engine.device for value in values.values())
+        with engine.gathered(write=True), torch.no_grad():
+            model.norm.weight.mul_(1.01)
     elif case.also == "raises" and step == 1:
         out = engine(ids)
         out.register_hook(_raise)
@@ -208,8 +213,12 @@ def train(
     rank = dist.get_rank()
     torch.manual_seed(7)
     begun = time.perf_counter()
-    with simulated(mode, seed + rank, lag) if device == "sim" else nullcontext() as sim:
-        model = Transformer(case.model)
+    with ExitStack() as held:
+        sim = held.enter_context(simulated(mode, seed + rank, lag)) if device == "sim" else None
+        if sim is not None and case.also == "own_stream":
+            held.enter_context(torch.sim.Stream())  # type: ignore[attr-defined]
+        with sf.sharded_init(device=device) if case.model == "early" else nullcontext():
+            model = Transformer(case.model)
         engine = _engine(case, model, device)
         average = sf.Average(engine, 0.9) if case.also == "averages" else None
         draw = torch.Generator().manual_seed(100 + rank)
@@ -259,7 +268,11 @@ def _engine(case: Case, model: nn.Module, device: str) -> sf.Engine:
         clip=sf.Clip(norm=0.5, p=float(case.clip)) if case.clip else None,
         mesh=mesh,
         units=[Layer],
-        overlap=sf.Overlap(order=case.order, reduces_in_flight=0 if case.order == "any" else None),
+        overlap={
+            "recorded": sf.Overlap(),
+            "any": sf.Overlap(order="any", reduces_in_flight=0),
+            "beside": sf.Overlap(update_thread=True),
+        }[case.order],
         device=device,
         debug=bool(case.debug),
     )
@@ -282,9 +295,9 @@ OPTIONS: Mapping[str, Sequence[Any]] = {
     "clip": ("", "2", "inf"),
     "accumulate": (1, 2),
     "moments": ("device", "host", "disk"),
-    "model": ("gpt", "twice", "norms"),
+    "model": ("gpt", "twice", "norms", "early"),
     "also": EVENTS,
-    "order": ("recorded", "any"),
+    "order": ("recorded", "any", "beside"),
     "debug": ("", "debug"),
     "ranks": (2, 4),
 }
@@ -302,7 +315,9 @@ def is_allowed(case: Mapping[str, Any]) -> bool:
     return not (case.get("model") == "norms" and case.get("also") == "leaves_out")
 
 
-def by_pairs(options: Mapping[str, Sequence[Any]], allowed: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+def by_pairs(
+    options: Mapping[str, Sequence[Any]], allowed: Callable[[Mapping[str, Any]], bool]
+) -> list[dict[str, Any]]:
     """Combinations in which each two allowed values of two options meet; the same ones each time."""
     missing = {
         ((a, x), (b, y))
@@ -340,6 +355,11 @@ def matrix() -> dict[str, Case]:
     return {case.name: case for case in [*CORE, *cases]}
 
 
+def named(name: str) -> Case:
+    """The case of that name, one of :data:`CORE` or :data:`SINGLE`."""
+    return next(case for case in [*CORE, *SINGLE] if case.name == name)
+
+
 CORE = (
     Case(),
     Case("ddp", "bf16", clip="2", accumulate=2),
@@ -356,23 +376,58 @@ CORE = (
 )
 """A mechanism in each: what `make test` runs."""
 
+SINGLE = (
+    Case("zero1"), Case("zero2"), Case("fsdp2"), Case("hpz", ranks=4), Case("zero1", optimizer="muon"),
+    Case(model="twice", debug="debug"), Case(accumulate=2, order="any"), Case(clip="2"), Case("zero2", model="norms"),
+    Case(activations="disk", moments="disk"), Case(also="loads"), Case(also="gathers"), Case(model="early"),
+    Case(gather="bf16"), Case("zero2", reduce="bf16"), Case(also="leaves_out", order="any"),
+    Case("zero2", also="own_stream", order="beside"), Case("zero2", order="any"), Case(also="raises"),
+    Case("zero2", also="raises"),
+)  # fmt: skip
+"""Of one mechanism each, for what is taken out of the sources."""
+
 
 # -- what is right ----------------------------------------------------------------------------------------------------
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2.0**-6, "fp16": 2.0**-9, "bf16-pure": 2.0**-5}
+LAG = 3000  # operations that the device stays behind: a few steps
+
+
+def tolerance(case: Case) -> float:
+    """Relative, of a loss: sums in another order, in the precision that they are made in."""
+    return max(TOLERANCES[case.precision], 1e-5 if case.reduce or case.optimizer == "adamw8bit" else 0.0)
+
+
+KNOWN = (
+    (lambda case: case.precision == "fp16", "numerics/alarm.py", "under a loss scale the host asks once per step"),
+    (lambda case: "disk" in (case.activations, case.moments), "tiers/disk.py", "the thread that writes the file waits"),
+    (lambda case: bool(case.debug), "sharding/segment.py", "debug compares what is freed with what rests"),
+)
+"""Of which cases, where, and why the host may wait behind the first steps."""
+
+
+def known(case: Case, wait: str) -> str:
+    """Why the host may wait there; empty: it may not."""
+    return next((why for has, where, why in KNOWN if has(case) and where in wait), "")
 
 
 def differences(case: Case, found: Sequence[Outcome], expected: Sequence[Outcome]) -> list[str]:
     """What is not as it should be, a line each."""
     said: list[str] = []
     for rank, (here, there) in enumerate(zip(found, expected, strict=True)):
-        near = partial(math.isclose, rel_tol=TOLERANCES[case.precision], abs_tol=0.0)
-        if len(here.losses) != len(there.losses) or not all(map(near, here.losses, there.losses)):
+        if not _near(case, here, there):
             said.append(f"rank {rank}: losses {here.losses}, on the CPU {there.losses}")
         said += [f"rank {rank}: {race}" for race in here.races]
         said += [f"rank {rank}: mixed: {what}" for what in here.mixed]
-        said += [f"rank {rank}: the host waits {n} times: {what}" for what, n in here.waits.items()]
+        said += [
+            f"rank {rank}: the host waits {n} times: {what}" for what, n in here.waits.items() if not known(case, what)
+        ]
     return said
+
+
+def _near(case: Case, here: Outcome, there: Outcome) -> bool:
+    near = partial(math.isclose, rel_tol=tolerance(case))
+    return len(here.losses) == len(there.losses) and all(map(near, here.losses, there.losses))
 
 
 def run(case: Case, ranks: Ranks, sim_ranks: Ranks, **how: Any) -> tuple[list[Outcome], list[Outcome]]:
@@ -382,7 +437,38 @@ def run(case: Case, ranks: Ranks, sim_ranks: Ranks, **how: Any) -> tuple[list[Ou
         return found, ranks.run(train, case, "cpu", there, world_size=case.ranks)
 
 
-def main(arguments: Iterable[str]) -> int:
+def both(case: Case, ranks: Ranks, sim_ranks: Ranks) -> dict[str, str]:
+    """What the checker finds, and whether losses are others in another order; empty: nothing."""
+    said: dict[str, str] = {}
+    try:
+        found, expected = run(case, ranks, sim_ranks)
+        races = sum(len(outcome.races) for outcome in found)
+        wrong = differences(case, found, expected)
+        said["check"] = f"{races} races" if races else wrong[0] if wrong else ""
+        said["late"] = late(case, expected, sim_ranks)
+    except RanksFailed as error:
+        said[["check", "late"][len(said)]] = f"raises {error.failures[0].summary}"[:200]
+    return {"check": "", "late": "", **said}
+
+
+def late(case: Case, expected: Sequence[Outcome], sim_ranks: Ranks, seeds: Iterable[int] = (0, 100)) -> str:
+    """Whether losses are others where the device stays behind and takes its streams in a random order."""
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            how = {"world_size": case.ranks, "mode": "lazy", "lag": LAG, "seed": seed}
+            found = sim_ranks.run(train, case, "sim", folder, **how)
+        if any(loss != loss for outcome in found for loss in outcome.losses):
+            return "NaN"
+        if not all(map(partial(_near, case), found, expected)):
+            return "other losses"
+    return ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["--both"]:
+        with Ranks(4, device="sim") as sim_ranks, Ranks(4) as ranks:
+            print(json.dumps(both(named(arguments[1]), ranks, sim_ranks)))
+        return 0
     words = [word for word in arguments if not word.startswith("--")]
     cases = {case.name: case for case in CORE} if "--core" in arguments else matrix()
     wrong = 0
@@ -399,9 +485,14 @@ def main(arguments: Iterable[str]) -> int:
                 continue
             said = differences(case, found, expected)
             wrong += bool(said)
-            races, waits = (sum(map(len, each)) for each in ([o.races for o in found], [o.waits for o in found]))
+            races = sum(len(outcome.races) for outcome in found)
+            why = sorted({known(case, what) or what for outcome in found for what in outcome.waits})
+            waits = "; ".join(why) or "0"
             seconds = f"{max(o.seconds for o in found):.1f}, {max(o.seconds for o in expected):.1f}"
-            print("\n".join([f"| {name} | {races} | {waits} | {seconds} |", *(line[:330] for line in said[:6])]), flush=True)
+            print(
+                "\n".join([f"| {name} | {races} | {waits} | {seconds} |", *(line[:330] for line in said[:6])]),
+                flush=True,
+            )
     return int(wrong > 0)
 
 
