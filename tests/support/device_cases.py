@@ -311,8 +311,10 @@ def is_allowed(case: Mapping[str, Any]) -> bool:
         return False  # what four ranks add is a second group: the others are not worth the seconds
     if case.get("layout") in ("hsdp", "hpz") and case.get("ranks", 4) == 2:
         return False  # one group would be another layout
-    # A unit that other ranks leave out normalizes nothing there; BatchNorm in 16 bits runs by kernels of the device.
-    return not (case.get("model") == "norms" and case.get("also") == "leaves_out")
+    if case.get("optimizer") == "adagrad" and case.get("model", "gpt") == "early":
+        return False  # it asks for whole values where it is made
+    # The CPU's BatchNorm does not take 16-bit weights beside fp32 statistics.
+    return not (case.get("model") == "norms" and case.get("precision", "fp32") != "fp32")
 
 
 def by_pairs(
@@ -390,12 +392,14 @@ SINGLE = (
 # -- what is right ----------------------------------------------------------------------------------------------------
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2.0**-6, "fp16": 2.0**-9, "bf16-pure": 2.0**-5}
+ROUNDING = ("adamw8bit", "muon")  # optimizers that round within, to 8 and 16 bits
 LAG = 3000  # operations that the device stays behind: a few steps
 
 
 def tolerance(case: Case) -> float:
-    """Relative, of a loss: sums in another order, in the precision that they are made in."""
-    return max(TOLERANCES[case.precision], 1e-5 if case.reduce or case.optimizer == "adamw8bit" else 0.0)
+    """Relative, of a loss: sums in another order, in the precision that they are made in, and what rounds such sums to
+    16 or 8 bits, where now and then one falls to the other side."""
+    return max(TOLERANCES[case.precision], 1e-5 if case.reduce or case.optimizer in ROUNDING else 0.0)
 
 
 KNOWN = (
@@ -481,7 +485,7 @@ def main(arguments: Sequence[str]) -> int:
                 found, expected = run(case, ranks, sim_ranks)
             except Exception as error:
                 wrong += 1
-                print(f"| {name} | {type(error).__name__} | | |\n{str(error)[-1500:]}", flush=True)
+                print(f"| {name} | {str(error).strip().splitlines()[-1][:300]} | | |", flush=True)
                 continue
             said = differences(case, found, expected)
             wrong += bool(said)
