@@ -137,10 +137,7 @@ def _join(call: Call, path: str, backend: str) -> None:
     timeout = timedelta(seconds=call.group_timeout)
     store = dist.FileStore(path, call.world_size)  # pyright: ignore[reportPrivateImportUsage]
     store.set_timeout(timeout)
-    own = None if backend == "gloo" else torch.device("sim", 0)
-    dist.init_process_group(
-        backend, store=store, rank=call.rank, world_size=call.world_size, timeout=timeout, device_id=own
-    )
+    dist.init_process_group(backend, store=store, rank=call.rank, world_size=call.world_size, timeout=timeout)
 
 
 def _leave() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,13 +42,12 @@ def test_trains_in_two_groups_of_two(layout: str, ranks: Ranks, sim_ranks: Ranks
         assert losses == pytest.approx(wanted, rel=CLOSE)
 
 
-def _again() -> Gpt:
+def _again(depth: int = 3) -> Gpt:
     """Goes through its blocks twice."""
-    return Gpt(again=True)
+    return Gpt(depth=depth, again=True)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "freed memory is NaN, units that run twice": dict(debug=True, model=_again),
     "units that run twice": dict(model=_again),
     "units asked for, sums at once": dict(overlap=sf.Overlap(order="any", reduces_in_flight=0), accumulate=2),
     "accumulation and clipping": dict(accumulate=2, clip_norm=0.5),
@@ -67,6 +67,17 @@ def test_trains_with_options_as_on_the_cpu(name: str, ranks: Ranks, sim_ranks: R
     for (losses, races, waits), (wanted, _, _) in zip(found, expected, strict=True):
         assert races == []
         assert waits == {}
+        assert losses == pytest.approx(wanted, rel=CLOSE)
+
+
+def test_memory_that_is_spoiled_for_debugging_is_filled_in_order(ranks: Ranks, sim_ranks: Ranks) -> None:
+    """With debug=True a unit's memory is NaN between two runs of it in one pass; the next gather comes behind that.
+    (The host waits there, to look for what was written into parameters unseen.)"""
+    options: dict[str, Any] = dict(debug=True, model=partial(_again, 1))
+    expected = ranks.run(train, "cpu", "zero3", world_size=2, **options)
+    found = sim_ranks.run(train, "sim", "zero3", world_size=2, **options)
+    for (losses, races, _), (wanted, _, _) in zip(found, expected, strict=True):
+        assert races == []
         assert losses == pytest.approx(wanted, rel=CLOSE)
 
 

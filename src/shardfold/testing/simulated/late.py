@@ -8,15 +8,13 @@ off. Neither are random numbers, nor results whose shapes depend on values.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardfold.testing.simulated.operation import Operation
 from shardfold.torch_internals import tree_map
-
-if TYPE_CHECKING:
-    from shardfold.testing.simulated.operations import Operation
 
 __all__ = ["Late", "put_off"]
 

@@ -11,25 +11,16 @@ host has to know (``item``, ``nonzero``) stops it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from shardfold.testing.simulated import late
-from shardfold.testing.simulated.device import SimulatedDevice, the_device
-from shardfold.testing.simulated.memory import NAME
-from shardfold.testing.simulated.signature import Signature, signature
-from shardfold.testing.simulated.special import SPECIAL, resize
-from shardfold.torch_internals import CPU_KEYS, below_autograd, tree_map
+from shardfold.testing.simulated.device import the_device
+from shardfold.testing.simulated.late import put_off
+from shardfold.testing.simulated.operation import Operation
+from shardfold.testing.simulated.signature import signature
+from shardfold.testing.simulated.special import SPECIAL
+from shardfold.torch_internals import CPU_KEYS
 
 __all__ = ["fallback"]
-
-INDICES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-"""Operations that take indices of the CPU."""
 
 
 def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,155 +31,23 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         return special(the_device(), *args, **kwargs)
     if known.view:
         return op.redispatch(CPU_KEYS, *args, **kwargs)
-    return Operation(the_device(), op, known, args, kwargs).do()
+    return _run(Operation(the_device(), op, known, args, kwargs))
 
 
-class Operation:
-    """One call of one operation.
-
-    Attributes:
-        reads, writes: its tensors on the device.
-        outputs: its results: arguments, where it gives these back, and None for what is to be made.
-    """
-
-    def __init__(
-        self, device: SimulatedDevice, op: Any, known: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.device, self.op, self.known = device, op, known
-        self.args, self.kwargs = args, kwargs
-        self.reads: list[Tensor] = []
-        self.writes: list[Tensor] = []
-        given = known.given(args, kwargs)
-        for value, written in zip(given, known.written, strict=True):
-            self._sort(value, self.writes if written else self.reads)
-        self.outputs: list[Any] = [None if k is None else given[k] for k in known.aliased]
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return self.known.name.removeprefix("aten::")
-
-    def _sort(self, value: Any, into: list[Tensor]) -> None:
-        if isinstance(value, Tensor):
-            if value.device.type == NAME:
-                into.append(value)
-            elif value.dim():
-                self._foreign(value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                self._sort(item, into)
-
-    def _foreign(self, value: Tensor) -> None:
-        """A tensor of another device."""
-        name = self.name
-        if name in INDICES:
-            self.device.host_sync(f"{name} with an index on the CPU")
-            return
-        self.device.findings.mix(name, self.device.here())
-        raise RuntimeError(f"{name}: expected all tensors on one device, but found {NAME}:0 and {value.device}")
-
-    def do(self) -> Any:
-        """Runs it, or queues it; its result."""
-        late_result = late.put_off(self) if self.device.queues.lags else None
-        if late_result is not None:
-            return late_result.value
-        if self.known.stops_host:
-            self.device.host_sync(self.name)
-        elif self.device.queues.lags:
-            self.device.synchronize()  # nothing of the device's: this operation cannot be put off here
-        got: list[Any] = []
-        if self.device.queues.lags:
-            got.append(self.compute())
-            self.device.note(self.name, self.reads, self.writes)
-        else:
-            self.device.launch(self.name, self.reads, self.writes, lambda: got.append(self.compute()))
-        return self.finish(got[0])
-
-    # -- computing
-
-    def compute(self) -> Any:
-        """Runs it now, on the CPU; results that are no arguments are tensors of the CPU."""
-        aliases: list[tuple[Tensor, Tensor]] = []
-
-        def alias(tensor: Tensor) -> Tensor:
-            aliases.append((tensor, self.device.allocator.alias(tensor)))
-            return aliases[-1][1]
-
-        with below_autograd(), self._numbers() as more:
-            got = self.op(*self.on_cpu(self.args, alias), **self.on_cpu(self.kwargs, alias), **more)
-        for tensor, bare in aliases:
-            if bare.shape != tensor.shape:  # an out= that was resized
-                resize(self.device, tensor, bare.shape)
-                self.device.allocator.alias(tensor).copy_(bare)
-        return got
-
-    @contextmanager
-    def _numbers(self) -> Iterator[dict[str, Any]]:
-        """Inside, random numbers come from the device's generator; the arguments that have them do so."""
-        given = isinstance(self.kwargs.get("generator"), torch.Generator)
-        if not self.known.random or given or any(isinstance(value, torch.Generator) for value in self.args):
-            yield {}
-        elif "generator" in self.known.names[len(self.args) :] and "generator" not in self.kwargs:
-            yield {"generator": self.device.generator}
-        else:
-            before = torch.get_rng_state()
-            torch.set_rng_state(self.device.generator.get_state())
-            try:
-                yield {}
-            finally:
-                self.device.generator.set_state(torch.get_rng_state())
-                torch.set_rng_state(before)
-
-    @staticmethod
-    def on_cpu(values: Any, alias: Callable[[Tensor], Tensor]) -> Any:
-        """The values with tensors and devices of the CPU in the place of ours."""
-        return tree_map(partial(_of_other_device, alias=alias, other=torch.device("cpu")), values)
-
-    @staticmethod
-    def on_meta(values: Any) -> Any:
-        """The values with tensors and devices that have shapes only."""
-        return tree_map(partial(_of_other_device, alias=_shape, other=torch.device("meta")), values)
-
-    # -- results
-
-    @property
-    def single(self) -> bool:
-        """Whether its result is no tuple."""
-        return len(self.known.aliased) == 1
-
-    def as_results(self, got: Any) -> Any:
-        """By result."""
-        return (got,) if self.single else got
-
-    def finish(self, got: Any) -> Any:
-        """Gives computed results memory of the device."""
-        if not self.known.aliased:
-            return None
-        results, made = self.as_results(got), list[Tensor]()
-        for k in self.known.fresh:
-            self.outputs[k] = tree_map(lambda value: self._moved(value, made), results[k])
-        if made:
-            self.device.note(self.name, [], made)
-        return self.result
-
-    def _moved(self, value: Any, made: list[Tensor]) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        out = self.device.allocate(value.shape, value.stride(), value.dtype)
-        self.device.allocator.alias(out).copy_(value)
-        made.append(out)
-        return out
-
-    @property
-    def result(self) -> Any:
-        return self.outputs[0] if self.single else tuple(self.outputs)
-
-
-def _of_other_device(value: Any, alias: Callable[[Tensor], Tensor], other: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return alias(value) if value.device.type == NAME else value
-    return other if isinstance(value, torch.device) and value.type == NAME else value
-
-
-def _shape(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _run(operation: Operation) -> Any:
+    """Runs it, or queues it; its result."""
+    device, known = operation.device, operation.known
+    late = put_off(operation) if device.queues.lags else None
+    if late is not None:
+        return late.value
+    if known.stops_host:
+        device.host_sync(operation.name)
+    elif device.queues.lags:
+        device.synchronize()  # nothing of the device's: this operation cannot be put off here
+    got: list[Any] = []
+    if device.queues.lags:
+        got.append(operation.compute())
+        device.note(operation.name, operation.reads, operation.writes)
+    else:
+        device.launch(operation.name, operation.reads, operation.writes, lambda: got.append(operation.compute()))
+    return operation.finish(got[0])
