@@ -253,8 +253,10 @@ def _engine(case: Case, model: nn.Module, device: str) -> sf.Engine:
     layout = sf.PRESETS[case.layout]
     if case.moments != "device":
         layout = layout.edit("moments", tier=case.moments)
-    if case.gather or case.reduce:
-        layout = layout.replace(**{"gather": case.gather} if case.gather else {"reduce": case.reduce})
+    if case.gather:
+        layout = layout.replace(gather=case.gather)
+    if case.reduce:
+        layout = layout.replace(reduce=case.reduce)
     mode = case.activations
     activations = sf.Activations(mode=mode, smallest=0) if mode in ("host", "disk") else mode
     mesh = {"intra": 2, "inter": case.ranks // 2} if case.ranks > 2 else None
@@ -382,7 +384,8 @@ SINGLE = (
     Case("zero1"), Case("zero2"), Case("fsdp2"), Case("hpz", ranks=4), Case("zero1", optimizer="muon"),
     Case(model="twice", debug="debug"), Case(accumulate=2, order="any"), Case(clip="2"), Case("zero2", model="norms"),
     Case(activations="disk", moments="disk"), Case(also="loads"), Case(also="gathers"), Case(model="early"),
-    Case(gather="bf16"), Case("zero2", reduce="bf16"), Case(also="leaves_out", order="any"),
+    Case(gather="bf16"), Case("zero2", reduce="bf16"), Case(gather="bf16", reduce="bf16", accumulate=2, order="any"),
+    Case(gather="bf16", reduce="bf16", accumulate=2), Case(also="leaves_out", order="any"),
     Case("zero2", also="own_stream", order="beside"), Case("zero2", order="any"), Case(also="raises"),
     Case("zero2", also="raises"),
 )  # fmt: skip
@@ -399,7 +402,7 @@ LAG = 3000  # operations that the device stays behind: a few steps
 def tolerance(case: Case) -> float:
     """Relative, of a loss: sums in another order, in the precision that they are made in, and what rounds such sums to
     16 or 8 bits, where now and then one falls to the other side."""
-    return max(TOLERANCES[case.precision], 1e-5 if case.reduce or case.optimizer in ROUNDING else 0.0)
+    return max(TOLERANCES[case.precision], 1e-5 if case.gather or case.reduce or case.optimizer in ROUNDING else 0.0)
 
 
 KNOWN = (
