@@ -11,7 +11,8 @@
 
 `run_ranks` starts fresh processes; `Ranks` keeps them warm between calls; `same_training` asserts that a layout trains
 exactly as plain PyTorch does. When a rank fails, `RanksFailed` shows the traceback of every rank that failed, and
-when ranks hang it shows where each one stood.
+when ranks hang it shows where each one stood. With ``device="sim"`` ranks have a simulated accelerator
+(:mod:`shardfold.testing.simulated`), on which stream code is tested without a GPU.
 """
 
 from shardfold.testing.ranks import RankFailure, Ranks, RanksFailed, run_ranks

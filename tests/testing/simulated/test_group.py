@@ -262,10 +262,13 @@ def _aborts(mode: str) -> Any:
             return None
         x = _ones()
         work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        behind = _module().current_stream().record_event()
+        assert not behind.query() and not work.is_completed() and not _module().current_stream().query()
         group.abort()
         _module().synchronize()
         store.set("told", "")
-        return work.is_completed(), str(work.exception())
+        return work.is_completed() and behind.query(), str(work.exception())
 
 
 @MODES

@@ -41,6 +41,10 @@ class Collective(Protocol):
     def finish(self) -> None:
         """Returns when it is over."""
 
+    def poll(self) -> bool:
+        """Whether it is over."""
+        ...
+
 
 class SimulatedDevice:
     """Attributes:
@@ -129,7 +133,7 @@ class SimulatedDevice:
 
     def _await(self, moment: Moment) -> None:
         self.queues.until(moment)
-        for each in [c for c in self._collectives if is_over(c.moment, moment)]:
+        for each in self._before(moment):
             each.finish()
         with self.lock:
             self.clocks.host_waited(moment)
@@ -138,6 +142,19 @@ class SimulatedDevice:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def is_done(self, moment: Moment) -> bool:
+        """Whether the device has come to ``moment``."""
+        return moment.done and all([each.poll() for each in self._before(moment)])
+
+    def is_idle(self, stream: int) -> bool:
+        """Whether everything that ``stream`` waits for, or has queued, is done."""
+        if not self.queues.is_idle(stream):
+            return False
+        return all([each.poll() for each in self._before(Moment(dict(self.clocks[stream])))])
+
+    def _before(self, moment: Moment) -> list[Collective]:
+        return [each for each in list(self._collectives) if is_over(each.moment, moment)]
 
     def synchronize(self, streams: Iterable[int] | None = None) -> None:
         """The host waits for these streams, or for all; this is not noted."""

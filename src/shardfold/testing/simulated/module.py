@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -81,7 +83,8 @@ class _Functions:
     @staticmethod
     def get_device_properties(device: Any = None) -> Any:
         _check(device)
-        return SimpleNamespace(name="simulated device", total_memory=MEMORY, multi_processor_count=1)
+        own = f"{socket.gethostname()}/{os.getpid()}"  # each process has its own
+        return SimpleNamespace(name="simulated device", total_memory=MEMORY, multi_processor_count=1, uuid=own)
 
     @staticmethod
     def synchronize(device: Any = None) -> None:

@@ -53,7 +53,7 @@ class Stream(torch.Stream):
 
     def query(self) -> bool:
         """Whether all of it is done."""
-        return the_device().queues.is_idle(self.stream_id)
+        return the_device().is_idle(self.stream_id)
 
     def __enter__(self) -> Stream:
         sim = the_device()
@@ -95,7 +95,7 @@ class Event(torch.Event):
 
     def query(self) -> bool:
         """Whether the device has come here."""
-        return self.moment is None or self.moment.done
+        return self.moment is None or the_device().is_done(self.moment)
 
     def synchronize(self) -> None:
         """The host waits."""
