@@ -91,7 +91,6 @@ __all__ = [
     "top_saved_hooks",
     "tree_flatten",
     "tree_iter",
-    "tree_map",
     "tree_unflatten",
     "unflatten_dense",
     "untraced",
@@ -199,7 +198,6 @@ INTERNALS: tuple[Internal, ...] = (
     Internal("torch._C._swap_tensor_impl", "moving a parameter to it in place", SIMULATED),
     Internal("torch._C._current_autograd_node", "naming what runs in a backward", SIMULATED),
     Internal("torch.autograd._engine_run_backward", "the stream of a backward", SIMULATED),
-    Internal("torch.utils._pytree.tree_map", "arguments of operations", SIMULATED),
 )
 
 ATTRIBUTES: tuple[Internal, ...] = (
@@ -416,7 +414,6 @@ fused_sgd_: Callable[..., None] = _get("torch._fused_sgd_")
 tree_flatten: Any = _get("torch.utils._pytree.tree_flatten")
 tree_unflatten: Any = _get("torch.utils._pytree.tree_unflatten")
 tree_iter: Any = _get("torch.utils._pytree.tree_iter")
-tree_map: Any = _get("torch.utils._pytree.tree_map")
 rebuild_tensor: Callable[..., Tensor] = _get("torch._utils._rebuild_tensor_v2")
 rebuild_typed_tensor: Callable[..., Tensor] = _get("torch._utils._rebuild_tensor_v3")
 flatten_dense: Callable[..., Tensor] = _get("torch._utils._flatten_dense_tensors")

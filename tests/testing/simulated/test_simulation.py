@@ -9,7 +9,7 @@ import torch
 
 from shardfold import torch_internals
 from shardfold.errors import UsageError
-from shardfold.testing import Ranks
+from shardfold.testing import Ranks, run_ranks
 from shardfold.testing.simulated import RacesFound, is_supported, simulated
 from shardfold.torch_internals import INTERNALS, Internal
 from tests.support.simulated import on_device
@@ -47,6 +47,25 @@ def test_a_version_of_pytorch_without_its_parts_is_refused(monkeypatch: pytest.M
     with pytest.raises(UsageError, match=r"has no torch\._C\._acc\._gone, of which the sim"), simulated():
         pass
     assert not hasattr(torch, "sim")
+
+
+def _after_a_backward() -> list[str]:
+    torch.ones(1, requires_grad=True).sum().backward()
+    said = []
+    for _ in range(2):
+        try:
+            with simulated():
+                pass
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.skipif(not is_supported(), reason="PyTorch lacks what the simulated device is made of")
+def test_a_process_that_has_run_a_backward_is_refused() -> None:
+    """PyTorch has no thread for the device's backwards then: that is said at once, and each time."""
+    (said,) = run_ranks(_after_a_backward, 1, distributed=False)
+    assert len(said) == 2 and all("before the first backward of a process" in each for each in said)
 
 
 @on_device()

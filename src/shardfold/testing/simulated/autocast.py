@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shardfold.testing.simulated.memory import NAME
-from shardfold.torch_internals import AUTOCAST_KEYS, ExcludeKeys, tree_map
+from shardfold.testing.simulated.nested import mapped
+from shardfold.torch_internals import AUTOCAST_KEYS, ExcludeKeys
 
 __all__ = ["AUTOCAST"]
 
@@ -34,7 +35,7 @@ def _cast(dtype: torch.dtype | None, value: Any) -> Any:
 def _call(op: Any, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
     with ExcludeKeys(AUTOCAST_KEYS):
         cast = partial(_cast, dtype)
-        return op(*tree_map(cast, args), **tree_map(cast, kwargs))
+        return op(*mapped(cast, args), **mapped(cast, kwargs))
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:

@@ -279,9 +279,11 @@ class SimulatedDevice:
 class _Process:
     """Attributes:
     device: that of this process: PyTorch has one place for a device of this kind, which is given once.
+    refused: why it cannot be used, if it cannot.
     """
 
     device: SimulatedDevice | None = None
+    refused = ""
 
 
 PROCESS = _Process()

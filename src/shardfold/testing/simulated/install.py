@@ -24,8 +24,11 @@ def install() -> SimulatedDevice:
     """The device of this process, which it makes the first time.
 
     Raises:
-        UsageError: this version of PyTorch lacks something that it needs, or has a device of this kind already.
+        UsageError: this version of PyTorch lacks something that it needs, or has a device of this kind already, or a
+            backward has run before.
     """
+    if PROCESS.refused:
+        raise UsageError(PROCESS.refused)
     if PROCESS.device is not None:
         return PROCESS.device
     lost = lacking_for(SIMULATED)
@@ -45,7 +48,21 @@ def install() -> SimulatedDevice:
         raise
     device.default = Stream(stream_id=0)
     patch()
+    _try_backward()
     return device
+
+
+def _try_backward() -> None:
+    """PyTorch makes its threads for the backwards of devices in the first backward of a process, and never again."""
+    x = torch.ones(1, device=NAME, requires_grad=True)
+    try:
+        x.mul(2).sum().backward()
+    except RuntimeError as error:
+        PROCESS.refused = (
+            "simulated() has to be entered before the first backward of a process, in which PyTorch makes a thread for "
+            'each device that there is: enter it earlier, or use run_ranks(fn, 1, device="sim", distributed=False).'
+        )
+        raise UsageError(PROCESS.refused) from error
 
 
 CPU_NORMS = ("native_layer_norm", "native_group_norm")

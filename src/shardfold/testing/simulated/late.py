@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfold.testing.simulated.nested import mapped
 from shardfold.testing.simulated.operation import Operation
-from shardfold.torch_internals import tree_map
 
 __all__ = ["Late", "put_off"]
 
@@ -70,7 +70,7 @@ def _compared(operation: Operation, shapes: Any, key: Hashable) -> Any:
 def _queue(operation: Operation, shapes: Any) -> Any:
     device, known = operation.device, operation.known
     for k in known.fresh:
-        operation.outputs[k] = tree_map(lambda value: _like(operation, value), shapes[k])
+        operation.outputs[k] = mapped(lambda value: _like(operation, value), shapes[k])
     targets = _tensors([operation.outputs[k] for k in known.fresh])
     # Aliases are made now: the host may free the memory before this runs.
     alias = device.allocator.alias

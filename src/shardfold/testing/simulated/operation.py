@@ -12,9 +12,10 @@ from torch import Tensor
 
 from shardfold.testing.simulated.device import SimulatedDevice
 from shardfold.testing.simulated.memory import NAME
+from shardfold.testing.simulated.nested import mapped
 from shardfold.testing.simulated.signature import Signature
 from shardfold.testing.simulated.special import resize
-from shardfold.torch_internals import below_autograd, tree_map
+from shardfold.torch_internals import below_autograd
 
 __all__ = ["Operation"]
 
@@ -104,12 +105,12 @@ class Operation:
     @staticmethod
     def on_cpu(values: Any, alias: Callable[[Tensor], Tensor]) -> Any:
         """The values with tensors and devices of the CPU in the place of ours."""
-        return tree_map(partial(_of_other_device, alias=alias, other=torch.device("cpu")), values)
+        return mapped(partial(_of_other_device, alias=alias, other=torch.device("cpu")), values)
 
     @staticmethod
     def on_meta(values: Any) -> Any:
         """The values with tensors and devices that have shapes only."""
-        return tree_map(partial(_of_other_device, alias=_shape, other=torch.device("meta")), values)
+        return mapped(partial(_of_other_device, alias=_shape, other=torch.device("meta")), values)
 
     # -- results
 
@@ -128,7 +129,7 @@ class Operation:
             return None
         results, made = self.as_results(got), list[Tensor]()
         for k in self.known.fresh:
-            self.outputs[k] = tree_map(lambda value: self._moved(value, made), results[k])
+            self.outputs[k] = mapped(lambda value: self._moved(value, made), results[k])
         if made:
             self.device.note(self.name, [], made)
         return self.result
