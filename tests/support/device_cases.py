@@ -437,33 +437,48 @@ def _near(case: Case, here: Outcome, there: Outcome) -> bool:
     return len(here.losses) == len(there.losses) and all(map(near, here.losses, there.losses))
 
 
-def run(case: Case, ranks: Ranks, sim_ranks: Ranks, **how: Any) -> tuple[list[Outcome], list[Outcome]]:
-    """On the device and on the CPU."""
-    with tempfile.TemporaryDirectory() as here, tempfile.TemporaryDirectory() as there:
-        found = sim_ranks.run(train, case, "sim", here, world_size=case.ranks, **how)
-        return found, ranks.run(train, case, "cpu", there, world_size=case.ranks)
+def on_the_device(case: Case, sim_ranks: Ranks, **how: Any) -> list[Outcome]:
+    """By rank; ``how``: of :func:`train`."""
+    with tempfile.TemporaryDirectory() as folder:
+        return sim_ranks.run(train, case, "sim", folder, world_size=case.ranks, **how)
 
 
-def both(case: Case, ranks: Ranks, sim_ranks: Ranks) -> dict[str, str]:
-    """What the checker finds, and whether losses are others in another order; empty: nothing."""
-    said: dict[str, str] = {}
-    try:
-        found, expected = run(case, ranks, sim_ranks)
-        races = sum(len(outcome.races) for outcome in found)
-        wrong = differences(case, found, expected)
-        said["check"] = f"{races} races" if races else wrong[0] if wrong else ""
-        said["late"] = late(case, expected, sim_ranks)
-    except RanksFailed as error:
-        said[["check", "late"][len(said)]] = f"raises {error.failures[0].summary}"[:200]
-    return {"check": "", "late": "", **said}
+def on_the_cpu(case: Case, ranks: Ranks) -> list[Outcome]:
+    """By rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        return ranks.run(train, case, "cpu", folder, world_size=case.ranks)
+
+
+def both(case: Case, kept: Path) -> dict[str, str]:
+    """What the checker finds, and whether losses are others in another order; empty: nothing.
+
+    Args:
+        case: to train.
+        kept: the CPU's losses, from before something was taken out of the package; written if they are not there.
+    """
+    said = {"check": "", "late": ""}
+    with Ranks(4, device="sim") as sim_ranks, Ranks(4) as ranks:
+        if not kept.exists():
+            kept.write_text(json.dumps([outcome.losses for outcome in on_the_cpu(case, ranks)]))
+        expected = [Outcome(losses, [], {}, {}, 0.0) for losses in json.loads(kept.read_text())]
+        try:
+            found = on_the_device(case, sim_ranks)
+            races = sum(len(outcome.races) for outcome in found)
+            wrong = differences(case, found, expected)
+            said["check"] = f"{races} races" if races else wrong[0] if wrong else ""
+        except RanksFailed as error:
+            said["check"] = f"raises {error.failures[0].summary}"[:200]
+        try:
+            said["late"] = late(case, expected, sim_ranks)
+        except RanksFailed as error:
+            said["late"] = f"raises {error.failures[0].summary}"[:200]
+    return said
 
 
 def late(case: Case, expected: Sequence[Outcome], sim_ranks: Ranks, seeds: Iterable[int] = (0, 100)) -> str:
     """Whether losses are others where the device stays behind and takes its streams in a random order."""
     for seed in seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            how = {"world_size": case.ranks, "mode": "lazy", "lag": LAG, "seed": seed}
-            found = sim_ranks.run(train, case, "sim", folder, **how)
+        found = on_the_device(case, sim_ranks, mode="lazy", lag=LAG, seed=seed)
         if any(loss != loss for outcome in found for loss in outcome.losses):
             return "NaN"
         if not all(map(partial(_near, case), found, expected)):
@@ -473,8 +488,7 @@ def late(case: Case, expected: Sequence[Outcome], sim_ranks: Ranks, seeds: Itera
 
 def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["--both"]:
-        with Ranks(4, device="sim") as sim_ranks, Ranks(4) as ranks:
-            print(json.dumps(both(named(arguments[1]), ranks, sim_ranks)))
+        print(json.dumps(both(named(arguments[1]), Path(arguments[2]))))
         return 0
     words = [word for word in arguments if not word.startswith("--")]
     cases = {case.name: case for case in CORE} if "--core" in arguments else matrix()
@@ -485,7 +499,7 @@ def main(arguments: Sequence[str]) -> int:
             if words and not any(word in name for word in words):
                 continue
             try:
-                found, expected = run(case, ranks, sim_ranks)
+                found, expected = on_the_device(case, sim_ranks), on_the_cpu(case, ranks)
             except Exception as error:
                 wrong += 1
                 print(f"| {name} | {str(error).strip().splitlines()[-1][:300]} | | |", flush=True)

@@ -166,9 +166,15 @@ def try_out(tree: Tree, entry: Entry) -> tuple[dict[str, str], float]:
 
 
 def found_in(folder: Path, case: str) -> dict[str, str]:
-    """What each way says of a case with the package of that checkout."""
+    """What each way says of a case with the package of that checkout; the CPU's losses are those of the first time."""
     environment = {**os.environ, "PYTHONPATH": f"{folder / 'src'}:{folder}", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, str(folder / "tests" / "support" / "device_cases.py"), "--both", case]
+    command = [
+        sys.executable,
+        str(folder / "tests" / "support" / "device_cases.py"),
+        "--both",
+        case,
+        str(folder / f"{case}.json"),
+    ]
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False

@@ -21,7 +21,7 @@ LATE = {case.name: case for case in [*CORE, *SINGLE]}
 def test_the_same_training(case: Case, ranks: Ranks, sim_ranks: Ranks) -> None:
     """Losses are the CPU's, nothing is used out of order, no operation gets tensors of two devices, and the host waits
     for the device only where it is known to."""
-    found, expected = device_cases.run(case, ranks, sim_ranks)
+    found, expected = device_cases.on_the_device(case, sim_ranks), device_cases.on_the_cpu(case, ranks)
     assert device_cases.differences(case, found, expected) == []
 
 
@@ -37,7 +37,7 @@ def test_the_same_training_of_each_pair(name: str, ranks: Ranks, sim_ranks: Rank
 def test_the_same_training_on_a_late_device(name: str, ranks: Ranks, sim_ranks: Ranks) -> None:
     """Losses do not depend on how far the device stays behind, nor on the order in which it takes its streams."""
     case = LATE[name]
-    _, expected = device_cases.run(case, ranks, sim_ranks)
+    expected = device_cases.on_the_cpu(case, ranks)
     assert device_cases.late(case, expected, sim_ranks, seeds=range(0, 500, 100)) == ""
 
 
