@@ -49,7 +49,7 @@ class Pending:
         """Returns when the result may be read, and the tensors be changed or freed (but what is resident, see
         :meth:`Transport.fence`)."""
         for work in self._works:
-            waiter(work)
+            waiter(work)  # the host, or the current stream, which then reads what came and reuses what was sent
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None

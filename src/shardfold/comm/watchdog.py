@@ -282,6 +282,7 @@ class Watchdog:
         if self._end_waiting_device(still):
             return
         frames = sys._current_frames()
+        frames.pop(threading.get_ident())  # this one, which would keep all of them, and what they hold, alive
         frame = frames.get(self._main)
         called = next(filter(None, map(_user_collective, [frame, *self._of_autograd(frames)])), None)
         if called is None:
