@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 import shardfold as sf
 from shardfold import accelerator
+from shardfold.comm import mesh
 from shardfold.comm.backend import start_group
 from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.testing import run_ranks
 from shardfold.testing.simulated import is_supported, simulated
+from shardfold.torch_internals import default_store
 from tests.support.simulated import AdamW, Block, Gpt
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="PyTorch lacks what the simulated device is made of")
@@ -36,7 +38,7 @@ def _raise(*_: Any) -> None:
 def _train(mode: str, then: str) -> str:
     """Rank 0 raises in the middle of the second forward, and does something else ``then``. Rank 1 goes on, and reads
     its loss."""
-    rank = dist.get_rank()
+    rank, store = dist.get_rank(), default_store()
     with simulated(mode, rank, 5000):
         torch.manual_seed(7)
         model = Gpt()
@@ -46,13 +48,18 @@ def _train(mode: str, then: str) -> str:
         engine.step()
         try:
             if rank == 0:
-                hook = model.blocks[1].register_forward_pre_hook(_raise)
+                hook = model.blocks[0].register_forward_pre_hook(_raise)
                 try:
                     engine(ids)
                 except OutOfMemory:
                     hook.remove()
                 if then == "leaves":
                     engine.close()
+                    return "left"
+                if then == "exits":
+                    for each in list(mesh._PROCESS.open):
+                        each.farewell()
+                    store.wait(["told"], timedelta(seconds=LIMIT))  # its connections stay, as those of a GPU would
                     return "left"
                 engine.reset()
                 engine(ids).square().mean().item()  # the next batch
@@ -63,6 +70,7 @@ def _train(mode: str, then: str) -> str:
             engine.step()
             return f"trained on with {value}"
         except ShardfoldError as error:
+            store.set("told", "")
             return f"{type(error).__name__}: {error}"
         finally:
             engine.close()
@@ -81,7 +89,16 @@ def test_a_rank_that_left_ends_the_others_wait(mode: str) -> None:
     """The others hear which one left, and after which operation, while their host waits for the device."""
     left, said = run_ranks(_train, 2, mode, "leaves", device="sim", timeout=LIMIT)
     assert left == "left"
-    assert "rank 0 left after operation" in said and "closed its engine" in said, said
+    assert "rank 0 " in said and "has closed its engine" in said, said
+
+
+@MODES
+def test_a_device_that_waits_for_a_rank_that_ended_is_woken(mode: str) -> None:
+    """The host of the other rank is in ``loss.item()``, where no exception can reach it: the watchdog ends what the
+    device waits in, and the sentence is raised there."""
+    left, said = run_ranks(_train, 2, mode, "exits", device="sim", timeout=LIMIT)
+    assert left == "left"
+    assert said.startswith("OrderError: ") and "rank 0 left after operation" in said, said
 
 
 def _starts(path: str, shared: bool) -> str:

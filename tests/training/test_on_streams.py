@@ -89,7 +89,7 @@ def test_a_loss_scale_reads_the_device_once_in_a_step(sim_ranks: Ranks, clip: fl
 def test_activations_move_on_a_device_that_was_given_without_a_number(mode: str) -> None:
     """``device="sim"`` is this rank's own device, by its number, as that of every tensor on it: what is to rest on the
     host does."""
-    moved = sf.Activations(mode, smallest=0)
+    moved = sf.Activations(mode=mode, smallest=0)
     with simulated() as sim:
         engine = sf.Engine(Gpt(), optimizer=AdamW, layout="ddp", device="sim", activations=moved, units=[Block])
         try:

@@ -86,9 +86,11 @@ def start_group(device: torch.device, timeout: timedelta, backend: str | None = 
         # goes on and raises the engine's sentence. By default NCCL's own watchdog would end the process instead.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         timeout += MARGIN
-        # Communicators are made at once, so that what is wrong with them shows here and not in the first step, groups
-        # of some ranks are split off them, and no barrier has to guess the device by the rank's number.
-        more["device_id"] = device
+        if device.type in dist.Backend.backend_capability[GLOO]:
+            # Communicators are made at once, so that what is wrong with them shows here and not in the first step,
+            # groups of some ranks are split off them, and no barrier has to guess the device by the rank's number.
+            # PyTorch asks every later group for a backend of that device, and one over Gloo has none for other types.
+            more["device_id"] = device
     dist.init_process_group(backend, timeout=timeout, **where, **more)
 
 

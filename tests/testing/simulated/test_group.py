@@ -101,7 +101,7 @@ def _objects(me: int) -> list[Any]:
     dist.all_gather_object(found, {"rank": me})
     one = [f"from {me}"]
     dist.broadcast_object_list(one, src=0)
-    dist.barrier()
+    dist.barrier(device_ids=[0])
     return [found, one]
 
 
@@ -184,7 +184,7 @@ def test_a_tensor_that_is_dropped_while_it_is_sent_stays_alive() -> None:
 def test_a_barrier_stops_the_host() -> None:
     """As NCCL's does."""
     with simulated() as sim:
-        dist.barrier()
+        dist.barrier(device_ids=[0])
         assert [what for what, _ in sim.host_syncs] == ["barrier"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,13 +13,19 @@ from shardfold.testing.simulated.clocks import Moment
 from shardfold.testing.simulated.device import SimulatedDevice, the_device
 from shardfold.testing.simulated.queues import Poll
 
-if TYPE_CHECKING:
-    from shardfold.testing.simulated.group import SimulatedGroup
-
 __all__ = ["Begin", "Collective", "SimulatedWork"]
 
 Begin = Callable[[], tuple[list[Any], Callable[[], object] | None]]
 """Starts a collective on the CPU; gives Gloo's works, and what is to be done when they are over."""
+
+
+class Owner(Protocol):
+    """A process group."""
+
+    aborted: bool
+
+    def failed(self, error: BaseException) -> None:
+        """A collective was not carried out."""
 
 
 class Collective:
@@ -38,7 +44,7 @@ class Collective:
 
     moment: Moment
 
-    def __init__(self, device: SimulatedDevice, group: SimulatedGroup, name: str, begin: Begin) -> None:
+    def __init__(self, device: SimulatedDevice, group: Owner, name: str, begin: Begin) -> None:
         self._device, self._group, self._name, self._begin = device, group, name, begin
         self._works: list[Any] = []
         self._end: Callable[[], object] | None = None

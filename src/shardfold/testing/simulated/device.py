@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +27,11 @@ from shardfold.testing.simulated.queues import Lagging, Poll, Prompt, Queues
 from shardfold.testing.simulated.sites import Site, here
 from shardfold.torch_internals import in_backward
 
-if TYPE_CHECKING:
-    from shardfold.testing.simulated.streams import Stream
-
 __all__ = ["PROCESS", "SimulatedDevice", "the_device"]
 
 
-class Collective(Protocol):
-    """One under way, of a process group (group.py)."""
+class UnderWay(Protocol):
+    """A collective under way, of a process group (group.py)."""
 
     moment: Moment
 
@@ -53,7 +50,7 @@ class SimulatedDevice:
     default: the stream of what names none.
     """
 
-    default: Stream
+    default: torch.Stream
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -64,8 +61,8 @@ class SimulatedDevice:
         self.generator = torch.Generator()
         self._error: BaseException | None = None
         self._threads = threading.local()
-        self._backwards: list[tuple[Stream, Site]] = []
-        self._collectives: list[Collective] = []
+        self._backwards: list[tuple[torch.Stream, Site]] = []
+        self._collectives: list[UnderWay] = []
 
     # -- where and when
 
@@ -78,7 +75,7 @@ class SimulatedDevice:
         return here(self._backwards[-1][1] if self._backwards else None)
 
     @property
-    def current(self) -> Stream:
+    def current(self) -> torch.Stream:
         """The stream into which this thread queues."""
         stream = getattr(self._threads, "stream", None)
         if stream is not None:
@@ -86,14 +83,14 @@ class SimulatedDevice:
         # Autograd's thread: as if the whole forward had run on the stream that backward was called on.
         return self._backwards[-1][0] if self._backwards and in_backward() else self.default
 
-    def enter(self, stream: Stream | None) -> Stream | None:
+    def enter(self, stream: torch.Stream | None) -> torch.Stream | None:
         """This thread queues into ``stream`` from now on; the one that it named before, if it did."""
         before = getattr(self._threads, "stream", None)
         self._threads.stream = stream
         return before
 
     @property
-    def entered(self) -> list[Stream | None]:
+    def entered(self) -> list[torch.Stream | None]:
         """What this thread goes back to at the ends of its ``with stream`` blocks."""
         return self._threads.__dict__.setdefault("entered", [])
 
@@ -153,7 +150,7 @@ class SimulatedDevice:
             return False
         return all([each.poll() for each in self._before(Moment(dict(self.clocks[stream])))])
 
-    def _before(self, moment: Moment) -> list[Collective]:
+    def _before(self, moment: Moment) -> list[UnderWay]:
         return [each for each in list(self._collectives) if is_over(each.moment, moment)]
 
     def synchronize(self, streams: Iterable[int] | None = None) -> None:
@@ -201,13 +198,13 @@ class SimulatedDevice:
                 block.finish()
         self.queues.run(stream, call)
 
-    def under_way(self, collective: Collective, blocks: Iterable[Allocation]) -> None:
+    def under_way(self, collective: UnderWay, blocks: Iterable[Allocation]) -> None:
         """A collective runs beside the host: whoever uses its memory, or waits for its stream, finishes it."""
         self._collectives.append(collective)
         for block in blocks:
             block.pending.append(collective)
 
-    def over(self, collective: Collective) -> None:
+    def over(self, collective: UnderWay) -> None:
         """It is over."""
         if collective in self._collectives:
             self._collectives.remove(collective)

@@ -58,7 +58,6 @@ class SimulatedGroup(_ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self.bound_device_id = torch.device(NAME, 0)  # there is no other
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self.stream = Stream()
         self._received = Stream()  # a batch of messages goes both ways at once

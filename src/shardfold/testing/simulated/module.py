@@ -96,19 +96,19 @@ class _Functions:
     # -- streams
 
     @staticmethod
-    def current_stream(device: Any = None) -> Stream:
+    def current_stream(device: Any = None) -> torch.Stream:
         return the_device().current
 
     @staticmethod
-    def default_stream(device: Any = None) -> Stream:
+    def default_stream(device: Any = None) -> torch.Stream:
         return the_device().default
 
     @staticmethod
-    def stream(stream: Stream | None) -> AbstractContextManager[Any]:
+    def stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
         return nullcontext() if stream is None else stream
 
     @staticmethod
-    def set_stream(stream: Stream | None) -> None:
+    def set_stream(stream: torch.Stream | None) -> None:
         if stream is not None:
             the_device().enter(stream)
 
