@@ -45,6 +45,7 @@ numerics: $(TOOLS)
 
 mutants: $(TOOLS)
 	@JOBS=$(JOBS) $(BIN)/python tests/support/mutants.py
+	@$(BIN)/python -m tests.support.synchronizations
 
 matrix: $(TOOLS)
 	@$(BIN)/python tests/support/matrix.py $(MATRIX)

@@ -84,8 +84,12 @@ class ShownGradients:
             if all(used) and not adopted:
                 self._lying.append((aliases, pointers))
                 return aliases
-            shown = [  # what only other ranks used counts for a norm too: zeros, where none did, do not
-                adopted.get(slot, view) if was or (own.sums is not Sums.OWN and bool(view.any())) else None
+            # What only other ranks used counts for a norm too: zeros, where none did, do not. All are asked for at
+            # once, because each answer of a device stops the host.
+            unused = [view for view, was in zip(aliases, used, strict=True) if not was and own.sums is not Sums.OWN]
+            theirs = iter(torch.stack([view.any() for view in unused]).tolist() if unused else ())
+            shown = [
+                adopted.get(slot, view) if was or next(theirs, False) else None
                 for slot, (view, was) in enumerate(zip(aliases, used, strict=True))
             ]
             lying = [grad for grad in shown if grad is not None]

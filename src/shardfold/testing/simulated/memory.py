@@ -9,6 +9,7 @@ behind the last uses of *everything* that was freed in its pool before it was ma
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Protocol
@@ -115,6 +116,7 @@ class Allocator:
         self.allocated = self.peak = 0
         # Storages that outlive the interpreter's modules look into what is kept here when they go.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._blocks))
+        self._lock = threading.RLock()  # threads that read and write files pin memory meanwhile
 
     # -- tensors
 
@@ -124,22 +126,24 @@ class Allocator:
         stride = contiguous(size) if stride is None else [int(n) for n in stride]
         memory = torch.empty(max(span(size, stride) * dtype.itemsize, 1), dtype=torch.uint8)
         spoil(memory)
-        self.collect()
-        tensor, kept = tensor_over(memory, size, stride, dtype)
-        block = Allocation(memory, memory.numel(), stream, self._where())
-        block.kept, block.weak = kept, weak_storage(tensor.untyped_storage())
-        self._blocks[memory.data_ptr()] = block
-        self._inherit(block)
-        self._count(block.nbytes)
+        with self._lock:
+            self.collect()
+            tensor, kept = tensor_over(memory, size, stride, dtype)
+            block = Allocation(memory, memory.numel(), stream, self._where())
+            block.kept, block.weak = kept, weak_storage(tensor.untyped_storage())
+            self._blocks[memory.data_ptr()] = block
+            self._inherit(block)
+            self._count(block.nbytes)
         return tensor
 
     def pin(self, tensor: Tensor) -> Tensor:
         """``tensor``, of the host, is pinned memory from now on."""
-        self.collect()
         storage = tensor.untyped_storage()
-        block = Allocation(None, storage.nbytes(), -1, self._where())
-        block.weak = weak_storage(storage)
-        self._blocks[storage.data_ptr()] = block
+        with self._lock:
+            self.collect()
+            block = Allocation(None, storage.nbytes(), -1, self._where())
+            block.weak = weak_storage(storage)
+            self._blocks[storage.data_ptr()] = block
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -168,11 +172,12 @@ class Allocator:
 
     def collect(self) -> None:
         """Finds the storages that nobody holds any more."""
-        for address, block in [(a, b) for a, b in self._blocks.items() if expired(b.weak)]:
-            free_weak(block.weak)
-            del self._blocks[address]
-            if not block.freed and block.memory is not None:
-                self.free(block)
+        with self._lock:
+            for address, block in [(a, b) for a, b in self._blocks.items() if expired(b.weak)]:
+                free_weak(block.weak)
+                del self._blocks[address]
+                if not block.freed and block.memory is not None:
+                    self.free(block)
 
     def free(self, block: Allocation) -> None:
         """The host frees it: an allocation of the same pool may have it from now on, in the order of that stream."""
@@ -186,10 +191,11 @@ class Allocator:
 
     def refill(self, block: Allocation, stream: int) -> None:
         """A storage that was freed has memory again, of the pool of ``stream``; its values are undefined."""
-        self.collect()
-        block.freed, block.stream, block.site = False, stream, self._where()
-        self._inherit(block)
-        self._count(block.nbytes)
+        with self._lock:
+            self.collect()
+            block.freed, block.stream, block.site = False, stream, self._where()
+            self._inherit(block)
+            self._count(block.nbytes)
 
     def _inherit(self, block: Allocation) -> None:
         freed = self._freed.pop(block.stream, [])
