@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,7 +151,9 @@ def _evaluate(engine: sf.Engine, step: int, text: Tensor, losses: list[Tensor], 
 
 def _save(engine: sf.Engine, step: int, text: Tensor, losses: list[Tensor], held: ExitStack) -> None:
     if step == 1:
-        engine.save(_common_folder(engine, held))
+        saving = engine.save(Path(_common_folder(engine, held)) / "step-2")
+        assert saving is not None
+        held.callback(saving.wait)  # before the folder goes
 
 
 def _common_folder(engine: sf.Engine, held: ExitStack) -> str:
