@@ -106,7 +106,7 @@ def compare(settings: Settings, contenders: Sequence[Contender], watch: Callback
     try:
         for contender in contenders:
             if over(STARTING) and teams.alive:
-                measured.failures[contender.name] = Failure(f"was not started within {STARTING:.0%} of the time", "")
+                measured.not_started.append(contender.name)
                 continue
             watch.doing(f"starting {contender.name}")
             try:
@@ -119,7 +119,7 @@ def compare(settings: Settings, contenders: Sequence[Contender], watch: Callback
                 break
             measured.rounds = number + 1
             for contender in reversed(contenders) if number % 2 else contenders:
-                if contender.name in measured.failures:
+                if contender.name in measured.failures or contender.name in measured.not_started:
                     continue
                 watch.doing(f"round {number + 1} of {settings.rounds}: {contender.name}")
                 try:
