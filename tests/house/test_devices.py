@@ -13,12 +13,9 @@ import shardfold
 SOURCES = Path(shardfold.__file__).parent
 SEAM, TABLE = SOURCES / "accelerator.py", SOURCES / "torch_internals.py"
 # The compatibility layer has DeepSpeed's own interface for devices, and torch_internals a private name for it; the
-# simulated device makes one.
-FILES = [
-    path
-    for path in sorted(SOURCES.rglob("*.py"))
-    if path not in (SEAM, TABLE) and not {SOURCES / "compat", SOURCES / "testing/simulated"} & {*path.parents}
-]
+# simulated device is one.
+APART = {SOURCES / "compat", SOURCES / "testing" / "simulated", SEAM, TABLE}
+FILES = [path for path in sorted(SOURCES.rglob("*.py")) if not {path, *path.parents} & APART]
 MODULES = ("cuda", "accelerator", "xpu", "mps", "mtia", "get_device_module")
 COMPARED = ("cuda", "nccl")
 

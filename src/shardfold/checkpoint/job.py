@@ -27,6 +27,9 @@ from shardfold.tiers.pages import exact, huge
 
 __all__ = ["Job", "SaveReport", "Saving"]
 
+PINNED = 1 << 30
+"""Bytes of the largest block of pinned memory: PyTorch rounds what is asked for up to a power of 2, and keeps it."""
+
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -131,14 +134,14 @@ class Job:
         self._outcome = Outcome(self.draft, self.messages, hosts, self._rank, self._keep, self._nonfinite)
         self.messages.begin()
 
-    def copy(self, block: Tensor | None) -> Tensor | None:
-        """Takes what is to be written out of the memory that training goes on to change, into a block if it fits."""
+    def copy(self, blocks: list[Tensor]) -> list[Tensor]:
+        """Takes what is to be written out of the memory that training goes on to change, into blocks if it fits."""
         try:
-            self._parts, block = _copied(self._parts, block)
-            self._held = block.nbytes
+            self._parts, blocks = _copied(self._parts, blocks)
+            self._held = sum(block.nbytes for block in blocks)
         except Exception as error:  # told with the outcome: the others are past the question
             self._problem = words(error)
-        return block
+        return blocks
 
     def run(self, saving: Saving) -> None:
         """Writes, and waits until all ranks have; never raises."""
@@ -189,26 +192,43 @@ class Job:
         return problem, num_bytes
 
 
-def _copied(parts: list[Part], block: Tensor | None) -> tuple[list[Part], Tensor]:
-    """The parts with their values in one block of host memory (pinned, for a GPU): the one given, if it has room."""
+def _copied(parts: list[Part], blocks: list[Tensor]) -> tuple[list[Part], list[Tensor]]:
+    """The parts with their values in blocks of host memory (pinned, for a GPU): those given, if they have room."""
     ordered = sorted(parts, key=lambda part: -ITEMSIZES[part.piece.dtype])
-    total = max(1, sum(part.piece.nbytes for part in ordered))
     devices = {part.values.device for part in ordered if isinstance(part.values, Tensor)}
     devices = {device for device in devices if accelerator.has_streams(device)}
-    if block is None or block.nbytes < total:
-        with exact():
-            block = accelerator.host_memory((total,), torch.uint8, next(iter(devices), torch.device("cpu")))
-        if not devices:
-            huge(block.data_ptr(), block.nbytes)
+    places, sizes = _placed([part.piece.nbytes for part in ordered], PINNED if devices else None)
+    if len(blocks) != len(sizes) or any(b.nbytes < size for b, size in zip(blocks, sizes, strict=True)):
+        blocks = [_block(size, next(iter(devices), None)) for size in sizes]
     copies: list[Part] = []
-    at = 0
     with torch.no_grad():
-        for part in ordered:
+        for part, (number, at) in zip(ordered, places, strict=True):
             values = part.values if isinstance(part.values, Tensor) else part.values()
-            target = block[at : at + part.piece.nbytes].view(values.dtype)
+            target = blocks[number][at : at + part.piece.nbytes].view(values.dtype)
             target.copy_(values.detach().reshape(-1), non_blocking=values.device in devices)
             copies.append(Part(part.piece, target))
-            at += part.piece.nbytes
     for device in devices:  # copies that are under way are not read: hashes would agree with whatever is there by then
         accelerator.current_stream(device).synchronize()
-    return copies, block
+    return copies, blocks
+
+
+def _placed(sizes: Sequence[int], most: int | None) -> tuple[list[tuple[int, int]], list[int]]:
+    """The block and the offset of each of so many bytes, in order, and the bytes of each block: at most ``most``,
+    unless one alone has more."""
+    places: list[tuple[int, int]] = []
+    blocks = [0]
+    for size in sizes:
+        if most is not None and blocks[-1] and blocks[-1] + size > most:
+            blocks.append(0)
+        places.append((len(blocks) - 1, blocks[-1]))
+        blocks[-1] += size
+    return places, [max(1, size) for size in blocks]
+
+
+def _block(nbytes: int, device: torch.device | None) -> Tensor:
+    if device is not None:
+        return accelerator.host_memory((nbytes,), torch.uint8, device)
+    with exact():
+        block = torch.empty(nbytes, dtype=torch.uint8)
+    huge(block.data_ptr(), block.nbytes)
+    return block

@@ -47,7 +47,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._job: Job | None = None
         # Kept from save to save: to write into fresh memory takes four times as long as into this.
-        self._block: Tensor | None = None
+        self._blocks: list[Tensor] = []
         self._told = False  # that hosts do not share a folder
 
     def save(
@@ -99,7 +99,7 @@ class Saver:
         if self._memory not in model.rows:
             model.rows.append(self._memory)
         try:
-            self._block = job.copy(self._block)
+            self._blocks = job.copy(self._blocks)
             job.stall = perf_counter() - begun
             thread = threading.Thread(target=job.run, args=(saving,), name="shardfold-save", daemon=True)
             thread.start()
@@ -186,10 +186,10 @@ class Saver:
         self.finish()
         if self._memory in self._model.rows:
             self._model.rows.remove(self._memory)
-        self._block = None
+        self._blocks = []
 
     def _memory(self) -> MemoryRow:
-        held = self._block.nbytes if self._block is not None else 0
+        held = sum(block.nbytes for block in self._blocks)
         return MemoryRow("checkpoint", "host", held, 0.0, held)
 
     def _at_exit(self) -> None:

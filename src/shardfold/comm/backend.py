@@ -86,9 +86,10 @@ def start_group(device: torch.device, timeout: timedelta, backend: str | None = 
         # goes on and raises the engine's sentence. By default NCCL's own watchdog would end the process instead.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         timeout += MARGIN
-        if backend in ("nccl", "xccl"):
+        if device.type in dist.Backend.backend_capability[GLOO]:
             # Communicators are made at once, so that what is wrong with them shows here and not in the first step,
             # groups of some ranks are split off them, and no barrier has to guess the device by the rank's number.
+            # PyTorch asks every later group for a backend of that device, and one over Gloo has none for other types.
             more["device_id"] = device
     dist.init_process_group(backend, timeout=timeout, **where, **more)
 
@@ -111,7 +112,8 @@ def _shared_by(device: torch.device, timeout: timedelta, *, store: Any, rank: in
     store = dist.distributed_c10d.PrefixStore("shardfold/devices", store)
     first = store.compare_set(accelerator.identity(device), "", str(rank)).decode()
     if first != str(rank):
-        store.compare_set("shared", "", f"ranks {first} and {rank} share {device}")
+        one, other = sorted((int(first), rank))
+        store.compare_set("shared", "", f"ranks {one} and {other} share one device, {device} of rank {rank}")
     if store.add("came", 1) == world_size:
         store.set("all", "")
     try:
@@ -127,7 +129,7 @@ def _shared_by(device: torch.device, timeout: timedelta, *, store: Any, rank: in
 def _without_own(device: torch.device, shared: str) -> str:
     own = device_backend(device)
     if device.type not in dist.Backend.backend_capability[GLOO]:
-        raise ConfigError(f"{shared}, which {own} refuses, and Gloo carries no tensors of it: start fewer ranks.")
+        raise ConfigError(f"{shared}: {own} refuses that, and Gloo carries no tensors of it; start fewer ranks.")
     LOG.warning(
         "%s, which %s refuses: gradients and parameters travel by way of the host (Gloo), which is 10 to 100 times "
         "slower; start one rank per device for anything but a trial.", shared, own,

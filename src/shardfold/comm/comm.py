@@ -99,7 +99,7 @@ class Comm:
         self.agreement.issue(op)
         group = self.mesh.group(op.axes)
         if op.verb != "ALL_GATHER":
-            self.memory.after_compute()
+            self.memory.after_compute()  # which writes the gradients; what gathers read was written before the pass
         with self.memory.side():
             if TORCH_DTYPES.get(op.format) is not flat.dtype:
                 pending += self._encoded(op, flat, group, out, add=add, state=state)

@@ -12,7 +12,8 @@ host that run on its CPU have a transport of their own, ``near``):
 
 Gloo's own all-gather flattens through a temporary, and its reduce-scatter is an all-reduce of a copy: both cost two to
 three times what stands here. Summing in rank order also makes a run reproducible bit for bit, and 16-bit gradients
-are summed in fp32.
+are summed in fp32. NCCL sums in the dtype that travels, in an order of its own: where gradients are to be sent in 16
+bits, their sums are rounded there.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Pending:
         """Returns when the result may be read, and the tensors be changed or freed (but what is resident, see
         :meth:`Transport.fence`)."""
         for work in self._works:
-            waiter(work)
+            waiter(work)  # the host, or the current stream, which then reads what came and reuses what was sent
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None

@@ -61,7 +61,7 @@ class Cursor:
             raise self._error
 
     def _go(self, track: Track, stream: Any) -> None:
-        with accelerator.on(stream):
+        with accelerator.on(stream):  # updates are in the order of what reads gradients and gathers weights
             for op in track.ops:
                 try:
                     track.advance()

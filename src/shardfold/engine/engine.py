@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardfold import accelerator
 from shardfold.activations.modes import Activations, Replacements, in_table
 from shardfold.checkpoint.base import Base
 from shardfold.checkpoint.given import check_loadable, check_mesh, check_place, check_states
@@ -114,7 +115,8 @@ class Engine:
         units: which modules are units, by path pattern or class; None finds them.
         weights: a state dict, safetensors (a file or a folder) or a checkpoint, read into the shards tensor by tensor.
         overlap: how far ahead units are gathered.
-        device: None: this local rank's GPU if there is one, else the CPU.
+        device: None: this local rank's GPU, or other accelerator, if there is one, else the CPU. One without a number,
+            as ``"cuda"``, is this local rank's. It becomes the current one.
         seed: of the initial values of a model built under ``meta_init``.
         desync_timeout: seconds until ranks that run parts of the model in contradicting orders raise.
         timeout: seconds until a collective that does not finish raises.
@@ -183,6 +185,7 @@ class Engine:
                         unit.release()
                 self._changes.renew()
             self._held = held.pop_all()
+        accelerator.reset_peak(place)  # what making it took is not what a step takes
 
     def _forget_failed(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """An engine that could not be made and its parts refer to each other: its memory is not to wait for the garbage

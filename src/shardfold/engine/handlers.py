@@ -198,7 +198,7 @@ class Handlers:
 
     def gather_updated(self, unit: Unit, ops: Sequence[Op]) -> None:
         """Fills what of ``params`` rests on this rank with what other ranks have updated."""
-        self.comm.memory.after_compute()
+        self.comm.memory.after_compute()  # which has updated this rank's part
         for segment, op in zip(unit.trainable, ops, strict=True):
             assert segment.rest is not None
             self.comm.collective(op, segment.rest, pending=unit.filling)

@@ -309,7 +309,7 @@ class Runner:
         # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
         # The same for a checkpoint around the whole model, which leaves only the training mode to tell.
         self.handlers.backward_follows = grad or self.model.module.training
-        self.comm.memory.after_compute()
+        self.comm.memory.after_compute()  # updates and users wrote the shards that gathers read on the side stream
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._pass = LocalPass() if local else self._start(section)
         self._pass.begin()
@@ -406,7 +406,7 @@ class Runner:
         if self._pass is not None:  # torch.autograd.grad inside of the model's forward
             self._outer.append((self._pass, self._section))
         self.comm.meter.begin_backward(section)
-        self.comm.memory.after_compute()
+        self.comm.memory.after_compute()  # as before a forward: users may have written to shards since then
         self.visible.hide()
         for unit in self.units:
             unit.gradients.seen.clear()

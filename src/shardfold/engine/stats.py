@@ -41,8 +41,8 @@ class Stats:
             on NCCL, where waiting orders streams and the host does not see it.
         traffic: bytes sent in the last step, by journey, operation and axes.
         memory: bytes held at this moment, by state.
-        transient_peak: the most bytes besides the states at rest, activations included; None on the CPU, where
-            nothing counts them.
+        transient_peak: the most bytes besides the states at rest since the engine was made, activations included; None
+            on the CPU, where nothing counts them.
     """
 
     steps: int

@@ -26,9 +26,9 @@ class Overlap:
         prefetch: how many units ahead of its use a unit is gathered, and its state fetched for its update where that
             rests in a slower tier; ``prefetch + 1`` units are full at a time.
         reduces_in_flight: units whose gradients may be on their way while the next unit runs backward, 0 or 1; None
-            chooses by device: 1 on CUDA; 0 on the CPU, where sending takes the cores that backward needs.
+            chooses by device: 1 on a GPU; 0 on the CPU, where sending takes the cores that backward needs.
         block: elements that one call of a fused update handles; 0 chooses by device (256K on CPU, so that a block
-            stays in cache, and 64M on CUDA).
+            stays in cache, and 64M on a GPU).
         order: ``"recorded"``: the first passes find the order in which units run, later ones follow it; ranks may leave
             units out but not run them in contradicting orders. ``"any"``: ranks ask each other before every unit, which
             costs a small message each time and allows everything.

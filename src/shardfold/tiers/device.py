@@ -33,7 +33,7 @@ class DeviceTier:
         self.device = device
         self.debug = debug
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._side = accelerator.new_stream(device)
+        self._side = accelerator.new_stream(device, urgent=True)  # the computation waits for what is done there
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> DeviceRegion:
         make = torch.zeros if zero else torch.empty  # zeros that nobody has written to take no memory of the host
@@ -83,7 +83,7 @@ class DeviceTier:
         storage = flat.untyped_storage()
         size = flat.numel() * flat.itemsize
         if storage.size() != size:
-            with self.side() if self._side is not None else exact():
+            with self.side() if self._side is not None else exact():  # the pool of that stream, see above
                 storage.resize_(size)
             self._prefer_huge(flat)
 
@@ -104,8 +104,8 @@ class DeviceTier:
                 flat.fill_(float("nan"))
                 self.after_compute()  # what is gathered into it next is queued on the side stream, behind the fill
             return
-        self.after_compute()
-        with self.side():
+        self.after_compute()  # the next that gets this memory, on the side stream, finds it read
+        with self.side():  # a free has no order: it says whose memory it is for those who read
             flat.untyped_storage().resize_(0)
 
 

@@ -54,11 +54,11 @@ class HostRegion:
             self._wait()
             self.resting.copy_(values)
             return
-        side.wait_stream(accelerator.current_stream(self._owner.device))
+        side.wait_stream(accelerator.current_stream(self._owner.device))  # which computes the values
         with accelerator.on(side):
             self.resting.copy_(values, non_blocking=True)
-            self._event = side.record_event()
-        values.record_stream(side)
+            self._event = side.record_event()  # whoever reads the copy waits for this
+        values.record_stream(side)  # their memory is not given out before the copy has read it
 
     def fetch(self, into: Tensor | None = None) -> None:
         side = self._owner.side
@@ -69,13 +69,13 @@ class HostRegion:
             return
         if into is not None:
             side.wait_stream(accelerator.current_stream(self._owner.device))  # which may still read what was there
-            into.record_stream(side)
+            into.record_stream(side)  # its memory is not given out while the copy writes to it
         with accelerator.on(side):
             if into is None:
                 self._back = self.resting.to(self._owner.device, non_blocking=True)
             else:
                 self._back = into.copy_(self.resting, non_blocking=True)
-            self._event = side.record_event()
+            self._event = side.record_event()  # the computation waits for this in get()
 
     def get(self) -> Tensor:
         self.fetch()
@@ -83,8 +83,10 @@ class HostRegion:
         assert back is not None
         if self._owner.side is not None and self._event is not None:
             compute = accelerator.current_stream(self._owner.device)
-            compute.wait_event(self._event)
-            back.record_stream(compute)
+            compute.wait_event(self._event)  # the copy, which is under way
+            back.record_stream(
+                compute
+            )  # it is memory of the copies' stream, which may not have it while this one reads
         return back
 
     def values(self, part: slice = slice(None)) -> Tensor:
@@ -93,7 +95,7 @@ class HostRegion:
 
     def _wait(self) -> None:
         if self._event is not None:
-            self._event.synchronize()
+            self._event.synchronize()  # the host reads, or writes, what the copy under way writes or reads
 
     def drop(self) -> None:  # who is on the way holds the memory: PyTorch gives back what is pinned behind its copies
         self._back = None

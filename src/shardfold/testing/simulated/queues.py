@@ -131,7 +131,7 @@ class Lagging:
             self._queues.setdefault(stream, deque()).append(item)
             self._total += 1
             self._touched = time.monotonic()
-            if self._total > self._lag:
+            if self._total == 1 or self._total > self._lag:  # 1: the device had nothing to do, and sleeps
                 self._change.notify_all()
 
     def _go(self) -> None:
