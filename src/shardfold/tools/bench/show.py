@@ -166,7 +166,7 @@ def _notes(
     if measured.restarted:
         notes.append(f"Started again for each turn, as memory is short: {', '.join(sorted(measured.restarted))}.")
     if measured.not_started:
-        notes.append(f"Not started, as half of the time was over: {', '.join(measured.not_started)}.")
+        notes.append(f"Not started, as three quarters of the time were over: {', '.join(measured.not_started)}.")
     if 0 < measured.rounds < measured.settings.rounds:
         notes.append(f"{measured.rounds} of {measured.settings.rounds} rounds were begun before the time was over.")
     for name, failure in measured.failures.items():
