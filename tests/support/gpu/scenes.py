@@ -86,7 +86,10 @@ def _far(layout: str, tier: str) -> sf.Layout:
 
 
 SCENES: tuple[Scene, ...] = (
-    Scene(name="a unit gathered twice in a pass, debug=True", engine={"debug": True}, model={"twice": True}),
+    Scene(  # far ahead: what debug compares when it frees the next unit stops the host, and orders what was before
+        name="a unit gathered twice in a pass, debug=True", model={"twice": True},
+        engine={"debug": True, "overlap": sf.Overlap(prefetch=3)},
+    ),
     Scene(
         name="reduced gradients dropped at once, added up", accumulate=2,
         engine={"overlap": sf.Overlap(order="any", reduces_in_flight=0)},
