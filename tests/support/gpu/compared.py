@@ -62,6 +62,8 @@ def _job(asked: Asked, notes: Notes, name: str, arguments: list[str], seconds: f
     record = json.loads(file.read_text(encoding="utf-8"))
     for case in cases(name, record):
         notes.case(case)
+    for who in record["not_started"]:
+        notes.not_run(f"{name}: {who}", f"not started, as three quarters of its {seconds:.0f} s were over")
     for who, why in record["left_out"].items():
         notes.not_run(f"{name}: {who}", why)
     loss = record["loss"]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from shardfold import accelerator
-from shardfold.comm.mesh import pick_device, start_group
+from shardfold.comm.backend import start_group
+from shardfold.comm.mesh import pick_device
 from shardfold.launch import free_port
 from shardfold.testing import Ranks, RanksFailed
 from tests.support.gpu.section import Clock, Outcome
@@ -74,7 +75,7 @@ class Field:
         try:
             return self._pools[setting.ranks].run(
                 _on_rank, setting, fn, args, mode, seed, world_size=setting.ranks,
-                distributed=setting.device == SIM, timeout=timeout, warnings_as_errors=False,
+                distributed=False, timeout=timeout, warnings_as_errors=False,
             )  # fmt: skip
         except RanksFailed as error:
             first = error.failures[0]
@@ -87,10 +88,10 @@ def _on_rank(setting: Setting, fn: Callable[..., Any], args: tuple[Any, ...], mo
         if setting.device == SIM:
             simulated = importlib.import_module("shardfold.testing.simulated").simulated
             sim = held.enter_context(simulated(mode, seed=seed + int(os.environ["RANK"])))
-        if setting.backend is not None:
-            start_group(setting.backend, timedelta(seconds=START))
         device = pick_device(setting.device)
         accelerator.use(device)
+        if setting.backend is not None:
+            start_group(device, timedelta(seconds=START), setting.backend)
         return fn(Here(setting=setting, device=device, sim=sim), *args)
 
 

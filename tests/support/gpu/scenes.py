@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,7 +86,10 @@ def _far(layout: str, tier: str) -> sf.Layout:
 
 
 SCENES: tuple[Scene, ...] = (
-    Scene(name="a unit gathered twice in a pass, debug=True", engine={"debug": True}, model={"twice": True}),
+    Scene(  # far ahead: what debug compares when it frees the next unit stops the host, and orders what was before
+        name="a unit gathered twice in a pass, debug=True", model={"twice": True},
+        engine={"debug": True, "overlap": sf.Overlap(prefetch=3)},
+    ),
     Scene(
         name="reduced gradients dropped at once, added up", accumulate=2,
         engine={"overlap": sf.Overlap(order="any", reduces_in_flight=0)},
@@ -150,7 +154,9 @@ def _evaluate(engine: sf.Engine, step: int, text: Tensor, losses: list[Tensor], 
 
 def _save(engine: sf.Engine, step: int, text: Tensor, losses: list[Tensor], held: ExitStack) -> None:
     if step == 1:
-        engine.save(_common_folder(engine, held))
+        saving = engine.save(Path(_common_folder(engine, held)) / "step-2")
+        assert saving is not None
+        held.callback(saving.wait)  # before the folder goes
 
 
 def _common_folder(engine: sf.Engine, held: ExitStack) -> str:

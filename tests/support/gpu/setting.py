@@ -18,8 +18,7 @@ class Setting:
     Attributes:
         device: its type: ``cuda`` or another accelerator's, ``sim`` (the simulated one) or ``cpu``.
         ranks: processes.
-        backend: that ``torch.distributed`` is started with before the engine; None: whoever makes the ranks (of the
-            simulated device) or the engine starts it.
+        backend: that ``torch.distributed`` is started with before the engine; None: the engine starts it.
         shared: whether several ranks share a device, over Gloo.
     """
 
@@ -64,7 +63,7 @@ def rank_settings(device: str, ranks: int, count: int) -> Sequence[Setting]:
         count: devices that there are.
     """
     if device == SIM:
-        return (Setting(device=device, ranks=ranks),)
+        return (Setting(device=device, ranks=ranks, backend="simccl"),)
     if device == "cpu":
         return (Setting(device=device, ranks=ranks),)
     if ranks > count:

@@ -73,6 +73,7 @@ def _counted(field: Field, setting: Setting, case: Case) -> tuple[str, dict[str,
         places |= found
     figures = {"waits of a step": most}
     named = "; ".join(f"{times} x {place}" for place, times in places.items())
+    named = f"in {STEPS - FIRST + 1} steps {named}" if named else ""
     if most > case.needed:
         raise Outcome(f"{most:g} waits of a step, {case.needed} are needed: {named}", **figures)
     return f"{named}: {case.because}" if named else "", figures

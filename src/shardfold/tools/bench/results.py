@@ -50,7 +50,7 @@ class Turn:
 @dataclass(kw_only=True)
 class Measured:
     """All turns so far, of ``rounds`` that were begun. ``restarted`` are those that did not fit into memory beside the
-    others."""
+    others, ``not_started`` those for which there was no time."""
 
     settings: Settings
     contenders: list[Contender]
@@ -59,6 +59,7 @@ class Measured:
     optimizers: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     restarted: set[str] = field(default_factory=set)
+    not_started: list[str] = field(default_factory=list)
     rounds: int = 0
 
     def __post_init__(self) -> None:
@@ -203,6 +204,7 @@ def as_json(measured: Measured, reference: str | None) -> dict[str, Any]:
         else {"step": difference[0], "largest_relative_difference": difference[1], "between": difference[2]},
         "failures": {name: failure._asdict() for name, failure in measured.failures.items()},
         "rounds": measured.rounds,
+        "not_started": measured.not_started,
         "restarted_each_turn": sorted(measured.restarted),
         "optimizers": measured.optimizers,
         "turns": {

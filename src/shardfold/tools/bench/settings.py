@@ -68,8 +68,8 @@ class Settings:
         steps: timed steps of a turn; one more comes before them.
         warm: steps before the first turn.
         timeout: seconds until a contender that does not answer is given up.
-        within: seconds after which no further round begins, and after half of which no further contender is started;
-            None: all of them.
+        within: seconds after which no further round begins, and after three quarters of which no further contender is
+            started; None: all are.
 
     Raises:
         ConfigError: a value is unknown or too small.

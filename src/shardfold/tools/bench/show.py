@@ -165,11 +165,12 @@ def _notes(
     notes = [f"Left out: {', '.join(names)} ({reason})." for reason, names in by_reason.items()]
     if measured.restarted:
         notes.append(f"Started again for each turn, as memory is short: {', '.join(sorted(measured.restarted))}.")
+    if measured.not_started:
+        notes.append(f"Not started, as three quarters of the time were over: {', '.join(measured.not_started)}.")
     if 0 < measured.rounds < measured.settings.rounds:
         notes.append(f"{measured.rounds} of {measured.settings.rounds} rounds were begun before the time was over.")
     for name, failure in measured.failures.items():
-        wrote = " The end of what it wrote:" if failure.said else ""
-        notes.append(f"{name} failed: {failure.reason}.{wrote}")
+        notes.append(f"{name} failed: {failure.reason}. The end of what it wrote:")
         notes += [f"    {line}" for line in failure.said.splitlines()]
     if asked and asked in measured.failures:
         notes.append(f"{asked} was to be the reference; it is {measured.reference()} now.")
