@@ -84,8 +84,8 @@ class ShownGradients:
             if all(used) and not adopted:
                 self._lying.append((aliases, pointers))
                 return aliases
-            # What only other ranks used counts for a norm too: zeros, where none did, do not. All are asked for at once,
-            # because each answer of a device stops the host.
+            # What only other ranks used counts for a norm too: zeros, where none did, do not. All are asked for at
+            # once, because each answer of a device stops the host.
             unused = [view for view, was in zip(aliases, used, strict=True) if not was and own.sums is not Sums.OWN]
             theirs = iter(torch.stack([view.any() for view in unused]).tolist() if unused else ())
             shown = [
