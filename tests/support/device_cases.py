@@ -427,13 +427,12 @@ CORE = (
 
 SINGLE = (
     Case("zero1"), Case("zero2"), Case("fsdp2"), Case("hpz", ranks=4), Case("zero1", optimizer="muon"),
-    Case(model="twice", debug="debug"), Case(accumulate=2, order="any"), Case(clip="2"), Case("zero2", model="norms", also="evaluates"),
-    Case(activations="disk", moments="disk"), Case(also="loads"), Case(also="gathers"), Case(model="early"),
-    Case(gather="bf16"), Case("zero2", reduce="bf16"), 
-    Case(also="leaves_out", order="any"),
-    Case("zero2", also="own_stream", order="beside"), Case("zero2", order="any"), Case(also="raises"),
-    Case("zero2", also="raises"), Case(model="twice", also="leaves_out", order="any"), Case(also="copies"),
-    Case(also="drops"),
+    Case(model="twice", debug="debug"), Case(accumulate=2, order="any"), Case(clip="2"),
+    Case("zero2", model="norms", also="evaluates"), Case(activations="disk", moments="disk"), Case(also="loads"),
+    Case(also="gathers"), Case(model="early"), Case(gather="bf16"), Case("zero2", reduce="bf16"),
+    Case(also="leaves_out", order="any"), Case("zero2", also="own_stream", order="beside"),
+    Case("zero2", order="any"), Case(also="raises"), Case("zero2", also="raises"),
+    Case(model="twice", also="leaves_out", order="any"), Case(also="copies"), Case(also="drops"),
 )  # fmt: skip
 """Of one mechanism each, for what is taken out of the sources."""
 
