@@ -317,7 +317,13 @@ class Watchdog:
                 continue
             # Behind the engine's last it may be a collective of the user's that the device waits in.
             message = watched.lost() if passed else self._why_in_vain(name, watched, still)
-            if message is not None and (watched.give_up(message) or not passed):
+            if message is None:
+                continue
+            if not passed:  # first, so that it is raised where the host waits, and not somewhere behind that
+                self._raise_in_main(message)
+                watched.give_up(message)
+                return True
+            if watched.give_up(message):
                 self._raise_in_main(message)
                 return True
         return False
