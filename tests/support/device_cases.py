@@ -133,13 +133,13 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A few layers. ``twice``: they run twice; ``left_out``: that one is left out now; ``raises``: where."""
+    """A few layers. ``twice``: two that run twice; ``left_out``: that one is left out now; ``raises``: where."""
 
     def __init__(self, kind: str = "gpt") -> None:
         super().__init__()
         self.twice, self.left_out, self.raises = kind == "twice", -1, ""
         self.emb = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer(kind == "norms") for _ in range(3))
+        self.layers = nn.ModuleList(Layer(kind == "norms") for _ in range(2 if self.twice else 3))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
