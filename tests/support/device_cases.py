@@ -22,6 +22,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,8 +30,11 @@ import torch.distributed as dist
 from torch import nn
 
 import shardfold as sf
+from shardfold.checkpoint import job
+from shardfold.checkpoint.files import Part
 from shardfold.testing import Ranks, RanksFailed
 from shardfold.testing.simulated import simulated
+from shardfold.tiers.host import HostTier
 
 F = nn.functional
 WIDTH, WORDS, LENGTH, BATCH = 16, 32, 8, 2
@@ -49,7 +53,7 @@ class Case:
         moments: the tier that they rest in.
         model: ``gpt``; ``twice``: its blocks run twice in a pass; ``norms``: with BatchNorm, whose buffers travel;
             ``early``: made under :func:`shardfold.sharded_init`.
-        also: what else happens, one of :data:`EVENTS`.
+        also: what else happens, one of :data:`EVENTS`; ``copies`` and ``drops`` are of the device alone.
         order: of units (see :class:`shardfold.Overlap`); with ``any`` no reduction is under way while others go on, and
             ``beside`` is the recorded one with a thread of updates.
         debug: freed memory is filled with NaN.
@@ -129,20 +133,24 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A few layers. ``twice``: they run twice; ``left_out``: that one is left out now."""
+    """A few layers. ``twice``: two that run twice; ``left_out``: that one is left out now; ``raises``: where."""
 
     def __init__(self, kind: str = "gpt") -> None:
         super().__init__()
-        self.twice, self.left_out = kind == "twice", -1
+        self.twice, self.left_out, self.raises = kind == "twice", -1, ""
         self.emb = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer(kind == "norms") for _ in range(3))
+        self.layers = nn.ModuleList(Layer(kind == "norms") for _ in range(2 if self.twice else 3))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.emb(ids)
         for number, layer in [*enumerate(self.layers)] * (2 if self.twice else 1):
+            if number == 1 and self.raises == "forward":
+                raise Raised
             if number != self.left_out:
                 x = layer(x)
+            if number == 1 and self.raises == "backward":
+                x.register_hook(_raise)
         return self.head(self.norm(x))
 
 
@@ -173,8 +181,10 @@ class Raised(Exception):
     """Of a model's backward, on all ranks."""
 
 
-def _event(case: Case, step: int, engine: sf.Engine, folder: Path, ids: torch.Tensor, model: Transformer) -> None:
-    """What happens behind a step."""
+def _event(
+    case: Case, step: int, engine: sf.Engine, folder: Path, ids: torch.Tensor, model: Transformer
+) -> torch.Tensor | None:
+    """What happens behind a step; a number that may not depend on the device, if there is one."""
     if case.also == "saves" and step == 1:
         engine.save(folder / "saved")
     elif case.also == "loads" and step == 1:
@@ -183,8 +193,9 @@ def _event(case: Case, step: int, engine: sf.Engine, folder: Path, ids: torch.Te
     elif case.also == "evaluates":
         engine.module.eval()
         with torch.no_grad():
-            engine(ids)
+            out = engine(ids).float().logsumexp(-1).mean()
         engine.module.train()
+        return out
     elif case.also == "gathers":
         with engine.gathered("head.bias", write=True) as bias, torch.no_grad():
             bias.mul_(1.01)
@@ -193,13 +204,46 @@ def _event(case: Case, step: int, engine: sf.Engine, folder: Path, ids: torch.Te
         with engine.gathered(write=True), torch.no_grad():
             model.norm.weight.mul_(1.01)
     elif case.also == "raises" and step == 1:
-        out = engine(ids)
-        out.register_hook(_raise)
-        with suppress(Raised):
-            engine.backward(out.float().square().mean())
-        engine.reset()
+        for model.raises in ("forward", "backward"):
+            with suppress(Raised):
+                engine.backward(engine(ids).float().square().mean())
+            model.raises = ""
+            engine.reset()
     elif case.also == "leaves_out":  # another layer on each rank, in the next step
         model.left_out = (step + dist.get_rank()) % 4 - 1
+    elif case.also == "copies":
+        return _copies(engine.device)
+    elif case.also == "drops":
+        return _drops(engine.device)
+    return None
+
+
+def _computed(device: torch.device) -> torch.Tensor:
+    """Ones, once a device that lags is done with it."""
+    values = torch.zeros(4096, device=device)
+    for _ in range(64):
+        values = values + 1 / 64
+    return values
+
+
+def _copies(device: torch.device) -> torch.Tensor:
+    """What a save reads at once of values that were queued just now."""
+    values = _computed(device)
+    piece: Any = SimpleNamespace(dtype="F32", nbytes=values.nbytes)
+    [part], _ = job._copied([Part(piece, values)], [])
+    assert isinstance(part.values, torch.Tensor)
+    return part.values.double().mean()
+
+
+def _drops(device: torch.device) -> torch.Tensor:
+    """What is in memory in which values were to come back that nobody asks for."""
+    region = HostTier(device).allocate((4096,), torch.float32)
+    region.store(_computed(device))
+    into = torch.empty(4096, device=device)
+    region.fetch(into)
+    region.drop()
+    del into
+    return torch.full((4096,), 2.0, device=device).mean()
 
 
 def _raise(grad: torch.Tensor) -> None:
@@ -233,7 +277,8 @@ def train(
                     early = Counter(sim.host_syncs)
                 for ids in batches[step * case.accumulate : (step + 1) * case.accumulate]:
                     losses.append(_micro_batch(engine, ids))
-                _event(case, step, engine, Path(folder), batches[0], model)
+                more = _event(case, step, engine, Path(folder), batches[0], model)
+                losses += [] if more is None else [more]
             late = {} if sim is None else sim.host_syncs - early
             if average is not None:
                 with average.applied(), torch.no_grad():
@@ -382,12 +427,12 @@ CORE = (
 
 SINGLE = (
     Case("zero1"), Case("zero2"), Case("fsdp2"), Case("hpz", ranks=4), Case("zero1", optimizer="muon"),
-    Case(model="twice", debug="debug"), Case(accumulate=2, order="any"), Case(clip="2"), Case("zero2", model="norms"),
-    Case(activations="disk", moments="disk"), Case(also="loads"), Case(also="gathers"), Case(model="early"),
-    Case(gather="bf16"), Case("zero2", reduce="bf16"), Case(gather="bf16", reduce="bf16", accumulate=2, order="any"),
-    Case(gather="bf16", reduce="bf16", accumulate=2), Case(also="leaves_out", order="any"),
-    Case("zero2", also="own_stream", order="beside"), Case("zero2", order="any"), Case(also="raises"),
-    Case("zero2", also="raises"),
+    Case(model="twice", debug="debug"), Case(accumulate=2, order="any"), Case(clip="2"),
+    Case("zero2", model="norms", also="evaluates"), Case(activations="disk", moments="disk"), Case(also="loads"),
+    Case(also="gathers"), Case(model="early"), Case(gather="bf16"), Case("zero2", reduce="bf16"),
+    Case(also="leaves_out", order="any"), Case("zero2", also="own_stream", order="beside"),
+    Case("zero2", order="any"), Case(also="raises"), Case("zero2", also="raises"),
+    Case(model="twice", also="leaves_out", order="any"), Case(also="copies"), Case(also="drops"),
 )  # fmt: skip
 """Of one mechanism each, for what is taken out of the sources."""
 
@@ -400,14 +445,24 @@ LAG = 3000  # operations that the device stays behind: a few steps
 
 
 def tolerance(case: Case) -> float:
-    """Relative, of a loss: sums in another order, in the precision that they are made in, and what rounds such sums to
-    16 or 8 bits, where now and then one falls to the other side."""
-    return max(TOLERANCES[case.precision], 1e-5 if case.gather or case.reduce or case.optimizer in ROUNDING else 0.0)
+    """Relative, of a loss: sums in another order, in the precision that they are made in. What rounds such sums to 16
+    or 8 bits now and then falls to the other side; so does, by twice the learning rate, an element whose gradient is
+    next to zero, where an optimizer divides by its size and sums are long (BatchNorm's, those of four ranks)."""
+    if case.gather or case.reduce:
+        return max(TOLERANCES[case.precision], 2.0**-12)
+    rounds = case.optimizer in ROUNDING or case.model == "norms" or case.ranks > 2
+    return max(TOLERANCES[case.precision], 3e-5 if rounds else 0.0)
 
 
 KNOWN = (
     (lambda case: case.precision == "fp16", "numerics/alarm.py", "under a loss scale the host asks once per step"),
     (lambda case: "disk" in (case.activations, case.moments), "tiers/disk.py", "the thread that writes the file waits"),
+    (
+        lambda case: case.also == "leaves_out" and case.layout == "ddp",
+        "sharding/shown.py",
+        "whether other ranks have a gradient where this one has none decides what .grad shows",
+    ),
+    (lambda case: case.also == "copies", "checkpoint/job.py", "what a save copies is there before it is hashed"),
     (lambda case: bool(case.debug), "sharding/segment.py", "debug compares what is freed with what rests"),
 )
 """Of which cases, where, and why the host may wait behind the first steps."""

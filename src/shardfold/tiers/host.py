@@ -84,9 +84,8 @@ class HostRegion:
         if self._owner.side is not None and self._event is not None:
             compute = accelerator.current_stream(self._owner.device)
             compute.wait_event(self._event)  # the copy, which is under way
-            back.record_stream(
-                compute
-            )  # it is memory of the copies' stream, which may not have it while this one reads
+            # It is memory of the copies' stream, which may not have it while this one reads.
+            back.record_stream(compute)
         return back
 
     def values(self, part: slice = slice(None)) -> Tensor:

@@ -41,6 +41,16 @@ def test_the_same_training_on_a_late_device(name: str, ranks: Ranks, sim_ranks: 
     assert device_cases.late(case, expected, sim_ranks, seeds=range(0, 500, 100)) == ""
 
 
+def test_what_other_ranks_used_is_asked_for_at_once(sim_ranks: Ranks) -> None:
+    """Where gradients are whole, ``.grad`` of what this rank left out depends on the others: the host waits once for a
+    unit that was left out, not once for each of its parameters."""
+    found = device_cases.on_the_device(Case("ddp", optimizer="sgd", also="leaves_out"), sim_ranks)
+    for outcome in found:
+        assert outcome.waits
+        assert all("sharding/shown.py" in what for what in outcome.waits)
+        assert sum(outcome.waits.values()) <= device_cases.STEPS - device_cases.SETTLED
+
+
 def test_each_two_options_meet() -> None:
     """For each two values that the engine takes together there is a case with both."""
     for (a, xs), (b, ys) in itertools.combinations(OPTIONS.items(), 2):

@@ -360,6 +360,3 @@ def register() -> None:
     """Tells ``torch.distributed`` of it, as what carries tensors of the device."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, SimulatedGroup, devices=[NAME])
-        # As of GPUs: else PyTorch, which asks a new group for its backend of the device that the default group is bound
-        # to, makes no group of Gloo beside one of this.
-        dist.Backend.backend_capability["gloo"].append(NAME)
