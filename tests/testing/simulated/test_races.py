@@ -291,7 +291,7 @@ def test_waits_of_the_host_are_counted_with_their_lines() -> None:
     """Reading a value, copies of pageable memory, shapes that depend on values, and synchronize()."""
     with simulated() as sim:
         x = torch.ones(4, device="sim")
-        sim.expect_clean(host_syncs=False)
+        sim.expect_clean(may_wait=False)
         x.sum().item()  # item
         x.cpu()
         torch.ones(4).to("sim")
@@ -306,7 +306,7 @@ def test_waits_of_the_host_are_counted_with_their_lines() -> None:
         assert sum(sim.host_syncs.values()) == before
         sim.expect_clean()
         with pytest.raises(RacesFound, match="waits of the host for the device"):
-            sim.expect_clean(host_syncs=False)
+            sim.expect_clean(may_wait=False)
 
 
 @on_device()

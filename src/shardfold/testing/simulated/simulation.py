@@ -89,11 +89,11 @@ class Simulation:
         finally:
             self._findings.silent -= 1
 
-    def expect_clean(self, *, host_syncs: bool = True) -> None:
+    def expect_clean(self, *, may_wait: bool = True) -> None:
         """Nothing was found.
 
         Args:
-            host_syncs: whether the host may wait for the device.
+            may_wait: whether the host may wait for the device.
 
         Raises:
             RacesFound: of each race both places, and how to mend it; of each operation on tensors of two devices, and
@@ -110,7 +110,7 @@ class Simulation:
         if found.mixed:
             said.append("operations on tensors of two devices (move one with .to(device) first):")
             said += [f"  {times} x {what} at {where}" for (what, where), times in found.mixed.items()]
-        if found.host_syncs and not host_syncs:
+        if found.host_syncs and not may_wait:
             said.append(
                 "waits of the host for the device (none is needed for copies with non_blocking=True from and to pinned "
                 "memory, and for values that stay on the device):"
