@@ -118,7 +118,9 @@ class Layer(nn.Module):
     def __init__(self, norms: bool) -> None:
         super().__init__()
         self.n1, self.n2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        # What adds one vector to all that a BatchNorm reads has gradients of rounding and nothing else, which Adam scales
+        # up, and which show in evaluation.
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=not norms), nn.Linear(WIDTH, WIDTH, bias=not norms)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.batch = nn.BatchNorm1d(WIDTH) if norms else None
 
@@ -195,7 +197,7 @@ def _event(
         with torch.no_grad():
             out = engine(ids).float().logsumexp(-1).mean()
         engine.module.train()
-        return None if case.model == "norms" else out
+        return out
     elif case.also == "gathers":
         with engine.gathered("head.bias", write=True) as bias, torch.no_grad():
             bias.mul_(1.01)
