@@ -118,8 +118,8 @@ class Layer(nn.Module):
     def __init__(self, norms: bool) -> None:
         super().__init__()
         self.n1, self.n2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        # What adds one vector to all that a BatchNorm reads has gradients of rounding and nothing else, which Adam scales
-        # up, and which show in evaluation.
+        # What adds one vector to all that a BatchNorm reads has gradients of rounding and nothing else, which Adam
+        # scales up, and which show in evaluation.
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=not norms), nn.Linear(WIDTH, WIDTH, bias=not norms)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.batch = nn.BatchNorm1d(WIDTH) if norms else None
