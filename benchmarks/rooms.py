@@ -10,6 +10,7 @@ import graphlib
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import grimp
 
@@ -78,22 +79,28 @@ def draw(path: Path, down: dict[str, set[str]], sizes: Counter[str]) -> None:
     for floor, level in enumerate(levels):
         places = {1: (0.5,), 2: (0.38, 0.74), 3: (0.1, 0.5, 0.9)}.get(len(level), range(len(level)))
         at |= {room: (x, float(floor)) for room, x in zip(level, places, strict=True)}
+    axes.set_xlim(0, 1)
+    axes.set_ylim(-0.6, len(levels) - 0.4)
+    axes.axis("off")
+    axes.set_title("Imports only go down; arrows that follow from others are left out", fontsize=10)
+    boxes: dict[str, Any] = {}
+    for room, (x, y) in at.items():
+        modules = f"{sizes[room]} module{'s' * (sizes[room] > 1)}"
+        boxes[room] = axes.text(
+            x, y, f"{room}\n{modules}", ha="center", va="center", fontsize=10,
+            bbox={"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": "0.2"},
+        )  # fmt: skip
+    figure.tight_layout()
+    figure.canvas.draw()  # boxes have their sizes behind it, and arrows end at them
     for room, (x, y) in at.items():
         for below in shown[room] & at.keys():
             u, v = at[below]
             bend = 0.0 if y - v <= 1 or u != x else 0.2
             axes.add_patch(
-                FancyArrowPatch((x, y), (u, v), arrowstyle="-|>", mutation_scale=9, shrinkA=16, shrinkB=18, lw=1.0,
-                                color="0.4", connectionstyle=f"arc3,rad={bend}")
+                FancyArrowPatch((x, y), (u, v), arrowstyle="-|>", mutation_scale=9, lw=1.0, color="0.4", zorder=1,
+                                patchA=boxes[room].get_bbox_patch(), patchB=boxes[below].get_bbox_patch(),
+                                connectionstyle=f"arc3,rad={bend}")
             )  # fmt: skip
-        modules = f"{sizes[room]} module{'s' * (sizes[room] > 1)}"
-        axes.text(x, y, f"{room}\n{modules}", ha="center", va="center", fontsize=10,
-                  bbox={"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": "0.2"})  # fmt: skip
-    axes.set_xlim(0, 1)
-    axes.set_ylim(-0.6, len(levels) - 0.4)
-    axes.axis("off")
-    axes.set_title("Imports only go down; arrows that follow from others are left out", fontsize=10)
-    figure.tight_layout()
     figure.savefig(path, dpi=130)
 
 
