@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from shardfold.checkpoint.names import renamer
 from shardfold.checkpoint.save import Saver, check_options
 from shardfold.checkpoint.stored import readable
 from shardfold.comm.comm import Comm, joined
-from shardfold.comm.mesh import DataMesh, pick_device
+from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
 from shardfold.engine.alike import given
 from shardfold.engine.arguments import (
     check_accumulate,
@@ -89,7 +89,17 @@ from shardfold.tiers.tiers import Tiers
 
 __all__ = ["Engine", "engine_of"]
 
+Kind = TypeVar("Kind")
 
+
+def _refused_everywhere(kind: type[Kind]) -> type[Kind]:
+    """Decorates the class: where a rank is refused what it gave, names of arguments included, the others hear of it."""
+    made: Any = kind
+    made.__init__ = refusals_told()(made.__init__)
+    return kind
+
+
+@_refused_everywhere
 @known_arguments
 class Engine:
     """Trains ``model`` under a layout.
