@@ -37,6 +37,7 @@ from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
 from shardfold.engine.alike import given
 from shardfold.engine.arguments import (
     check_accumulate,
+    check_assigned,
     check_closure,
     check_last,
     check_model,
@@ -196,6 +197,7 @@ class Engine:
                     if unit.split and unit.life is Life.GATHERED:
                         unit.release()
                 self._changes.renew()
+            self._names = {*vars(self), *dir(Engine)}
             self._held = held.pop_all()
         accelerator.reset_peak(place)  # what making it took is not what a step takes
 
@@ -373,6 +375,11 @@ class Engine:
         )
 
     if not TYPE_CHECKING:  # which are to find names that are not there
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if "_held" in self.__dict__:  # it is made
+                check_assigned(self, name, value, self._names, derived=type(self) is not Engine)
+            object.__setattr__(self, name, value)
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property that raised AttributeError: again, for what it says
