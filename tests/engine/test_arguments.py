@@ -290,6 +290,13 @@ def test_a_schedule_without_an_optimizer_is_listed_and_evaluation_goes_on(capsys
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("given", [nn.Linear, dict])
+def test_a_class_of_no_optimizer_makes_none(given: type) -> None:
+    """It is not called, so nothing of it is told in its own words."""
+    with pytest.raises(ConfigError, match=r"is neither a torch.optim.Optimizer nor something that makes one"):
+        sf.Engine(nn.Linear(2, 2), optimizer=given)
+
+
 # -- what is assigned to an engine that is made
 
 ASSIGNED: dict[str, str] = {  # and what is said
