@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,45 @@ def test_parts_of_other_sizes(ranks: Ranks, tmp_path: Path) -> None:
         parts = [values[key] for values, _ in said[:2]]
         assert torch.equal(value, torch.cat(parts) if "weight" in key.split("/")[1] and value.dim() else parts[0]), key
     engine.close()
+
+
+class OnOne(nn.Module):
+    """All of a parameter, or nothing of it; ``has=None``: no slice."""
+
+    def __init__(self, has: bool | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(18.0).view(6, 3)[: 6 if has is not False else 0].clone())
+        if has is not None:
+            sf.mark_slice(self, "weight", axis="tensor", whole=(6, 3), start=(0 if has else 6, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).square().sum()
+
+
+def _on_one(folder: str) -> tuple[Values, Values]:
+    found: list[Values] = []
+    for fresh in (True, False):
+        with closing(sf.Engine(OnOne(dist.get_rank() == 1), optimizer=ADAM, layout="zero2", mesh=TENSOR)) as engine:
+            if fresh:
+                engine.backward(engine(torch.ones(3)))
+                engine.step()
+                engine.save(folder, wait=True)
+            else:
+                engine.load(folder)
+            found.append(_values(engine))
+    return found[0], found[1]
+
+
+def test_a_part_that_is_the_whole_beside_one_that_is_empty(ranks: Ranks, tmp_path: Path) -> None:
+    """Sizes need not go up on all ranks: one may have all of a parameter and the other nothing. It is saved and loaded,
+    there and on one rank."""
+    nothing, everything = ranks.run(_on_one, str(tmp_path / "x"), world_size=2)
+    for values, loaded in (nothing, everything):
+        _same(loaded, values)
+    assert nothing[0]["weight/weight"].shape == (0, 3)
+    with closing(sf.Engine(OnOne(None), optimizer=ADAM)) as engine:
+        engine.load(tmp_path / "x")
+        _same(_values(engine), everything[0])
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -288,3 +288,58 @@ def test_a_schedule_without_an_optimizer_is_listed_and_evaluation_goes_on(capsys
     assert "scheduler.type = WarmupLR" in told and "it is not used: there is no optimizer" in told
     evaluating.destroy()
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("given", [nn.Linear, dict])
+def test_a_class_of_no_optimizer_makes_none(given: type) -> None:
+    """It is not called, so nothing of it is told in its own words."""
+    with pytest.raises(ConfigError, match=r"is neither a torch.optim.Optimizer nor something that makes one"):
+        sf.Engine(nn.Linear(2, 2), optimizer=given)
+
+
+# -- what is assigned to an engine that is made
+
+ASSIGNED: dict[str, str] = {  # and what is said
+    "clip_norm": "An engine takes clip_norm= when it is made.",
+    "clip": "An engine takes clip= when it is made.",
+    "layout": "An engine takes layout= when it is made.",
+    "acumulate": "Did you mean 'accumulate'?",
+    "gradient_accumulation_steps": "Did you mean 'accumulate'?",
+    "lr": "The optimizer's settings are in engine.optimizer.param_groups.",
+    "steps": "engine.steps is only to be read.",
+    "my_own": "Known: accumulate, last_micro_batch.",
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_what_would_do_nothing_cannot_be_assigned(name: str) -> None:
+    """One sentence says where it is set instead, and the engine is as it was."""
+    with closing(sf.Engine(nn.Linear(2, 2), optimizer=partial(torch.optim.SGD, lr=0.1))) as mine:
+        before = dict(vars(mine))
+        with pytest.raises(ConfigError) as raised:
+            setattr(mine, name, 4)
+        assert str(raised.value) == f"engine.{name} = 4 would do nothing. {ASSIGNED[name]}"
+        assert vars(mine) == before
+
+
+class Derived(sf.Engine):
+    """With something of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, optimizer=partial(torch.optim.SGD, lr=0.1))
+        self.mine = 3
+
+
+def test_what_acts_can_be_assigned() -> None:
+    """What is read at each step, another function in place of a method, and what a derived class adds; but that cannot
+    take what its engine has."""
+    with closing(Derived(nn.Linear(2, 2))) as mine:
+        mine.accumulate, mine.last_micro_batch, mine.mine = 2, True, 4
+        called: list[str] = []
+        step = mine.step
+        mine.step = lambda *_, **__: called.append("step") or step()  # type: ignore[method-assign]
+        mine.backward(mine(torch.ones(1, 2)).sum())
+        mine.step()
+        assert (called, mine.mine, mine.steps) == (["step"], 4, 1)
+        with pytest.raises(ConfigError, match="would do nothing"):
+            mine.clip = sf.Clip(norm=1.0)

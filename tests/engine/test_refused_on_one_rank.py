@@ -99,6 +99,36 @@ def test_the_default_group_outlives_a_mesh_that_one_rank_is_refused(tmp_path: Pa
     assert all("there\n" in text for text in run_script(tmp_path, call))
 
 
+# -- other arguments
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {  # and what the rank that gave them is told
+    "a value": ({"accumulate": 0}, "ConfigError: accumulate=0: it is the number of micro-batches"),
+    "a preset": ({"layout": "zero33"}, "LayoutError: layout 'zero33' is unknown. Did you mean 'zero3'?"),
+    "a name": ({"stage": 3}, "ConfigError: Engine() has no argument 'stage'. Did you mean 'layout'?"),
+    "what is found out later": ({"units": ["nope"]}, "ModelError: "),
+}
+
+
+def _arguments(alone: int, given: dict[str, Any]) -> tuple[str, list[float]]:
+    """What an engine raises that one rank gives other arguments, and what the next one trains to."""
+    said = said_of(lambda: small(**{"layout": "zero2", **(given if dist.get_rank() == alone else {})}))
+    with closing(small()) as engine:
+        return said, trained(engine)
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_an_argument_that_one_rank_is_refused_is_refused_on_all(ranks: Ranks, kind: str) -> None:
+    """However early it is refused: the rank raises its own sentence, the other one that names it, and the next engine
+    is made and trains."""
+    given, own = ARGUMENTS[kind]
+    for alone in (0, 1):
+        answers = ranks.run(_arguments, alone, given, world_size=2, timeout=LIMIT)
+        assert answers[alone][0].startswith(own), answers
+        other = answers[1 - alone][0]
+        assert f"rank {alone}: {answers[alone][0].partition(': ')[2]}"[:80] in other, answers
+        assert answers[0][1] == answers[1][1]
+
+
 # -- gradients
 
 

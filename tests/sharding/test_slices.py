@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardfold as sf
@@ -16,6 +17,7 @@ from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.plan.axes import Mesh
 from shardfold.plan.box import Box
 from shardfold.sharding.slices import Slice, slices_on
+from shardfold.testing import Ranks
 
 
 def _of(module: nn.Module, mesh: Mapping[str, int], **coords: int) -> dict[str, Slice]:
@@ -56,13 +58,14 @@ def test_parts_over_two_axes(dims: tuple[int, int]) -> None:
 
 
 def test_parts_that_are_not_equal() -> None:
-    """A shape and an index say so, on a mesh without the axis too; of one that is the whole nothing is left to say."""
+    """A shape and an index say so, on a mesh without the axis too; so do they where a rank has all of it and
+    others none, but not where there are no others."""
     layer = nn.Linear(2, 3)
     sf.mark_slice(layer, "weight", axis="tensor", whole=(7, 2), start=(4, 0))
     sf.mark_slice(layer, "bias", axis="tensor", whole=(3,), start=(0,))
     box = ((7, 2), (4, 0))
-    assert _of(layer, {"tensor": 2}) == {"weight": Slice(("tensor",), box), "bias": Slice(("tensor",), None)}
-    assert _of(layer, {"intra": 2})["weight"] == Slice((), box)
+    assert _of(layer, {"tensor": 2}) == {"weight": Slice(("tensor",), box), "bias": Slice(("tensor",), ((3,), (0,)))}
+    assert _of(layer, {"intra": 2}) == {"weight": Slice((), box), "bias": Slice((), None)}
 
 
 def test_the_later_mark_holds_and_copies_have_it() -> None:
@@ -141,5 +144,42 @@ def test_marks_that_contradict_each_other() -> None:
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight = tied[0].weight
     sf.mark_slice(tied[0], "weight", axis="tensor", dim=0)
-    with pytest.raises(ModelError, match=r"'0.weight' and '1.weight' are one parameter"):
+    with pytest.raises(
+        ModelError, match=r"'0.weight' and '1.weight' are one parameter, .* was told of '0.weight' only"
+    ):
         _of(tied, {"tensor": 2})
+    sf.mark_slice(tied[1], "weight", axis="tensor", dim=1)
+    with pytest.raises(ModelError, match="different things of them: mark it alike in both modules"):
+        _of(tied, {"tensor": 2})
+    sf.mark_slice(tied[1], "weight", axis="tensor", dim=0)
+    assert _of(tied, {"tensor": 2})["0.weight"].box == ((4, 2), (0, 0))
+
+
+def test_a_module_without_parameters_of_its_own_is_not_marked() -> None:
+    """The sentence says where they are."""
+    with pytest.raises(
+        ConfigError, match=r"Sequential has no parameter 'weight' of its own. It has none: give the layer"
+    ):
+        sf.mark_slice(nn.Sequential(nn.Linear(2, 2)), "weight", axis="tensor", dim=0)
+
+
+class Rows(nn.Module):
+    """So many of them, with what is said of them."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(rows, 2))
+        sf.mark_slice(self, "weight", axis="tensor", dim=0)
+
+
+def _unequal() -> str:
+    with pytest.raises(ConfigError) as raised:
+        sf.Engine(Rows(3 + dist.get_rank()), mesh={"tensor": 2})
+    return str(raised.value)
+
+
+def test_parts_of_a_dimension_that_are_not_equal_are_refused(ranks: Ranks) -> None:
+    """``dim=`` takes them to be equal: the sentence says so, and what to give instead."""
+    for said in ranks.run(_unequal, world_size=2):
+        assert "'weight' of shape (8, 2)" in said and "'weight' of shape (6, 2)" in said, said
+        assert "mark_slice() takes whole= and start= in place of dim=" in said, said

@@ -295,6 +295,8 @@ def test_ranks_that_are_given_different_arguments_are_told_which(ranks: Ranks) -
     for said in ranks.run(_given_apart, world_size=2):
         for what, text in said.items():
             assert text.startswith(f"{what} of rank 1 differ from rank 0's"), (what, text)
+        layout = said["the layout or the precision"]  # the first cell that differs
+        assert "(params=Cell(over=(), dtype='bf16'" in layout and "params=Cell(over=(), dtype='fp32'" in layout, layout
         assert "lr=0.02" in said["the optimizer's settings"] and "lr=0.01" in said["the optimizer's settings"]
 
 

@@ -42,7 +42,7 @@ from shardfold.comm.watchdog import Watchdog, Whereabouts
 from shardfold.errors import CollectiveError, ConfigError, OrderError, ShardfoldError, UsageError, by_rank
 from shardfold.plan.axes import Axes
 
-__all__ = ["Agreement", "Claim", "Meeting"]
+__all__ = ["ALIKE", "Agreement", "Claim", "Meeting"]
 
 SLICE = timedelta(seconds=1)
 # Places in a message; MORE holds the section's number + 1. Behind the flags: a hash and its complement, then bits.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import combinations
@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardfold import accelerator
 from shardfold.comm.backend import GLOO, MARGIN, backend_in, start_group
 from shardfold.data import ranks_read_alike, ranks_read_apart
-from shardfold.errors import CollectiveError, ConfigError, LayoutError, UsageError, did_you_mean
+from shardfold.errors import CollectiveError, ConfigError, LayoutError, OrderError, UsageError, did_you_mean
 from shardfold.plan.axes import DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh
 from shardfold.plan.checks import described, is_integer
 from shardfold.plan.placement import shard_index
@@ -38,6 +38,7 @@ __all__ = [
     "Given",
     "parse_device",
     "pick_device",
+    "refusals_told",
     "resolve_mesh",
 ]
 
@@ -220,12 +221,7 @@ class DataMesh:
         self.world = dist.get_world_size() if self.distributed else 1
         self.on_streams = accelerator.has_streams(self.device) and self.backend not in ("none", GLOO)
         if self.world > 1:
-            # The default store is the only key-value store that every rank is known to share.
-            default = default_store()
-            # Counted in the store, not in the process: a process may have been in other groups before.
-            self.name = str(default.add(f"shardfold/engines/{self.rank}", 1))
-            self.default_store = default
-            self.store = dist.distributed_c10d.PrefixStore(f"shardfold/{self.name}", default)
+            self.name, self.default_store, self.store = _next_stores(self.rank)
         self.sizes = self._agreed_sizes(sizes, timeout)
         self.coords = self.sizes.coords(self.rank)
         self.data: Axes = self.sizes.reading
@@ -258,7 +254,7 @@ class DataMesh:
                 )
         except LayoutError as error:
             if self.store is not None:
-                self.store.compare_set(JOINED, "", f"rank {self.rank}: {error}")
+                _refuse(self.store, self.rank, error)
             raise
         if self.store.add("came", 1) == self.world:
             self.store.compare_set(JOINED, "", ALL)
@@ -272,7 +268,9 @@ class DataMesh:
                 "output."
             ) from error
         if said != ALL:
-            raise LayoutError(f"no engine is made, as another rank refused its mesh=: {said}")
+            kind, why = json.loads(said)
+            refusal = LayoutError if kind == LayoutError.__name__ else ConfigError
+            raise refusal(f"no engine is made, as one was refused on another rank: {why}")
         return sizes
 
     def _make_groups(self, timeout: timedelta) -> None:
@@ -460,12 +458,13 @@ class _Process:
         open: those that are not closed.
         default: the default group, if it was a mesh that initialized ``torch.distributed``.
         starts: how often one did, so far.
+        comings: how often this rank came to make a mesh with the others, or told them that it does not.
     """
 
     def __init__(self) -> None:
         self.open: set[DataMesh] = set()
         self.default: _Default | None = None
-        self.starts = 0
+        self.starts = self.comings = 0
         self._pid = os.getpid()
 
     def started(self) -> None:
@@ -515,6 +514,39 @@ class _Process:
 
 
 _PROCESS = _Process()
+
+
+@contextmanager
+def refusals_told() -> Iterator[None]:
+    """Where what is inside raises before it comes to make a mesh, the ranks that do come raise too and say why.
+
+    One process has nobody to tell, and one without a default group no way to: a mesh inside would have started it.
+    """
+    before = _PROCESS.comings
+    try:
+        yield
+    except (OrderError, CollectiveError):  # which the others know of
+        raise
+    except Exception as error:
+        if _PROCESS.comings == before and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            with suppress(RuntimeError):  # the process that serves the store may have died
+                _refuse(_next_stores(dist.get_rank())[2], dist.get_rank(), error)
+        raise
+
+
+def _next_stores(rank: int) -> tuple[str, Any, Any]:
+    """The name of the next mesh that ranks make, the default store, and the part of it that is that mesh's."""
+    # The default store is the only key-value store that every rank is known to share.
+    default = default_store()
+    # Counted in the store, not in the process: a process may have been in other groups before.
+    name = str(default.add(f"shardfold/engines/{rank}", 1))
+    _PROCESS.comings += 1
+    return name, default, dist.distributed_c10d.PrefixStore(f"shardfold/{name}", default)
+
+
+def _refuse(store: Any, rank: int, error: Exception) -> None:
+    """Tells the ranks that come to make the mesh of this store."""
+    store.compare_set(JOINED, "", json.dumps([type(error).__name__, f"rank {rank}: {error}"]))
 
 
 def _disconnect(group: Any) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardfold.comm.agreement import Claim
+from shardfold.comm.agreement import ALIKE, Claim
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Layout
 from shardfold.plan.placement import UnitSpec
-from shardfold.sharding.compared import PARTS, SLICES, parts, slices
+from shardfold.sharding.compared import PARTS, SLICES, UNEQUAL, parts, slices
 
 __all__ = ["given"]
 
@@ -34,9 +35,9 @@ def given(
     """
     groups = [] if optimizer is None else [_settings(group) for group in optimizer.param_groups]
     return {
-        "the layout or the precision": repr(layout.replace(activations="keep")),
+        "the layout or the precision": Claim(_entries(layout)),
         SLICES: slices(units, mesh),
-        PARTS: Claim(parts(units)),
+        PARTS: Claim(parts(units), hint=ALIKE + (UNEQUAL if _sliced(units) else "")),
         "the optimizer": type(optimizer).__name__ if optimizer is not None else "none",
         "the schedule": type(schedule).__name__ if schedule is not None else "none",  # which adds to the settings
         "the optimizer's settings": ", ".join(dict.fromkeys(groups)),
@@ -44,6 +45,15 @@ def given(
         "the clipping": str(clip),
         "the loss scale": str(loss_scale),
     }
+
+
+def _entries(layout: Layout) -> list[str]:
+    """A text for each entry of a table; the dtypes of a bound one are those of the precision."""
+    return [f"{each.name}={getattr(layout, each.name)}" for each in fields(layout) if each.name != "activations"]
+
+
+def _sliced(units: Sequence[UnitSpec | None]) -> bool:
+    return any(slot.box for unit in units if unit is not None for segment in unit.segments for slot in segment.slots)
 
 
 def _settings(group: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Container, Sequence, Set
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardfold.errors import ConfigError, ModelError, UsageError, nearest
+from shardfold.plan.arguments import keywords, meant
 from shardfold.plan.checks import check_flags, check_times, described, is_integer
 from shardfold.plan.passes import Overlap
 
 __all__ = [
     "check_accumulate",
+    "check_assigned",
     "check_closure",
     "check_last",
     "check_loss",
@@ -30,6 +32,9 @@ __all__ = [
 
 SPREAD = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Classes of torch whose forward or backward does what an engine does."""
+
+SETTINGS = ("lr", "learning_rate", "weight_decay", "betas", "momentum", "eps")
+"""Of optimizers of torch, by group."""
 
 
 # -- a new engine
@@ -95,6 +100,32 @@ def check_accumulate(accumulate: Any) -> None:
         raise ConfigError(
             f"accumulate={described(accumulate)}: it is the number of micro-batches per step, an integer >= 1."
         )
+
+
+def check_assigned(engine: object, name: str, value: Any, own: Container[str], *, derived: bool) -> None:
+    """What acts may be assigned to an engine that is made: a property that takes values, another function in place of a
+    method, and what a class ``derived`` from the engine's, whose ``own`` names are given, has beside them.
+
+    Raises:
+        ConfigError: a public name that would do nothing.
+    """
+    kind = type(engine)
+    settable = [each for each, found in inspect.getmembers(kind) if isinstance(found, property) and found.fset]
+    replaces = callable(value) and inspect.isfunction(getattr(kind, name, None))
+    if name.startswith("_") or name in settable or replaces:
+        return
+    if derived and name not in own:
+        return
+    options = keywords(kind) or []
+    if name in options:
+        hint = f" An engine takes {name}= when it is made."
+    elif name in SETTINGS:
+        hint = " The optimizer's settings are in engine.optimizer.param_groups."
+    elif name in own:
+        hint = f" engine.{name} is only to be read."
+    else:
+        hint = meant(name, settable)
+    raise ConfigError(f"engine.{name} = {described(value)} would do nothing.{hint}")
 
 
 def check_schedule(schedule: Any, optimizer: Any) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,11 @@ from shardfold.checkpoint.names import renamer
 from shardfold.checkpoint.save import Saver, check_options
 from shardfold.checkpoint.stored import readable
 from shardfold.comm.comm import Comm, joined
-from shardfold.comm.mesh import DataMesh, pick_device
+from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
 from shardfold.engine.alike import given
 from shardfold.engine.arguments import (
     check_accumulate,
+    check_assigned,
     check_closure,
     check_last,
     check_model,
@@ -89,7 +90,17 @@ from shardfold.tiers.tiers import Tiers
 
 __all__ = ["Engine", "engine_of"]
 
+Kind = TypeVar("Kind")
 
+
+def _refused_everywhere(kind: type[Kind]) -> type[Kind]:
+    """Decorates the class: where a rank is refused what it gave, names of arguments included, the others hear of it."""
+    made: Any = kind
+    made.__init__ = refusals_told()(made.__init__)
+    return kind
+
+
+@_refused_everywhere
 @known_arguments
 class Engine:
     """Trains ``model`` under a layout.
@@ -186,6 +197,7 @@ class Engine:
                     if unit.split and unit.life is Life.GATHERED:
                         unit.release()
                 self._changes.renew()
+            self._names = {*vars(self), *dir(Engine)}
             self._held = held.pop_all()
         accelerator.reset_peak(place)  # what making it took is not what a step takes
 
@@ -363,6 +375,11 @@ class Engine:
         )
 
     if not TYPE_CHECKING:  # which are to find names that are not there
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if "_held" in self.__dict__:  # it is made
+                check_assigned(self, name, value, self._names, derived=type(self) is not Engine)
+            object.__setattr__(self, name, value)
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property that raised AttributeError: again, for what it says

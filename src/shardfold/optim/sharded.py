@@ -49,7 +49,8 @@ def build(optimizer: Any, model: nn.Module) -> Optimizer:
     """
     parameters = list(model.parameters())
     if not isinstance(optimizer, Optimizer):
-        if not callable(optimizer):
+        makes = issubclass(optimizer, Optimizer) if isinstance(optimizer, type) else callable(optimizer)
+        if not makes:
             raise ConfigError(
                 f"optimizer={optimizer!r} is neither a torch.optim.Optimizer nor something that makes one of "
                 "parameters: pass e.g. partial(torch.optim.AdamW, lr=3e-4)."

@@ -9,17 +9,29 @@ from typing import Any, TypeVar
 
 from shardfold.errors import ConfigError, did_you_mean
 
-__all__ = ["keywords", "known_arguments", "unknown"]
+__all__ = ["keywords", "known_arguments", "meant", "unknown"]
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 ELSEWHERE: Mapping[str, Collection[str]] = {
-    "layout": ("stage", "zero_stage", "zero_optimization", "sharding_strategy", "strategy", "cpu_offload", "offload"),
-    "accumulate": ("gradient_accumulation_steps", "accumulation_steps", "grad_accum"),
+    "layout": (
+        "stage",
+        "zero_stage",
+        "zero_optimization",
+        "sharding_strategy",
+        "strategy",
+        "cpu_offload",
+        "offload",
+        "offload_optimizer",
+        "offload_param",
+        "tier",
+        "reshard_after_forward",
+    ),
+    "accumulate": ("gradient_accumulation_steps", "accumulation_steps", "grad_accum", "train_batch_size"),
     "clip_norm": ("gradient_clipping", "max_grad_norm", "max_norm", "clip_grad"),
     "lr_schedule": ("lr_scheduler", "scheduler"),
     "precision": ("mixed_precision", "mp_policy", "torch_dtype", "dtype", "bf16", "fp16", "amp"),
-    "mesh": ("device_mesh", "topology", "tensor_parallel"),
+    "mesh": ("device_mesh", "topology", "tensor_parallel", "mpu", "process_group"),
     "units": ("auto_wrap_policy", "wrap_policy"),
     "activations": ("activation_checkpointing", "gradient_checkpointing", "checkpointing"),
     "overlap": ("overlap_comm", "forward_prefetch", "backward_prefetch", "bucket_size", "reduce_bucket_size"),
@@ -29,6 +41,8 @@ ELSEWHERE: Mapping[str, Collection[str]] = {
     "prefetch": ("prefetch_bucket_size", "stage3_prefetch_bucket_size"),
     "path": ("save_dir", "load_dir", "checkpoint_dir"),
     "dim": ("partition_dim",),
+    "compute": ("param_dtype",),
+    "reduce": ("reduce_dtype",),
     "lr": ("learning_rate",),
 }
 """What DeepSpeed, FSDP, Accelerate and Megatron-LM call what is an argument here."""
@@ -64,10 +78,16 @@ def unknown(call: str, given: Iterable[str], known: Sequence[str]) -> str:
     """The sentence about the first name that was ``given`` to a ``call`` and is none of the ``known``, or nothing."""
     for name in given:
         if name not in known:
-            meant = next((ours for ours in known if name in ELSEWHERE.get(ours, ())), None)
-            near = f" Did you mean {meant!r}?" if meant is not None else did_you_mean(name, known)
-            return f"{call} has no argument {name!r}.{near if known else ''}"
+            return f"{call} has no argument {name!r}.{meant(name, known)}"
     return ""
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """The one of the ``known`` that others call ``name`` or that is nearest to it, as a question; else all of them."""
+    ours = next((ours for ours in known if name in ELSEWHERE.get(ours, ())), None)
+    if ours is not None:
+        return f" Did you mean {ours!r}?"
+    return did_you_mean(name, known) if known else ""
 
 
 def _checked(function: Any) -> Any:

@@ -32,7 +32,7 @@ class Slot(NamedTuple):
 
     Attributes:
         shape: of what ranks have here, which may be a box of a larger parameter.
-        larger: the shape of that; empty: this is the whole.
+        larger: the shape of that; empty: this is the whole, and ranks have no others.
         starts: where the box begins in it, on each dimension; empty: at its first element.
     """
 
@@ -53,8 +53,8 @@ class Slot(NamedTuple):
 
     @property
     def box(self) -> Box | None:
-        """What of the whole parameter lies here; None: all of it."""
-        return Box(self.starts or (0,) * len(self.shape), self.shape) if self.whole != self.shape else None
+        """What of the whole parameter lies here, which is all of it where other ranks have nothing; None: all of it."""
+        return Box(self.starts or (0,) * len(self.shape), self.shape) if self.larger else None
 
 
 class SlotRange(NamedTuple):

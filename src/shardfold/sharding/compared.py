@@ -9,7 +9,7 @@ from shardfold.plan.axes import Mesh
 from shardfold.plan.box import Box
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 
-__all__ = ["PARTS", "SLICES", "parts", "slices"]
+__all__ = ["PARTS", "SLICES", "UNEQUAL", "parts", "slices"]
 
 PARTS = "the model's parameters, the units or the optimizer's groups"
 
@@ -17,6 +17,11 @@ SLICES = "the slices of parameters"
 HINT = (
     "ranks that differ on axes of data have the same slice of a parameter, and only ranks along an axis of role "
     "tensor, as in mesh={'tensor': 2}, may have others"
+)
+
+UNEQUAL = (
+    "; the shape of a slice is here that of the whole, in which dim= takes the parts of all ranks to be equal: where "
+    "they are not, mark_slice() takes whole= and start= in place of dim="
 )
 
 

@@ -24,6 +24,7 @@ from shardfold.sharding.registry import model_of
 __all__ = ["Slice", "check_early", "check_reach", "mark_slice", "slices_on"]
 
 _MARKS = "_shardfold_slices"
+INSIDE = " It has none: give the layer inside that owns it."
 
 
 class Slice(NamedTuple):
@@ -31,8 +32,8 @@ class Slice(NamedTuple):
 
     Attributes:
         axes: of more than one rank, on which the parameter is distinct.
-        box: the shape of the whole, and where this rank's part begins in it; None: it is the whole, or nothing says
-            what the whole is.
+        box: the shape of the whole, and where this rank's part begins in it; None: it is the whole on every rank, or
+            nothing says what the whole is.
     """
 
     axes: Axes
@@ -100,7 +101,7 @@ def mark_slice(
             known = [known for known, own in module._parameters.items() if own is not None]
             raise ConfigError(
                 f"mark_slice(): {type(module).__name__} has no parameter {described(name)} of its own."
-                f"{did_you_mean(name, known)}"
+                f"{did_you_mean(name, known) if known else INSIDE}"
             )
         if model_of(parameter) is not None:
             raise UsageError(
@@ -137,9 +138,11 @@ def slices_on(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> dict[i
                 _check_axis(full, axis, mesh)
             first, _, known = found.setdefault(id(parameter), (full, parameter, mine))
             if known != mine:
+                apart = "mark_slice() said different things of them"
+                if not known or not mine:
+                    apart = f"mark_slice() was told of {(full if mine else first)!r} only"
                 raise ModelError(
-                    f"{first!r} and {full!r} are one parameter, but mark_slice() said different things of them: mark "
-                    "it alike in both modules."
+                    f"{first!r} and {full!r} are one parameter, but {apart}: mark it alike in both modules."
                 )
     return {
         key: Slice(
@@ -238,7 +241,8 @@ def _check_marks(what: str, parameter: nn.Parameter | None, marks: Mapping[str, 
 def _box(
     name: str, parameter: nn.Parameter, marks: Mapping[str, _Mark], mesh: Mesh, coords: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The shape of the whole, and where the part of the rank at ``coords`` begins; None: that is the whole, or unknown.
+    """The shape of the whole, and where the part of the rank at ``coords`` begins; None: that is the whole on
+    every rank, or unknown.
 
     Raises:
         ConfigError: the marks do not fit.
@@ -256,7 +260,8 @@ def _box(
             start[mark.dim] += coords[axis] * whole[mark.dim]
             whole[mark.dim] *= mesh[axis]
     given = next((mark.box for mark in marks.values() if mark.box is not None), (tuple(whole), tuple(start)))
-    return None if given[0] == shape else given
+    # All of it, beside ranks that have none, is a part too; where nobody has another one there is nothing to say.
+    return None if given[0] == shape and all(mesh.get(axis, 1) == 1 for axis in marks) else given
 
 
 def _check_axis(name: str, axis: str, mesh: Mesh) -> None:
