@@ -13,6 +13,11 @@ number, and ranks can only disagree at two places, each of which asks before it 
 A rank that waits for a meeting of one engine while another rank needs more of a pass of a second engine takes part in
 that when it sees so, and goes on waiting.
 
+``[Note: an interruption inside an operation]`` What is raised from outside (Ctrl+C, a timer) may fall between counting
+an operation, sending it, waiting for it and noting that it is done. Then this rank no longer knows which operations it
+has taken part in, and nothing that it sends afterwards can be paired: it gives up on all ranks, see
+:meth:`Agreement.whole`.
+
 What cannot be asked (a collective of the user's own in the middle, a rank that left) shows as ranks that do not move:
 see ``watchdog``. Waiting is done in slices; after each, a rank reads whether somebody gave up and what the others do.
 """
@@ -192,10 +197,17 @@ class Agreement:
     def doing(self) -> str:
         return self._detail or str(self._log[-1][1])
 
-    def issue(self, what: Any, detail: str = "") -> None:
-        """Gives the next collective its number; ``what`` prints as its name, which is the same on every rank."""
+    def refuse_given_up(self) -> None:
+        """
+        Raises:
+            OrderError: this rank has raised because ranks cannot go on together; with the same sentence.
+        """
         if self._dead is not None:
             raise OrderError(self._dead)
+
+    def issue(self, what: Any, detail: str = "") -> None:
+        """Gives the next collective its number; ``what`` prints as its name, which is the same on every rank."""
+        self.refuse_given_up()
         if getpid() != self._process:
             raise UsageError(
                 f"{what}: this process was forked from one that has an engine, whose connections to the other ranks "
@@ -205,6 +217,27 @@ class Agreement:
         self.sequence += 1
         self._log.append((self.sequence, what))
         self._detail, self._needs_help = detail, False
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, what all ranks do together is under way: an interruption is :meth:`interrupted`, and goes on."""
+        try:
+            yield
+        except BaseException as error:
+            self.interrupted(error)
+            raise
+
+    def interrupted(self, error: BaseException) -> None:
+        """What was raised from outside has hit what all ranks do together: this engine is given up on every rank. An
+        ``Exception`` comes from inside, from a place where it is known how far that was."""
+        if isinstance(error, Exception) or self._dead is not None or self._watch is None or self.peers.store is None:
+            return
+        with suppress(OrderError, RuntimeError):  # the process that served the store may have died
+            self._abort(
+                f"rank {self.peers.rank} was interrupted ({type(error).__name__}) at operation {self.sequence}, "
+                f"{self.doing}, so ranks cannot pair their operations any more: close the engine, make it anew and "
+                "load a checkpoint."
+            )
 
     # -- asking before acting
 
@@ -233,7 +266,8 @@ class Agreement:
         Raises:
             OrderError: on every rank, naming what each asked for.
         """
-        said = self._say([1, 0, evaluating, 0 if more is None else more + 1, not evaluated], what, flags)
+        with self.whole():
+            said = self._say([1, 0, evaluating, 0 if more is None else more + 1, not evaluated], what, flags)
         if said[MEETS] and said[ASKS]:
             raise self._disagree(what)
         if _alike(said):
@@ -252,9 +286,10 @@ class Agreement:
             OrderError: later, by :meth:`issue`, on every rank, naming what each asked for.
         """
         if self.peers.size > 1:
-            values = self._message([1, 0, 0, 0, 1], what)
-            self._announced = what, values, self._begin(values, what, meets=True)
-            self._mesh.meets = True
+            with self.whole():
+                values = self._message([1, 0, 0, 0, 1], what)
+                self._announced = what, values, self._begin(values, what, meets=True)
+                self._mesh.meets = True
 
     def _confirm(self) -> None:
         """What was announced is what all ranks do."""
@@ -273,7 +308,8 @@ class Agreement:
     def ask(self, bits: Sequence[bool]) -> list[int]:
         """One round of asking: for each place whether any rank set it."""
         what = "more of the pass under way"
-        said = self._say([0, 1, 0, 0, 0], what, (), bits)
+        with self.whole():
+            said = self._say([0, 1, 0, 0, 0], what, (), bits)
         if said[MEETS]:
             raise self._disagree(what)
         return said[BITS : BITS + len(bits)]
@@ -386,7 +422,8 @@ class Agreement:
             self.wait(begin(), control=True)
             self.control_bytes += num_bytes
 
-        return [text.decode() for text in self.peers.exchange(value.encode(), send)]
+        with self.whole():
+            return [text.decode() for text in self.peers.exchange(value.encode(), send)]
 
     def _by_rank(self, said: Sequence[Said]) -> Iterator[tuple[int, Said]]:
         """What each peer said, with its rank of the job."""
@@ -421,19 +458,20 @@ class Agreement:
             OrderError: ranks wait for each other in vain, or another gave up.
             CollectiveError: it failed, or took longer than the timeout.
         """
-        if self._mesh.on_streams and not control:
+        with self.whole():
+            if self._mesh.on_streams and not control:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self._failure(error) from error
+                # Nothing is ordered by it: the watchdog asks it whether the device has come so far.
+                self._passed = accelerator.current_stream(self._mesh.device).record_event()
+                return
+            begun = perf_counter()
             try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._failure(error) from error
-            # Nothing is ordered by it: the watchdog asks it whether the device has come so far.
-            self._passed = accelerator.current_stream(self._mesh.device).record_event()
-            return
-        begun = perf_counter()
-        try:
-            self._wait(work, monotonic())
-        finally:
-            self.waited += perf_counter() - begun
+                self._wait(work, monotonic())
+            finally:
+                self.waited += perf_counter() - begun
 
     def _wait(self, work: Any, begun: float) -> None:
         published = False

@@ -96,7 +96,21 @@ class Comm:
         """Hands one flat to the transport, in the format that ``op`` says, and counts what this rank sends; ``pending``
         gets what is to be waited for. ``out``, ``add`` and ``resident``: see the transport; ``state``: what the format
         keeps."""
-        self.agreement.issue(op)
+        with self.agreement.whole():
+            self.agreement.issue(op)
+            self._send(op, flat, pending, out, add, resident, state)
+            self.meter.count(op, flat.numel())
+
+    def _send(
+        self,
+        op: Op,
+        flat: Tensor,
+        pending: list[Pending],
+        out: Tensor | None,
+        add: bool,
+        resident: Tensor | None,
+        state: Tensor | None,
+    ) -> None:
         group = self.mesh.group(op.axes)
         if op.verb != "ALL_GATHER":
             self.memory.after_compute()  # which writes the gradients; what gathers read was written before the pass
@@ -110,7 +124,6 @@ class Comm:
                 pending.append(self.transport.reduce_scatter(flat, out, group, add=add))
             else:
                 pending.append(self.transport.all_reduce(flat, group))
-        self.meter.count(op, flat.numel())
 
     def _encoded(
         self, op: Op, flat: Tensor, group: Any, out: Tensor | None, *, add: bool, state: Tensor | None
@@ -136,8 +149,9 @@ class Comm:
         return [bool(bit) for bit in said.tolist()]
 
     def _reduced(self, tensor: Tensor, op: Any, what: str) -> Tensor:
-        self.agreement.issue(what)
-        self.agreement.wait(self.agreement.peers.reduce(tensor, op), control=True)
+        with self.agreement.whole():
+            self.agreement.issue(what)
+            self.agreement.wait(self.agreement.peers.reduce(tensor, op), control=True)
         self.meter.control(tensor.nbytes)
         return tensor
 
@@ -146,8 +160,9 @@ class Comm:
         other one."""
         data = tuple(axis for axis in over if axis in self.mesh.data)
         for axes in filter(None, (data, *((axis,) for axis in over if axis not in data))):
-            self.agreement.issue(what)
-            self.agreement.wait(dist.all_reduce(value, op, group=self.mesh.group(axes), async_op=True))
+            with self.agreement.whole():
+                self.agreement.issue(what)
+                self.agreement.wait(dist.all_reduce(value, op, group=self.mesh.group(axes), async_op=True))
             self.meter.control(value.nbytes)
 
     def broadcast(
@@ -157,9 +172,10 @@ class Comm:
         rank. None: the axes on which ranks read other things."""
         over = self.mesh.data if over is None else over
         if self.mesh.parts(over) > 1:
-            self.agreement.issue(what, detail)
-            group = self.mesh.group(over)
-            self.agreement.wait(dist.broadcast(values, group_src=source, group=group, async_op=True))
+            with self.agreement.whole():
+                self.agreement.issue(what, detail)
+                group = self.mesh.group(over)
+                self.agreement.wait(dist.broadcast(values, group_src=source, group=group, async_op=True))
 
     def close(self) -> None:
         """Nothing is sent any more; mesh and agreement end as :func:`joined` says."""

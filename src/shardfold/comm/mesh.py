@@ -387,6 +387,8 @@ class DataMesh:
         while self._made:
             group = self._made.pop()
             if dist.is_initialized():
+                if self.gave_up:  # what is under way here, others never come to: destroying would wait for it
+                    _disconnect(group)
                 dist.destroy_process_group(group)
         _PROCESS.open.discard(self)
 

@@ -242,7 +242,7 @@ class _Carrier:
         if self._process == os.getpid():
             with self._wake:
                 self._users -= 1
-                self._wake.notify()
+                self._wake.notify_all()  # an interrupted notify() may have left an entry that takes the next one
 
     def end(self) -> None:
         """The thread has ended when this returns, if no transport is in use."""

@@ -37,9 +37,11 @@ class PassGate:
         """
         Raises:
             UsageError: the engine is closed.
+            OrderError: it was given up.
         """
         if self._model.closed:
             raise UsageError(f"{call}: {self._model.closed}.")
+        self._model.comm.agreement.refuse_given_up()
 
     def refuse_broken(self, call: str) -> None:
         """

@@ -54,6 +54,10 @@ class Stepper:
 
     def step(self) -> StepReport:
         """See :meth:`Engine.step`; at the boundary, with gradients."""
+        with self._model.comm.agreement.whole():
+            return self._step()
+
+    def _step(self) -> StepReport:
         model, run, runner, scaler = self._model, self._model.run, self._runner, self._scaler
         assert model.optimizer is not None
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None

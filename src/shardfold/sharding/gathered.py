@@ -93,10 +93,11 @@ def gathered(
     if write or of != "params" or not all(home.unit.pins for home in homes):  # else nothing is sent
         model.gate.meet(what)
     lent: Lent
-    if of == "params":
-        lent = _Parameters(model, homes, asked, what, write)
-    else:
-        lent = _States(model, homes, asked, what, of)
+    with model.comm.agreement.whole():
+        if of == "params":
+            lent = _Parameters(model, homes, asked, what, write)
+        else:
+            lent = _States(model, homes, asked, what, of)
     loan = Loan(what, lent.watched, writes=write)
     model.loans.append(loan)
     try:
@@ -107,7 +108,8 @@ def gathered(
                 _leave_by_exception(model, lent, homes, error)
             raise
         if write:
-            _write_back(model, lent, loan, homes, source, strict)
+            with model.comm.agreement.whole():
+                _write_back(model, lent, loan, homes, source, strict)
         elif (changed := loan.changed()) and not strict:
             outcome = "that is gone now" if lent.dropped else "it was kept"
             LOG.warning("%s changed inside %s, which only reads: %s.", _listed(changed), what, outcome)

@@ -96,8 +96,10 @@ def _so_far(engine: Engine, param: nn.Parameter) -> Tensor | None:
         else:
             whole = segment.views_of(values)[slot].float() * segment.unscale
             if unit.gradients.sums is Sums.OWN and engine.world_size > 1:
-                engine.sharded.comm.agreement.issue(what)
-                engine.sharded.comm.agreement.wait(dist.all_reduce(whole, group=engine.mesh.everyone, async_op=True))
+                agreement = engine.sharded.comm.agreement
+                with agreement.whole():
+                    agreement.issue(what)
+                    agreement.wait(dist.all_reduce(whole, group=engine.mesh.everyone, async_op=True))
     return whole
 
 
