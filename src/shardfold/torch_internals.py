@@ -51,6 +51,7 @@ __all__ = [
     "all_groups",
     "at_end_of_backward",
     "autograd_node",
+    "backward_without_context",
     "below_autograd",
     "check",
     "copies_shallowly",
@@ -346,6 +347,13 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls back when the backward that runs on this thread is over."""
     engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
     engine.queue_callback(callback)
+
+
+def backward_without_context(loss: Tensor) -> None:
+    """A backward for which PyTorch keeps no context of Python's: its threads hold no object of Python's when it is over,
+    if the graph has none."""
+    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
+    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def autograd_node() -> str:

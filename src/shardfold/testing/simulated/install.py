@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 from functools import partial
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from shardfold.errors import UsageError
 from shardfold.testing.simulated.device import PROCESS, SimulatedDevice
 from shardfold.testing.simulated.memory import NAME
-from shardfold.torch_internals import SIMULATED, lacking_for
+from shardfold.torch_internals import SIMULATED, backward_without_context, lacking_for
 
 __all__ = ["install", "is_supported"]
 
@@ -49,7 +51,21 @@ def install() -> SimulatedDevice:
     device.default = Stream(stream_id=0)
     patch()
     _try_backward()
+    atexit.register(_let_go)
     return device
+
+
+def _let_go() -> None:
+    """Autograd's thread of the device has let go of all that it ran, before the interpreter ends.
+
+    That thread wakes the one that called backward first, and only then frees what it holds of Python's: where the
+    interpreter ends meanwhile, Python ends the thread inside of a destructor, and so the process by SIGABRT. It takes
+    one backward after another; of this last one it holds nothing of Python's.
+    """
+    x = torch.ones(1, device=NAME, requires_grad=True)
+    loss = x.mul(2).sum()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object((x, loss)))  # so that this thread is never the last that holds them
+    backward_without_context(loss)
 
 
 def _try_backward() -> None:
