@@ -350,10 +350,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def backward_without_context(loss: Tensor) -> None:
-    """A backward for which PyTorch keeps no context of Python's: its threads hold no object of Python's when it is over,
-    if the graph has none."""
+    """A backward for which PyTorch keeps no context of Python's: unless the graph has some, its threads hold no object
+    of Python's."""
     engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
-    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    gradient = torch.ones_like(loss)
+    engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def autograd_node() -> str:

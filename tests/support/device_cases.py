@@ -513,7 +513,7 @@ def both(case: Case, kept: Path) -> dict[str, str]:
         case: to train.
         kept: the CPU's losses, from before something was taken out of the package; written if they are not there.
     """
-    said = {"check": "", "late": ""}
+    said = {"check": "", "lazy": ""}
     with Ranks(4, device="sim") as sim_ranks, Ranks(4) as ranks:
         if not kept.exists():
             kept.write_text(json.dumps([outcome.losses for outcome in on_the_cpu(case, ranks)]))
@@ -526,13 +526,13 @@ def both(case: Case, kept: Path) -> dict[str, str]:
         except RanksFailed as error:
             said["check"] = f"raises {error.failures[0].summary}"[:200]
         try:
-            said["late"] = late(case, expected, sim_ranks)
+            said["lazy"] = lazy(case, expected, sim_ranks)
         except RanksFailed as error:
-            said["late"] = f"raises {error.failures[0].summary}"[:200]
+            said["lazy"] = f"raises {error.failures[0].summary}"[:200]
     return said
 
 
-def late(case: Case, expected: Sequence[Outcome], sim_ranks: Ranks, seeds: Iterable[int] = (0, 100)) -> str:
+def lazy(case: Case, expected: Sequence[Outcome], sim_ranks: Ranks, seeds: Iterable[int] = (0, 100)) -> str:
     """Whether losses are others where the device stays behind and takes its streams in a random order."""
     for seed in seeds:
         found = on_the_device(case, sim_ranks, mode="lazy", lag=LAG, seed=seed)

@@ -4,7 +4,7 @@
 `device_cases.py` that runs through it, and what finds that it is gone, or why nothing can.
 
     check       the simulated device's checker reports a race, or a wait of the host
-    late        the losses are others where the device stays behind and takes its streams in a random order
+    lazy        the losses are others where the device stays behind and takes its streams in a random order
 
     python tests/support/synchronizations.py            all of them, in a table; exit status 1 if one is not as listed
     python tests/support/synchronizations.py host.py    those whose description, file or case has one of these words
@@ -31,7 +31,7 @@ else:
     import tomli as tomllib
 
 LISTED = Path(__file__).with_name("synchronizations.toml")
-WAYS = ("check", "late")
+WAYS = ("check", "lazy")
 LIMIT = 300.0  # seconds for one case, both ways
 
 CALLS = (
@@ -201,7 +201,7 @@ def run(entries: Sequence[Entry]) -> int:
         for case in dict.fromkeys(entry.case for entry in entries if entry.case):
             if any(said := found_in(tree.folder, case).values()):
                 raise WrongFault(f"{case} fails with every synchronization in place: {list(said)}")
-        print("| file | without it | case | check | late | seconds |\n|---|---|---|---|---|---|", flush=True)
+        print("| file | without it | case | check | lazy | seconds |\n|---|---|---|---|---|---|", flush=True)
         for entry in entries:
             said, seconds = try_out(tree, entry) if entry.case else ({}, 0.0)
             as_listed = not entry.case or [way for way in WAYS if said[way]] == [*entry.found]

@@ -219,7 +219,7 @@ class Agreement:
         self._detail, self._needs_help = detail, False
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def uninterrupted(self) -> Iterator[None]:
         """Inside, what all ranks do together is under way: an interruption is :meth:`interrupted`, and goes on."""
         try:
             yield
@@ -266,7 +266,7 @@ class Agreement:
         Raises:
             OrderError: on every rank, naming what each asked for.
         """
-        with self.whole():
+        with self.uninterrupted():
             said = self._say([1, 0, evaluating, 0 if more is None else more + 1, not evaluated], what, flags)
         if said[MEETS] and said[ASKS]:
             raise self._disagree(what)
@@ -286,7 +286,7 @@ class Agreement:
             OrderError: later, by :meth:`issue`, on every rank, naming what each asked for.
         """
         if self.peers.size > 1:
-            with self.whole():
+            with self.uninterrupted():
                 values = self._message([1, 0, 0, 0, 1], what)
                 self._announced = what, values, self._begin(values, what, meets=True)
                 self._mesh.meets = True
@@ -308,7 +308,7 @@ class Agreement:
     def ask(self, bits: Sequence[bool]) -> list[int]:
         """One round of asking: for each place whether any rank set it."""
         what = "more of the pass under way"
-        with self.whole():
+        with self.uninterrupted():
             said = self._say([0, 1, 0, 0, 0], what, (), bits)
         if said[MEETS]:
             raise self._disagree(what)
@@ -422,7 +422,7 @@ class Agreement:
             self.wait(begin(), control=True)
             self.control_bytes += num_bytes
 
-        with self.whole():
+        with self.uninterrupted():
             return [text.decode() for text in self.peers.exchange(value.encode(), send)]
 
     def _by_rank(self, said: Sequence[Said]) -> Iterator[tuple[int, Said]]:
@@ -458,7 +458,7 @@ class Agreement:
             OrderError: ranks wait for each other in vain, or another gave up.
             CollectiveError: it failed, or took longer than the timeout.
         """
-        with self.whole():
+        with self.uninterrupted():
             if self._mesh.on_streams and not control:
                 try:
                     work.wait()

@@ -96,7 +96,7 @@ class Comm:
         """Hands one flat to the transport, in the format that ``op`` says, and counts what this rank sends; ``pending``
         gets what is to be waited for. ``out``, ``add`` and ``resident``: see the transport; ``state``: what the format
         keeps."""
-        with self.agreement.whole():
+        with self.agreement.uninterrupted():
             self.agreement.issue(op)
             self._send(op, flat, pending, out, add, resident, state)
             self.meter.count(op, flat.numel())
@@ -149,7 +149,7 @@ class Comm:
         return [bool(bit) for bit in said.tolist()]
 
     def _reduced(self, tensor: Tensor, op: Any, what: str) -> Tensor:
-        with self.agreement.whole():
+        with self.agreement.uninterrupted():
             self.agreement.issue(what)
             self.agreement.wait(self.agreement.peers.reduce(tensor, op), control=True)
         self.meter.control(tensor.nbytes)
@@ -160,7 +160,7 @@ class Comm:
         other one."""
         data = tuple(axis for axis in over if axis in self.mesh.data)
         for axes in filter(None, (data, *((axis,) for axis in over if axis not in data))):
-            with self.agreement.whole():
+            with self.agreement.uninterrupted():
                 self.agreement.issue(what)
                 self.agreement.wait(dist.all_reduce(value, op, group=self.mesh.group(axes), async_op=True))
             self.meter.control(value.nbytes)
@@ -172,7 +172,7 @@ class Comm:
         rank. None: the axes on which ranks read other things."""
         over = self.mesh.data if over is None else over
         if self.mesh.parts(over) > 1:
-            with self.agreement.whole():
+            with self.agreement.uninterrupted():
                 self.agreement.issue(what, detail)
                 group = self.mesh.group(over)
                 self.agreement.wait(dist.broadcast(values, group_src=source, group=group, async_op=True))

@@ -166,8 +166,10 @@ def _usable(device: torch.device) -> torch.device:
         )
     count = accelerator.count(device)
     if (device.index or 0) >= count:
-        last = f"the last is {device.type}:{count - 1}" if count else "PyTorch finds none"
-        raise ConfigError(f"device={str(device)!r} is no device of this machine, of which {last}: choose another one.")
+        there = f"{count}, up to {device.type}:{count - 1}" if count else "none"
+        raise ConfigError(
+            f"device={str(device)!r}: PyTorch finds {there} of the type {device.type} here; choose another device."
+        )
     return accelerator.indexed(device)
 
 

@@ -102,6 +102,10 @@ def check_accumulate(accumulate: Any) -> None:
         )
 
 
+def _is_settable(found: object) -> bool:
+    return isinstance(found, property) and found.fset is not None
+
+
 def check_assigned(engine: object, name: str, value: Any, own: Container[str], *, derived: bool) -> None:
     """What acts may be assigned to an engine that is made: a property that takes values, another function in place of a
     method, and what a class ``derived`` from the engine's, whose ``own`` names are given, has beside them.
@@ -109,12 +113,11 @@ def check_assigned(engine: object, name: str, value: Any, own: Container[str], *
     Raises:
         ConfigError: a public name that would do nothing.
     """
-    kind = type(engine)
-    settable = [each for each, found in inspect.getmembers(kind) if isinstance(found, property) and found.fset]
-    replaces = callable(value) and inspect.isfunction(getattr(kind, name, None))
-    if name.startswith("_") or name in settable or replaces:
+    if name.startswith("_") or (derived and name not in own):
         return
-    if derived and name not in own:
+    kind = type(engine)
+    there = getattr(kind, name, None)
+    if _is_settable(there) or (callable(value) and inspect.isfunction(there)):
         return
     options = keywords(kind) or []
     if name in options:
@@ -124,7 +127,7 @@ def check_assigned(engine: object, name: str, value: Any, own: Container[str], *
     elif name in own:
         hint = f" engine.{name} is only to be read."
     else:
-        hint = meant(name, settable)
+        hint = meant(name, [each for each, found in inspect.getmembers(kind) if _is_settable(found)])
     raise ConfigError(f"engine.{name} = {described(value)} would do nothing.{hint}")
 
 

@@ -46,12 +46,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _whole(method: Callable[Concatenate[Runner, P], R]) -> Callable[Concatenate[Runner, P], R]:
+def _uninterrupted(method: Callable[Concatenate[Runner, P], R]) -> Callable[Concatenate[Runner, P], R]:
     """Nothing of the user's runs inside, and how far it came is not known behind an interruption."""
 
     @wraps(method)
     def inside(self: Runner, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.agreement.whole():
+        with self.agreement.uninterrupted():
             return method(self, *args, **kwargs)
 
     return inside
@@ -168,7 +168,7 @@ class Runner:
         again.begin()
         return again
 
-    @_whole
+    @_uninterrupted
     def _finish(self) -> None:
         """Ends the pass under way on all ranks; what a negotiated pass found becomes the order of the next."""
         run, section = self._pass, self._section
@@ -234,7 +234,7 @@ class Runner:
             self._help_on(SECTIONS[met.more])
         return True
 
-    @_whole
+    @_uninterrupted
     def _help_on(self, section: str) -> None:
         """Takes part in what other ranks still need of the pass that this rank has ended."""
         outer, self._pass = self._pass, self._asked(section, own=self._own)
@@ -243,7 +243,7 @@ class Runner:
         self._finish()
         self._pass, self._section = outer, before
 
-    @_whole
+    @_uninterrupted
     def _help_evaluate(self, flags: Sequence[int]) -> None:
         """Takes part in the forward of ranks that evaluate more batches than this one."""
         self.buffers.synchronize(any(flags[:1]))
@@ -276,7 +276,7 @@ class Runner:
         """An exception leaves the model's forward."""
         self._interrupted = True
 
-    @_whole
+    @_uninterrupted
     def reset(self) -> None:
         """Back to a clean state; gradients since the last step are lost.
 
@@ -301,7 +301,7 @@ class Runner:
                 unit.release()
         self.zero_grad()
 
-    @_whole
+    @_uninterrupted
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
         self._state.micro_batch, self._state.gradients_ready = 0, False
@@ -320,7 +320,7 @@ class Runner:
 
     # -- forward events
 
-    @_whole
+    @_uninterrupted
     def begin_forward(self) -> None:
         if self.under_way:  # of an interrupted pass: the hooks deliver no forward inside of another
             self.reset()
@@ -347,7 +347,7 @@ class Runner:
         self._pass = LocalPass() if local else self._start(section)
         self._pass.begin()
 
-    @_whole
+    @_uninterrupted
     def end_forward(self) -> None:
         if self._pass is not None:
             self._finish()
@@ -360,7 +360,7 @@ class Runner:
                 self.handlers.free(unit)
         self.handlers.detours.clear()
 
-    @_whole
+    @_uninterrupted
     def enter_forward(self, unit: Unit) -> None:
         if self._pass is None:
             if unit.life is Life.RESTING:
@@ -374,7 +374,7 @@ class Runner:
         self._pass.enter(unit)
         unit.running += 1
 
-    @_whole
+    @_uninterrupted
     def leave_forward(self, unit: Unit, *, interrupted: bool = False, aliased: bool = False) -> None:
         """``interrupted``: by an exception. ``aliased``: what it returned is a view of one of its weights."""
         unit.running -= 1
@@ -385,7 +385,7 @@ class Runner:
         else:
             self._pass.leave(unit)
 
-    @_whole
+    @_uninterrupted
     def touch(self, unit: Unit) -> bool:
         """A freed weight is read outside of its unit's forward: gathers it if a pass is under way."""
         if self._pass is None or isinstance(self._pass, LocalPass) or not self._in_its_thread():
@@ -405,7 +405,7 @@ class Runner:
         """Whether the caller is what the pass runs: another thread that reads a weight must issue no collectives."""
         return in_backward() or get_ident() == self._thread
 
-    @_whole
+    @_uninterrupted
     def hold(self, units: Sequence[Unit]) -> bool:
         """Inside of a pass: gathers the units and keeps them to its end; False outside of one."""
         if self._pass is None or self._interrupted or not self._in_its_thread():
@@ -419,7 +419,7 @@ class Runner:
 
     # -- backward events
 
-    @_whole
+    @_uninterrupted
     def begin_backward(self, *, create_graph: bool = False) -> None:
         if create_graph and any(unit.split and not unit.pins for unit in self.units):
             raise UsageError(
@@ -458,7 +458,7 @@ class Runner:
             for name in sorted(self.orders.touched - self.roots):
                 self._pass.touch(self.by_name[name])
 
-    @_whole
+    @_uninterrupted
     def enter_backward(self, unit: Unit) -> None:
         unit.check_current()
         if self._pass is not None:
@@ -497,7 +497,7 @@ class Runner:
             gradients.accept(place, grad)
         gradients.seen.add(place)
         if len(gradients.seen) == gradients.count and self._pass is not None and unit.name not in self.roots:
-            with self.agreement.whole():
+            with self.agreement.uninterrupted():
                 self._pass.complete(unit)
 
     def gradient_dropped(self) -> None:
@@ -514,7 +514,7 @@ class Runner:
             )
         self._delivered = True
 
-    @_whole
+    @_uninterrupted
     def end_backward(self) -> None:
         if self._pass is not None:
             self._finish()
@@ -548,7 +548,7 @@ class Runner:
         section = self._between or (self._pass.section if self._pass is not None else None)
         return section.where(doing) if section is not None else ""
 
-    @_whole
+    @_uninterrupted
     def close_micro_batches(self) -> None:
         """Before a step behind a backward that was not known to be the last: what only that would have reduced."""
         if self._state.gradients_ready or not self.last:
@@ -558,7 +558,7 @@ class Runner:
             track.finish()
         self._state.gradients_ready = True
 
-    @_whole
+    @_uninterrupted
     def reduce_late(self, late: Sequence[Unit]) -> None:
         """[Note: late gradients]: one more reduction for these units, now and, from the next step on, at the end."""
         if late:

@@ -54,7 +54,7 @@ class Stepper:
 
     def step(self) -> StepReport:
         """See :meth:`Engine.step`; at the boundary, with gradients."""
-        with self._model.comm.agreement.whole():
+        with self._model.comm.agreement.uninterrupted():
             return self._step()
 
     def _step(self) -> StepReport:

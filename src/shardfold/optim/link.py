@@ -30,7 +30,7 @@ class RankLink:
         self._comm.number(numbers, self._over, dist.ReduceOp.SUM, "the optimizer's sums")
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int]) -> None:
-        with self._comm.agreement.whole():
+        with self._comm.agreement.uninterrupted():
             self._comm.agreement.issue("the optimizer's exchange of matrices")
             group = self._comm.mesh.group(self._over)
             self._comm.transport.exchange(sent, to, received, by, group).wait(self._comm.agreement.wait)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["FLOATS", "FORMATS", "ITEMSIZE", "Elements", "Format"]
+__all__ = ["FLOATS", "FORMATS", "ITEMSIZE", "Elements", "Format", "torch_dtype"]
 
 ITEMSIZE: Mapping[str, int] = {
     "fp64": 8,
@@ -88,14 +88,14 @@ class Elements(Format):
         return length * ITEMSIZE[self.name]
 
     def encode(self, values: Tensor, payload: Tensor, state: Tensor | None = None) -> None:
-        payload.view(_torch_dtype(self.name)).copy_(values)
+        payload.view(torch_dtype(self.name)).copy_(values)
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        values.copy_(payload.view(_torch_dtype(self.name)))
+        values.copy_(payload.view(torch_dtype(self.name)))
 
 
 @cache
-def _torch_dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
     import torch  # not with the module: tables and programs are read without it
 
     words = {"fp": "float", "bf": "bfloat", "int": "int", "uint": "uint"}

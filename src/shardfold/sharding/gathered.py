@@ -93,7 +93,7 @@ def gathered(
     if write or of != "params" or not all(home.unit.pins for home in homes):  # else nothing is sent
         model.gate.meet(what)
     lent: Lent
-    with model.comm.agreement.whole():
+    with model.comm.agreement.uninterrupted():
         if of == "params":
             lent = _Parameters(model, homes, asked, what, write)
         else:
@@ -108,7 +108,7 @@ def gathered(
                 _leave_by_exception(model, lent, homes, error)
             raise
         if write:
-            with model.comm.agreement.whole():
+            with model.comm.agreement.uninterrupted():
                 _write_back(model, lent, loan, homes, source, strict)
         elif (changed := loan.changed()) and not strict:
             outcome = "that is gone now" if lent.dropped else "it was kept"

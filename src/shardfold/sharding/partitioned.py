@@ -92,7 +92,7 @@ class ShardRanks:
         elif size:
             parts = range(ranks if self.comm.mesh.rank == 0 else 0)
             sent = [as_bytes(_padded(flat[i * size : (i + 1) * size], size)) for i in parts] or None
-            with self.comm.agreement.whole():
+            with self.comm.agreement.uninterrupted():
                 self.comm.agreement.issue("a scatter of a parameter")
                 work = dist.scatter(as_bytes(own), sent, group_src=0, group=self.comm.mesh.everyone, async_op=True)
                 self.comm.agreement.wait(work)

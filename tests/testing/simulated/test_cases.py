@@ -38,7 +38,7 @@ def test_the_same_training_on_a_late_device(name: str, ranks: Ranks, sim_ranks: 
     """Losses do not depend on how far the device stays behind, nor on the order in which it takes its streams."""
     case = LATE[name]
     expected = device_cases.on_the_cpu(case, ranks)
-    assert device_cases.late(case, expected, sim_ranks, seeds=range(0, 500, 100)) == ""
+    assert device_cases.lazy(case, expected, sim_ranks, seeds=range(0, 500, 100)) == ""
 
 
 def test_what_other_ranks_used_is_asked_for_at_once(sim_ranks: Ranks) -> None:

@@ -97,7 +97,7 @@ def _so_far(engine: Engine, param: nn.Parameter) -> Tensor | None:
             whole = segment.views_of(values)[slot].float() * segment.unscale
             if unit.gradients.sums is Sums.OWN and engine.world_size > 1:
                 agreement = engine.sharded.comm.agreement
-                with agreement.whole():
+                with agreement.uninterrupted():
                     agreement.issue(what)
                     agreement.wait(dist.all_reduce(whole, group=engine.mesh.everyone, async_op=True))
     return whole
