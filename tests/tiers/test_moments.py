@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import ConfigError, ShardfoldError
-from shardfold.plan.cost import Moved, fetched_bytes, in_use, moves, state_bytes, tier_bytes
+from shardfold.plan.cost import Moved, fetched_bytes, in_use, moves, state_bytes, step_of, tier_bytes
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
 from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.program import Program, lower, parse
@@ -294,9 +294,12 @@ def test_bytes_are_counted_by_tier() -> None:
     assert held == state_bytes(near, units, MESH, padded=True)
     assert tier_bytes(near, held) == {Tier.DEVICE: sum(held.values())}
     assert tier_bytes(far, held) == {Tier.DEVICE: sum(held.values()) - 888 * 8 / 2, Tier.HOST: 888 * 8 / 2}
-    assert moves(program(near, 1), near, units, MESH) == {}
+    assert moves(program(near, 1), near, units, MESH, step_of(1)) == {}
     each = (3, 888 * 8 / 2)
-    assert moves(program(far, 1), far, units, MESH) == {Moved("host", "FETCH"): each, Moved("host", "STORE"): each}
+    assert moves(program(far, 1), far, units, MESH, step_of(1)) == {
+        Moved("host", "FETCH"): each,
+        Moved("host", "STORE"): each,
+    }
     by_name = {unit.name: unit for unit in units}
 
     def walk(**options: Any) -> list[float]:

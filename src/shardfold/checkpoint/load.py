@@ -308,7 +308,7 @@ class _Work:
         # All values in the compute dtype: in the flat itself, where that has memory.
         whole = segment.flat
         if segment.split:
-            whole = torch.empty(segment.spec.length, dtype=segment.dtype, device=kept.device)
+            whole = torch.empty(segment.spec.length, dtype=segment.dtype, device=segment.flat.device)
         if segment.split or not segment.master_is_rest:
             whole[slice(*bounds)].copy_(kept)
         complete(self._model.comm, [whole], over, WHAT)

@@ -36,6 +36,7 @@ class Meter:
         self._forward, self._step, self._last = _counts(), _counts(), _counts()
         self._known: dict[tuple[Op, int], tuple[Sent, int]] = {}  # what operations on so many elements count as
         self._moved: dict[Moved, list[int]] = {}
+        self._forward_moved: dict[Moved, list[int]] = {}
         self._last_moved = self._moved
         self._left_out: set[Op] = set()
         self.last_left_out = self._left_out
@@ -57,7 +58,11 @@ class Meter:
         self._sections[section] += 1
         for kind, (calls, sent) in self._forward.items():
             self._add(self._step, kind, calls, sent)
+        for kind, each in self._forward_moved.items():
+            counted = self._moved.setdefault(kind, [0, 0])
+            counted[:] = [a + b for a, b in zip(counted, each, strict=True)]
         self._forward.clear()
+        self._forward_moved.clear()
 
     def begin_step(self) -> None:
         """A forward that no backward followed was asked for; what comes now is the step's."""
@@ -68,6 +73,7 @@ class Meter:
         self._asked += sum(sent for _, sent in self._forward.values())
         self._asked_calls += sum(calls for calls, _ in self._forward.values())
         self._forward.clear()
+        self._forward_moved.clear()
 
     def end_step(self, *, skipped: bool = False) -> None:
         self._sections["step"] += not skipped
@@ -104,8 +110,9 @@ class Meter:
         self._add(self._step, kind, 1, num_bytes)
 
     def move(self, op: Op, num_bytes: int) -> None:
-        """One operation of the step between the device and a slower tier."""
-        counted = self._moved.setdefault(Moved(op.tier, op.verb), [0, 0])
+        """One operation between the device and a slower tier."""
+        moved = self._forward_moved if self._in_forward else self._moved
+        counted = moved.setdefault(Moved(op.tier, op.verb), [0, 0])
         counted[0] += 1
         counted[1] += num_bytes
 

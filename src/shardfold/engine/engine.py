@@ -231,7 +231,7 @@ class Engine:
         if sharded.optimizer is not None and sharded.rules.stochastic:
             check_rounding(sharded.optimizer)
         if sharded.optimizer is not None:
-            check_tier(sharded.optimizer, sharded.layout.moments)
+            check_tier(sharded.optimizer, sharded.layout, self.device)
         alike = given(
             sharded.layout, [c.spec for c in cuts], comm.mesh.sizes, sharded.optimizer, sharded.run.lr_schedule,
             accumulate, self.clip, self.loss_scale.rule if self.loss_scale is not None else None,
@@ -258,7 +258,7 @@ class Engine:
         """What runs forward, backward and step, and what tells of them."""
         sharded, precision = self.sharded, self.sharded.rules.default
         handlers = Handlers(
-            sharded.layout, sharded.comm, sharded.units, self._updater, self.clip,
+            sharded.layout, sharded.comm, sharded.tiers, sharded.units, self._updater, self.clip,
             scale=1.0 / (self.mesh.data_ranks * accumulate), loss_scale=self.loss_scale,
         )  # fmt: skip
         held.callback(handlers.cursor.close)

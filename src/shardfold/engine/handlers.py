@@ -23,10 +23,12 @@ from shardfold.numerics.scaling import Scaler
 from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.axes import DATA_AXES, Mesh, Role
+from shardfold.plan.cost import fetched_bytes
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.program import MARKERS, Op
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Life, Unit
+from shardfold.tiers.tiers import Tiers
 
 __all__ = ["HANDLERS", "Handlers", "check_supported"]
 
@@ -54,13 +56,14 @@ class Handlers:
         self,
         layout: Layout,
         comm: Comm,
+        tiers: Tiers,
         units: Sequence[Unit],
         optimizer: ShardedOptimizer | None,
         clip: Clip | None,
         scale: float,
         loss_scale: Scaler | None = None,
     ) -> None:
-        self.comm = comm
+        self.comm, self.layout, self.tiers = comm, layout, tiers
         self.units = {unit.name: unit for unit in units}
         self.optimizer = optimizer
         if optimizer is not None:
@@ -122,6 +125,38 @@ class Handlers:
         with self.comm.memory.side(), torch.no_grad():
             for segment in unit.segments:
                 segment.fill_own_range("master")
+
+    def bind_fill(self, op: Op) -> Call:
+        unit = self.units[op.unit]
+        num_bytes = self._moved_bytes(op)
+        if op.target == "flat":
+            return partial(self.fill, unit, op, num_bytes)
+        return partial(self.damage.attempt, op, partial(self.fill_updated, unit, op, num_bytes))
+
+    def _moved_bytes(self, op: Op) -> int:
+        return int(fetched_bytes(op, self.layout, self.units[op.unit].spec, self.comm.mesh.sizes))
+
+    def fill(self, unit: Unit, op: Op, num_bytes: int) -> None:
+        """This rank's shard comes into its place of the flats, from a slower tier."""
+        if unit.pins or unit.life is not Life.RESTING:
+            return
+        unit.begin_gather()
+        self.comm.meter.move(op, num_bytes)
+        with self.comm.memory.side(), torch.no_grad():
+            for segment in unit.segments:
+                segment.fill_own_range(op.source)
+
+    def fill_updated(self, unit: Unit, op: Op, num_bytes: int) -> None:
+        """What an update on the host made of ``params`` comes to the device."""
+        if not any(map(any, self.used[unit.name])):
+            self.comm.meter.leave_out(op)
+            return
+        self.comm.meter.move(op, num_bytes)
+        for segment in unit.trainable:
+            if segment.updated is not None:
+                assert segment.compute_range is not None
+                segment.compute_range.copy_(segment.updated, non_blocking=True)
+                segment.updated = None
 
     def bind_gather(self, op: Op) -> Call:
         unit = self.units[op.unit]
@@ -197,6 +232,8 @@ class Handlers:
     def bind_move(self, op: Op) -> Call:
         """Brings a unit's state to the device or back; nothing moves of a unit that no rank used."""
         unit, optimizer = self.units[op.unit], self.optimizer
+        if op.source == "grads":
+            return self._bind_grads(op, unit)
         assert optimizer is not None
         move = partial(optimizer.fetch if op.verb == "FETCH" else optimizer.store, unit)
 
@@ -208,6 +245,29 @@ class Handlers:
                 self.comm.meter.leave_out(op)
 
         return partial(self.damage.attempt, op, call)
+
+    def _bind_grads(self, op: Op, unit: Unit) -> Call:
+        """Gradients go to a slower tier: the sums of a backward to rest there, or those of a step to their update."""
+        num_bytes = self._moved_bytes(op)
+        if unit.spec.table_or(self.layout).grads.tier is not Tier.DEVICE:
+
+            def store() -> None:
+                self.comm.meter.move(op, num_bytes)
+                with torch.no_grad():
+                    unit.gradients.store()
+
+            return store
+
+        def send() -> None:
+            if not any(map(any, self.used[unit.name])):
+                self.comm.meter.leave_out(op)
+                return
+            self.comm.meter.move(op, num_bytes)
+            for segment in unit.trainable:
+                segment.sent_grads = self.tiers.named(op.tier).allocate((segment.shard_numel,), segment.dtypes["grads"])
+                segment.sent_grads.store(segment.master_grads)
+
+        return partial(self.damage.attempt, op, send)
 
     def gather_updated(self, unit: Unit, ops: Sequence[Op]) -> None:
         """Fills what of ``params`` rests on this rank with what other ranks have updated."""
@@ -233,6 +293,7 @@ class Handlers:
 HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "CAST": lambda do, op: partial(do.cast, do.units[op.unit]),
     "ALL_GATHER": Handlers.bind_gather,
+    "FILL": Handlers.bind_fill,
     "HOLD": lambda do, op: partial(do.hold, do.units[op.unit]),
     "FREE": lambda do, op: partial(do.free, do.units[op.unit]),
     "GRADS": lambda do, op: do.units[op.unit].gradients.make,
@@ -268,10 +329,15 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
                 f"{name} is split over {'+'.join(cell.over)}; this version splits over {'+'.join(DATA_AXES)} in that "
                 "order only."
             )
-        if cell.tier is not Tier.DEVICE and name != "moments":
+        if cell.tier is Tier.DISK and name != "moments":
             raise ConfigError(
-                f"{name} rests in the {cell.tier} tier, from which this version updates moments only; use device."
+                f"{name} rests in the disk tier, in which this version keeps moments only; use host or device."
             )
+    if layout.moments.tier is Tier.DISK and layout.updates_on is not Tier.DEVICE:
+        raise ConfigError(
+            "moments rest in the disk tier and master in the host tier, which this version does not update; let both "
+            "rest in the host tier, or master on the device."
+        )
     if layout.moments.dtype != layout.master.dtype:
         raise ConfigError(
             f"moments are {layout.moments.dtype} but master is {layout.master.dtype}: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf, isfinite
 
 import torch
@@ -50,11 +50,15 @@ class Norms:
     def summed(self) -> Tensor:
         """A 0-d fp64 number that is finite only if every gradient of this rank's shards is; where a norm is taken, out
         of the norm's own sums. It is where the gradients are: reading it stops the host."""
-        device = self._comm.memory.device
         if self.clip is not None and self.clip.norm is not None:
             self._parts = self._parts_of_norm(self.clip.p)
-            return sum_of_all([part.double() for part in self._parts.values()], device)
-        return sum_of_all([segment.master_grads for segment in self._trainable()], device)
+            return sum_of_all([part.double() for part in self._parts.values()], self._comm.memory.device)
+        grads = [segment.master_grads for segment in self._trainable()]
+        return sum_of_all(grads, self._where(grads))
+
+    def _where(self, grads: Sequence[Tensor]) -> torch.device:
+        """The device of the gradients: the host, where they rest there."""
+        return grads[0].device if grads else self._comm.memory.device
 
     def overflowed(self, summed: float) -> bool:
         """Whether a gradient is inf or NaN, once what :meth:`summed` gave was read: sums of large ones overflow too."""
@@ -70,7 +74,7 @@ class Norms:
             flats.setdefault((over, segment.unscale), []).append(segment.master_grads)
         parts: dict[Axes, Tensor] = {}
         for (over, unscale), some in flats.items():
-            part = norm_part(some, p, device)
+            part = norm_part(some, p, self._where(some)).to(device)
             part = part * unscale if p == inf else part * unscale**p
             parts[over] = _joined(parts[over], part, p) if over in parts else part
         return parts

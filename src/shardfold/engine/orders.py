@@ -24,7 +24,7 @@ from shardfold.plan import passes, program
 from shardfold.plan.layout import Layout
 from shardfold.plan.order import contradiction, describe, merge_orders, with_missing
 from shardfold.plan.passes import Overlap
-from shardfold.plan.program import COLLECTIVES, Op, Program
+from shardfold.plan.program import COLLECTIVES, MOVES, Op, Program
 from shardfold.sharding.unit import Unit
 
 __all__ = ["SECTIONS", "Orders", "mode_of"]
@@ -80,7 +80,7 @@ class Orders:
         if in_flight is None:
             in_flight = int(accelerator.has_streams(comm.memory.device))
         self._overlap = replace(overlap, reduces_in_flight=in_flight)
-        self.waits = not layout.master.over
+        self.waits = not (layout.master.over or layout.buffered)
         self.units: list[Unit] = []
         self.roots: set[str] = set()
         self.late: set[str] = set()
@@ -118,7 +118,8 @@ class Orders:
         sections["train"] = self.program.forward
         sections["eval"] = shape(lower(forward=evaluation)).forward
         self.tracks = {name: Track(_title(name), ops, self._handlers.bind) for name, ops in sections.items()}
-        self._collective = {name: any(op.verb in COLLECTIVES for op in ops) for name, ops in sections.items()}
+        moving = (*COLLECTIVES, *MOVES)
+        self._moving = {name: any(op.verb in moving for op in ops) for name, ops in sections.items()}
 
     def _unplaced(self, inner: Sequence[str]) -> set[str]:
         """Units that had all their gradients in no recorded backward, where a rank shows the sums behind it: whenever
@@ -126,9 +127,9 @@ class Orders:
         found = self.found["backward"]
         return set(inner) - set(found) if found is not None and self.waits else set()
 
-    def sends(self, section: str) -> bool:
-        """Whether the section has collectives."""
-        return self._collective[section]
+    def moves(self, section: str) -> bool:
+        """Whether the section sends something, or moves it between tiers."""
+        return self._moving[section]
 
     def unordered(self, section: str) -> Section:
         """The section in definition order, for a pass that asks."""

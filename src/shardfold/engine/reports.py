@@ -9,7 +9,7 @@ from shardfold.activations.modes import Replacements
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.plan.cost import STATES, moves, section_traffic, state_bytes, tier_of
+from shardfold.plan.cost import STATES, moves, section_traffic, state_bytes, step_of, tier_of
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout
 from shardfold.plan.presets import PRESETS
@@ -95,7 +95,7 @@ class Reports:
             predicted |= self._updater.traffic()
         moments = self._updater.num_moments() if self._updater is not None else 0
         moved = moves(
-            program, model.layout, specs, model.comm.mesh.sizes, num_moments=moments, steps=ran["step"],
+            program, model.layout, specs, model.comm.mesh.sizes, ran, num_moments=moments,
             left_out=meter.last_left_out,
         )  # fmt: skip
         return meter.report(predicted, moved)
@@ -110,7 +110,10 @@ class Reports:
             self._table, model.layout, self._runner.orders.program, specs, sizes, held, self._runner.accumulate,
             updater.traffic() if updater is not None else None,
             parts=model.rules.described(), activations=self._replaced.explained(),
-            moved=moves(self._runner.orders.program, model.layout, specs, sizes, num_moments=moments),
+            moved=moves(
+                self._runner.orders.program, model.layout, specs, sizes, step_of(self._runner.accumulate),
+                num_moments=moments,
+            ),
         )  # fmt: skip
 
     def described(self) -> str:

@@ -132,7 +132,7 @@ class Runner:
         """A pass of that section, which is now the one under way."""
         self._section = section
         verb = "F" if section in ("train", "eval") else "B"
-        if not self.orders.sends(section):
+        if not self.orders.moves(section):
             return LocalPass()
         roots = [unit for unit in self.units if unit.name in self.roots]
         if not nested and self.orders.known(section):
@@ -330,7 +330,7 @@ class Runner:
         section = "train" if grad else "eval"
         local = all(unit.pins or not unit.split for unit in self.units) and any(unit.pins for unit in self.units)
         changed = False
-        if self.comm.mesh.world > 1 and not local and (self.orders.sends(section) or self.buffers.due):
+        if self.comm.mesh.world > 1 and not local and (self.orders.moves(section) or self.buffers.due):
             what = f"a forward pass {'in training' if grad else 'in evaluation (without gradients)'}"
             changed = bool(self.meet(what, evaluating=not grad, flags=[self.buffers.changed()])[0])
             self.buffers.synchronize(changed)
@@ -435,7 +435,7 @@ class Runner:
         ready = not nested and self.synchronize and last
         section = "quiet" if nested or not self.synchronize else "last" if ready else "backward"
         refusal = self.visible.try_hide()
-        if self.orders.sends(section):
+        if self.orders.moves(section):
             count = (
                 f"{self._state.micro_batch + 1} of {self.accumulate}"
                 if self.last is None

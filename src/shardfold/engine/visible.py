@@ -39,8 +39,11 @@ class VisibleGradients:
         with no_subclass_functions():
             for unit in model.units:
                 summed = unit.gradients.sums is not Sums.OWN and not unit.gradients.unsent
-                over = unit.spec.table_or(model.layout).master.over
+                table = unit.spec.table_or(model.layout)
+                over = table.master.over
                 pieces = f"which lies in pieces on {mesh.parts(over)} ranks" if over else ""
+                if not over and table.buffered:
+                    pieces = f"which rests in the {table.grads.tier} tier"
                 where = pieces or ("" if mesh.data_ranks == 1 or summed else missing)
                 unit.shown.show(where if self.hints or not where else None)
 
@@ -96,7 +99,8 @@ class VisibleGradients:
                 if not touched:
                     unit.shown.forget()
                     continue
-                whole = not unit.spec.table_or(layout).master.over
+                table = unit.spec.table_or(layout)
+                whole = not (table.master.over or table.buffered)
                 try:
                     for change in unit.shown.take_back(whole=whole, alone=alone):  # one by one: what follows may raise
                         self._by_hand.append((self._model.run.micro_batch, *change))

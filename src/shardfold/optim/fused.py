@@ -13,7 +13,7 @@ Sources: Adam (arXiv 1412.6980), AdamW (arXiv 1711.05101), SGD with momentum as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from shardfold import accelerator
+from shardfold.plan.layout import Tier
 from shardfold.sharding.segment import Segment
-from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tier import Region
 from shardfold.torch_internals import fused_adam_, fused_adamw_, fused_sgd_
 
@@ -85,10 +85,10 @@ class FusedShard:
         self.steps = [0] * len(self.segment.spec.slots)
         self.here: list[Tensor] = []
 
-    def fetch(self, memory: DeviceTier) -> None:
-        """Begins to bring the moments to the device, ahead of their update."""
+    def fetch(self, empty: Callable[[int, torch.dtype], Tensor]) -> None:
+        """Begins to bring the moments to memory that ``empty`` gives, ahead of their update."""
         for region in self.moments.values():
-            region.fetch(memory.empty(self._numel, region.dtype))
+            region.fetch(empty(self.segment.shard_numel, region.dtype))
 
     def leave(self) -> list[tuple[Region, Tensor]]:
         """The moments that were fetched and updated, each with the region that is to take it; they are not this shard's
@@ -101,25 +101,41 @@ class FusedShard:
         """Of all moments."""
         return sum(region.nbytes for region in self.moments.values())
 
-    @property
-    def _numel(self) -> int:
-        a, b = self.segment.master_range
-        return b - a
-
     def update(self, group: Mapping[str, Any], used: Sequence[bool], coefficient: Tensor | None, block: int) -> None:
         """One step for the parameters that some rank used; ``coefficient`` (0-d) multiplies the gradients. One that
         raises is not counted."""
         if not any(used):
             return
         steps = [count + was_used for count, was_used in zip(self.steps, used, strict=True)]
+        near = self.segment.table.updates_on is Tier.DEVICE
+        if coefficient is not None and not near:
+            coefficient = coefficient.cpu()
         try:
-            self.here = [region.get() for region in self.moments.values()]  # their fetch is waited for here, not before
-            for start, stop, step in self._runs(used, steps):
-                self._update_run(start, stop, step, group, coefficient, block)
+            # What was fetched is waited for here, not before.
+            self.here = [region.get() if near else region.values() for region in self.moments.values()]
+            runs = list(self._runs(used, steps))
+            out = self._out(whole=runs == [(0, self.segment.shard_numel, runs[0][2])])
+            for start, stop, step in runs:
+                self._update_run(start, stop, step, group, coefficient, block, out)
         except BaseException:
             self.here = []
             raise
         self.steps = steps
+
+    def _out(self, *, whole: bool) -> Tensor | None:
+        """Where the compute-dtype copy of the master range is written, ``(n,)``, if there is one: memory of the host
+        (``Segment.updated``), from which it goes to the device, where the update is on the host and that copy is not."""
+        segment = self.segment
+        out, master = segment.compute_range, segment.master
+        if out is None or segment.master_is_rest:
+            return None
+        assert master is not None
+        if out.device == master.device:
+            return out
+        segment.updated = accelerator.host_memory(out.shape, out.dtype, out.device)
+        if not whole:
+            segment.updated.copy_(master)
+        return segment.updated
 
     def _runs(self, used: Sequence[bool], steps: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """Ranges of the master shard, with the step count that their parameters are to have."""
@@ -144,18 +160,17 @@ class FusedShard:
             yield run
 
     def _update_run(
-        self, start: int, stop: int, step: int, group: Mapping[str, Any], coefficient: Tensor | None, block: int
-    ) -> None:
+        self, start: int, stop: int, step: int, group: Mapping[str, Any], coefficient: Tensor | None, block: int,
+        out: Tensor | None,
+    ) -> None:  # fmt: skip
         segment = self.segment
         as_they_are = coefficient is None and not block and self.stochastic is None and self.kind is not SGD
         if segment.adopted and as_they_are and segment.master_is_rest:
             self._update_adopted(start, stop, step, group)
             return
-        master, grads, out = segment.master, segment.master_grads, segment.compute_range
+        master, grads = segment.master, segment.update_grads
         assert master is not None
         count = torch.full((), float(step), device=master.device)  # a fill, where torch.tensor would stop the host
-        if segment.master_is_rest:
-            out = None
         # Where nothing is cast or multiplied there is nothing to do while a block is in cache.
         narrow = self.kind is SGD and master.itemsize < 4
         if not block and coefficient is None and out is None and grads.dtype == master.dtype and not narrow:

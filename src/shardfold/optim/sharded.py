@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.optim.fused import FusedShard, fused_moments, why_not_fused
 from shardfold.optim.guard import Guard
 from shardfold.optim.parts import Link, PartOptimizer, Place
 from shardfold.plan.cost import Sent
-from shardfold.plan.layout import Cell, Tier
+from shardfold.plan.layout import Cell, Layout, Tier
 from shardfold.plan.placement import SegmentSpec
 from shardfold.sharding.groups import PerElement
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
@@ -100,16 +101,24 @@ def check_rounding(optimizer: Optimizer) -> None:
         raise ConfigError(f"rounding='stochastic' works for AdamW, Adam and SGD, but {why}, or set rounding='nearest'.")
 
 
-def check_tier(optimizer: Optimizer, moments: Cell) -> None:
-    """Whether this optimizer's state can rest in the tier of that cell.
+def check_tier(optimizer: Optimizer, layout: Layout, device: torch.device) -> None:
+    """Whether this optimizer's state can rest in the tier that a table says.
 
     Raises:
         ConfigError: it keeps its state itself; the message says why, and what would mend it.
     """
-    if moments.tier is not Tier.DEVICE and (why := why_not_fused(optimizer)):
+    tier = layout.moments.tier
+    if tier is Tier.DEVICE or not (why := why_not_fused(optimizer)):
+        return
+    if layout.updates_on is not tier:  # what a class keeps is where its parameters are
         raise ConfigError(
-            f"moments rest in the {moments.tier} tier, which works for AdamW, Adam and SGD, but {why}, or choose the "
+            f"moments rest in the {tier} tier, which works for AdamW, Adam and SGD, but {why}, or choose the "
             "device tier."
+        )
+    if isinstance(optimizer, PartOptimizer) and accelerator.has_streams(device):
+        raise ConfigError(
+            f"{type(optimizer).__name__} asks other ranks for parts of its state, which cannot travel from the {tier} "
+            "tier: let master and moments rest on the device, or take AdamW, Adam or SGD."
         )
 
 
@@ -184,7 +193,7 @@ class ShardedOptimizer:
     def fetch(self, unit: Unit) -> None:
         """The state of a unit begins to come to the device, ahead of its update."""
         for segment in unit.trainable:
-            self._fused[id(segment)].fetch(self._tiers.device)
+            self._fused[id(segment)].fetch(self._tiers.device.empty)
 
     def store(self, unit: Unit) -> None:
         """The state of a unit that was updated begins to go back to its tier.
@@ -225,6 +234,7 @@ class ShardedOptimizer:
             elif segment.compute_range is not None and not segment.master_is_rest:
                 assert segment.master is not None
                 segment.compute_range.copy_(segment.master)
+            segment.sent_grads = None
 
     def step_whole(self, units: Sequence[Unit], used: dict[str, list[list[bool]]], coefficient: Tensor | None) -> None:
         """A class that is not :attr:`fused` steps once, over all units: its ``step`` may count, and ask other ranks.
@@ -234,7 +244,7 @@ class ShardedOptimizer:
             if flags[id(piece.segment)][piece.slot]:
                 grad = _gradient(piece)
                 factor = _factor(piece.segment, coefficient)
-                piece.tensor.grad = grad if factor is None else grad * factor
+                piece.tensor.grad = grad if factor is None else grad * factor.to(grad.device)
         for _, stranger in self.strangers():  # trained from the next forward on; its gradient here is this rank's own
             stranger.grad = None
         with self.guard.stepping() if self.guard is not None else nullcontext():
@@ -342,7 +352,7 @@ class ShardedOptimizer:
             return [moment for shard in self._fused.values() for moment in shard.moments.values()]
         states = (self.torch_optimizer.state.get(piece.tensor, {}) for piece in self._every_piece())
         tensors = (value for state in states for value in state.values() if isinstance(value, Tensor))
-        return [self._tiers.device.adopt(value) for value in tensors]
+        return [self._tiers.over(str(self._moments.tier), value) for value in tensors]
 
     def fetched(self) -> list[Tensor]:
         """Of a state that rests elsewhere, what is on the device for an update now."""
@@ -527,13 +537,13 @@ def _factor(segment: Segment, coefficient: Tensor | None) -> Tensor | None:
     """What a step multiplies a segment's gradients by, 0-d; None: nothing."""
     if segment.unscale == 1.0:
         return coefficient
-    unscale = torch.full((), segment.unscale, device=segment.master_grads.device)
-    return unscale if coefficient is None else coefficient * unscale
+    unscale = torch.full((), segment.unscale, device=segment.update_grads.device)
+    return unscale if coefficient is None else coefficient.to(unscale.device) * unscale
 
 
 def _gradient(piece: _Piece) -> Tensor:
     """The gradient of a piece, of its shape and dtype."""
-    grads = piece.segment.master_grads[piece.start : piece.start + piece.tensor.numel()]
+    grads = piece.segment.update_grads[piece.start : piece.start + piece.tensor.numel()]
     return grads.to(piece.tensor.dtype)
 
 

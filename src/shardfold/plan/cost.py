@@ -28,6 +28,7 @@ __all__ = [
     "ring_bytes",
     "section_traffic",
     "state_bytes",
+    "step_of",
     "tier_bytes",
     "traffic",
 ]
@@ -45,7 +46,7 @@ class Sent(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What travels between the device and a slower tier: that tier, and which way, ``FETCH`` or ``STORE``."""
+    """What travels to and from a slower tier: that tier, and which way, ``FETCH``, ``FILL`` or ``STORE``."""
 
     tier: str
     op: str
@@ -110,23 +111,32 @@ def tier_of(layout: Layout, state: str) -> Tier:
 
 
 def moves(
-    program: Program, layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, *, num_moments: int = 2, steps: int = 1,
-    left_out: Collection[Op] = (),
+    program: Program, layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, times: Mapping[str, int], *,
+    num_moments: int = 2, left_out: Collection[Op] = (),
 ) -> dict[Moved, tuple[int, float]]:  # fmt: skip
-    """Operations that bring states to the device and back in so many steps, and the bytes one rank moves in them:
-    ``{kind: (calls, bytes)}``. ``left_out``: of units that these steps do not update, as no rank used them."""
+    """Operations that bring states to the device and back, and the bytes one rank moves in them, of sections run that
+    many times each (``beside`` as often as ``step``): ``{kind: (calls, bytes)}``. ``left_out``: of units that the steps
+    do not update, as no rank used them."""
     by_name = {unit.name: unit for unit in units}
     total: dict[Moved, tuple[int, float]] = {}
-    for op in (*program.step, *program.beside) if steps else ():
-        if op.verb in MOVES and op not in left_out:
-            calls, moved = total.get(kind := Moved(op.tier, op.verb), (0, 0.0))
-            more = fetched_bytes(op, layout, by_name[op.unit], mesh, num_moments)
-            total[kind] = calls + steps, moved + steps * more
+    for section, runs in {**times, "beside": times.get("step", 0)}.items():
+        for op in program.section(section) if runs else ():
+            if op.verb in MOVES and op not in left_out:
+                calls, moved = total.get(kind := Moved(op.tier, op.verb), (0, 0.0))
+                more = fetched_bytes(op, layout, by_name[op.unit], mesh, num_moments)
+                total[kind] = calls + runs, moved + runs * more
     return total
 
 
 def fetched_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, num_moments: int = 2) -> float:
-    """Bytes of one rank's part of the state that ``op``, a FETCH or a STORE, moves."""
+    """Bytes of one rank's part of the state that ``op``, one of ``MOVES``, moves."""
+    table = unit.table_or(layout)
+    if op.target in ("flat", "params"):  # as what it becomes there
+        cell = table.master if op.target == "params" else table.cells()[op.source]
+        return sum(segment.length * ITEMSIZE[segment.dtype] for segment in op.moves(unit)) / cell.parts(mesh)
+    if op.source == "grads":
+        parts = table.master.parts(mesh)
+        return sum(s.length * ITEMSIZE[s.dtype_for("grads", layout)] for s in op.moves(unit)) / parts
     return sum(
         segment_bytes(layout, segment, mesh, num_moments, segment.length)[op.source] for segment in op.moves(unit)
     )
@@ -161,8 +171,12 @@ def traffic(
     program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Sizes, *, micro_batches: int = 1
 ) -> dict[Sent, tuple[int, float]]:
     """Collectives of one optimizer step and the bytes one rank sends in them: ``{kind: (calls, bytes)}``."""
-    times = {"forward": micro_batches, "backward": micro_batches - 1, "last": 1, "step": 1}
-    return section_traffic(program, layout, units, mesh, times)
+    return section_traffic(program, layout, units, mesh, step_of(micro_batches))
+
+
+def step_of(micro_batches: int) -> dict[str, int]:
+    """How often each section runs in a step."""
+    return {"forward": micro_batches, "backward": micro_batches - 1, "last": 1, "step": 1}
 
 
 def section_traffic(
@@ -200,7 +214,7 @@ def in_use(
     held: dict[tuple[str, str], float] = {}
     for section in ("forward", "backward", "forward", "last", "step", "beside"):
         for number, op in enumerate(program.section(section)):
-            if op.verb in ("CAST", "ALL_GATHER") and op.target == "flat":
+            if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target == "flat":
                 flats = sum(s.length * ITEMSIZE[s.dtype] for s in by_name[op.unit].segments)
                 held[op.unit, "flat"] = flats + (encoded(op) if encoded and op.verb == "ALL_GATHER" else 0.0)
             elif op.verb == "GRADS":

@@ -13,6 +13,7 @@ from shardfold.plan.cost import (
     moves,
     peak_bytes,
     state_bytes,
+    step_of,
     tier_of,
     traffic,
 )
@@ -67,7 +68,7 @@ def explain(
     by_name = {unit.name: unit for unit in units}
     besides = peak_bytes(
         program, units, rest=0,
-        fetched=lambda op: fetched_bytes(op, bound, by_name[op.unit], mesh),
+        fetched=lambda op: fetched_bytes(op, bound, by_name[op.unit], mesh) if bound.updates_on == "device" else 0.0,
         encoded=lambda op: encoded_bytes(op, bound, by_name[op.unit], mesh),
     )  # fmt: skip
     lines += [f"bytes besides in a step, at most, without activations:{besides:>18,.0f}"]
@@ -104,4 +105,4 @@ def explain_preset(
     ]
     program = apply(lower(bound, units, mesh, clip=True), Overlap())
     held = state_bytes(bound, units, mesh, padded=True)
-    return explain(table, bound, program, units, mesh, held, moved=moves(program, bound, units, mesh))
+    return explain(table, bound, program, units, mesh, held, moved=moves(program, bound, units, mesh, step_of(1)))

@@ -305,6 +305,21 @@ class Layout:
         return self.held or self.rest
 
     @property
+    def comes_and_goes(self) -> bool:
+        """Whether a unit's gathered parameters have memory of the device only while they are read."""
+        return _away(self.rest)
+
+    @property
+    def buffered(self) -> bool:
+        """Whether gradients wait in a buffer of their own until they are summed and go to where they rest."""
+        return _away(self.grads)
+
+    @property
+    def updates_on(self) -> Tier:
+        """Where the update computes: on the host where ``master`` rests there or on disk."""
+        return Tier.DEVICE if self.master.tier is Tier.DEVICE else Tier.HOST
+
+    @property
     def buffer(self) -> str:
         """The dtype of the buffer from which gradients are sent that do not rest whole, of a bound table: that of the
         format if it is one, so that they are rounded once and wait narrow."""
@@ -386,14 +401,41 @@ class Layout:
                 f"params are split over {_axes(rest)} but master over {_axes(self.master.over)}: "
                 "the axes of params must be the first axes of master, so that an updated shard lies inside its rest."
             )
+        self._check_tiers()
         if not set(self.kept.over) <= set(rest):
             raise LayoutError(
                 f"held is split over {_axes(self.kept.over)} but params only over {_axes(rest)}: "
                 "backward cannot hold less than rests; drop the extra axes from held, or split params over them."
             )
 
+    def _check_tiers(self) -> None:
+        """
+        Raises:
+            LayoutError: a state is not where its update, or its reader, could have it.
+        """
+        tier = self.master.tier
+        if self.held is not None and self.held.tier is not Tier.DEVICE:
+            raise LayoutError(
+                f"held rests in the {self.held.tier} tier, but is what backward reads without a wait: let it rest on "
+                "the device, or leave it out."
+            )
+        if tier is Tier.DEVICE:
+            for name in ("params", "grads"):
+                cell: Cell | None = getattr(self, name)
+                if cell is not None and cell.tier is not Tier.DEVICE:
+                    raise LayoutError(
+                        f"{name} rest in the {cell.tier} tier but master on the device, where the update would need "
+                        f"both: let master and moments rest in a slower tier too, or {name} on the device."
+                    )
+        elif self.moments.tier is Tier.DEVICE:
+            raise LayoutError(
+                f"master rests in the {tier} tier but moments on the device: the update runs on the host, where master "
+                "is, so let moments rest in the host or the disk tier."
+            )
+
     def bind(self, precision: Precision, mesh: Sizes) -> Layout:
-        """The table with its dtype words resolved and its axes of size 1 dropped.
+        """The table with its dtype words resolved and its axes of size 1 dropped. Gradients that rest in a slower tier
+        are sums, so they lie as ``master`` does.
 
         Raises:
             LayoutError: a cell is split over an axis that the mesh lacks, parameters rest or travel in another dtype
@@ -422,11 +464,15 @@ class Layout:
             return replace(cell, over=over, dtype=resolve(cell.dtype))
 
         changes: dict[str, Any] = {f.name: on_mesh(getattr(self, f.name)) for f in fields(self)[:5]}
+        if self.grads.tier is not Tier.DEVICE:
+            changes["grads"] = replace(changes["grads"], over=changes["master"].over)
+        alone = Mesh.of(mesh).divisor == 1
         bound = replace(
             self,
             **changes,
             gather=Wire(format=resolve(self.gather.format)),
-            reduce=Wire(format=resolve(self.reduce.format)),
+            # What is not sent is not rounded on its way to where it rests either.
+            reduce=Wire(format=changes["grads"].dtype if alone else resolve(self.reduce.format)),
         )
         for name in ("params", "held"):
             part: Cell | None = getattr(bound, name)
@@ -440,9 +486,16 @@ class Layout:
                 f"master is {bound.master.dtype} but Precision.compute is {precision.compute}: "
                 "the optimizer cannot update a copy that is coarser than what forward reads; widen master."
             )
+        params = bound.params
+        if params is not None and params.tier is not Tier.DEVICE and params.over != bound.master.over:
+            raise LayoutError(
+                f"params rest in the {params.tier} tier split over {_axes(params.over)} but master over "
+                f"{_axes(bound.master.over)}, so that what other ranks update would have to go there: split params as "
+                "master is, as zero3 does, or let them rest on the device."
+            )
         self._check_gather(bound, precision.compute)
-        _check_reduce(bound, alone=Mesh.of(mesh).divisor == 1)
-        if bound.params is None and not bound.master.over:  # nothing is gathered, so the cast copy stays
+        _check_reduce(bound, alone=alone)
+        if bound.params is None and not bound.comes_and_goes:  # nothing is gathered, so the cast copy stays
             bound = replace(bound, params=Cell(dtype=precision.compute))
         if bound.held is not None and bound.held.over == bound.rest.over:
             bound = replace(bound, held=None)
@@ -526,6 +579,10 @@ def _check_reduce(bound: Layout, *, alone: bool) -> None:
         f"grads accumulate unreduced in {grads.dtype} but travel as {form.name}: they are reduced where they lie, so "
         "give Precision.grads and Precision.reduce the same dtype or split grads."
     )
+
+
+def _away(cell: Cell) -> bool:
+    return bool(cell.over) or cell.tier is not Tier.DEVICE
 
 
 def _check_dtype(name: str, dtype: str) -> None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from shardfold.errors import ConfigError
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_integer
-from shardfold.plan.program import MARKERS, REDUCTIONS, SUMS, Op, Program
+from shardfold.plan.program import MARKERS, REDUCTIONS, Op, Program
 
 __all__ = ["Overlap", "apply", "closing", "defer_reduce", "delay_waits", "late", "prefetch", "updates_beside"]
 
-GATHERS = ("CAST", "ALL_GATHER")
+GATHERS = ("CAST", "FILL", "ALL_GATHER")
 
 
 @known_arguments
@@ -88,13 +88,15 @@ def prefetch(
 
 def defer_reduce(ops: tuple[Op, ...], units: frozenset[str]) -> tuple[Op, ...]:
     """Moves the reductions of ``units`` behind END, for units whose gradients are complete only then."""
-    late = tuple(op for op in ops if op.verb in SUMS and op.unit in units)
+    late = tuple(op for op in ops if op.is_sum and op.unit in units)
     return tuple(op for op in ops if op not in late) + late
 
 
 def delay_waits(ops: tuple[Op, ...], in_flight: int) -> tuple[Op, ...]:
-    """Moves the end of each unit's reduction, WAIT and DROP, so that it goes on beside what comes next, until
+    """Moves the end of each unit's reduction, WAIT, STORE and DROP, so that it goes on beside what comes next, until
     ``in_flight`` units' are on their way and another's begins; none outlasts the section."""
+    if not in_flight:
+        return ops
     out: list[Op] = []
     waiting: list[list[Op]] = []  # by unit
     reduced = ""  # the unit whose reduction is under way in ``ops``
@@ -107,7 +109,7 @@ def delay_waits(ops: tuple[Op, ...], in_flight: int) -> tuple[Op, ...]:
             out.append(op)
             waiting.append([])
             reduced = op.unit
-        elif op.verb in SUMS and in_flight:
+        elif op.is_sum and op.unit == reduced and waiting:
             waiting[-1].append(op)
         else:
             out.append(op)
@@ -116,7 +118,7 @@ def delay_waits(ops: tuple[Op, ...], in_flight: int) -> tuple[Op, ...]:
 
 def updates_beside(program: Program) -> Program:
     """Moves updates, and what brings their states, into a section of their own; what stays waits for its unit."""
-    own = ("FETCH", "UPDATE", "STORE")
+    own = ("FETCH", "FILL", "UPDATE", "STORE")
     step = tuple(op if op.verb != "UPDATE" else Op("JOIN", op.unit) for op in program.step)
     return replace(
         program,
@@ -150,16 +152,21 @@ def closing(program: Program, overlap: Overlap) -> tuple[Op, ...]:
 
 def late(program: Program, units: frozenset[str]) -> tuple[Op, ...]:
     """A section before the step: one more reduction of ``units``, whose gradients came behind the one in backward."""
-    return _awaited(op for op in program.last if op.verb in REDUCTIONS and op.unit in units)
+    return _awaited(op for op in program.last if op.is_sum and op.unit in units)
 
 
-def _awaited(reductions: Iterable[Op]) -> tuple[Op, ...]:
-    """Each with its end behind it."""
+def _awaited(sums: Iterable[Op]) -> tuple[Op, ...]:
+    """Reductions with their end behind each; what goes to a slower tier goes behind them."""
     out: list[Op] = []
-    for op in reductions:
-        out += [op, Op("WAIT", op.unit, target="grads")]
-        if op.source == "local":  # what was sent need not have been ``grads`` themselves
-            out.append(Op("DROP", op.unit))
+    for op in sums:
+        if op.verb in REDUCTIONS:
+            out += [op, Op("WAIT", op.unit, target="grads")]
+            if op.source == "local":  # what was sent need not have been ``grads`` themselves
+                out.append(Op("DROP", op.unit))
+        elif op.verb == "STORE":  # what it reads may be what was sent
+            if out and out[-1] == Op("DROP", op.unit):
+                out.pop()
+            out += [op, Op("DROP", op.unit)]
     return tuple(out)
 
 

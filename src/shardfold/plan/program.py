@@ -23,7 +23,10 @@ the model's and the optimizer's own work happens there, and everything up to a m
     FETCH           a state of this rank's shard begins to come to the device from the tier that it rests in
     UPDATE          the optimizer's step on this rank's shard, which waits for what was fetched; writes the
                     compute-dtype copy
-    STORE           that state begins to go back to its tier
+    STORE           a state begins to go to the tier that it rests in, or, on its way to an update there, that it is
+                    updated in; summed gradients are added to what came since the last step
+    FILL            this rank's shard of a state that rests in a slower tier comes to the device, in the dtype of what
+                    is filled
     JOIN            the first thread waits until all operations of the unit in ``beside`` are done
 
 All that handlers and sums of bytes need to know of an operation is in its operands (:class:`Op`), so neither asks
@@ -67,7 +70,7 @@ SUMS = (*REDUCTIONS, "WAIT", "DROP")
 """What a unit's gradients go through once all are there."""
 COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
 MARKERS = ("F", "B", "END", "STEP")
-MOVES = ("FETCH", "STORE")
+MOVES = ("FETCH", "FILL", "STORE")
 
 TENSORS = (*STATES, "flat", "local")
 """What an operation reads or writes: a state of the table, or one of two buffers, both of a unit's whole length.
@@ -84,11 +87,13 @@ class Verb(NamedTuple):
         operands: fields of :class:`Op`, in the order in which they are printed.
         source: the tensor that it reads, where that is always the same.
         target: the tensor that it writes, where that is always the same.
+        may: an operand behind these that may be left out.
     """
 
     operands: tuple[str, ...] = ("unit",)
     source: str = ""
     target: str = ""
+    may: tuple[str, ...] = ()
 
 
 VERBS: Mapping[str, Verb] = {
@@ -108,7 +113,8 @@ VERBS: Mapping[str, Verb] = {
     "NORM": Verb((), source="grads"),
     "STEP": Verb(()),
     "FETCH": Verb(("unit", "source", "tier")),
-    "UPDATE": Verb(source="grads", target="master"),
+    "FILL": Verb(("unit", "source", "target", "tier")),
+    "UPDATE": Verb(source="grads", target="master", may=("tier",)),
     "STORE": Verb(("unit", "source", "tier")),
     "JOIN": Verb(),
 }
@@ -144,7 +150,7 @@ class Op(_Operands):
             move differ, that of each, as in ``bf16+fp32+bf16`` (see :meth:`each`).
         source: the one of :data:`TENSORS` that is read.
         target: the one that is written.
-        tier: that a state is fetched from, or stored to.
+        tier: that a state is fetched from, stored to, or, where that is not the device, updated in.
     """
 
     __slots__ = ()
@@ -166,10 +172,15 @@ class Op(_Operands):
     def __str__(self) -> str:
         known = VERBS.get(self.verb)
         words = [self.verb]
-        for name in known.operands if known is not None else ("unit", "axes"):
+        for name in (*known.operands, *known.may) if known is not None else ("unit", "axes"):
             if value := getattr(self, name):
                 words += _words(self, name, value)
         return " ".join(words)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether a unit's gradients go through it once all are there."""
+        return self.verb in SUMS or (self.verb == "STORE" and self.source == "grads")
 
     @property
     def journey(self) -> str:
@@ -217,7 +228,7 @@ class Program:
     @property
     def quiet(self) -> tuple[Op, ...]:
         """A backward that reduces nothing (``no_sync``); the first gradient of a unit makes its buffer, which stays."""
-        return tuple(op for op in self.backward if op.verb not in (*SUMS, "GRADS"))
+        return tuple(op for op in self.backward if not op.is_sum and op.verb != "GRADS")
 
     def __str__(self) -> str:
         return self.render()
@@ -342,10 +353,13 @@ class _Lowering:
         table = unit.table_or(self._layout)
         rest = "params" if table.params is not None else "master"
         source = rest if forward or table.held is None else "held"
-        if source == "master" and self._over(unit, source):
+        tier = table.cells()[source].tier
+        if tier is not Tier.DEVICE:
+            yield Op("FILL", unit.name, source=source, target="flat", tier=str(tier))
+        elif source == "master" and self._over(unit, source):
             yield Op("CAST", unit.name)
         yield from self._turn(unit, source, "flat")
-        if not forward and not again and unit.trainable and table.grads.over:
+        if not forward and not again and unit.trainable and table.buffered:
             yield Op("GRADS", unit.name, format=unit.format("buffer", self._layout))
         yield Op("F" if forward else "B", unit.name)
 
@@ -353,26 +367,32 @@ class _Lowering:
         self, unit: UnitSpec, *, forward: bool, reduce: Iterator[Op] | tuple[Op, ...] = (), again: bool = False
     ) -> Iterator[Op]:
         table = unit.table_or(self._layout)
-        after = table.kept if forward else table.rest
+        goes = bool(table.held.over) if forward and table.held is not None else table.comes_and_goes
         if forward and table.held is not None and table.held.over:
             yield Op("HOLD", unit.name, table.held.over)
         # Gradients can leave as soon as all are there; the values stay until another unit begins, because a node of
         # this unit's backward may still read them (a weight that was detached has no gradient to announce it).
         yield from reduce
         # What backward finds full (because forward kept it) it cannot fill again: it stays until it ran the last time.
-        if after.over and not (again and not forward and table.held is not None and not table.held.over):
+        if goes and not (again and not forward and table.held is not None and not table.held.over):
             yield Op("FREE", unit.name)
 
     def _reduces(self, unit: UnitSpec, last: bool) -> Iterator[Op]:
-        """Gradients that rest split are scattered in every micro-batch; what remains of the sum waits for the last."""
+        """Gradients that rest split are scattered in every micro-batch; what remains of the sum waits for the last.
+        Those that rest in a slower tier go there summed over all ranks."""
         if not unit.trainable:
             return
+        grads = unit.table_or(self._layout).grads
+        away = grads.tier is not Tier.DEVICE
         for op in self._turn(unit, "local", "grads"):
-            if last or (unit.table_or(self._layout).grads.over and op.verb == "REDUCE_SCATTER"):
+            if last or away or (grads.over and op.verb == "REDUCE_SCATTER"):
                 yield op
                 yield Op("WAIT", unit.name, target="grads")
-                if unit.table_or(self._layout).grads.over and op.source == "local":
+                if grads.over and op.source == "local" and not away:
                     yield Op("DROP", unit.name)
+        if away:
+            yield Op("STORE", unit.name, source="grads", tier=str(grads.tier))
+            yield Op("DROP", unit.name)
 
     def one_pass(self, forward: bool, last: bool) -> Iterator[Op]:
         for unit in self._roots:
@@ -399,16 +419,32 @@ class _Lowering:
         waits: list[Op] = []
         for unit in self._units:
             if unit.trainable:
-                away = [(name, str(unit.table_or(self._layout).cells()[name].tier)) for name in UPDATED]
-                away = [(name, tier) for name, tier in away if tier != "device"]
-                yield from (Op("FETCH", unit.name, source=name, tier=tier) for name, tier in away)
-                yield Op("UPDATE", unit.name)
-                yield from (Op("STORE", unit.name, source=name, tier=tier) for name, tier in away)
+                yield from self._update(unit)
                 whole = unit.table_or(self._layout).params is not None
                 for op in self._turn(unit, "master", "params") if whole else ():
                     yield op
                     waits.append(Op("WAIT", unit.name, target="params"))
         yield from waits
+
+    def _update(self, unit: UnitSpec) -> Iterator[Op]:
+        """The update of a unit, and what brings its states to where it computes, and back."""
+        table = unit.table_or(self._layout)
+        on = table.updates_on
+        host = on is not Tier.DEVICE
+        away = [(name, cell.tier) for name, cell in table.cells().items() if name in UPDATED and cell.tier is not on]
+        read = [*away, *([("grads", table.grads.tier)] if table.grads.tier is Tier.DISK else [])]
+        yield from (
+            Op("FETCH", unit.name, source=name, tier=str(tier)) for name, tier in read if tier is not Tier.DEVICE
+        )
+        if host and table.grads.tier is Tier.DEVICE:
+            yield Op("STORE", unit.name, source="grads", tier=str(on))
+        yield Op("UPDATE", unit.name, tier=str(on) if host else "")
+        yield from (Op("STORE", unit.name, source=name, tier=str(tier)) for name, tier in away)
+        if host and table.params is not None:
+            if table.params.tier is Tier.DEVICE:
+                yield Op("FILL", unit.name, source="master", target="params", tier=str(on))
+            elif table.params.tier is Tier.DISK:
+                yield Op("STORE", unit.name, source="params", tier=str(table.params.tier))
 
 
 def parse(text: str) -> Program:
@@ -445,9 +481,10 @@ def _parse_op(words: Sequence[str]) -> Op | None:
         if operands[at : at + 1] != ["->"]:
             return None
         del operands[at]
-    if len(operands) != len(takes.operands):
+    names = takes.operands if len(operands) == len(takes.operands) else (*takes.operands, *takes.may)
+    if len(operands) != len(names):
         return None
-    fields = {name: _value(name, word) for name, word in zip(takes.operands, operands, strict=True)}
+    fields = {name: _value(name, word) for name, word in zip(names, operands, strict=True)}
     return None if None in fields.values() else Op(verb, **fields)
 
 

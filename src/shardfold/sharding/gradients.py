@@ -3,6 +3,7 @@
     resting      a buffer over ``grads`` itself, where those are not split
     local        a buffer that the next reduction sends, where gradients cannot be sent from where they rest
     sending      what the transport works on, and ``sent``, the buffer that it is done with when they are
+    summed       what a reduction scatters, where ``grads`` rest in a slower tier: it is added to those there
     grads        of each segment: what the step uses (see ``segment``)
 
 What ``grads`` hold is one enum, :class:`Sums`. The program says when ``local`` is made (``GRADS``) and given back
@@ -18,7 +19,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardfold import accelerator
 from shardfold.comm.transport import Pending, Waiter, drain
+from shardfold.plan.layout import Tier
 from shardfold.sharding.gradient_buffer import GradientBuffer
 from shardfold.sharding.segment import Segment
 from shardfold.tiers.device import DeviceTier
@@ -50,6 +53,7 @@ class Gradients:
         local: in the dtype in which gradients are sent; None while there is none.
         sending: operations on their way.
         sent: the buffer that they send; None: ``resting``, or none.
+        summed: by segment, this rank's shard of what a reduction gives, on its way to a slower tier; else None.
         extra: by segment: a second reduce-scatter's result of a step that has :attr:`Sums.TWICE` already; it is added
             to ``grads`` when it is summed over the other axes too.
         seen: places whose gradient came in this backward.
@@ -68,7 +72,11 @@ class Gradients:
         self.seen: set[SlotNumbers] = set()
         self.used = [[False] * len(segment.parameters) for segment in self.segments]
         self.count = sum(map(len, self.used))
+        self.summed: list[Tensor] | None = None
         self._store = store
+        self._away = any(segment.table.grads.tier is not Tier.DEVICE for segment in self.segments)
+        self._direct = not accelerator.has_streams(store.device)  # reductions can write where gradients rest
+        self._there = False  # and one has
 
     def rest(self, *, adopt: bool) -> None:
         """``grads`` are whole on this rank: gradients are added where they rest. ``adopt``: see GradientBuffer."""
@@ -118,12 +126,16 @@ class Gradients:
     def send(self, sends: Sequence[Callable[..., None]], *, scatter: bool) -> None:
         """Hands the flat of each segment to one of ``sends``, which take ``(flat, pending=)`` and, to ``scatter``,
         ``out=``, ``add=`` and ``state=``. The buffer is :attr:`sent` until it is given back."""
-        buffer = self.resting
-        with torch.no_grad():
-            if buffer is None or self.sums is not Sums.OWN:
-                buffer = self.sent = self.make()
-                self.local = None
-            buffer.complete()
+        buffer = self.resting if self.sums is Sums.OWN else None
+        if buffer is None:
+            buffer = self._take_local()
+        else:
+            with torch.no_grad():
+                buffer.complete()
+        self._there = self._away and scatter and self._direct
+        if self._away and not self._there:
+            self._send_away(sends, buffer.flats, scatter=scatter)
+            return
         add = self.sums is not Sums.OWN
         if self.sums is Sums.OWN:
             self.sums = Sums.REDUCED
@@ -137,8 +149,52 @@ class Gradients:
                 if add:
                     self.sending.append(Pending([], partial(segment.add_to_grads, flat)))
 
+    def _take_local(self) -> GradientBuffer:
+        """:attr:`local`, complete; from now on it is :attr:`sent`."""
+        buffer = self.sent = self.make()
+        self.local = None
+        with torch.no_grad():
+            buffer.complete()
+        return buffer
+
+    def _send_away(self, sends: Sequence[Callable[..., None]], flats: Sequence[Tensor], *, scatter: bool) -> None:
+        """As :meth:`send`, of gradients whose sum goes to a slower tier (:meth:`store`)."""
+        if scatter:
+            self.summed = [self._store.empty(s.shard_numel, s.dtypes["grads"]) for s in self.segments]
+            for segment, send, flat, out in zip(self.segments, sends, flats, self.summed, strict=True):
+                send(flat, pending=self.sending, out=out, add=False, state=segment.format_state)
+        else:
+            for send, flat in zip(sends, flats, strict=True):
+                send(flat, pending=self.sending)
+
+    def store(self) -> None:
+        """What this rank keeps of the sums of a backward begins to go to the tier that gradients rest in; where nothing
+        is sent, its gradients as they came."""
+        if self._there:
+            self._there = False
+            return
+        if self.summed is None and self.sent is None:
+            self._take_local()
+        flats = self.summed
+        if flats is None:
+            assert self.sent is not None
+            flats = self.sent.flats
+        for segment, flat in zip(self.segments, flats, strict=True):
+            region, values = segment.regions["grads"], flat.to(segment.dtypes["grads"])
+            if self.sums is Sums.OWN:
+                region.store(values)
+            else:
+                region.add(values)
+        for flat in self.summed or ():
+            self._store.recycle(flat)
+        self.sums, self.summed = Sums.REDUCED, None
+
     def send_scattered(self, sends: Sequence[Callable[..., None]]) -> None:
         """The second of two reductions: sums the scattered gradients over the other axes (HSDP)."""
+        if self.summed is not None:
+            for send, flat in zip(sends, self.summed, strict=True):
+                send(flat, pending=self.sending)
+            return
         for segment, send, target in zip(self.segments, sends, self._scattered(), strict=True):
             send(target, pending=self.sending)
             if self.extra is not None:
@@ -197,7 +253,7 @@ class Gradients:
 
     def forget(self) -> None:
         """As before the first backward of a step."""
-        self.local = self.extra = None
+        self.local = self.extra = self.summed = None
         self.sums = Sums.OWN
         self.seen.clear()
         for used in self.used:

@@ -136,7 +136,7 @@ def make_units(
             ]
             unit = Unit(c.spec, segments, comm.memory, c.modules)
             _give_values(unit, model, comm, tiers, weights, seed)
-            if unit.trainable and not c.spec.table_or(layout).grads.over:
+            if unit.trainable and not c.spec.table_or(layout).buffered:
                 unit.gradients.rest(adopt=mesh.world == 1 and not accelerator.has_streams(comm.memory.device))
             if unit.split and not c.spec.root:
                 unit.release()

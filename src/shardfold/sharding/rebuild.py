@@ -197,10 +197,7 @@ def forget(model: ShardedModel, unit: Unit) -> None:
         average.drop(unit)
     unit.gradients.give_up()
     for segment in unit.segments:
-        segment.rest = segment.held = segment.gradient_flat = segment.master = None
-        segment.regions.clear()
-        segment.flat = segment.flat.new_empty(0)
-        segment.parameters = []
+        segment.give_up()
     unit.segments, unit.trainable, unit.replaced = [], [], True
     trim()  # states were allocated once and for good, so malloc would keep their memory for requests of their size
 

@@ -11,6 +11,9 @@
     moments   by the optimizer     laid out as master
 
     local     (length,)            this rank's own gradients, before they are reduced (see GradientBuffer)
+
+Each is memory of its cell's tier: of the device, or of the host. Whoever reads or writes host memory here finds it at
+rest: what was on its way to or from it is waited for.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfold import accelerator
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.errors import ConfigError
 from shardfold.plan.formats import FORMATS
-from shardfold.plan.layout import ITEMSIZE, ROLES, Cell, Layout, Sizes
+from shardfold.plan.layout import ITEMSIZE, ROLES, Cell, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, shard_range
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tier import Region
@@ -87,19 +91,22 @@ class Segment:
         self._slots_at = [i for i, (_, _, gap, _) in enumerate(ranges) if not gap]
         self._gaps_at = [i for i, (_, _, gap, _) in enumerate(ranges) if gap]
         self.regions: dict[str, Region] = {}  # by state: what each that is no other's bytes rests in
-        self.rest: Tensor | None = None
+        self._slower = any(cell.tier is not Tier.DEVICE for cell in self.table.cells().values())
+        self._rest: Tensor | None = None
         self.held: Tensor | None = None
         self.held_range: tuple[int, int] | None = None
-        self.gradient_flat: Tensor | None = None  # ``grads``, behind what is adopted
+        self._gradient_flat: Tensor | None = None  # ``grads``, behind what is adopted
+        self.sent_grads: Region | None = None  # the same, gone to where the update is
+        self.updated: Tensor | None = None  # host: what the update made of ``params``, on its way to the device
         self.adopted: dict[int, Tensor] = {}  # by slot: gradients as autograd made them, still to be copied
-        self.master: Tensor | None = None
+        self._master: Tensor | None = None
         self.factor = 1.0  # what each gradient is multiplied by as it arrives
         self.unscale = 1.0  # what its sums are still to be multiplied by; not 1 only for fp16 under a loss scale
 
     @property
     def split(self) -> bool:
         """Whether the flat's memory comes and goes."""
-        return self.rest_range != (0, self.spec.length)
+        return self.table.comes_and_goes
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat of this segment's length, one per parameter, with its shape."""
@@ -128,7 +135,7 @@ class Segment:
     def unseen_writes(self, written: Sequence[int]) -> str:
         """The name of a parameter of which this rank's part is another in the flat than at rest; empty: of none."""
         assert self._resting is not None
-        source = self._as_gathered(self._resting)
+        source = self._as_gathered(self._resting).to(self.flat.device)
         start, stop = self.rest_range
         if torch.equal(self.flat[start:stop], source):
             return ""
@@ -178,33 +185,60 @@ class Segment:
         start, stop = self.rest_range
         keeps_copy = layout.params is not None or not spec.trainable
         if not self.split:
-            self.rest = flat
+            self._rest = flat
             self.regions["params"] = tiers.device.adopt(flat)
         elif keeps_copy:
-            self.rest = self._rest_in(tiers, "params", layout.rest, flat[start:stop])
+            self._rest = self._rest_in(tiers, "params", layout.rest, flat[start:stop])
         if layout.held is not None and layout.held.over:
             self.held_range = shard_range(spec.length, layout.held.over, mesh, coords)
             self.held = self._rest_in(tiers, "held", layout.held, flat[slice(*self.held_range)])
         if not spec.trainable:
             return
         a, b = self.master_range
-        if self.rest is not None and self.dtype == self.dtypes["master"] and layout.params is not None:
-            self.master = self.rest[a - start : b - start]
+        params, same = layout.params, self.dtype == self.dtypes["master"]
+        if self._rest is not None and same and params is not None and params.tier is layout.master.tier:
+            self._master = self._rest[a - start : b - start]
         else:
-            self.master = self._rest_in(tiers, "master", layout.master, exact[a:b])
+            self._master = self._rest_in(tiers, "master", layout.master, exact[a:b])
         size = spec.length if not layout.grads.over else spec.length // layout.grads.parts(mesh)
         grads = tiers.named(layout.grads.tier).allocate((size,), self.dtypes["grads"], zero=True)
         self.regions["grads"] = grads
-        self.gradient_flat = grads.get()
+        self._gradient_flat = grads.resting
         if self._keeps is not None:
             kept = self.regions["format"] = tiers.device.allocate((spec.length,), self._keeps, zero=True)
             self.format_state = kept.get()
 
     def _rest_in(self, tiers: Tiers, state: str, cell: Cell, values: Tensor) -> Tensor:
-        """A state with these values, in its tier; as the device reads it."""
+        """A state with these values, in its tier; the memory itself."""
         region = self.regions[state] = tiers.named(cell.tier).allocate(values.shape, values.dtype)
         region.store(values)
-        return region.get()
+        assert region.resting is not None
+        return region.resting
+
+    @property
+    def rest(self) -> Tensor | None:
+        return self._at_rest(self._rest, "params")
+
+    @property
+    def master(self) -> Tensor | None:
+        return self._at_rest(self._master, "master")
+
+    @property
+    def gradient_flat(self) -> Tensor | None:
+        return self._at_rest(self._gradient_flat, "grads")
+
+    def _at_rest(self, memory: Tensor | None, state: str) -> Tensor | None:
+        """The memory of a state, once nothing is on its way to or from it."""
+        if self._slower and memory is not None:
+            (self.regions.get(state) or self.regions["params"]).values(slice(0, 0))
+        return memory
+
+    def give_up(self) -> None:
+        """The segment is no more: nothing here keeps memory."""
+        self._rest = self.held = self._gradient_flat = self._master = self.sent_grads = self.updated = None
+        self.regions.clear()
+        self.flat = self.flat.new_empty(0)
+        self.parameters = []
 
     @property
     def grads(self) -> Tensor | None:
@@ -230,12 +264,22 @@ class Segment:
         return grads
 
     @property
+    def update_grads(self) -> Tensor:
+        """The same where the update is."""
+        return self.master_grads if self.sent_grads is None else self.sent_grads.values()
+
+    @property
     def compute_range(self) -> Tensor | None:
         """The compute-dtype copy of the master range, where there is one; ``(length / parts,)``."""
         if self.rest is None:
             return None
         offset = self.rest_range[0]
         return self.rest[self.master_range[0] - offset : self.master_range[1] - offset]
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of this rank's master range."""
+        return self.master_range[1] - self.master_range[0]
 
     def add_to_grads(self, flat: Tensor) -> None:
         grads = self.grads
@@ -247,8 +291,15 @@ class Segment:
         for a gather; casts if only ``master`` rests."""
         shard, bounds = (self.held, self.held_range) if source == "held" else (self._resting, self.rest_range)
         assert shard is not None and bounds is not None
-        if shard is not self.flat:
-            self.flat[bounds[0] : bounds[1]].copy_(shard)
+        if shard is self.flat:
+            return
+        own = self.flat[bounds[0] : bounds[1]]
+        if self.table.rest.tier is Tier.DEVICE or source == "held":
+            own.copy_(shard)
+            return
+        region = self.regions["params" if self._rest is not None else "master"]
+        region.fetch(own)
+        region.get()  # whoever sends or reads the flat is behind it
 
     @property
     def _resting(self) -> Tensor | None:
@@ -267,7 +318,7 @@ class Segment:
     def own_copy(self, source: str) -> Tensor | None:
         """What this rank gives to a gather of ``source``, as it rests outside of the flat; None if it is nowhere
         else."""
-        if not self.split:
+        if not self.split or (self.table.rest.tier is not Tier.DEVICE and accelerator.has_streams(self.flat.device)):
             return None
         if source == "held":
             return self.held
@@ -293,7 +344,7 @@ class Segment:
             if target is None or bounds is None:
                 continue
             piece, part = self._overlap(slot, bounds)
-            old, new = target[piece], values[part]
+            old, new = target[piece], values[part].to(target.device)
             if exact or (target.dtype == self.dtype and self._rounds is None):
                 old.copy_(new)
             else:
@@ -313,9 +364,9 @@ class Segment:
     def master_is_rest(self) -> bool:
         """Whether master and rest are the same bytes."""
         return (
-            self.rest is not None
-            and self.master is not None
-            and storage_key(self.rest.untyped_storage()) == storage_key(self.master.untyped_storage())
+            self._rest is not None
+            and self._master is not None
+            and storage_key(self._rest.untyped_storage()) == storage_key(self._master.untyped_storage())
         )
 
 

@@ -42,7 +42,7 @@ def _gather_slices(comm: Comm, slices: Sequence[Slice], over: Axes, what: str) -
     rows: list[list[Stretch]] = [[] for _ in range(parts)]
     for i, (segment, number, shard) in enumerate(slices):
         slot, dtype = segment.spec.slots[number], shard.dtype
-        whole.append(torch.empty(slot.shape, dtype=dtype, device=shard.device))
+        whole.append(torch.empty(slot.shape, dtype=dtype, device=comm.memory.device))
         length = segment.spec.length // parts
         for r in range(parts):
             a, b = max(slot.offset, r * length), min(slot.offset + slot.numel, (r + 1) * length)
@@ -86,7 +86,7 @@ def _whole_batch(
         if shard.numel() == segment.spec.length:
             flats.append(shard.detach())
             continue
-        flat = torch.empty(segment.spec.length, dtype=shard.dtype, device=shard.device)
+        flat = torch.empty(segment.spec.length, dtype=shard.dtype, device=comm.memory.device)
         flat[index * shard.numel() : (index + 1) * shard.numel()].copy_(shard)
         flats.append(flat)
     complete(comm, flats, over, what)

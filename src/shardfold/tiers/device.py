@@ -124,6 +124,9 @@ class DeviceRegion:
         if not is_same(values, self.resting):
             self.resting.copy_(values.view_as(self.resting))
 
+    def add(self, values: Tensor) -> None:
+        self.resting.add_(values.view_as(self.resting))
+
     def fetch(self, into: Tensor | None = None) -> None:
         if into is not None and self._back is None:
             self._back = into.copy_(self.resting)

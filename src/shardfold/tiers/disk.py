@@ -167,6 +167,9 @@ class DiskRegion:
         self._write = self._owner.begin(source, self._place)
         self._owner.look()
 
+    def add(self, values: Tensor) -> None:
+        self.store(self.values().clone().view(self._shape).add_(values.to("cpu").view(self._shape)))
+
     def flush(self) -> None:
         """Waits until what was stored is in the file.
 

@@ -28,6 +28,10 @@ class HostTier:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> HostRegion:
         return HostRegion(self, accelerator.host_memory(shape, dtype, self.device, zero=zero))
 
+    def adopt(self, memory: Tensor) -> HostRegion:
+        """A region over memory of the host that is there already, with its values."""
+        return HostRegion(self, memory)
+
     def close(self) -> None:
         """Regions keep their memory as long as somebody keeps them."""
 
@@ -43,9 +47,10 @@ class HostRegion:
         self.dtype, self.nbytes = memory.dtype, memory.nbytes
         self._back: Tensor | None = None
         self._event: Any = None  # streams: when what was begun last is over
+        self._arriving: HostRegion | None = None  # streams: values that are still to be added
 
     def store(self, values: Tensor) -> None:
-        self._back = None
+        self._back = self._arriving = None
         if is_same(values, self.resting):
             return
         values = values.view_as(self.resting)
@@ -60,10 +65,22 @@ class HostRegion:
             self._event = side.record_event()  # whoever reads the copy waits for this
         values.record_stream(side)  # their memory is not given out before the copy has read it
 
+    def add(self, values: Tensor) -> None:
+        """Where there are streams the values arrive beside the region, and are added when somebody asks for the sum, or
+        more come: the host waits for no copy that was begun just now."""
+        self._wait()
+        if self._owner.side is None or not accelerator.has_streams(values.device):
+            self.resting.add_(values.view_as(self.resting))
+            return
+        self._arriving = self._owner.allocate(self.resting.shape, self.dtype)
+        self._arriving.store(values)
+
     def fetch(self, into: Tensor | None = None) -> None:
         side = self._owner.side
         if self._back is not None:
             return
+        if self._arriving is not None:
+            self._wait()
         if side is None:
             self._back = self.resting if into is None else into.copy_(self.resting)
             return
@@ -95,8 +112,12 @@ class HostRegion:
     def _wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()  # the host reads, or writes, what the copy under way writes or reads
+            self._event = None
+        if self._arriving is not None:
+            arrived, self._arriving = self._arriving, None
+            self.resting.add_(arrived.values().view_as(self.resting))
 
     def drop(self) -> None:  # who is on the way holds the memory: PyTorch gives back what is pinned behind its copies
-        self._back = None
+        self._back = self._arriving = None
         self.resting = self.resting.new_empty(0)
         self.nbytes = 0

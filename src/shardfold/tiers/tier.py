@@ -2,6 +2,7 @@
 
     allocate    a region of a tier: room for values, which are undefined until the first ``store``
     store       values go from the device into the region
+    add         values are added to those in the region
     fetch       values begin to come back to the device
     get         the values, on the device: this is where they are waited for
     drop        the room is given back
@@ -52,6 +53,14 @@ class Region(Protocol):
         Raises:
             OSError: what was stored earlier, here or in another region of the tier, could not be brought to where it
                 belongs. Nothing is lost: those values and these are kept, in memory.
+        """
+        ...
+
+    def add(self, values: Tensor) -> None:
+        """Begins to add values to what was stored; otherwise as :meth:`store`.
+
+        Raises:
+            OSError: as :meth:`store`.
         """
         ...
 

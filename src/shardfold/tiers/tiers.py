@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.disk import DiskTier
-from shardfold.tiers.host import HostTier
-from shardfold.tiers.tier import Tier
+from shardfold.tiers.host import HostRegion, HostTier
+from shardfold.tiers.tier import Region, Tier
 
 __all__ = ["Tiers"]
 
@@ -30,6 +31,7 @@ class Tiers:
     def __init__(self, device: DeviceTier) -> None:
         self.device = device
         self._made: dict[tuple[str, str | None], Tier] = {}
+        self._host = HostTier(device.device)
 
     def named(self, tier: str, folder: str | None = None) -> Tier:
         """The tier of that name; ``folder``: of a disk, None for the system's folder for temporary files.
@@ -43,6 +45,10 @@ class Tiers:
         if key not in self._made:
             self._made[key] = SLOWER[str(tier)](self.device.device, folder)
         return self._made[key]
+
+    def over(self, tier: str, memory: Tensor) -> Region:
+        """A region of that tier, one of memory, over what is there already, with its values."""
+        return HostRegion(self._host, memory) if tier == "host" else self.device.adopt(memory)
 
     def close(self) -> None:
         """Gives back what all of them hold but the device's own, which ends with the way to the other ranks."""
