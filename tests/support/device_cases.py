@@ -51,6 +51,7 @@ class Case:
         optimizer: one of :data:`OPTIMIZERS`.
         clip: by which norm; empty: none.
         moments: the tier that they rest in.
+        offload: what else rests in host memory: ``master``, that and ``grads``, or these and ``params``; empty: nothing.
         model: ``gpt``; ``twice``: its blocks run twice in a pass; ``norms``: with BatchNorm, whose buffers travel;
             ``early``: made under :func:`shardfold.sharded_init`.
         also: what else happens, one of :data:`EVENTS`; ``copies`` and ``drops`` are of the device alone.
@@ -68,6 +69,7 @@ class Case:
     clip: str = ""
     accumulate: int = 1
     moments: str = "device"
+    offload: str = ""
     model: str = "gpt"
     also: str = ""
     order: str = "recorded"
@@ -87,7 +89,7 @@ class Case:
 
 def _said(name: str, value: Any) -> str:
     return {"accumulate": f"of{value}", "moments": f"moments_on_{value}", "ranks": f"{value}ranks"}.get(
-        name, f"{name}_{value}" if name in ("gather", "reduce", "clip", "order") else str(value)
+        name, f"{name}_{value}" if name in ("gather", "reduce", "clip", "order", "offload") else str(value)
     )
 
 
@@ -300,6 +302,9 @@ def _engine(case: Case, model: nn.Module, device: str) -> sf.Engine:
     layout = sf.PRESETS[case.layout]
     if case.moments != "device":
         layout = layout.edit("moments", tier=case.moments)
+    if case.offload:
+        states = ("moments", "master", "grads", "params")
+        layout = layout.edit(*states[: states.index(case.offload) + 1], tier="host")
     if case.gather:
         layout = layout.replace(gather=case.gather)
     if case.reduce:
@@ -459,6 +464,8 @@ def tolerance(case: Case) -> float:
 KNOWN = (
     (lambda case: case.precision == "fp16", "numerics/alarm.py", "under a loss scale the host asks once per step"),
     (lambda case: "disk" in (case.activations, case.moments), "tiers/disk.py", "the thread that writes the file waits"),
+    (lambda case: bool(case.offload), "tiers/host.py", "the host updates what has arrived"),
+    (lambda case: bool(case.offload), "engine/norms.py", "the norm of gradients on the host is summed on the device"),
     (
         lambda case: case.also == "leaves_out" and case.layout == "ddp",
         "sharding/shown.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import inf, isfinite
 
 import torch
@@ -56,9 +56,9 @@ class Norms:
         grads = [segment.master_grads for segment in self._trainable()]
         return sum_of_all(grads, self._where(grads))
 
-    def _where(self, grads: Sequence[Tensor]) -> torch.device:
+    def _where(self, grads: Iterable[Tensor]) -> torch.device:
         """The device of the gradients: the host, where they rest there."""
-        return grads[0].device if grads else self._comm.memory.device
+        return next((flat.device for flat in grads), self._comm.memory.device)
 
     def overflowed(self, summed: float) -> bool:
         """Whether a gradient is inf or NaN, once what :meth:`summed` gave was read: sums of large ones overflow too."""
@@ -100,6 +100,8 @@ class Norms:
                 "updated; engine.zero_grad() drops these gradients."
             )
         self.coefficient = clip_coefficient(self.norm, clip.norm) if clip.norm < inf else None
+        if self.coefficient is not None:
+            self.coefficient = self.coefficient.to(self._where(s.update_grads for s in self._trainable()))
         if self.coefficient is None or accelerator.has_streams(self.coefficient.device):
             return  # asking a device for the number would stop the host
         if float(self.coefficient) >= 1.0:

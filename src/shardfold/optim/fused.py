@@ -123,8 +123,8 @@ class FusedShard:
         self.steps = steps
 
     def _out(self, *, whole: bool) -> Tensor | None:
-        """Where the compute-dtype copy of the master range is written, ``(n,)``, if there is one: memory of the host
-        (``Segment.updated``), from which it goes to the device, where the update is on the host and that copy is not."""
+        """Where the compute-dtype copy of the master range is written, ``(n,)``, if there is one: memory of the host,
+        ``Segment.updated``, from which it goes to the device, where the update is on the host and that copy is not."""
         segment = self.segment
         out, master = segment.compute_range, segment.master
         if out is None or segment.master_is_rest:

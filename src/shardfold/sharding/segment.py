@@ -134,8 +134,9 @@ class Segment:
 
     def unseen_writes(self, written: Sequence[int]) -> str:
         """The name of a parameter of which this rank's part is another in the flat than at rest; empty: of none."""
-        assert self._resting is not None
-        source = self._as_gathered(self._resting).to(self.flat.device)
+        resting = self.rest if self._rest is not None else self.master
+        assert resting is not None
+        source = self._as_gathered(resting).to(self.flat.device)
         start, stop = self.rest_range
         if torch.equal(self.flat[start:stop], source):
             return ""
@@ -212,6 +213,7 @@ class Segment:
         """A state with these values, in its tier; the memory itself."""
         region = self.regions[state] = tiers.named(cell.tier).allocate(values.shape, values.dtype)
         region.store(values)
+        region.values(slice(0, 0))  # ``values`` may be written to from now on
         assert region.resting is not None
         return region.resting
 
@@ -303,8 +305,8 @@ class Segment:
 
     @property
     def _resting(self) -> Tensor | None:
-        """``params``; where there are none, and the segment is not frozen, ``master``."""
-        return self.rest if self.rest is not None else self.master
+        """The memory of ``params``, or, where there are none and the segment is not frozen, of ``master``."""
+        return self._rest if self._rest is not None else self._master
 
     def move(self, store: DeviceTier) -> None:
         """The flat and the parameters get memory of their own; what is in the old one stays with who refers to it."""
