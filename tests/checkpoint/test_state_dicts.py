@@ -18,7 +18,7 @@ from shardfold.errors import CheckpointError, ConfigError, FreedParameterError, 
 from shardfold.testing import Ranks
 from tests.support.keeping import LAYOUTS, Odd, Setting, contents, different, make, train
 
-SPLIT = ["zero3", "fsdp2", "hsdp", "hpz"]
+SPLIT = [name for name, table in sf.PRESETS.items() if table.comes_and_goes]
 
 
 # -- state dicts -----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.product
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 LAYOUTS = list(sf.PRESETS)
-SPLIT = ["zero3", "fsdp2", "hsdp", "hpz"]
+SPLIT = [name for name, table in sf.PRESETS.items() if table.comes_and_goes]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 

@@ -24,7 +24,7 @@ from shardfold.errors import FreedParameterError, UsageError
 WIDTH, ROWS, BLOCKS = 4, 3, 3
 MODELS = ("one", "two")
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5, weight_decay=0.1)
-SPLITS = ("zero3", "fsdp2", "hsdp", "hpz")
+SPLITS = tuple(name for name, table in sf.PRESETS.items() if table.comes_and_goes)
 """Layouts that split parameters where there is more than one rank."""
 
 Op = tuple[Any, ...]

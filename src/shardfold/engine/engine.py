@@ -68,6 +68,7 @@ from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import Axis
 from shardfold.plan.checks import check_flags
 from shardfold.plan.layout import Layout, Precision
+from shardfold.plan.offload import offloaded
 from shardfold.plan.passes import Overlap
 from shardfold.plan.program import Program
 from shardfold.plan.report import MemoryReport, SavedReport, StepReport, TrafficReport
@@ -117,6 +118,9 @@ class Engine:
             matches a module holds for it and all inside.
         activations: short for the cell of ``layout``, what happens to what autograd saves in each unit: a mode, an
             :class:`Activations`, or ordered rules of these, as of ``precision``. None: as the layout says.
+        offload: short for the tiers of ``layout``: ``"host"`` lets gradients and the optimizer's states rest in host
+            memory, where they are updated, and ``{state: tier}`` says it of ``params``, ``grads`` and ``optimizer``
+            each. None: as the layout says.
         accumulate: micro-batches per optimizer step.
         clip_norm: the largest norm of all gradients, short for ``clip=Clip(norm=...)``; None does not clip.
         clip: by another norm, or by value; see :class:`Clip`.
@@ -147,6 +151,7 @@ class Engine:
         layout: str | Layout = "zero3",
         precision: str | Precision | Mapping[Any, str | Precision] | Sequence[tuple[Any, str | Precision]] = "fp32",
         activations: str | Activations | Mapping[Any, str | Activations] | Sequence[Any] | None = None,
+        offload: str | Mapping[str, str] | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
         clip: Clip | None = None,
@@ -168,7 +173,7 @@ class Engine:
         )
         check_accumulate(accumulate)
         check_schedule(lr_schedule, optimizer)
-        table, activations = in_table(presets.named(layout), activations)
+        table, activations = in_table(offloaded(presets.named(layout), offload), activations)
         place = pick_device(device)
         self.clip, self.overlap = one_clip(clip_norm, clip), overlap or Overlap()
         announce(model.parameters(), "an engine of their model")

@@ -114,7 +114,7 @@ class FusedShard:
             # What was fetched is waited for here, not before.
             self.here = [region.get() if near else region.values() for region in self.moments.values()]
             runs = list(self._runs(used, steps))
-            out = self._out(whole=runs == [(0, self.segment.shard_numel, runs[0][2])])
+            out = self._out(whole=[run[:2] for run in runs] == [(0, self.segment.shard_numel)])
             for start, stop, step in runs:
                 self._update_run(start, stop, step, group, coefficient, block, out)
         except BaseException:

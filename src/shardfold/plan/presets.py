@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from shardfold.errors import LayoutError, did_you_mean
 from shardfold.plan.checks import described
-from shardfold.plan.layout import DATA_AXES, Cell, Layout
+from shardfold.plan.layout import DATA_AXES, Cell, Layout, Tier
 
-__all__ = ["PRESETS", "ddp", "fsdp2", "hpz", "hsdp", "named", "zero1", "zero2", "zero3"]
+__all__ = ["PRESETS", "ddp", "fsdp2", "hpz", "hsdp", "infinity", "named", "offload", "zero1", "zero2", "zero3"]
 
 #: Everything on every rank (Li et al., arXiv 2006.15704).
 ddp = Layout()
@@ -23,6 +23,12 @@ zero3 = zero2.edit("params", over=DATA_AXES)
 fsdp2 = zero3.replace(params=None)
 #: Everything split within a node and replicated between nodes (MiCS, arXiv 2205.00119; PyTorch HSDP).
 hsdp = ddp.edit("params", "grads", "master", "moments", over=("intra",))
+#: ``zero2`` whose gradients go to host memory, where they and the optimizer's states rest and are updated (ZeRO-Offload,
+#: arXiv 2101.06840).
+offload = zero2.edit("grads", "master", "moments", tier=Tier.HOST)
+#: ``zero3`` of which nothing rests on the device: parameters come from host memory unit by unit, on one rank too
+#: (ZeRO-Infinity, arXiv 2104.07857).
+infinity = zero3.edit("params", "grads", "master", "moments", tier=Tier.HOST)
 #: ``zero3`` with a second copy split within a node for backward (hpZ of ZeRO++, arXiv 2306.10209, section 3.2).
 hpz = zero3.replace(held=Cell(dtype="compute", over=("intra",)))
 
@@ -34,6 +40,8 @@ PRESETS: dict[str, Layout] = {
     "fsdp2": fsdp2,
     "hsdp": hsdp,
     "hpz": hpz,
+    "offload": offload,
+    "infinity": infinity,
 }
 
 
