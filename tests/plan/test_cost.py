@@ -79,6 +79,8 @@ def paper_bytes(name: str, mesh: dict[str, int], precision: Precision) -> Fracti
             "fsdp2": 16 / n,
             "hsdp": 16 / m,
             "hpz": 16 / n + (4 / m if two_copies else 0),
+            "offload": 4 + 16 / n,  # a master of its own, as it rests elsewhere than params
+            "infinity": 16 / n,
         }[name]
     if precision.grads == "fp32":  # fp32 accumulation: 2 + 4 + 12
         return {
@@ -89,6 +91,8 @@ def paper_bytes(name: str, mesh: dict[str, int], precision: Precision) -> Fracti
             "fsdp2": 16 / n if n > 1 else Fraction(18),  # one rank gathers nothing and keeps its cast copy
             "hsdp": 18 / m,
             "hpz": 18 / n + (2 / m if two_copies else 0),
+            "offload": 2 + 16 / n,
+            "infinity": 18 / n,
         }[name]
     return {
         "ddp": Fraction(16),
@@ -98,6 +102,8 @@ def paper_bytes(name: str, mesh: dict[str, int], precision: Precision) -> Fracti
         "fsdp2": 14 / n if n > 1 else Fraction(16),
         "hsdp": 16 / m,
         "hpz": 16 / n + (2 / m if two_copies else 0),
+        "offload": 2 + 14 / n,
+        "infinity": 16 / n,
     }[name]
 
 
@@ -118,6 +124,8 @@ def paper_sent(name: str, mesh: dict[str, int], k: int) -> tuple[Fraction, Fract
         "fsdp2": (2 * k * ring, k * ring, none),
         "hsdp": (2 * k * within, k * within, between),
         "hpz": (k * ring + k * within, k * ring, none),
+        "offload": (ring, k * ring, none),
+        "infinity": (2 * k * ring, k * ring, none),
     }[name]
 
 
@@ -246,7 +254,7 @@ def test_tables_without_a_name_send_what_their_cells_imply(table: Layout, gather
 def test_a_frozen_unit_rests_as_parameters_only_and_sends_no_gradient(name: str, mesh: dict[str, int]):
     layout = presets.named(name).bind(PRECISION["bf16, 16-bit gradients"], mesh)
     units = [dense("frozen", 800, "bf16", trainable=False)]
-    over = {"ddp": 1, "zero1": 1, "zero2": 1, "hsdp": mesh["intra"]}.get(name, prod(mesh.values()))
+    over = {"ddp": 1, "zero1": 1, "zero2": 1, "offload": 1, "hsdp": mesh["intra"]}.get(name, prod(mesh.values()))
     copy = 800 * 2 / mesh["intra"] if name == "hpz" and 1 < mesh["intra"] < prod(mesh.values()) else 0
     expected = {"params": 800 * 2 / over, "held": copy}
     assert state_bytes(layout, units, mesh) == {state: n for state, n in expected.items() if n}
@@ -349,10 +357,10 @@ def named_parts(layout: Layout, units: list[UnitSpec], ahead: int, in_flight: in
     grad = {u.name: sum(s.length for s in u.segments if s.trainable) * ITEMSIZE[layout.buffer] for u in units}
     roots, inner = [u.name for u in units if u.root], [u.name for u in units if not u.root]
     total = max((s.numel * ITEMSIZE[s.dtype] for u in units for s in u.segments if s.trainable), default=0.0)
-    if layout.rest.over:
-        most = None if not layout.kept.over else ahead + 1
+    if layout.comes_and_goes:
+        most = None if layout.held is not None and not layout.held.over else ahead + 1
         total += sum(full[name] for name in roots) + sum(sorted((full[n] for n in inner), reverse=True)[:most])
-    if layout.grads.over:
+    if layout.buffered:
         total += sum(grad[name] for name in roots)
         total += sum(sorted((grad[n] for n in inner), reverse=True)[: in_flight + 1])
     return total + temporary * sum(sorted(grad.values(), reverse=True)[: max(1, in_flight)])

@@ -24,7 +24,6 @@ from shardfold.plan.program import (
     PARTIAL,
     REDUCTIONS,
     SECTIONS,
-    SUMS,
     TENSORS,
     VERBS,
     Op,
@@ -37,7 +36,7 @@ from shardfold.plan.program import (
 GOLDEN = Path(__file__).parents[1] / "golden" / "program"
 BF16 = PRECISIONS["bf16"]
 MESH = {"inter": 2, "intra": 4}
-FETCHES = ("CAST", "ALL_GATHER")
+FETCHES = ("CAST", "FILL", "ALL_GATHER")
 INTER, INTRA, BOTH = ("inter",), ("intra",), ("inter", "intra")
 
 # Tables that have no name: everything here follows from the cells, not from the presets.
@@ -167,7 +166,8 @@ def test_one_rank_sends_nothing_and_frees_nothing(layout: Layout, units: list[Un
     mesh = {"inter": 1, "intra": 1}
     program = apply(lower(layout.bind(BF16, mesh), units, mesh), overlap)
     verbs = {op.verb for section in SECTIONS for op in program.section(section)}
-    assert verbs <= {*MARKERS, "UPDATE"}
+    moved = {"GRADS", "FILL", "FREE", "STORE", "DROP"} if layout.updates_on == "host" else set[str]()
+    assert verbs <= {*MARKERS, "UPDATE", *moved}, "what is moved is moved on one rank too"
 
 
 @given(programs())
@@ -198,12 +198,12 @@ def test_units_may_run_in_any_order_and_several_times(
     full: set[str] = set()  # some layouts keep units full from forward to backward
     for ops in (program.forward, program.last):
         for op in ops:
-            if op.verb == "ALL_GATHER":
+            if op.verb in ("FILL", "ALL_GATHER"):
                 full.add(op.unit)
             elif op.verb == "FREE":
                 assert op.unit in full
                 full.remove(op.unit)
-            elif op.verb in ("F", "B") and bound.rest.over:
+            elif op.verb in ("F", "B") and bound.comes_and_goes:
                 assert op.unit in full, f"{op} finds its unit freed"
     for name in "abc":  # gradients are complete when a unit ran for the last time: reduced then, and once
         mine = [op for op in program.last if op.unit == name]
@@ -235,7 +235,7 @@ def test_by_the_last_micro_batch_each_gradient_is_summed_over_every_rank_exactly
 @given(programs())
 def test_the_quiet_backward_is_the_backward_without_its_reductions(made: Made):
     program = made.program
-    assert [op for op in program.backward if op.verb not in (*SUMS, "GRADS")] == list(program.quiet)
+    assert [op for op in program.backward if not op.is_sum and op.verb != "GRADS"] == list(program.quiet)
     assert program.section("quiet") == program.quiet
 
 
@@ -282,19 +282,24 @@ def most_full(layout: Layout, units: list[UnitSpec], program: Program) -> int:
     """
     roots = {u.name for u in units if u.root}
     names = {u.name for u in units}
-    always = set() if layout.rest.over else set(names)
+    always = set() if layout.comes_and_goes else set(names)
     full, cast, held = set(always), set[str](), set[str]()
     most = 0
     for section in ("forward", "backward", "forward", "last"):
         source_is_held = section != "forward" and layout.held is not None and bool(layout.held.over)
         ended, ready = False, {name: False for name in names}
         for op in program.section(section):
-            if op.verb == "CAST":
+            if op.verb == "FILL":  # and gathered behind that, or whole
+                assert layout.rest.tier != "device" and op.unit not in full | cast
+                (cast if layout.rest.over else full).add(op.unit)
+            elif op.verb == "CAST":
                 assert layout.params is None and op.unit not in full | cast
                 cast.add(op.unit)
             elif op.verb == "ALL_GATHER":
                 assert op.unit not in full and not ended
-                assert (op.unit in cast) == (layout.params is None and not source_is_held)
+                assert (op.unit in cast) == (
+                    (layout.params is None or layout.rest.tier != "device") and not source_is_held
+                )
                 assert op.unit in held or not source_is_held
                 cast.discard(op.unit)
                 full.add(op.unit)
@@ -313,9 +318,9 @@ def most_full(layout: Layout, units: list[UnitSpec], program: Program) -> int:
             elif op.verb == "GRADS":
                 assert not ready[op.unit]
             else:
-                assert op.verb in SUMS and ready[op.unit] and (ended or op.unit not in roots)
+                assert op.is_sum and ready[op.unit] and (ended or op.unit not in roots)
             most = max(most, len((full | cast) - roots - always))
-        stays = section == "forward" and not layout.kept.over
+        stays = section == "forward" and layout.held is not None and not layout.held.over
         assert full == (names if stays else always) and not cast
         if section != "forward":
             held.clear()
@@ -329,9 +334,9 @@ def test_every_marker_finds_its_unit_gathered_and_at_most_prefetch_plus_one_inne
     layout, units, program = made.layout, made.units, made.program
     inner = sum(not u.root for u in units)
     most = most_full(layout, units, apply(program, overlap, frozenset(u.name for u in units[1::2])))
-    if not layout.rest.over:
+    if not layout.comes_and_goes:
         assert most == 0
-    elif not layout.kept.over:  # what backward needs stays full from forward on
+    elif layout.held is not None and not layout.held.over:  # what backward needs stays full from forward on
         assert most == inner
     else:
         assert most == min(inner, overlap.prefetch + 1)
@@ -365,7 +370,7 @@ def test_passes_keep_all_operations_and_only_move_fetches_earlier_and_reductions
             steps = [b - a for a, b in zip(was[op], now[op], strict=True)]
             if op.verb in FETCHES:
                 assert all(-overlap.prefetch <= step <= 0 for step in steps)
-            elif op.verb in ("WAIT", "DROP") or (op.verb in REDUCTIONS and op.unit in late):
+            elif op.verb in ("WAIT", "STORE", "DROP") or (op.verb in REDUCTIONS and op.unit in late):
                 assert all(step >= 0 for step in steps)
             else:
                 assert not any(steps)
@@ -438,7 +443,7 @@ def test_closing_reduces_what_only_the_last_backward_would_have_and_late_reduces
     chosen = frozenset(data.draw(st.sets(st.sampled_from([u.name for u in made.units])))) if made.units else frozenset()
     assert late_section(program, chosen) == tuple(op for op in ended if op.unit in chosen)
     for ops in (last, ended):
-        assert {op.verb for op in ops} <= set(SUMS)
+        assert all(op.is_sum for op in ops)
         for op, count in sums(ops).items():
             assert sum(other.verb == "WAIT" and other.unit == op.unit for other in ops) >= count
 

@@ -51,7 +51,7 @@ class Case:
         optimizer: one of :data:`OPTIMIZERS`.
         clip: by which norm; empty: none.
         moments: the tier that they rest in.
-        offload: what else rests in host memory: ``master``, that and ``grads``, or these and ``params``; empty: nothing.
+        offload: what else rests in host memory: ``master``, with ``grads``, or with ``params`` too; empty: nothing.
         model: ``gpt``; ``twice``: its blocks run twice in a pass; ``norms``: with BatchNorm, whose buffers travel;
             ``early``: made under :func:`shardfold.sharded_init`.
         also: what else happens, one of :data:`EVENTS`; ``copies`` and ``drops`` are of the device alone.

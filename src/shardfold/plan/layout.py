@@ -467,12 +467,13 @@ class Layout:
         if self.grads.tier is not Tier.DEVICE:
             changes["grads"] = replace(changes["grads"], over=changes["master"].over)
         alone = Mesh.of(mesh).divisor == 1
+        exact = alone and self.grads.tier is not Tier.DEVICE
         bound = replace(
             self,
             **changes,
             gather=Wire(format=resolve(self.gather.format)),
             # What is not sent is not rounded on its way to where it rests either.
-            reduce=Wire(format=changes["grads"].dtype if alone else resolve(self.reduce.format)),
+            reduce=Wire(format=changes["grads"].dtype if exact else resolve(self.reduce.format)),
         )
         for name in ("params", "held"):
             part: Cell | None = getattr(bound, name)

@@ -30,7 +30,7 @@ def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout
     Args:
         layout: any table.
         offload: a tier for gradients, master and moments, as ``"host"``; or tiers by state, as
-            ``{"optimizer": "host", "grads": "host"}``, with ``optimizer`` for master and moments; None: nothing changes.
+            ``{"optimizer": "host", "grads": "host"}``, where ``optimizer`` is master and moments; None: nothing changes.
 
     Raises:
         ConfigError: a state or tier is unknown.
@@ -54,8 +54,8 @@ def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout
     missing = [state for state in tiers if state not in cells]
     if missing:
         raise ConfigError(
-            f"offload= names {', '.join(missing)}, of which this table keeps no copy: its master is what is gathered, so "
-            "name 'optimizer'."
+            f"offload= names {', '.join(missing)}, of which this table keeps no copy: its master is what is gathered, "
+            "so name 'optimizer'."
         )
     return layout.replace(**{state: replace(cells[state], tier=tier) for state, tier in tiers.items()})
 

@@ -23,8 +23,8 @@ zero3 = zero2.edit("params", over=DATA_AXES)
 fsdp2 = zero3.replace(params=None)
 #: Everything split within a node and replicated between nodes (MiCS, arXiv 2205.00119; PyTorch HSDP).
 hsdp = ddp.edit("params", "grads", "master", "moments", over=("intra",))
-#: ``zero2`` whose gradients go to host memory, where they and the optimizer's states rest and are updated (ZeRO-Offload,
-#: arXiv 2101.06840).
+#: ``zero2`` whose gradients go to host memory, where the optimizer's states rest and are updated (ZeRO-Offload, arXiv
+#: 2101.06840).
 offload = zero2.edit("grads", "master", "moments", tier=Tier.HOST)
 #: ``zero3`` of which nothing rests on the device: parameters come from host memory unit by unit, on one rank too
 #: (ZeRO-Infinity, arXiv 2104.07857).
