@@ -349,6 +349,7 @@ OPTIONS: Mapping[str, Sequence[Any]] = {
     "clip": ("", "2", "inf"),
     "accumulate": (1, 2),
     "moments": ("device", "host", "disk"),
+    "offload": ("", "master", "grads", "params"),
     "model": ("gpt", "twice", "norms", "early"),
     "also": EVENTS,
     "order": ("recorded", "any", "beside"),
@@ -361,6 +362,15 @@ def is_allowed(case: Mapping[str, Any]) -> bool:
     """Whether the engine takes these options together; of a part of a case, whether some whole one has it."""
     if case.get("moments", "device") != "device" and case.get("optimizer", "adamw") not in ("adamw", "sgd"):
         return False  # their state cannot rest elsewhere
+    if case.get("offload"):
+        if case.get("moments", "device") != "device" or case.get("optimizer", "adamw") not in (
+            "adamw",
+            "sgd",
+            "adagrad",
+        ):
+            return False  # moments rest with master; what asks other ranks for its state keeps that on the device
+        if case["offload"] == "params" and case.get("layout", "zero3") not in ("zero3", "hsdp", "hpz"):
+            return False  # they rest as master does
     if case.get("layout", "hpz") not in ("hsdp", "hpz", "zero3") and case.get("ranks", 2) == 4:
         return False  # what four ranks add is a second group: the others are not worth the seconds
     if case.get("layout") in ("hsdp", "hpz") and case.get("ranks", 4) == 2:
@@ -429,6 +439,8 @@ CORE = (
     Case("hsdp", ranks=4, accumulate=2, clip="inf"),
     Case(gather="bf16", also="gathers"),
     Case("zero2", reduce="bf16", also="raises"),
+    Case("zero2", "bf16", offload="grads", accumulate=2, clip="2"),
+    Case(offload="params", also="saves"),
 )
 """A mechanism in each: what `make test` runs."""
 
@@ -439,6 +451,8 @@ SINGLE = (
     Case(also="gathers"), Case(model="early"), Case(gather="bf16"), Case("zero2", reduce="bf16"),
     Case(also="leaves_out", order="any"), Case("zero2", also="own_stream", order="beside"),
     Case("zero2", order="any"), Case(also="raises"), Case("zero2", also="raises"),
+    Case(offload="params"), Case("zero2", offload="grads"), Case("zero2", offload="grads", accumulate=2),
+    Case("zero1", offload="master"), Case(offload="params", debug="debug"),
     Case(model="twice", also="leaves_out", order="any"), Case(also="copies"), Case(also="drops"),
 )  # fmt: skip
 """Of one mechanism each, for what is taken out of the sources."""
@@ -466,6 +480,8 @@ KNOWN = (
     (lambda case: "disk" in (case.activations, case.moments), "tiers/disk.py", "the thread that writes the file waits"),
     (lambda case: bool(case.offload), "tiers/host.py", "the host updates what has arrived"),
     (lambda case: bool(case.offload), "engine/norms.py", "the norm of gradients on the host is summed on the device"),
+    (lambda case: bool(case.offload), "sharding/", "what is read or written beside steps is on the host"),
+    (lambda case: bool(case.offload), "optim/sharded.py", "an optimizer's own step on the host is copied at once"),
     (
         lambda case: case.also == "leaves_out" and case.layout == "ddp",
         "sharding/shown.py",

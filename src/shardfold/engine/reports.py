@@ -82,6 +82,7 @@ class Reports:
                     transient.append(segment.flat)
             for buffer in (unit.gradients.local, unit.gradients.sent):
                 transient.extend(buffer.flats if buffer is not None else ())
+            transient.extend(unit.gradients.summed or ())
         if self._updater is not None:
             transient += self._updater.fetched()
         return transient

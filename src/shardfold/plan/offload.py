@@ -30,7 +30,7 @@ def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout
     Args:
         layout: any table.
         offload: a tier for gradients, master and moments, as ``"host"``; or tiers by state, as
-            ``{"optimizer": "host", "grads": "host"}``, where ``optimizer`` is master and moments; None: nothing changes.
+            ``{"optimizer": "host", "grads": "host"}``, where ``optimizer`` is master and moments; None: no change.
 
     Raises:
         ConfigError: a state or tier is unknown.
