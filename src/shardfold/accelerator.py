@@ -40,6 +40,7 @@ __all__ = [
     "seeded",
     "set_rng_state",
     "synchronize",
+    "taken",
     "total_memory",
     "use",
     "used_here",
@@ -54,6 +55,10 @@ NEEDED = (
 """What the module of a device type offers, or nothing trains there."""
 
 WITHOUT = ("cpu", "meta")  # device types that have no streams and need none
+
+
+GRANULE = 512
+"""Bytes: what PyTorch's allocators of CUDA, ROCm and XPU give a tensor is a multiple of it."""
 
 
 def _module(device: torch.device) -> Any:
@@ -182,6 +187,11 @@ def synchronize(device: torch.device) -> None:
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, zero: bool = False) -> Tensor:
     """Memory of the host whose copies to and from ``device`` run beside both: pinned, where the device has streams.
 
+    PyTorch's allocator rounds pinned memory up to a power of 2, and keeps what is given back for the next of that size,
+    so up to twice the bytes of tensors are pinned. That is its setting (``pinned_max_round_threshold_mb``, 2.13), of
+    the whole process, and the user's: memory that is pinned by other means is not kept by PyTorch until the copies
+    under way are over, which regions that are dropped rely on.
+
     Args:
         shape, dtype: of the tensor.
         device: as above.
@@ -205,6 +215,15 @@ def reset_peak(device: torch.device) -> None:
     """The peak starts again at what is allocated now."""
     if has_streams(device):
         _module(device).reset_peak_memory_stats(device)
+
+
+def taken(nbytes: int, device: torch.device) -> int:
+    """Bytes of the device that a tensor of so many takes: its allocator gives it whole granules.
+
+    More is lost where a block of more than 1 MiB is not split because less than that would be left of it, and to free
+    blocks that fit no tensor. That depends on the order of all allocations, so it is nobody's here.
+    """
+    return -(-nbytes // GRANULE) * GRANULE if has_streams(device) else nbytes
 
 
 def total_memory(device: torch.device) -> int | None:

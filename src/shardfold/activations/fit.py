@@ -11,7 +11,7 @@ were measured begin anew with ``bytes``.
 
 What is counted are storages that autograd holds for backward, or that are made again or brought back for it, each
 once, of what runs inside of the model's forward, without parameters and buffers. A storage is known by its address,
-which no other has as long as there is a weak reference to it.
+which no other has as long as there is a weak reference to it. On a device it counts as its allocator rounds it.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class Planner:
             return None, 0
         if key not in self._weak:
             self._weak[key] = weak_storage(storage)
-        return key, storage.nbytes()
+        return key, accelerator.taken(storage.nbytes(), tensor.device)
 
     def _note(self, into: Bytes, tensor: Tensor) -> None:
         key, num_bytes = self._know(tensor)

@@ -67,7 +67,8 @@ def _decode(memory: DeviceTier, form: Format, payload: Tensor, values: Tensor) -
 
 
 def _sum(memory: DeviceTier, form: Format, sent: Tensor, received: Tensor, out: Tensor, add: bool) -> None:
-    accelerator.used_here(received)  # the side stream made it
+    accelerator.used_here(sent)  # the side stream made it; that the collective has read it, only this one knows
+    accelerator.used_here(received)
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     total, row = (memory.empty(out.numel(), wide) for _ in range(2))
     with torch.no_grad():

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardfold as sf
+from shardfold.accelerator import GRANULE
+from shardfold.errors import ConfigError
 from shardfold.testing import Ranks
 from shardfold.testing.simulated import RacesFound, is_supported, simulated
 from tests.support.simulated import AdamW, Block, Gpt, line_of, on_device, train
@@ -29,6 +31,21 @@ def test_trains_as_on_the_cpu(layout: str, ranks: Ranks, sim_ranks: Ranks) -> No
         assert races == []
         assert waits == {}
         assert losses == pytest.approx(wanted, rel=CLOSE)
+
+
+def _least(device: str) -> int:
+    """Bytes that a budget needs at least."""
+    with pytest.raises(ConfigError, match="takes at least") as refused:
+        train(device, "zero3", steps=12, model=partial(Gpt, depth=1), activations="fit:1KiB")
+    return int(str(refused.value).partition(" bytes)")[0].rpartition("(")[2])
+
+
+@on_device()
+def test_a_budget_counts_what_the_allocator_takes() -> None:
+    """Tensors whose bytes are no multiples of what the allocator gives count as more on a device than on the CPU."""
+    on_cpu, on_the_device = _least("cpu"), _least("sim")
+    assert on_cpu % GRANULE
+    assert on_the_device > on_cpu and on_the_device % GRANULE == 0
 
 
 @pytest.mark.parametrize("layout", ["hsdp", "hpz"])

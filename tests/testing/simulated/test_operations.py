@@ -45,6 +45,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "host": lambda x: (x.tolist(), x.sum().item(), bool((x > 0).any()), torch.equal(x, x), x.allclose(x + 1e-9)),
     "out": lambda x: (torch.add(x, 1, out=torch.empty_like(x)), torch.mm(x, x.t(), out=x.new_empty(4, 4))),
     "layers": lambda x: (F.gelu(x), F.softmax(x, -1), F.log_softmax(x, 0), F.layer_norm(x, (6,)), F.silu(x)),
+    "modes": lambda x: [F.batch_norm(x, x.new_zeros(6), x.new_ones(6), training=mode) for mode in (True, False)],
     "makers": lambda x: (x.new_zeros(2), torch.zeros_like(x), torch.full((2,), 3.0, device=x.device),
                          torch.arange(5, device=x.device), torch.eye(3, device=x.device)),
 }  # fmt: skip

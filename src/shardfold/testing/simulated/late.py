@@ -1,8 +1,9 @@
 """Operations of a device that lags: their results have shapes at once and values later.
 
 Shapes and dtypes come from the meta device. It may promise others than the CPU gives, so the first time that an
-operation has arguments of some dtypes it is computed at once and both are compared; what does not agree is never put
-off. Neither are random numbers, nor results whose shapes depend on values.
+operation has arguments of some dtypes and modes (flags, and which tensors are given) it is computed at once and both
+are compared; what does not agree is never put off. Neither are random numbers, nor results whose shapes depend on
+values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shardfold.testing.simulated.operation import Operation
 
 __all__ = ["Late", "put_off"]
 
-_agree: dict[Hashable, bool] = {}  # by operation and dtypes: whether the meta device gives what the CPU does
+_agree: dict[Hashable, bool] = {}  # by operation, dtypes and modes: whether the meta device gives what the CPU does
 
 
 class Late(NamedTuple):
@@ -37,12 +38,18 @@ def put_off(operation: Operation) -> Late | None:
     shapes = _shapes(operation)
     if shapes is None:
         return None
-    key = (operation.op, tuple(tensor.dtype for tensor in (*operation.reads, *operation.writes)))
+    key = (operation.op, tuple(tensor.dtype for tensor in (*operation.reads, *operation.writes)), _modes(operation))
     if not known.fresh:
         _agree[key] = True
     if key not in _agree:
         return Late(_compared(operation, shapes, key))
     return Late(_queue(operation, shapes)) if _agree[key] else None
+
+
+def _modes(operation: Operation) -> Hashable:
+    """Arguments that tell what is computed, such as whether BatchNorm trains."""
+    given = operation.known.given(operation.args, operation.kwargs)
+    return tuple(value if isinstance(value, bool) else value is None for value in given)
 
 
 def _shapes(operation: Operation) -> Any:
@@ -61,7 +68,8 @@ def _compared(operation: Operation, shapes: Any, key: Hashable) -> Any:
     got = operation.compute()
     real = _tensors(operation.as_results(got))
     _agree[key] = all(
-        x.dtype == y.dtype and x.stride() == y.stride() for x, y in zip(_tensors(shapes), real, strict=True)
+        (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
+        for x, y in zip(_tensors(shapes), real, strict=True)
     )
     operation.device.note(operation.name, operation.reads, operation.writes)
     return operation.finish(got)
