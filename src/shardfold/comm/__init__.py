@@ -6,6 +6,7 @@
     meter        counts what is sent                          choice      which transport there is
     encoded      what does not travel as it lies              coalesced   many tensors in one collective
     comm         all of these in one                          peers       the ranks that run one program
+    cores        how many of its machine a rank has
 
 It imports ``plan`` and ``tiers``.
 """

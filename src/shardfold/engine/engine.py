@@ -33,6 +33,7 @@ from shardfold.checkpoint.names import renamer
 from shardfold.checkpoint.save import Saver, check_options
 from shardfold.checkpoint.stored import readable
 from shardfold.comm.comm import Comm, joined
+from shardfold.comm.cores import share_of_cores
 from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
 from shardfold.engine.alike import given
 from shardfold.engine.arguments import (
@@ -254,7 +255,11 @@ class Engine:
             return None
         stochastic = seed if sharded.rules.stochastic else None
         moments, tiers = sharded.layout.moments, sharded.tiers
-        updater = ShardedOptimizer(sharded.optimizer, sharded.units, moments, tiers, self.overlap.block, stochastic)
+        threads = share_of_cores(sharded.comm.agreement.exchange)
+        updater = ShardedOptimizer(
+            sharded.optimizer, sharded.units, moments, tiers, self.overlap.block, stochastic, threads,
+            self.overlap.compiled_update,
+        )  # fmt: skip
         held.callback(updater.close)
         sharded.updater = updater
         return updater

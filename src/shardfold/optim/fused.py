@@ -2,7 +2,8 @@
 
 For each block of a shard: cast and scale the gradients, update master and moments with torch's fused kernel, write
 the compute-dtype copy. Done in separate passes the same steps move every byte through memory three times; in blocks
-of 128K to 1M elements they run at the speed of a plain copy.
+that fit a core's cache they run at the speed of a plain copy. In host memory blocks are shared out among threads; each
+element is computed alike on any number of them.
 
 Steps are counted per parameter, and a parameter that no rank used in a step is left alone, as PyTorch leaves alone
 what has no gradient. A shard is therefore updated in runs: ranges whose parameters were used and have equal counts.
@@ -13,15 +14,18 @@ Sources: Adam (arXiv 1412.6980), AdamW (arXiv 1711.05101), SGD with momentum as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from shardfold import accelerator
+from shardfold.optim.compiled import constants
+from shardfold.optim.threads import UpdateThreads
 from shardfold.plan.layout import Tier
 from shardfold.sharding.segment import Segment
 from shardfold.tiers.tier import Region
@@ -29,8 +33,11 @@ from shardfold.torch_internals import fused_adam_, fused_adamw_, fused_sgd_
 
 __all__ = ["FusedShard", "fused_moments", "why_not_fused"]
 
-CPU_BLOCK = 256 * 1024
+T = TypeVar("T")
+
+CPU_BLOCK = 64 * 1024  # with all that is read and written, 1.4 MB of fp32 states and 16-bit gradients and copies
 DEVICE_BLOCK = 64 * 1024 * 1024
+COMPILED_BLOCK = 4 * 1024 * 1024  # it reads and writes every byte once, so cache sets no limit, and calls cost
 
 
 def fused_moments(optimizer: Optimizer) -> tuple[str, ...] | None:
@@ -73,13 +80,17 @@ class FusedShard:
         here: the moments on the device, in their order, once they were waited for; empty while they rest elsewhere.
         steps: how many updates each parameter of the segment has had.
         stochastic: seed of stochastic rounding, the same on all ranks that hold this range; None: to the nearest.
+        threads: what updates blocks in host memory.
+        compiled: a pass of :func:`~shardfold.optim.compiled.compiled_adam` to update with; None: torch's fused kernel.
     """
 
     segment: Segment
     kind: type[Optimizer]
     moments: dict[str, Region]
     steps: list[int] = field(default_factory=list)
-    stochastic: int | None = None  # seed of stochastic rounding; None: to the nearest
+    stochastic: int | None = None
+    threads: UpdateThreads = field(default_factory=partial(UpdateThreads, 1))
+    compiled: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
         self.steps = [0] * len(self.segment.spec.slots)
@@ -171,43 +182,94 @@ class FusedShard:
         master, grads = segment.master, segment.update_grads
         assert master is not None
         count = torch.full((), float(step), device=master.device)  # a fill, where torch.tensor would stop the host
+        if self.compiled is not None and out is not None:
+            at_once = constants(group, self._decoupled(group), step, coefficient)
+            self._update_compiled(start, stop, at_once, block, out)
+            return
         # Where nothing is cast or multiplied there is nothing to do while a block is in cache.
         narrow = self.kind is SGD and master.itemsize < 4
         if not block and coefficient is None and out is None and grads.dtype == master.dtype and not narrow:
             block = stop - start
         block = block or (DEVICE_BLOCK if accelerator.has_streams(master.device) else CPU_BLOCK)
-        for a in range(start, stop, block):
-            b = min(a + block, stop)
-            grad = grads[a:b]
-            if grad.dtype != master.dtype:
-                grad = grad.to(master.dtype)
-                if coefficient is not None:
-                    grad.mul_(coefficient)
-            elif coefficient is not None:
-                grad = grad * coefficient
-            states = [master[a:b], *(moment[a:b] for moment in self.here)]
-            if self.stochastic is None or master.dtype != torch.bfloat16:
-                self._kernel(states, grad, count, step == 1, group)
-            else:
-                wide = [state.float() for state in states]
-                self._kernel(wide, grad.float(), count, step == 1, group)
-                draw = torch.Generator(master.device).manual_seed(hash((self.stochastic, step, a)) % 2**63)
-                for state, value in zip(states, wide, strict=True):
-                    round_stochastically(value, state, draw)
-            if out is not None:
-                out[a:b].copy_(master[a:b])
+
+        def work(starts: Iterator[int]) -> None:
+            scratch = torch.empty(min(block, stop - start), dtype=master.dtype, device=master.device)
+            for a in starts:
+                b = min(a + block, stop)
+                grad = grads[a:b]
+                if grad.dtype != master.dtype:
+                    grad = scratch[: b - a].copy_(grad)
+                    if coefficient is not None:
+                        grad.mul_(coefficient)
+                elif coefficient is not None:
+                    grad = torch.mul(grad, coefficient, out=scratch[: b - a])
+                states = [master[a:b], *(moment[a:b] for moment in self.here)]
+                if self.stochastic is None or master.dtype != torch.bfloat16:
+                    self._kernel(states, grad, count, step == 1, group)
+                else:
+                    self._kernel_rounded(states, grad, count, step, a, group)
+                if out is not None:
+                    out[a:b].copy_(master[a:b])
+
+        self._spread(range(start, stop, block), work)
+
+    def _update_compiled(self, start: int, stop: int, given: Tensor, block: int, out: Tensor) -> None:
+        """A run, by the compiled pass."""
+        segment, run = self.segment, self.compiled
+        assert segment.master is not None
+        tensors = [segment.master, *self.here, segment.update_grads, out]
+        if not block:  # as many elements for each thread, in whole cache lines
+            each = -(-(stop - start) // self.threads.count)
+            block = min(COMPILED_BLOCK, max(CPU_BLOCK, -(-each // 64) * 64))
+
+        def work(starts: Iterator[int]) -> None:
+            assert run is not None
+            for a in starts:
+                run(*(each[a : min(a + block, stop)] for each in tensors), given)
+
+        self._spread(range(start, stop, block), work)
+
+    def _decoupled(self, group: Mapping[str, Any]) -> bool:
+        """Whether weight decay is AdamW's."""
+        return self.kind is AdamW or group.get("decoupled_weight_decay", False)
+
+    def _spread(self, blocks: Iterable[T], work: Callable[[Iterator[T]], None]) -> None:
+        """Does the work of all blocks, on the threads for host memory where the shard is there."""
+        master = self.segment.master
+        assert master is not None
+        if master.device.type == "cpu":
+            self.threads.share(blocks, work)
+        else:
+            work(iter(blocks))
+
+    def _kernel_rounded(
+        self, states: list[Tensor], grad: Tensor, count: Tensor, step: int, start: int, group: Any
+    ) -> None:
+        """One block of 16-bit states, computed in fp32 and rounded stochastically; ``start``: where it begins."""
+        wide = [state.float() for state in states]
+        self._kernel(wide, grad.float(), count, step == 1, group)
+        draw = torch.Generator(grad.device).manual_seed(hash((self.stochastic, step, start)) % 2**63)
+        for state, value in zip(states, wide, strict=True):
+            round_stochastically(value, state, draw)
 
     def _update_adopted(self, start: int, stop: int, step: int, group: Mapping[str, Any]) -> None:
-        """A run whose gradients are, some of them, where autograd made them: parameter by parameter, in one call."""
+        """A run whose gradients are, some of them, where autograd made them: parameter by parameter, in one call for
+        each thread."""
         segment = self.segment
         master, flat = segment.master, segment.gradient_flat
         assert master is not None and flat is not None
-        places = [
-            (i, s.offset, s.offset + s.numel) for i, s in enumerate(segment.spec.slots) if start <= s.offset < stop
-        ]
-        grads = [segment.adopted[i].view(-1) if i in segment.adopted else flat[a:b] for i, a, b in places]
-        parts = [[whole[a:b] for _, a, b in places] for whole in (master, *self.here)]
-        self._adam(parts[0], grads, parts[1:], torch.full((), float(step), device=master.device), group)
+        count = torch.full((), float(step), device=master.device)
+        slots = [(i, s.offset, s.numel) for i, s in enumerate(segment.spec.slots) if start <= s.offset < stop]
+        grads = {i: segment.adopted[i].view(-1) if i in segment.adopted else flat[a : a + n] for i, a, n in slots}
+
+        def work(batches: Iterator[list[tuple[int, int, int, int]]]) -> None:
+            for batch in batches:
+                given = [grads[i][a:b] for i, _, a, b in batch]
+                parts = [[whole[at + a : at + b] for _, at, a, b in batch] for whole in (master, *self.here)]
+                self._adam(parts[0], given, parts[1:], count, group)
+
+        alone = master.device.type != "cpu" or self.threads.count < 2
+        self._spread(_batches(slots, stop - start if alone else CPU_BLOCK), work)
 
     def _kernel(self, states: list[Tensor], grad: Tensor, count: Tensor, first: bool, group: Any) -> None:
         """One block; ``states`` are its master and moments."""
@@ -243,8 +305,7 @@ class FusedShard:
     ) -> None:
         """``moments``: averages, squares and, with AMSGrad, the largest of these so far, one of each per master."""
         averages, squares, *largest = moments
-        decoupled = self.kind is AdamW or group.get("decoupled_weight_decay", False)
-        kernel = fused_adamw_ if decoupled else fused_adam_
+        kernel = fused_adamw_ if self._decoupled(group) else fused_adam_
         kernel(
             masters,
             grads,
@@ -262,6 +323,22 @@ class FusedShard:
             grad_scale=None,
             found_inf=None,
         )
+
+
+def _batches(slots: Sequence[tuple[int, int, int]], block: int) -> list[list[tuple[int, int, int, int]]]:
+    """Pieces ``(slot, its offset, start, stop)`` of slots ``(slot, offset, numel)``, each of at most ``block``
+    elements, in batches of about as many."""
+    batches: list[list[tuple[int, int, int, int]]] = [[]]
+    held = 0
+    for slot, offset, numel in slots:
+        for a in range(0, numel, block):
+            b = min(a + block, numel)
+            if held and held + b - a > block:
+                batches.append([])
+                held = 0
+            batches[-1].append((slot, offset, a, b))
+            held += b - a
+    return batches
 
 
 def round_stochastically(value: Tensor, out: Tensor, draw: torch.Generator) -> None:

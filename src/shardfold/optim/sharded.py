@@ -19,13 +19,15 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from shardfold import accelerator
 from shardfold.errors import ConfigError
+from shardfold.optim.compiled import compiled_adam
 from shardfold.optim.fused import FusedShard, fused_moments, why_not_fused
 from shardfold.optim.guard import Guard
 from shardfold.optim.parts import Link, PartOptimizer, Place
+from shardfold.optim.threads import UpdateThreads
 from shardfold.plan.cost import Sent
 from shardfold.plan.layout import Cell, Layout, Tier
 from shardfold.plan.placement import SegmentSpec
@@ -122,6 +124,20 @@ def check_tier(optimizer: Optimizer, layout: Layout, device: torch.device) -> No
         )
 
 
+def check_compiled(optimizer: Optimizer, stochastic: int | None) -> None:
+    """Whether the compiled pass can stand in for this optimizer's update.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if fused_moments(optimizer) != ("exp_avg", "exp_avg_sq") or stochastic is not None:
+        what = "rounding='stochastic'" if stochastic is not None else type(optimizer).__name__
+        raise ConfigError(
+            f"Overlap(compiled_update=True) works for AdamW and Adam without amsgrad, rounded to the nearest, and not "
+            f"for {what}: leave compiled_update out."
+        )
+
+
 @dataclass(frozen=True)
 class _Piece:
     """This rank's part of one parameter: ``start`` is its place in the master shard of the segment."""
@@ -142,12 +158,16 @@ class ShardedOptimizer:
         tiers: what these rest in.
         block: elements per fused call, 0 for the default of the device.
         stochastic: the seed, where a bf16 master is rounded stochastically; None: to the nearest.
+        threads: how many update what is in host memory.
+        compiled: whether a compiled pass does.
 
+    Raises:
+        ConfigError: it cannot be compiled, or could not be.
     """
 
     def __init__(
         self, optimizer: Optimizer, units: Sequence[Unit], moments: Cell, tiers: Tiers, block: int,
-        stochastic: int | None = None,
+        stochastic: int | None = None, threads: int = 1, compiled: bool = False,
     ) -> None:  # fmt: skip
         self.torch_optimizer = optimizer
         self.guard: Guard | None = None  # against calls of users'
@@ -156,13 +176,21 @@ class ShardedOptimizer:
         self._pieces: dict[int, list[_Piece]] = {}  # by segment
         self._fused: dict[int, FusedShard] = {}
         self._names = fused_moments(optimizer)
-        self._stochastic = stochastic
+        self._stochastic, self._threads = stochastic, UpdateThreads(threads)
+        self._compiled = compiled
         for unit in units:
             self.add(unit)
+        if compiled and not any(shard.compiled for shard in self._fused.values()):
+            check_compiled(optimizer, stochastic)
+            raise ConfigError(
+                "Overlap(compiled_update=True) joins an update in host memory with the casts of 16-bit gradients and "
+                "parameters; here nothing is cast, or the states are on another device: leave compiled_update out."
+            )
         self.point_groups(units)
 
     def close(self) -> None:
         """The optimizer is its user's again."""
+        self._threads.close()
         if self.guard is not None:
             self.guard.close()
 
@@ -269,11 +297,26 @@ class ShardedOptimizer:
                     place = self._ours.places[piece.tensor] = _place(segment, piece.slot)
                     self._ours.prepare(self._ours.param_groups[segment.spec.group], piece.tensor, place)
             if self._names is not None:
-                shard = FusedShard(segment, type(self.torch_optimizer), self._no_moments(segment))
+                kind = type(self.torch_optimizer)
+                shard = FusedShard(segment, kind, self._no_moments(segment), threads=self._threads)
                 if self._stochastic is not None:
                     place = f"{self._stochastic}/{segment.spec.slots[0].name}/{segment.master_range[0]}"
                     shard.stochastic = crc32(place.encode())
+                if self._compiled:
+                    shard.compiled = self._compiled_for(segment)
                 self._fused[id(segment)] = shard
+
+    def _compiled_for(self, segment: Segment) -> Any:
+        """The compiled pass for a segment, or None where nothing is cast, or not in host memory."""
+        check_compiled(self.torch_optimizer, self._stochastic)
+        assert segment.master is not None
+        if segment.compute_range is None or segment.master_is_rest or segment.master.device.type != "cpu":
+            return None
+        group = self.torch_optimizer.param_groups[segment.spec.group]
+        kind = getattr(self.torch_optimizer, "same_as", type(self.torch_optimizer))
+        decoupled = kind is AdamW or group.get("decoupled_weight_decay", False)
+        dtypes = (segment.master.dtype, segment.dtypes["moments"], segment.dtypes["grads"], segment.compute_range.dtype)
+        return compiled_adam(decoupled, *dtypes)
 
     def drop(self, unit: Unit) -> None:
         """Forgets a unit that is no more, and its state."""

@@ -29,13 +29,15 @@ class Overlap:
             rests in a slower tier; ``prefetch + 1`` units are full at a time.
         reduces_in_flight: units whose gradients may be on their way while the next unit runs backward, 0 or 1; None
             chooses by device: 1 on a GPU; 0 on the CPU, where sending takes the cores that backward needs.
-        block: elements that one call of a fused update handles; 0 chooses by device (256K on CPU, so that a block
+        block: elements that one call of a fused update handles; 0 chooses by device (64K on CPU, so that a block
             stays in cache, and 64M on a GPU).
         order: ``"recorded"``: the first passes find the order in which units run, later ones follow it; ranks may leave
             units out but not run them in contradicting orders. ``"any"``: ranks ask each other before every unit, which
             costs a small message each time and allows everything.
         update_thread: whether a thread of its own updates one unit after the other, so that a unit whose parameters are
             gathered behind their update is gathered while the next one is updated.
+        compiled_update: whether the update of 16-bit parameters by AdamW or Adam in host memory is one pass made by
+            ``torch.compile``. It needs a C++ compiler, and up to a minute when the engine is made, once per machine.
 
     Raises:
         ConfigError: a value is negative or unknown.
@@ -46,9 +48,10 @@ class Overlap:
     block: int = 0
     order: str = "recorded"
     update_thread: bool = False
+    compiled_update: bool = False
 
     def __post_init__(self) -> None:
-        check_flags("Overlap", update_thread=self.update_thread)
+        check_flags("Overlap", update_thread=self.update_thread, compiled_update=self.compiled_update)
         if self.order not in ("recorded", "any"):
             raise ConfigError(f"Overlap.order is {self.order!r}: it is 'recorded' or 'any'.")
         if self.reduces_in_flight is not None and not is_integer(self.reduces_in_flight, 0, 1):

@@ -1,0 +1,41 @@
+"""Which cores of its machine a rank computes on, and how many of them are its own share."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["share_of_cores"]
+
+
+def share_of_cores(exchange: Callable[[str, str], list[str]]) -> int:
+    """How many cores this rank may keep busy with work of its own, at least 1. All ranks call it.
+
+    A core that several ranks may run on counts for each of them as a part: ranks that a launcher bound to cores of
+    their own have all of these, and ranks that may run anywhere have equal shares, whatever ``OMP_NUM_THREADS`` says.
+
+    Args:
+        exchange: ``exchange(key, text)`` gives every rank's text.
+    """
+    machine, cores = _machine(), _allowed()
+    said = [json.loads(text) for text in exchange("cores", json.dumps([machine, cores]))]
+    users = [set(theirs) for other, theirs in said if other == machine]
+    return max(1, int(sum(1 / sum(core in theirs for theirs in users) for core in cores) + 1e-6))
+
+
+def _allowed() -> list[int]:
+    """Numbers of the cores that this thread may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _machine() -> str:
+    """What ranks of one machine have in common; containers on it count its cores alike."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
