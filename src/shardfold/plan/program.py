@@ -432,7 +432,7 @@ class _Lowering:
         on = table.updates_on
         host = on is not Tier.DEVICE
         away = [(name, cell.tier) for name, cell in table.cells().items() if name in UPDATED and cell.tier is not on]
-        read = [*away, *([("grads", table.grads.tier)] if table.grads.tier is Tier.DISK else [])]
+        read = away + [("grads", table.grads.tier)] * (table.grads.tier is Tier.DISK)
         yield from (
             Op("FETCH", unit.name, source=name, tier=str(tier)) for name, tier in read if tier is not Tier.DEVICE
         )
