@@ -293,7 +293,7 @@ def test_temporary_files_are_their_owner_s(tmp_path: Path) -> None:
 
     store = DiskTier(torch.device("cpu"), str(tmp_path))
     assert list(tmp_path.iterdir()) == []
-    assert stat.S_IMODE(os.fstat(store._file.fileno()).st_mode) & 0o077 == 0
+    assert stat.S_IMODE(os.fstat(store.drives[0].fileno()).st_mode) & 0o077 == 0
     store.close()
     folder = log_folder(Options(log_dir=str(tmp_path / "logs"), redirects="3"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -19,7 +19,6 @@ import shardfold as sf
 from shardfold.errors import StepError
 from shardfold.plan.passes import Overlap
 from shardfold.testing import Ranks
-from shardfold.tiers import disk
 from shardfold.tiers.disk import DiskTier
 from tests.support import models
 
@@ -79,7 +78,8 @@ def cut_short(engine: sf.Engine) -> None:
     """This rank's file loses all but its beginning."""
     tier = engine.sharded.tiers.named("disk")
     assert isinstance(tier, DiskTier)
-    tier.threads.submit(os.truncate, tier._file.fileno(), SHORT).result()  # behind all that is being written
+    tier.look(patient=True)
+    os.truncate(tier.drives[0].fileno(), SHORT)
 
 
 def said(do: Callable[[], Any]) -> tuple[str, str, int | None]:
@@ -97,11 +97,9 @@ def said(do: Callable[[], Any]) -> tuple[str, str, int | None]:
 @contextmanager
 def at_once() -> Iterator[None]:
     """Each write is waited for by who stores: what fails in a step is found in that step."""
-    pending, disk.PENDING = disk.PENDING, 0
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DiskTier, "is_refused", True)
         yield
-    finally:
-        disk.PENDING = pending
 
 
 @at_once()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -104,7 +105,7 @@ def test_room_is_used_again_and_zeros_are_zeros(tiers: Tiers, name: str) -> None
     second = tier.allocate((5000,), torch.float32, zero=True)
     assert not second.get().any() and not second.values().any()
     if isinstance(tier, DiskTier):
-        assert tier._end == 5000 * 4 + (-5000 * 4) % 4096, "the second took the first's place in the file"
+        assert tier.drives[0].size == 5000 * 4 + (-5000 * 4) % 4096, "the second took the first's place in the file"
 
 
 def disk(tiers: Tiers) -> tuple[DiskTier, DiskRegion]:
@@ -115,17 +116,23 @@ def disk(tiers: Tiers) -> tuple[DiskTier, DiskRegion]:
 
 @pytest.fixture
 def gate(tiers: Tiers) -> Iterator[Event]:
-    """Behind which the disk's thread may be held; open when the tiers are closed, also by a test that failed."""
+    """Behind which the disk's threads may be held; open when the tiers are closed, also by a test that failed."""
     made = Event()
     yield made
     made.set()
+
+
+def held(threads: ThreadPoolExecutor, gate: Event) -> None:
+    """All threads of that kind are behind the gate, and what they are given next as well."""
+    for _ in range(threads._max_workers):
+        threads.submit(gate.wait)
 
 
 def test_what_is_not_written_yet_comes_from_memory(tiers: Tiers, gate: Event) -> None:
     """Values that wait for the disk are given from where they wait, as often as they are asked for, and into the memory
     that is given; the file is written with the next ones."""
     tier, region = disk(tiers)
-    tier.threads.submit(gate.wait)
+    held(tier.drives[0].writers, gate)
     region.store(numbers(1.0))
     into = torch.zeros(5000)
     region.fetch(into)
@@ -142,10 +149,10 @@ def test_values_on_their_way_are_waited_for(tiers: Tiers, gate: Event) -> None:
     tier, region = disk(tiers)
     region.store(numbers(1.0))
     region.flush()
-    tier.threads.submit(gate.wait)
+    held(tier.drives[0].readers, gate)
     into = torch.zeros(5000)
     region.fetch(into)
-    assert not into.any(), "the thread is busy with something else"
+    assert not into.any(), "the threads are busy with something else"
     asked = Event()
     opener = Thread(target=lambda: asked.wait() and gate.set())
     opener.start()
@@ -153,11 +160,13 @@ def test_values_on_their_way_are_waited_for(tiers: Tiers, gate: Event) -> None:
     assert torch.equal(region.get(), numbers(1.0)) and torch.equal(into, numbers(1.0))
     opener.join()
     gate.clear()
-    tier.threads.submit(gate.wait)
+    held(tier.drives[0].readers, gate)
     region.fetch(into)
-    region.store(numbers(2.0))  # takes back what was asked for, and is behind the gate too
-    assert torch.equal(region.get(), numbers(2.0))
+    into.zero_()
+    region.store(numbers(2.0))  # takes back what was asked for
     gate.set()
+    assert torch.equal(region.get(), numbers(2.0))
+    assert not into.any(), "it is another's since the store"
 
 
 def test_a_disk_that_is_full_is_said(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +195,10 @@ def test_a_disk_that_is_full_is_said(tiers: Tiers, monkeypatch: pytest.MonkeyPat
         assert torch.equal(region.values(slice(3, 9)), numbers(2.0)[3:9]) and torch.equal(other.get(), numbers(5.0, 10))
     region.store(numbers(3.0))
     region.flush()
-    assert region._unwritten() is None and torch.equal(region.get(), numbers(3.0))
-    assert torch.equal(other.get(), numbers(5.0, 10)), "still in memory"
+    before = tier.bytes_read
+    assert torch.equal(region.get(), numbers(3.0)) and tier.bytes_read > before, "from the file"
+    before = tier.bytes_read
+    assert torch.equal(other.get(), numbers(5.0, 10)) and tier.bytes_read == before, "still in memory"
 
 
 def test_values_asked_for_before_their_write_fails(tiers: Tiers, gate: Event, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +210,8 @@ def test_values_asked_for_before_their_write_fails(tiers: Tiers, gate: Event, mo
         gate.wait()
         raise OSError(errno.ENOSPC, "")
 
-    monkeypatch.setattr(os, "pwrite", full)
     _, region = disk(tiers)
+    monkeypatch.setattr(os, "pwrite", full)
     region.store(numbers(1.0))
     begun.wait()
     into = torch.zeros(5000)
@@ -215,7 +226,7 @@ def test_a_file_that_lost_its_end_is_said(tiers: Tiers) -> None:
     tier, region = disk(tiers)
     region.store(numbers(1.0))
     region.flush()
-    os.truncate(tier._file.fileno(), 100)
+    os.truncate(tier.drives[0].fileno(), 100)
     for ask in (region.get, region.values):
         with pytest.raises(
             OSError, match=r"20,000 bytes .* read from a file in .*: the file has lost its end"
@@ -233,7 +244,7 @@ def test_a_region_that_nobody_keeps_leaves_its_place(tiers: Tiers) -> None:
     region.store(numbers(1.0))
     region.flush()
     del region
-    assert tier._free == {5000 * 4: [0]}
+    assert tier.allocate((5000,), torch.float32).nbytes == tier.drives[0].size - 480, "in the same place"
 
 
 # -- programs

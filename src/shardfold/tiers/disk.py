@@ -1,171 +1,394 @@
-"""A file: one thread writes it behind the computation and reads ahead of who needs it.
+"""Files on drives: threads write them behind the computation and read ahead of who needs it.
 
-The file has no name, so it is gone with the process, whatever ends it. Places in it are used again by what has the same
-size, which activations of equal units have.
+Values are cut into chunks, which go to the drives in turn, each through a staging buffer. ``store`` copies them into
+buffers and returns; a thread writes each, and gives its buffer back. ``fetch`` has threads read chunks to where they
+are wanted. The files have no names, so they are gone with the process, whatever ends it (see ``drive``).
 
-``[Note: what cannot be written]`` Values stay in host memory until they are in the file. Where a write fails they stay
-there for good, so that nothing is lost: they are given from there, and the next values of their region are written
-again. Who stores next hears of it. After a failure each ``store`` waits for its own write, until one succeeds: so all
-that could not be written is known at once, and nothing of it comes to light when the cause is gone.
+``[Note: memory of a disk]`` All host memory that a tier has is its buffers, whose number is fixed: a share is for what
+is read, the others for what is written. Where none is left, a store waits until the drives have taken what was stored
+before it; so what is stored never waits in memory beyond them, however large a region, or the sum of all, may be. Reads
+have theirs apart, or they would wait for the writes behind them in turn.
+
+``[Note: what cannot be written]`` Values stay in their buffer until they are in the file. Where a write fails they move
+to host memory of their own and stay there for good, so that nothing is lost: they are given from there, and the next
+values of their region are written again. Who stores next hears of it. After a failure each ``store`` waits for its own
+writes, until one succeeds: so all that could not be written is known at once, and nothing of it comes to light when the
+cause is gone. Only what a drive does not take makes memory grow.
+
+``[Note: order]`` What happens to a region happens in the order in which it was asked for. A read takes a chunk from
+memory where its write is not over, and from the file else. A store takes back the reads and writes of its region that
+have not begun, and waits for those that have. A place in a file is free again when the last write to it is over.
 """
 
 from __future__ import annotations
 
-import errno
-import os
+import ctypes
 import tempfile
+import threading
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import suppress
 from math import prod
-from threading import RLock
+from threading import Lock, RLock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardfold import accelerator
-from shardfold.tiers.host import HostRegion, HostTier
+from shardfold.tiers.drive import Drive, blocks
+from shardfold.tiers.staging import BLOCK, Buffer, Staging
 
 __all__ = ["DiskRegion", "DiskTier"]
 
-PENDING = 256 * 1024 * 1024
-"""Bytes that may wait in host memory to be written."""
+CHUNK = 4 * 1024 * 1024
+"""Bytes that are read or written at once: large enough for a drive's full rate, small enough that several threads have
+something to do for one region."""
+
+STAGING = 128 * 1024 * 1024
+"""Bytes of all buffers of one tier."""
 
 
 class DiskTier:
-    """A file for values of one device.
+    """Files for values of one device.
 
     Args:
         device: whose tensors they are.
-        folder: where the file is; None: the system's folder for temporary files.
+        folders: where the files are, one for each drive; None: the system's folder for temporary files.
+        threads: of each drive, that read, and as many that write.
+        chunk: bytes that are read or written at once; a multiple of 4096.
+        staging: bytes of all buffers, of which each has one chunk; see [Note: memory of a disk].
+        direct: past the system's page cache where the file systems can; a warning says where they cannot.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: a folder cannot be written to.
     """
 
-    def __init__(self, device: torch.device, folder: str | None = None) -> None:
-        self.host = HostTier(device)
-        self.threads = ThreadPoolExecutor(1, thread_name_prefix="shardfold-disk")
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # lives as long as the tier
-        self._where = folder or tempfile.gettempdir()
-        self._end = 0
-        self._free: dict[int, list[int]] = {}
-        self._lock = RLock()  # a region may be collected, and leave its place, while another takes one
-        self._pending: deque[_Write] = deque()
-        self._refused: set[int] = set()  # places that the file has not taken: each write is waited for meanwhile
+    def __init__(
+        self, device: torch.device, folders: str | Sequence[str] | None = None, *, threads: int = 2,
+        chunk: int = CHUNK, staging: int = STAGING, direct: bool = True,
+    ) -> None:  # fmt: skip
+        self.device, self.chunk = device, chunk
+        names = (folders,) if isinstance(folders, str) else tuple(folders or (tempfile.gettempdir(),))
+        self.drives: list[Drive] = []
+        try:
+            for name in names:
+                self.drives.append(Drive(name, threads=threads, direct=direct))
+        except OSError:
+            self._close_drives()
+            raise
+        streams = accelerator.has_streams(device)
+        readers = threads * len(names)
+        count = max(staging // chunk, 2 * readers)
+        # With streams a buffer that was read is copied behind the computation, and the next is read meanwhile.
+        incoming = max(count // 2, readers) if streams else readers
+        self.incoming = Staging(device, incoming, chunk)
+        self.outgoing = Staging(device, count - incoming, chunk)
+        self.out_stream, self.in_stream = accelerator.new_stream(device), accelerator.new_stream(device)
+        self._lock, self._looking = Lock(), Lock()
+        self._turn = 0  # the drive of the next chunk
+        self.pending: deque[_Write] = deque()
+        self._refused: set[tuple[int, int]] = set()  # places that a file has not taken
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> DiskRegion:
-        region = DiskRegion(self, shape, dtype)
-        if zero:  # the place may have been another's
-            region.store(torch.zeros(tuple(shape), dtype=dtype))
-        return region
+    @property
+    def bytes_read(self) -> int:
+        """That came from the files, in whole blocks: what the system counts too where I/O is direct."""
+        return sum(drive.bytes_read for drive in self.drives)
 
-    def begin(self, source: HostRegion, place: int) -> _Write:
-        """Begins to write what is in host memory."""
-        write = _Write(self, source, place)
-        self._pending.append(write)
-        return write
+    @property
+    def bytes_written(self) -> int:
+        """That went to the files, in whole blocks."""
+        return sum(drive.bytes_written for drive in self.drives)
 
-    def look(self) -> None:
-        """Looks at the writes that are over, and waits for some where too much waits to be written.
+    def reserve(self, nbytes: int) -> None:
+        """Takes room for so many bytes of regions that are allocated later, so that what does not fit is known now.
 
         Raises:
-            OSError: something could not be written; see [Note: what cannot be written].
+            OSError: there is no room for them; says how much is needed, how much is free, and where.
         """
+        for drive in self.drives:
+            drive.reserve(-(-nbytes // len(self.drives)))
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> DiskRegion:
+        return DiskRegion(self, shape, dtype, zero=zero)
+
+    def take(self, nbytes: int) -> Room:
+        """Room for so many bytes; whoever has it last leaves it.
+
+        Raises:
+            OSError: there is none.
+        """
+        count = -(-nbytes // self.chunk)
+        with self._lock:
+            first, self._turn = self._turn, (self._turn + count) % len(self.drives)
+        room = Room(self, first)
+        for turn, _ in enumerate(self.drives[:count]):
+            numbers = range(turn, count, len(self.drives))
+            size = len(numbers) * self.chunk - (self.chunk * count - nbytes if numbers[-1] == count - 1 else 0)
+            drive = self.drives[(first + turn) % len(self.drives)]
+            room.parts.append((drive, drive.take(size), size))
+        return room
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether something that was stored is not in its file: each store waits for its own writes meanwhile."""
+        return bool(self._refused)
+
+    def look(self, *, patient: bool) -> BaseException | None:
+        """Looks at the writes that are over, ``patient``: waits for all; what the first said that failed."""
         problem: BaseException | None = None
-        while self._pending and (
-            self._refused or self._pending[0].future.done() or sum(write.nbytes for write in self._pending) > PENDING
-        ):
-            write = self._pending.popleft()
-            if not write.future.cancelled():
-                error = write.future.exception()
-                (self._refused.discard if error is None else self._refused.add)(write.place)
-                problem = problem or error
-        if problem is not None:
-            raise problem
+        with self._looking:
+            while self.pending and (patient or self._refused or self.pending[0].future.done()):
+                write = self.pending.popleft()
+                with suppress(CancelledError):  # nobody needs it any more
+                    error = write.future.exception()
+                    refused = error is not None and write.needed
+                    (self._refused.add if refused else self._refused.discard)(write.key)
+                    problem = problem or error
+        return problem
 
-    def take(self, nbytes: int) -> int:
-        """A place for so many bytes."""
-        with self._lock:
-            if places := self._free.get(nbytes):
-                return places.pop()
-            place, self._end = self._end, self._end + -(-nbytes // 4096) * 4096
-            return place
-
-    def leave(self, place: int, nbytes: int) -> None:
-        """The place may be taken again: whoever does writes there behind all that was begun before."""
-        self._refused.discard(place)
-        with self._lock:
-            self._free.setdefault(nbytes, []).append(place)
-
-    def write(self, flat: Tensor, place: int) -> None:
-        data = flat.view(torch.uint8).numpy().data
-        try:
-            while data:
-                done = os.pwrite(self._file.fileno(), data, place)
-                data, place = data[done:], place + done
-        except OSError as error:
-            raise self._problem(flat, place, "written to", error) from error
-
-    def read(self, flat: Tensor, place: int) -> None:
-        data = flat.view(torch.uint8).numpy().data
-        try:
-            while data:
-                done = os.preadv(self._file.fileno(), [data], place)
-                if not done:
-                    raise OSError(errno.ENODATA, "the file has lost its end")
-                data, place = data[done:], place + done
-        except OSError as error:
-            raise self._problem(flat, place, "read from", error) from error
-
-    def _problem(self, flat: Tensor, place: int, done: str, error: OSError) -> OSError:
-        """Of a read or write that failed at that byte: how much, where and why."""
-        said = f"{flat.nbytes:,} bytes of values could not be {done} a file in {self._where} (at byte {place:,})"
-        return OSError(error.errno, f"{said}: {error.strerror or os.strerror(error.errno or 0)}")
+    def forget(self, room: Room) -> None:
+        """Nobody needs what is not written there."""
+        if self._refused:
+            self._refused.difference_update({(id(d), p + o) for d, p, n in room.parts for o in range(0, n, self.chunk)})
 
     def close(self) -> None:
-        """Ends the thread and gives the file's space back; what was stored is lost."""
-        self.threads.shutdown(cancel_futures=True)
-        self._pending.clear()
-        self._file.close()
+        """Ends the threads and gives the files' space back; what was stored is lost."""
+        self._close_drives()
+        self.pending.clear()
+
+    def _close_drives(self) -> None:
+        for drive in self.drives:
+            drive.close()
+
+
+class Room:
+    """Places in files for one region, its chunks in turn. Who uses it holds it: when nobody does, it is left."""
+
+    def __init__(self, tier: DiskTier, first: int) -> None:
+        self._chunk = tier.chunk
+        self.parts: list[tuple[Drive, int, int]] = []  # drive, place, bytes
+
+    def at(self, number: int) -> tuple[Drive, int]:
+        """Where a chunk is."""
+        drive, place, _ = self.parts[number % len(self.parts)]
+        return drive, place + number // len(self.parts) * self._chunk
+
+    def __del__(self) -> None:
+        for drive, place, nbytes in self.parts:
+            drive.leave(place, nbytes)
 
 
 class _Write:
-    """Values on their way into the file: in host memory (``source``) until they are there, or for good if the write
-    failed, or was cancelled because they were asked for before it began."""
+    """A chunk on its way into a file: in its buffer until it is there; in memory of its own for good, if the write
+    failed.
 
-    def __init__(self, tier: DiskTier, source: HostRegion, place: int) -> None:
-        self.source: HostRegion | None = source
-        self.nbytes = source.nbytes
-        self._tier, self.place = tier, place
-        self.future: Future[None] = tier.threads.submit(self._run)
+    Attributes:
+        key: its place.
+        needed: whether its region was not given other values since, or dropped.
+        future: whether it is over.
+    """
 
-    def _run(self) -> None:
-        assert self.source is not None
-        self._tier.write(self.source.values().view(-1), self.place)
-        self.source = None
+    def __init__(self, tier: DiskTier, room: Room, number: int, buffer: Buffer, count: int) -> None:
+        self._staging, self._count = tier.outgoing, count
+        self._room: Room | None = room
+        self._drive, self._place = room.at(number)
+        self.key = (id(self._drive), self._place)
+        self.needed = True
+        self._lock = RLock()  # a destructor may cancel what this thread copies
+        self._buffer: Buffer | None = buffer
+        self._kept: Tensor | None = None
+        self._lost: OSError | None = None
+        self.future: Future[None] = self._drive.writers.submit(self._run, buffer)
+
+    def _run(self, buffer: Buffer) -> None:
+        try:
+            buffer.settle()  # what comes from the device is there
+            self._drive.write(buffer.view[: blocks(self._count)], self._place)
+        except OSError as error:
+            problem = self._drive.problem(self._count, self._place, "written to", error)
+            try:
+                self._kept = buffer.memory[: self._count].clone()
+            except RuntimeError:  # no memory either
+                self._lost = problem
+            raise problem from error
+        finally:
+            self._end(buffer)
+
+    def _end(self, buffer: Buffer) -> None:
+        with self._lock:
+            self._buffer = self._room = None
+        self._staging.give_back(buffer)
+
+    def cancel(self) -> bool:
+        """Nobody needs it any more. Whether it is over, or never begins."""
+        self.needed = False
+        buffer = self._buffer
+        if self.future.cancel() and buffer is not None:
+            self._end(buffer)
+        return self.future.done()
+
+    def copy(self, into: int, first: int, count: int) -> bool:
+        """Copies a part of the chunk to that address, where the file does not have it; whether that was so.
+
+        Raises:
+            OSError: the file does not have it, and neither has anyone else.
+        """
+        with self._lock:
+            buffer, kept = self._buffer, self._kept
+            if self._lost is not None:
+                raise self._lost
+            if buffer is not None:
+                buffer.settle()
+                source = buffer.address
+            elif kept is not None:
+                source = kept.data_ptr()
+            else:
+                return False
+            ctypes.memmove(into, source + first, count)
+            return True
+
+
+class _Part(NamedTuple):
+    """What is read or written of one chunk: ``nbytes`` from its byte ``first`` on, which are at ``to`` elsewhere."""
+
+    number: int
+    first: int
+    nbytes: int
+    to: int
+
+
+class _Coming:
+    """Values on their way from files into ``back``, on the device or in host memory."""
+
+    def __init__(self, tier: DiskTier, back: Tensor, *, given: bool) -> None:
+        self._tier, self.back, self._given = tier, back, given
+        self._bytes = back.view(-1).view(torch.uint8)
+        self._streams = accelerator.has_streams(back.device)
+        self._futures: list[Future[Any]] = []
+        self._zeroed: Any = None
+
+    def zero(self) -> None:
+        """Zeros, which are nowhere."""
+        with accelerator.on(self._tier.in_stream if self._streams else None):
+            self.back.zero_()
+            self._zeroed = self._tier.in_stream.record_event() if self._streams else None
+
+    def begin(self, room: Room, write: _Write | None, part: _Part) -> None:
+        drive, _ = room.at(part.number)
+        self._futures.append(drive.readers.submit(self._read, room, write, part))
+
+    def _read(self, room: Room, write: _Write | None, part: _Part) -> Any:
+        """In a thread: brings one part; with streams, the event behind its copy."""
+        into = None if self._streams else self._bytes.data_ptr() + part.to
+        if into is not None and write is not None and write.copy(into, part.first, part.nbytes):
+            return None
+        buffer = self._tier.incoming.take()
+        try:
+            begin = self._fill(buffer, room, write, part)
+            if into is not None:
+                ctypes.memmove(into, buffer.address + begin, part.nbytes)  # not by torch, see store()
+                return None
+            side = self._tier.in_stream
+            with accelerator.on(side):
+                there = self._bytes[part.to : part.to + part.nbytes]
+                there.copy_(buffer.memory[begin : begin + part.nbytes], non_blocking=True)
+                buffer.event = side.record_event()  # the buffer is not filled again before
+            return buffer.event
+        finally:
+            self._tier.incoming.give_back(buffer)
+
+    def _fill(self, buffer: Buffer, room: Room, write: _Write | None, part: _Part) -> int:
+        """Brings the part into the buffer, and says at which byte of it it is."""
+        if write is not None and write.copy(buffer.address, part.first, part.nbytes):
+            return 0
+        drive, place = room.at(part.number)
+        low = part.first // BLOCK * BLOCK
+        try:
+            drive.read(buffer.view[: blocks(part.first + part.nbytes) - low], place + low)
+        except OSError as error:
+            raise drive.problem(part.nbytes, place, "read from", error) from error
+        return part.first - low
+
+    def get(self) -> Tensor:
+        """All of it; the host waits for the files, the computation for the copies."""
+        wait(self._futures)
+        events = [future.result() for future in self._futures]
+        if self._streams:
+            compute = accelerator.current_stream(self.back.device)
+            for event in events if self._zeroed is None else [self._zeroed]:
+                compute.wait_event(event)
+            # It is memory of the copies' stream, which may not have it while this one reads.
+            self.back.record_stream(compute)
+        return self.back
+
+    def stop(self) -> None:
+        """Nothing comes any more: memory that was given is another's from now on. A thread that collects a region waits
+        for nothing, as it may be the one that is waited for."""
+        begun = [future for future in self._futures if not future.cancel()]
+        if self._given and not threading.current_thread().name.startswith("shardfold-disk"):
+            wait(begun)
 
 
 class DiskRegion:
-    """See :class:`shardfold.tiers.tier.Region`."""
+    """See :class:`shardfold.tiers.tier.Region`.
+
+    One that was allocated of zeros has nothing in its file until something is stored.
+    """
 
     tier = "disk"
     resting = None
 
-    def __init__(self, owner: DiskTier, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, owner: DiskTier, shape: Sequence[int], dtype: torch.dtype, *, zero: bool) -> None:
         self._owner, self._shape, self.dtype = owner, tuple(shape), dtype
+        self._zero = zero
+        self._coming: _Coming | None = None
+        self._writes: list[_Write] = []  # of what was stored last, by chunk
+        self._room: Room | None = None
         self.nbytes = prod(self._shape) * dtype.itemsize
-        self._place = owner.take(self.nbytes)
-        self._write: _Write | None = None
-        self._coming: Future[Tensor] | HostRegion | None = None
-        self._into: Tensor | None = None
+        self._room = owner.take(self.nbytes)
+
+    def _parts(self, first: int, stop: int) -> Iterator[_Part]:
+        """Of these bytes."""
+        chunk = self._owner.chunk
+        for number in range(first // chunk, -(-stop // chunk) if first < stop else 0):
+            begin = max(first, number * chunk)
+            yield _Part(number, begin % chunk, min(stop, (number + 1) * chunk) - begin, begin - first)
+
+    # -- out
 
     def store(self, values: Tensor) -> None:
+        owner, room = self._owner, self._room
+        assert room is not None
+        problem, patient = owner.look(patient=False), owner.is_refused
         self._stop()
-        source = self._owner.host.allocate(self._shape, self.dtype)
-        source.store(values)
-        self._write = self._owner.begin(source, self._place)
-        self._owner.look()
+        flat = values.detach().view(-1).view(torch.uint8)
+        streams = accelerator.has_streams(flat.device)
+        if streams:
+            owner.out_stream.wait_stream(accelerator.current_stream(owner.device))  # which computes the values
+        earlier, self._writes, self._zero = self._writes, [], False
+        begun = [write for write in earlier if not write.cancel()]
+        wait([write.future for write in begun])
+        for number, _, count, to in self._parts(0, self.nbytes):
+            buffer = owner.outgoing.take()  # waits for the drives where none is left
+            if streams:
+                with accelerator.on(owner.out_stream):
+                    buffer.memory[:count].copy_(flat[to : to + count], non_blocking=True)
+                    buffer.event = owner.out_stream.record_event()  # whoever reads the buffer waits for this
+            else:
+                # Not by torch, whose threads wait for each other where ranks share the cores.
+                ctypes.memmove(buffer.address, flat.data_ptr() + to, count)
+            write = _Write(owner, room, number, buffer, count)
+            owner.pending.append(write)
+            self._writes.append(write)
+        if streams:
+            values.record_stream(owner.out_stream)  # their memory is not given out before the copies have read it
+        if patient:
+            own = owner.look(patient=True)
+            problem = problem or own
+        if problem is not None:
+            raise problem
 
     def add(self, values: Tensor) -> None:
         self.store(self.values().clone().view(self._shape).add_(values.to("cpu").view(self._shape)))
@@ -176,73 +399,55 @@ class DiskRegion:
         Raises:
             OSError: it could not be written.
         """
-        if self._write is not None and not self._write.future.cancelled():
-            self._write.future.result()
+        for write in self._writes:
+            write.future.result()
 
-    def _unwritten(self) -> HostRegion | None:
-        """Where the values are, if they are not written yet: they stay there."""
-        write = self._write
-        return write.source if write is not None and (write.future.cancel() or write.future.done()) else None
+    # -- back
 
     def fetch(self, into: Tensor | None = None) -> None:
         if self._coming is not None:
             return
-        near = self._unwritten()
-        if near is not None:
-            near.fetch(into)
-            self._coming = near
-            return
-        apart = self._owner.host.side is not None  # the device: a file is read into memory of the host
-        self._into = into if apart else None
-        self._coming = self._owner.threads.submit(self._read, None if apart else into)
+        side = self._owner.in_stream
+        if side is not None and into is not None:
+            side.wait_stream(accelerator.current_stream(self._owner.device))  # which may still read what was there
+            into.record_stream(side)  # its memory is not given out while the copies write to it
+        with accelerator.on(side):
+            back = torch.empty(self._shape, dtype=self.dtype, device=self._owner.device) if into is None else into
+        self._coming = self._begin(back, 0, given=into is not None)
 
-    def _read(self, into: Tensor | None) -> Tensor:
-        if into is None:
-            into = accelerator.host_memory(self._shape, self.dtype, self._owner.host.device)
-        near = self._unwritten()  # its write ran before, in this thread, and may have failed
-        if near is not None:
-            return into.copy_(near.resting)
-        self._owner.read(into.view(-1), self._place)
-        return into
-
-    def _read_part(self, first: int, count: int) -> Tensor:
-        near = self._unwritten()
-        if near is not None:
-            return near.values(slice(first, first + count)).clone()
-        flat = torch.empty(count, dtype=self.dtype)
-        self._owner.read(flat, self._place + first * self.dtype.itemsize)
-        return flat
+    def _begin(self, back: Tensor, first: int, *, given: bool) -> _Coming:
+        """Begins to read into ``back`` from that byte on."""
+        coming, room = _Coming(self._owner, back, given=given), self._room
+        if self._zero:
+            coming.zero()
+        elif room is not None:
+            for part in self._parts(first, first + back.nbytes):
+                coming.begin(room, self._writes[part.number] if self._writes else None, part)
+        return coming
 
     def get(self) -> Tensor:
         self.fetch()
-        coming, into = self._coming, self._into
-        self._coming = self._into = None
+        coming, self._coming = self._coming, None
         assert coming is not None
-        if isinstance(coming, HostRegion):
-            return coming.get()
-        values = coming.result()
-        if into is not None:
-            return into.copy_(values, non_blocking=True)
-        return values.to(self._owner.host.device, non_blocking=True)
+        return coming.get()
 
     def values(self, part: slice = slice(None)) -> Tensor:
-        near = self._unwritten()
-        if near is not None:
-            return near.values(part)
         first, stop, _ = part.indices(prod(self._shape))
-        return self._owner.threads.submit(self._read_part, first, max(0, stop - first)).result()
+        flat = torch.empty(max(0, stop - first), dtype=self.dtype)
+        return self._begin(flat, first * self.dtype.itemsize, given=False).get()
 
     def _stop(self) -> None:
-        """Nothing of this region comes to the device any more: memory that it was to go to is another's."""
-        coming, self._coming, self._into = self._coming, None, None
-        if isinstance(coming, Future) and not coming.cancel():
-            coming.exception()
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.stop()
 
     def drop(self) -> None:
-        if self.nbytes:
-            self._stop()
-            self._owner.leave(self._place, self.nbytes)
-        self.nbytes = 0
+        self._stop()
+        if self._room is not None:
+            self._owner.forget(self._room)
+        for write in self._writes:
+            write.cancel()
+        self._writes, self._room, self.nbytes = [], None, 0
 
     def __del__(self) -> None:
         self.drop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from shardfold.tiers.tier import Region, Tier
 
 __all__ = ["Tiers"]
 
-SLOWER: Mapping[str, Callable[[torch.device, str | None], Tier]] = {
-    "host": lambda device, folder: HostTier(device),
+SLOWER: Mapping[str, Callable[[torch.device, str | Sequence[str] | None], Tier]] = {
+    "host": lambda device, folders: HostTier(device),
     "disk": DiskTier,
 }
-"""What makes each tier but the device's own, of that device and a folder."""
+"""What makes each tier but the device's own, of that device and folders."""
 
 
 class Tiers:
@@ -30,14 +30,15 @@ class Tiers:
 
     def __init__(self, device: DeviceTier) -> None:
         self.device = device
-        self._made: dict[tuple[str, str | None], Tier] = {}
+        self._made: dict[tuple[str, str | tuple[str, ...] | None], Tier] = {}
         self._host = HostTier(device.device)
 
-    def named(self, tier: str, folder: str | None = None) -> Tier:
-        """The tier of that name; ``folder``: of a disk, None for the system's folder for temporary files.
+    def named(self, tier: str, folder: str | tuple[str, ...] | None = None) -> Tier:
+        """The tier of that name; ``folder``: of a disk, or one of each drive, None for the system's folder for
+        temporary files.
 
         Raises:
-            OSError: the folder cannot be written to.
+            OSError: a folder cannot be written to.
         """
         if tier == "device":
             return self.device
