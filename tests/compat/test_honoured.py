@@ -6,6 +6,7 @@ import io
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,15 @@ BOTH: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "zero_optimization.stage": (1, 2, {}),
     "zero_optimization.overlap_comm": (True, False, {"zero_optimization": {"stage": 2}}),
     "zero_optimization.stage3_prefetch_bucket_size": (0, 10, {"zero_optimization": {"stage": 3}}),
+    "zero_optimization.offload_optimizer.device": ("none", "cpu", {"zero_optimization": {"stage": 1}}),
+    "zero_optimization.offload_optimizer.nvme_path": (
+        "/one",
+        "/other",
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+    ),
+    "zero_optimization.offload_param.device": ("none", "cpu", {"zero_optimization": {"stage": 3}}),
+    "zero_optimization.cpu_offload": (False, True, {"zero_optimization": {"stage": 1}}),
+    "zero_optimization.cpu_offload_param": (False, True, {"zero_optimization": {"stage": 3}}),
     "zero_optimization.zero_hpz_partition_size": (1, 2, {"zero_optimization": {"stage": 3}}),
     "zero_optimization.mics_shard_size": (-1, 2, {"zero_optimization": {"stage": 3}}),
 }
@@ -71,7 +81,7 @@ ONE_WAY: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def _with(path: str, value: Any, more: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in more.items()}
+    made: dict[str, Any] = deepcopy(more)
     inner = made
     *sections, name = path.split(".")
     for section in sections:

@@ -28,7 +28,7 @@ CASES: list[tuple[str, Mapping[str, str], dict[str, Any]]] = [
     ("ddp", SUMS, {}),
     ("zero1", UPDATE, {"precision": "bf16", "accumulate": 2}),
     ("zero2", SUMS, {"precision": "bf16", "clip_norm": 0.05, "accumulate": 2}),
-    ("zero2", SUMS, {"precision": NARROW}),
+    ("zero2", SUMS, {"precision": sf.Precision(reduce="bf16")}),
     ("zero2", UPDATE, {"precision": "fp16", "loss_scale": 4.0}),
     ("zero3", ALL, {"accumulate": 2, "optimizer": partial(torch.optim.Adagrad, lr=1e-2)}),
     ("zero3", ALL, {"precision": "fp16", "loss_scale": sf.LossScale(initial=2.0**40), "clip_norm": 0.05}),

@@ -49,6 +49,7 @@ from shardfold.engine.arguments import (
     make_schedule,
     missing,
 )
+from shardfold.engine.away import Away
 from shardfold.engine.backward import Backward
 from shardfold.engine.gate import PassGate
 from shardfold.engine.handlers import Handlers, check_supported
@@ -290,6 +291,8 @@ class Engine:
         held.callback(self._hooks.remove)
         gate = self._gate = PassGate(runner, self._hooks, self._changes)
         sharded.gate = gate
+        self._away = Away(sharded, self._updater)
+        runner.bring_back = self._away.come_back
         runner.forget, runner.inside, runner.follow = self._hooks.forget, self._hooks.inside, gate.follow
         self._backward = Backward(sharded, runner, self.loss_scale, self.alarm, shares)
         self._stepper = None if self._updater is None else Stepper(

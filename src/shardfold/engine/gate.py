@@ -54,6 +54,7 @@ class PassGate:
     def meet(self, what: str, *, follow: bool = False, check: Callable[[], None] | None = None) -> None:
         self.refuse_closed(what)
         self._runner.settle(what)
+        self._runner.bring_back("params")  # they may be gathered
         if follow:
             self.follow()
         error: ShardfoldError | None = None

@@ -106,6 +106,7 @@ class Runner:
         self._own: list[str] = []  # what this rank ran in the pass before
         self.forget: Callable[[], None] = lambda: None  # the hooks forget what was under way
         self.inside: Callable[[], bool] = lambda: False  # whether the hooks find this thread inside of a pass
+        self.bring_back: Callable[..., None] = lambda *states: None  # states that a user let rest elsewhere
         self.follow: Callable[[], None] = lambda: None  # makes units anew where the model changed
         self._interrupted = False  # an exception left the model's forward
         self._outer: list[tuple[Pass, str]] = []  # forwards that a backward inside of them interrupts
@@ -342,6 +343,7 @@ class Runner:
         # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
         # The same for a checkpoint around the whole model, which leaves only the training mode to tell.
         self.handlers.backward_follows = grad or self.model.module.training
+        self.bring_back("params")
         self.comm.memory.after_compute()  # updates and users wrote the shards that gathers read on the side stream
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._pass = LocalPass() if local else self._start(section)
@@ -429,6 +431,7 @@ class Runner:
             )
         if self._interrupted:
             self.reset()
+        self.bring_back()
         self._delivered, self._boundary_before = False, self._state.gradients_ready
         nested = self._pass is not None
         last = self.last if self.last is not None else self._state.micro_batch + 1 >= self.accumulate

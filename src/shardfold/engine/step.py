@@ -60,6 +60,7 @@ class Stepper:
     def _step(self) -> StepReport:
         model, run, runner, scaler = self._model, self._model.run, self._runner, self._scaler
         assert model.optimizer is not None
+        runner.bring_back()
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
         by_hand, refusal = self._take_visible()
         flags = [False, self._replaced.waits, by_hand, refusal is not None]  # the first: of buffers

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 from zlib import crc32
@@ -318,6 +318,25 @@ class ShardedOptimizer:
         dtypes = (segment.master.dtype, segment.dtypes["moments"], segment.dtypes["grads"], segment.compute_range.dtype)
         return compiled_adam(decoupled, *dtypes)
 
+    def point_pieces(self, segment: Segment) -> None:
+        """The pieces of a segment whose master lies elsewhere now are views of that."""
+        master = segment.master
+        assert master is not None
+        for piece in self._pieces[id(segment)]:
+            piece.tensor.data = master[piece.start : piece.start + piece.tensor.numel()]
+
+    def rest_in(self, tier: Tier) -> None:
+        """The state of the optimizer moves to memory of that tier, the device's or the host's, for as long as nothing
+        is updated."""
+        before, self._moments = str(self._moments.tier), replace(self._moments, tier=tier)
+        for shard in self._fused.values():
+            shard.moments = {name: self._tiers.moved(region, tier) for name, region in shard.moments.items()}
+        for piece in () if self._names is not None else self._every_piece():
+            for value in self.torch_optimizer.state.get(piece.tensor, {}).values():
+                if isinstance(value, Tensor) and value.dim():
+                    region = self._tiers.moved(self._tiers.over(before, value.data), tier)
+                    value.data = region.get() if tier is Tier.DEVICE else region.values().view(value.shape)
+
     def drop(self, unit: Unit) -> None:
         """Forgets a unit that is no more, and its state."""
         for segment in unit.trainable:
@@ -546,7 +565,8 @@ class ShardedOptimizer:
 
     def _no_moments(self, segment: Segment) -> dict[str, Region]:
         assert segment.master is not None
-        tier, dtype, shape = self._tiers.named(self._moments.tier), segment.dtypes["moments"], segment.master.shape
+        tier = self._tiers.named(self._moments.tier, self._moments.folder)
+        dtype, shape = segment.dtypes["moments"], segment.master.shape
         return {name: tier.allocate(shape, dtype, zero=True) for name in self._names or ()}
 
     def _every_piece(self) -> Iterator[_Piece]:

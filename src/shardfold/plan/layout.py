@@ -154,11 +154,13 @@ PRECISIONS: dict[str, Precision] = {
 @known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """How one state rests on each rank: ``over=()`` means that every rank holds all of it. A tier's name will do."""
+    """How one state rests on each rank: ``over=()`` means that every rank holds all of it. A tier's name will do.
+    ``folder``: of the disk tier, where the file is; None: the system's folder for temporary files."""
 
     over: Axes = ()
     dtype: str
     tier: Tier = Tier.DEVICE
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         if self.tier in list(Tier):  # what is none is told by the table, which knows the state
@@ -379,6 +381,12 @@ class Layout:
             if cell.tier not in list(Tier):
                 near = did_you_mean(str(cell.tier), map(str, Tier))
                 raise LayoutError(f"{name} rests in tier {cell.tier!r}, which is unknown.{near}")
+            if cell.folder is not None and cell.tier is not Tier.DISK:
+                raise LayoutError(
+                    f"{name} has a folder but rests in the {cell.tier} tier: it is of the disk tier; leave it out."
+                )
+            if cell.folder is not None and not isinstance(cell.folder, (str, PathLike)):  # pyright: ignore
+                raise LayoutError(f"{name} has folder={described(cell.folder)}: it is the path of a folder, or None.")
         for name, wire in (("gather", self.gather), ("reduce", self.reduce)):
             known = (*ROLES, *FORMATS)
             if wire.format not in known:

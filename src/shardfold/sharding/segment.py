@@ -217,6 +217,25 @@ class Segment:
         assert region.resting is not None
         return region.resting
 
+    def rest_in(self, state: str, tiers: Tiers, tier: Tier) -> None:
+        """``params``, ``grads`` or ``master`` moves to memory of that tier, with its values, for as long as nothing is
+        computed with it; what shares its bytes with another state moves with that one, and the flat stays."""
+        old = self.regions.get(state)
+        if old is None or old.tier == tier or (state == "params" and not self.split):
+            return
+        shared = state == "params" and self.master_is_rest
+        new = self.regions[state] = tiers.moved(old, tier)
+        memory = new.resting
+        if state == "params":
+            assert memory is not None
+            a, b = (end - self.rest_range[0] for end in self.master_range)
+            self._rest, self._master = memory, memory[a:b] if shared else self._master
+        elif state == "master":
+            self._master = memory
+        else:
+            self._gradient_flat = memory
+        self._slower = any(region.tier != Tier.DEVICE for region in self.regions.values())
+
     @property
     def rest(self) -> Tensor | None:
         return self._at_rest(self._rest, "params")

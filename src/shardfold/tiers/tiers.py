@@ -51,6 +51,18 @@ class Tiers:
         """A region of that tier, one of memory, over what is there already, with its values."""
         return HostRegion(self._host, memory) if tier == "host" else self.device.adopt(memory)
 
+    def moved(self, region: Region, tier: str) -> Region:
+        """A region of that tier, the device's or the host's, with the values of another one, which is given up."""
+        values = region.get()
+        if tier == "device":
+            new: Region = self.device.adopt(values)
+        else:
+            new = self.named(tier).allocate(values.shape, values.dtype)
+            new.store(values)
+            new.values(slice(0, 0))  # nothing is on its way: what was there may go
+        region.drop()
+        return new
+
     def close(self) -> None:
         """Gives back what all of them hold but the device's own, which ends with the way to the other ranks."""
         for tier in self._made.values():

@@ -75,14 +75,13 @@ PATHS: Mapping[str, str] = {
     "tensorboard_output_path": "tensorboard.output_path",
     "tensorboard_job_name": "tensorboard.job_name",
 }  # fmt: skip
-#: What is not here, offloading among it, whatever the config asks for: the answers are no, and None for a section.
+#: What is not here, whatever the config asks for: the answers are no, and None for a section.
 NEVER = (
     "amp_enabled", "compile_autosp", "compile_autotp", "compile_zero_optimization_stage", "checkpoint_writer_enabled",
     "curriculum_enabled_legacy", "curriculum_learning_enabled", "data_efficiency_enabled", "data_sampling_enabled",
     "eigenvalue_enabled", "elasticity_enabled", "is_deepcompile_active", "is_deepcompile_enabled", "pld_enabled",
     "autotuning_profile_model_info", "quantize_training", "random_ltd_enabled", "sparse_gradients_enabled",
-    "super_offload", "uses_parallelization_pass_only", "zero_cpu_offload", "zero_nvme_offload_optimizer",
-    "zero_use_cpu_optimizer",
+    "super_offload", "uses_parallelization_pass_only",
 )  # fmt: skip
 NO_SECTION = (
     "amp_params",
@@ -136,12 +135,24 @@ class ConfigAccessors:
         return self._settings.stage >= 3
 
     def zero_offload_optimizer(self) -> Section | None:
-        """That section of the config, whose effect is none, or None."""
+        """That section of the config, or None."""
         return Section(self._settings, "zero_optimization").offload_optimizer
 
     def zero_offload_param(self) -> Section | None:
-        """That section of the config, whose effect is none, or None."""
+        """That section of the config, or None."""
         return Section(self._settings, "zero_optimization").offload_param
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's states rest in host memory."""
+        return self._settings.offload.get("moments") == "host"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the host updates the masters, because they rest there."""
+        return "master" in self._settings.offload
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether the optimizer's states rest in a file."""
+        return self._settings.offload.get("moments") == "disk"
 
     def postscale_gradients(self) -> bool:
         """The contrary of the config's ``prescale_gradients``."""

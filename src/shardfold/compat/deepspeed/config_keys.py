@@ -66,11 +66,9 @@ DTYPES = ("fp32", "fp16", "bf16")
 LEVELS = ("debug", "info", "warning", "error", "critical")
 WIDE_DTYPES = (*DTYPES, "float32", "float16", "bfloat16", "float", "half")
 BUCKETS = "what is sent together is a unit of the model, not a bucket of so many elements"
-NO_TIER = (
-    "states stay on the training device, as this setting moves none of them yet: the training is the same, the "
-    "device memory is not"
-)
-NO_HOST_OPTIONS = "options of a move that is not made here"
+HOST_BUFFERS = "what travels between host and device has buffers of its own size"
+PINNED = "host memory that a GPU copies from and to is always pinned"
+HOST_UPDATE = "the update of what rests on the host has all of its threads, and is one pass"
 GONE = "DeepSpeed itself has removed it"
 LEAF_CLASSES = [
     f"transformers.models.{module}.modeling_{module}.{name}SparseMoeBlock"
@@ -98,7 +96,7 @@ OPTIMIZER = (
     _honoured("scheduler.params", "object", {}, "its arguments, each checked"),
     _noted("zero_allow_untested_optimizer", "boolean", False, "every element-wise optimizer works under every stage",
            off=(None, False, True)),
-    _noted("zero_force_ds_cpu_optimizer", "boolean", True, "no optimizer runs on the host", off=(None, True, False)),
+    _noted("zero_force_ds_cpu_optimizer", "boolean", True, "the host takes any optimizer", off=(None, True, False)),
 )  # fmt: skip
 
 PRECISION = (
@@ -164,29 +162,32 @@ ZERO = (
     _noted("zero_optimization.elastic_checkpoint", "boolean", False, "every checkpoint loads on any number of ranks"),
     _noted("zero_optimization.sub_group_size", "integer", 1_000_000_000, "the update goes in blocks of its own size",
            low=0),
-    _noted("zero_optimization.offload_param.device", "string", "none", NO_TIER, choices=("none", "cpu", "nvme"),
-           off=(None, "none")),
-    _noted("zero_optimization.offload_param.nvme_path", "path", None, NO_HOST_OPTIONS),
-    _noted("zero_optimization.offload_param.buffer_count", "integer", 5, NO_HOST_OPTIONS, low=0),
-    _noted("zero_optimization.offload_param.buffer_size", "integer", 100_000_000, NO_HOST_OPTIONS, low=0),
-    _noted("zero_optimization.offload_param.max_in_cpu", "integer", 1_000_000_000, NO_HOST_OPTIONS, low=0),
-    _noted("zero_optimization.offload_param.pin_memory", "boolean", True, NO_HOST_OPTIONS),
-    _noted("zero_optimization.offload_optimizer.device", "string", "none", NO_TIER, choices=("none", "cpu", "nvme"),
-           off=(None, "none")),
-    _noted("zero_optimization.offload_optimizer.nvme_path", "path", None, NO_HOST_OPTIONS),
-    _noted("zero_optimization.offload_optimizer.buffer_count", "integer", 4, NO_HOST_OPTIONS, low=0),
-    _noted("zero_optimization.offload_optimizer.pin_memory", "boolean", True, NO_HOST_OPTIONS),
-    _noted("zero_optimization.offload_optimizer.pipeline_read", "boolean", False, NO_HOST_OPTIONS),
-    _noted("zero_optimization.offload_optimizer.pipeline_write", "boolean", False, NO_HOST_OPTIONS),
-    _noted("zero_optimization.offload_optimizer.fast_init", "boolean", False, NO_HOST_OPTIONS),
-    _noted("zero_optimization.offload_optimizer.ratio", "number", 1.0, NO_HOST_OPTIONS, low=0, high=1),
-    _noted("zero_optimization.offload_optimizer.super_offload", "boolean", False, NO_HOST_OPTIONS),
-    _noted("zero_optimization.offload_optimizer.cpuadam_cores_perc", "number", 0.8, NO_HOST_OPTIONS, low=0, high=1),
-    _noted("zero_optimization.cpu_offload", "boolean", False,
-           f"older word for offload_optimizer.device cpu: {NO_TIER}"),
-    _noted("zero_optimization.cpu_offload_param", "boolean", False,
-           f"older word for offload_param.device cpu: {NO_TIER}", aliases=("cpu_offload_params",)),
-    _noted("zero_optimization.cpu_offload_use_pin_memory", "boolean", False, NO_HOST_OPTIONS),
+    _honoured("zero_optimization.offload_param.device", "string", "none", "cpu, at stage 3: parameters, gradients and "
+              "the optimizer's states rest in host memory; nvme likewise", choices=("none", "cpu", "nvme")),
+    _noted("zero_optimization.offload_param.nvme_path", "path", None, "parameters rest in host memory, in no file"),
+    _noted("zero_optimization.offload_param.buffer_count", "integer", 5, HOST_BUFFERS, low=0),
+    _noted("zero_optimization.offload_param.buffer_size", "integer", 100_000_000, HOST_BUFFERS, low=0),
+    _noted("zero_optimization.offload_param.max_in_cpu", "integer", 1_000_000_000, HOST_BUFFERS, low=0),
+    _noted("zero_optimization.offload_param.pin_memory", "boolean", True, PINNED, off=(None, True)),
+    _honoured("zero_optimization.offload_optimizer.device", "string", "none", "cpu: masters, moments and, at stages 2 "
+              "and 3, gradients rest in host memory, where they are updated; nvme: at stage 3 without offload_param, "
+              "moments rest in a file, else as cpu", choices=("none", "cpu", "nvme")),
+    _honoured("zero_optimization.offload_optimizer.nvme_path", "path", None, "the folder of that file"),
+    _noted("zero_optimization.offload_optimizer.buffer_count", "integer", 4, HOST_BUFFERS, low=0),
+    _noted("zero_optimization.offload_optimizer.pin_memory", "boolean", True, PINNED, off=(None, True)),
+    _noted("zero_optimization.offload_optimizer.pipeline_read", "boolean", False, "a file is always read ahead",
+           off=(None, True)),
+    _noted("zero_optimization.offload_optimizer.pipeline_write", "boolean", False, "a file is always written behind "
+           "the update", off=(None, True)),
+    _noted("zero_optimization.offload_optimizer.fast_init", "boolean", False, HOST_BUFFERS),
+    _noted("zero_optimization.offload_optimizer.ratio", "number", 1.0, "all of the optimizer's states rest there, "
+           "whatever part was asked for", low=0, high=1, off=(None, 1)),
+    _noted("zero_optimization.offload_optimizer.super_offload", "boolean", False, HOST_UPDATE),
+    _noted("zero_optimization.offload_optimizer.cpuadam_cores_perc", "number", 0.8, HOST_UPDATE, low=0, high=1),
+    _honoured("zero_optimization.cpu_offload", "boolean", False, "older word for offload_optimizer.device cpu"),
+    _honoured("zero_optimization.cpu_offload_param", "boolean", False, "older word for offload_param.device cpu",
+              aliases=("cpu_offload_params",)),
+    _noted("zero_optimization.cpu_offload_use_pin_memory", "boolean", False, PINNED, off=(None, True)),
     _refused("zero_optimization.zenflow", "object", None, "it delays the update of most gradients"),
     _honoured("zero_optimization.stage3_prefetch_bucket_size", "integer", 50_000_000, "0: nothing is gathered ahead of "
               "its use; else one unit is, of whatever size", low=0, aliases=("prefetch_bucket_size",)),
@@ -210,7 +211,7 @@ ZERO = (
     _noted("zero_optimization.ignore_unused_parameters", "boolean", True, "unused parameters are always legal",
            off=(None, True)),
     _noted("zero_optimization.legacy_stage1", "boolean", False, "there is one implementation"),
-    _noted("zero_optimization.round_robin_gradients", "boolean", False, NO_HOST_OPTIONS),
+    _noted("zero_optimization.round_robin_gradients", "boolean", False, HOST_BUFFERS),
     _noted("zero_optimization.parameter_alignment", "boolean", False, "every parameter begins at a multiple of "
            "256 bytes anyway"),
     _honoured("zero_optimization.zero_hpz_partition_size", "integer", 1, "stage 3 keeps a second copy of the "
@@ -232,7 +233,8 @@ ZERO = (
            off=(None, True)),
     _noted("zero_optimization.log_trace_cache_warnings", "boolean", False, "there is no trace cache"),
     _noted("zero_optimization.enable_sanity_checks", "boolean", False, "ranks compare what they do in any case"),
-    _noted("zero_optimization.save_muon_momentum_buffer_in_memory", "boolean", False, NO_HOST_OPTIONS),
+    _noted("zero_optimization.save_muon_momentum_buffer_in_memory", "boolean", False, "momentum "
+           "rests where the optimizer's other states do"),
     *(_honoured(f"zero_optimization.leaf_module.{name}", "list of strings", default, f"modules of {which} are flagged, "
                 "as set_z3_leaf_modules() does")
       for name, default, which in (("classes", LEAF_CLASSES, "these classes"), ("names", [], "these names"),
@@ -329,7 +331,7 @@ OTHERS = (
         )
     ),
     *(
-        _noted(f"aio.{name}", type, default, NO_HOST_OPTIONS)
+        _noted(f"aio.{name}", type, default, HOST_BUFFERS)
         for name, type, default in (
             ("block_size", "integer", 1048576), ("queue_depth", "integer", 8), ("intra_op_parallelism", "integer", 1),
             ("thread_count", "integer", 1), ("single_submit", "boolean", False), ("overlap_events", "boolean", True),

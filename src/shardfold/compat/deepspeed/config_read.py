@@ -16,6 +16,7 @@ from shardfold.compat.deepspeed.config_check import Checked, Note, check
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_hyper import hyper, idle
 from shardfold.compat.deepspeed.config_keys import KEYS
+from shardfold.compat.deepspeed.config_offload import offload_of, older_words, table_of
 from shardfold.compat.deepspeed.config_precision import Scaling, layout_of, loss_scale_of, overlap_of, precision_of
 from shardfold.compat.deepspeed.config_source import load
 from shardfold.plan.layout import Layout, Precision
@@ -43,7 +44,10 @@ class Settings:
         stage: 0 to 3.
         train_batch_size, micro_batch, accumulate: the triad; with ``early``, as given, and 1 for ``accumulate``.
         clip_norm: None does not clip.
-        precision, layout, mesh, overlap: as :class:`shardfold.Engine` takes them.
+        precision, mesh, overlap: as :class:`shardfold.Engine` takes them.
+        layout: the name of the stage's table; :attr:`table` is that with ``offload``.
+        offload: tiers by state, of those that do not rest on the device.
+        offload_folder: of the disk tier.
         scaling: of the loss, or None.
         optimizer, scheduler: type and arguments, or None.
         activations: as :class:`shardfold.Engine` takes it.
@@ -60,7 +64,9 @@ class Settings:
     accumulate: int
     clip_norm: float | None
     precision: Precision
-    layout: str | Layout
+    layout: str
+    offload: Mapping[str, str] = field(default_factory=dict)
+    offload_folder: str | None = None
     mesh: dict[str, int] | None = None
     overlap: Overlap = field(default_factory=Overlap)
     scaling: Scaling | None = None
@@ -71,6 +77,11 @@ class Settings:
     def __getitem__(self, path: str) -> Any:
         """The effective value of a key, e.g. ``settings["tensorboard.output_path"]``."""
         return self.values[path]
+
+    @property
+    def table(self) -> str | Layout:
+        """The layout, as :class:`shardfold.Engine` takes it."""
+        return table_of(self.layout, self.offload, self.offload_folder)
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -128,6 +139,7 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
             "give values."
         )
     given, notes = checked.given, checked.notes
+    older_words(given)
 
     def get(path: str) -> Any:
         return given.get(path, KEYS[path].default)
@@ -140,6 +152,7 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
     optimizer = hyper("optimizer", get("optimizer.type"), get("optimizer.params"))
     _say_defaults(checked, early, optimizer)
     layout, mesh = layout_of(get, stage, ranks, notes, early)
+    offload, folder = offload_of(get, stage, notes, early)
     precision = precision_of(get, given, stage, notes)
     values, origins = _effective(checked, batch, precision)
     return Settings(
@@ -147,7 +160,8 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
         train_batch_size=batch.train if batch else train, micro_batch=batch.micro if batch else micro,
         accumulate=batch.accumulate if batch else accumulate or 1,
         clip_norm=float(get("gradient_clipping")) or None,
-        precision=precision, layout=layout, mesh=mesh, overlap=overlap_of(get), scaling=loss_scale_of(get),
+        precision=precision, layout=layout, mesh=mesh,
+        offload=offload, offload_folder=folder, overlap=overlap_of(get), scaling=loss_scale_of(get),
         optimizer=optimizer,
         scheduler=hyper("scheduler", get("scheduler.type"), get("scheduler.params")),
         notes=tuple(notes),

@@ -51,12 +51,20 @@ def explain_config(config: Path, *, mesh: Mapping[str, int], params: int) -> str
     if settings.mesh is not None:
         mesh = {"inter": ranks // settings.mesh["intra"], "intra": settings.mesh["intra"]}
     parts = [
-        f"{config} on {ranks} ranks: layout {settings.layout}",
-        explain_preset(settings.layout, mesh=mesh, precision=settings.precision, params=params),
+        f"{config} on {ranks} ranks: layout {settings.layout}{_tiers(settings)}",
+        explain_preset(settings.table, mesh=mesh, precision=settings.precision, params=params),
         effective(settings),
         said(settings.notes),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _tiers(settings: Settings) -> str:
+    """What of the layout rests in a slower tier."""
+    by_tier: dict[str, list[str]] = {}
+    for state, tier in settings.offload.items():
+        by_tier.setdefault(tier, []).append(state)
+    return "".join(f", {' and '.join(states)} in the {tier} tier" for tier, states in by_tier.items())
 
 
 def _value(value: Any) -> str:

@@ -105,7 +105,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         limit = settings.clip_norm or (math.inf if self.zero_compute_grad_norm() else None)  # pyright: ignore
         take_over(model)
         self._core = Engine(
-            model, optimizer=optimizer, layout=settings.layout, precision=settings.precision,
+            model, optimizer=optimizer, layout=settings.table, precision=settings.precision,
             activations=settings.activations, accumulate=settings.accumulate,
             clip=Clip(norm=limit) if limit is not None else None,
             loss_scale=settings.loss_scale if optimizer is not None else None,

@@ -17,7 +17,6 @@ from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.utils.logging import log_dist, set_log_level_from_string
 from shardfold.compat.deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
-from shardfold.plan.sizes import human
 
 __all__ = ["initialize"]
 
@@ -93,7 +92,7 @@ def initialize(
         zero.note_parameters(engine)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
-    notes = [*settings.notes, *_kept_on_device(engine), *_without_optimizer(basic, settings, lr_scheduler)]
+    notes = [*settings.notes, *_without_optimizer(basic, settings, lr_scheduler)]
     if notes:
         log_dist(said(notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -123,22 +122,6 @@ def _without_optimizer(optimizer: Any, settings: Settings, lr_scheduler: Any) ->
     if lr_scheduler is not None:
         return [Note("initialize(lr_scheduler=...)", type(lr_scheduler).__name__, why)]
     return [Note("scheduler.type", settings.scheduler[0], why)] if settings.scheduler is not None else []
-
-
-OFFLOADED = {"offload_optimizer": ("master", "moments"), "offload_param": ("params",)}
-
-
-def _kept_on_device(engine: DeepSpeedEngine) -> list[Note]:
-    """What a config that offloads costs here: bytes of each rank that stay on its device."""
-    sections = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
-    asked = [name for name, section in sections.items() if section is not None and section.device not in (None, "none")]
-    rows = engine._core.memory().rows if asked else ()
-    notes: list[Note] = []
-    for name in asked:
-        size = human(sum(row.table for row in rows if row.state in OFFLOADED[name]))
-        why = f"nothing is offloaded: {size} of each rank, which were to be elsewhere, stay on {engine.device}"
-        notes.append(Note(f"zero_optimization.{name}", sections[name].device, why))  # pyright: ignore[reportOptionalMemberAccess]
-    return notes
 
 
 def _check_parallelism(mpu: Any, mesh_param: Any) -> None:

@@ -21,8 +21,17 @@ from shardfold.torch_internals import flatten_dense, unflatten_dense
 if TYPE_CHECKING:
     from torch import nn
 
+    from shardfold.engine.engine import Engine
+
 __all__ = ["Parts"]
 
+MOVED = {
+    OffloadStateTypeEnum.optim_states: "moments",
+    OffloadStateTypeEnum.hp_params: "master",
+    OffloadStateTypeEnum.lp_params: "params",
+    OffloadStateTypeEnum.lp_grads: "grads",
+}
+"""The state that each word means; of buffers that gradients are sent from, nothing is kept between steps."""
 TIMERS = {"forward": "fwd", "backward": "bwd", "step": "step"}
 
 
@@ -39,6 +48,7 @@ class Parts(ConfigAccessors):
     observers: Observers
     module: nn.Module
     _compiled: bool
+    _core: Engine
     basic_optimizer: Any
     client_optimizer: Any = None
     client_lr_scheduler: Any = None
@@ -79,16 +89,21 @@ class Parts(ConfigAccessors):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """States stay where they are: on the CPU that is the device asked for, and a GPU's keep their memory.
+        """States move to host memory until :meth:`reload_states`, or until what needs them runs: a forward brings
+        parameters back, a backward or a step all of them.
+
+        What is whole on this rank, as with one rank parameters and gradients are, stays, and so does what rests in host
+        memory anyway.
 
         Args:
             include: which states; None: all of them.
             device: ``cpu``; ``none`` asks for nothing.
-            pin_memory, non_blocking: of a copy that is not made.
+            pin_memory: host memory that a GPU copies to is always pinned.
+            non_blocking: the states are there when this returns in any case.
 
         Raises:
             WrongArgument: a ``ValueError``: the device is ``nvme``, or one of ``include`` is no state.
-            WrongCall: the engine has no optimizer, or the stage is not 3.
+            WrongCall: the engine has no optimizer, ``offload_param`` is on, or the stage is 0.
         """
         self._check_movable("offload_states()")
         for state in include or ():  # pyright: ignore[reportGeneralTypeIssues]
@@ -97,24 +112,31 @@ class Parts(ConfigAccessors):
                 raise WrongArgument(f"engine.offload_states(include=[{state!r}]): it is no state; these are {known}.")
         if device == OffloadDeviceEnum.nvme:
             raise WrongArgument("engine.offload_states(device='nvme'): the only device to move states to is 'cpu'.")
-        if device != OffloadDeviceEnum.none:
-            log_dist("engine.offload_states(): states stay on the training device.", ranks=[0], level=logging.WARNING)
+        if device == OffloadDeviceEnum.none:
+            log_dist("engine.offload_states(device='none') moves nothing.", ranks=[0], level=logging.WARNING)
+            return
+        if self.zero_offload_param() is not None and "params" in self._settings.offload:
+            raise WrongCall(
+                "engine.offload_states(): moving states across devices is not supported for offloaded parameters, "
+                "beside which all states rest in host memory anyway: leave the call out."
+            )
+        states = [name for state, name in MOVED.items() if include is None or state in include]
+        self._core._away.leave(states)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """States are where they were.
+        """States are where they were before :meth:`offload_states`.
 
         Raises:
-            WrongCall: the engine has no optimizer, or the stage is not 3.
+            WrongCall: the engine has no optimizer, or the stage is 0.
         """
         self._check_movable("reload_states()")
+        self._core._away.come_back()
 
     def _check_movable(self, call: str) -> None:
         if self.basic_optimizer is None:
             raise WrongCall(f"engine.{call}: moving states across devices is not supported without an optimizer.")
-        if self.zero_optimization_stage() != 3:
-            raise WrongCall(
-                f"engine.{call} is for ZeRO stage 3, and this is stage {self.zero_optimization_stage()}: leave it out."
-            )
+        if not self.zero_optimization():
+            raise WrongCall(f"engine.{call} is for ZeRO stages 1, 2 and 3, and this is stage 0: leave it out.")
 
     def compile(
         self,

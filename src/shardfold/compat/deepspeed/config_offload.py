@@ -1,0 +1,84 @@
+"""The sections ``offload_optimizer`` and ``offload_param``: in which tier each state rests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardfold.compat.deepspeed.config_check import Note
+from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
+from shardfold.plan.layout import Layout
+from shardfold.plan.offload import offloaded
+from shardfold.plan.presets import named
+
+__all__ = ["offload_of", "older_words", "table_of"]
+
+OPTIMIZER, PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
+OLDER = {"zero_optimization.cpu_offload": OPTIMIZER, "zero_optimization.cpu_offload_param": PARAM}
+
+Get = Callable[[str], Any]
+
+
+def older_words(given: dict[str, Any]) -> None:
+    """Adds what older words, which are in ``given`` by path, say as the sections do.
+
+    Raises:
+        DeepSpeedConfigError: both are given.
+    """
+    for path, section in OLDER.items():
+        if not given.get(path):
+            continue
+        if also := next((other for other in given if other.startswith(section)), None):
+            raise DeepSpeedConfigError(
+                f"{path} is an older word for {section}device, and {also} is given too: keep the second."
+            )
+        given[f"{section}device"] = "cpu"
+
+
+def offload_of(get: Get, stage: int, notes: list[Note], early: bool) -> tuple[dict[str, str], str | None]:
+    """The tier of each state that does not rest on the device, and the folder of a file.
+
+    Raises:
+        DeepSpeedConfigError: a file is asked for and no folder is named, or an option does not go with it.
+    """
+    asked = {
+        path: str(get(f"{path}device")) for path in (OPTIMIZER, PARAM) if get(f"{path}device") not in (None, "none")
+    }
+    for path, lowest in ((OPTIMIZER, 1), (PARAM, 3)):
+        if path in asked and stage < lowest:
+            stages = "stage 3" if lowest == 3 else "stages 1, 2 and 3"
+            notes.append(Note(f"{path}device", asked.pop(path), f"it is for {stages}, and the stage is {stage}"))
+    if OPTIMIZER in asked and not get("zero_optimization.compute_grad_norm"):
+        raise DeepSpeedConfigError(
+            "zero_optimization.compute_grad_norm is false, which does not support offload_optimizer: leave one out."
+        )
+    if asked.get(OPTIMIZER) == "nvme" and PARAM not in asked and stage == 3:
+        if get(f"{OPTIMIZER}nvme_path") is None and not early:
+            raise DeepSpeedConfigError(
+                f"{OPTIMIZER}device is 'nvme' and there is no {OPTIMIZER}nvme_path: give the folder of the file."
+            )
+        why = "the optimizer's moments rest in a file there; masters stay on the device, where they are updated"
+        notes.append(Note(f"{OPTIMIZER}device", "nvme", why))
+        return {"moments": "disk"}, get(f"{OPTIMIZER}nvme_path")
+    for path in (path for path, device in asked.items() if device == "nvme"):
+        why = "it rests in host memory: of states that the host updates or gathers none rests in a file yet"
+        notes.append(Note(f"{path}device", "nvme", why))
+    if not asked:
+        return {}, None
+    tiers = {"master": "host", "moments": "host"}
+    if stage >= 2:
+        tiers["grads"] = "host"
+    if PARAM in asked:
+        tiers["params"] = "host"
+        if OPTIMIZER not in asked:
+            why = "with parameters, gradients and the optimizer's states rest in host memory, where they are updated"
+            notes.append(Note(f"{PARAM}device", asked[PARAM], why))
+    return tiers, None
+
+
+def table_of(preset: str, tiers: Mapping[str, str], folder: str | None) -> str | Layout:
+    """The preset's name, or its table with these tiers; ``folder``: of a file."""
+    if not tiers:
+        return preset
+    table = offloaded(named(preset), tiers)
+    return table if folder is None else table.edit("moments", folder=folder)
