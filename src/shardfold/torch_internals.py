@@ -64,6 +64,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_zero_",
     "free_weak",
+    "function_modes_are_on",
     "functorch_stack",
     "fused_adam_",
     "fused_adamw_",
@@ -71,8 +72,10 @@ __all__ = [
     "in_backward",
     "keeps_graph",
     "lacking_for",
+    "made_of_others",
     "missing",
     "modes_are_on",
+    "negative_view",
     "no_functions",
     "no_subclass_functions",
     "packs_seen",
@@ -84,6 +87,7 @@ __all__ = [
     "rebuild_typed_tensor",
     "reduce_scatter_single",
     "register_device",
+    "register_in_torchscript",
     "replace_backward",
     "replace_data_check",
     "set_versions",
@@ -197,6 +201,10 @@ INTERNALS: tuple[Internal, ...] = (
     Internal("torch._C._ExcludeDispatchKeyGuard", "autocast on it", SIMULATED),
     Internal("torch._C._AutoDispatchBelowAutograd", "kernels of the CPU without autograd", SIMULATED),
     Internal("torch._C._swap_tensor_impl", "moving a parameter to it in place", SIMULATED),
+    Internal("torch._C._is_torch_function_mode_enabled", "functions of PyTorch's that it replaces", SIMULATED),
+    Internal("torch._C.DispatchKey.CompositeExplicitAutograd", "moving its tensors", SIMULATED),
+    Internal("torch._neg_view", "views of complex numbers", SIMULATED),
+    Internal("torch.jit._builtins._register_builtin", "functions of PyTorch's that it replaces", SIMULATED),
     Internal("torch._C._current_autograd_node", "naming what runs in a backward", SIMULATED),
     Internal("torch.autograd._engine_run_backward", "the stream of a backward", SIMULATED),
 )
@@ -397,6 +405,11 @@ def modes_are_on() -> bool:
     return _dispatch_modes() > 0 or _function_modes() > 0
 
 
+function_modes_are_on: Callable[[], bool] = _get("torch._C._is_torch_function_mode_enabled")
+"""Whether a mode sees calls of PyTorch's functions."""
+register_in_torchscript: Callable[[Any, str], None] = _get("torch.jit._builtins._register_builtin")
+"""The function is the operation of that name in TorchScript."""
+
 # -- storages
 
 weak_storage: Callable[[torch.UntypedStorage], Any] = _get("torch.UntypedStorage._weak_ref")
@@ -449,6 +462,8 @@ swap_impl: Callable[[Tensor, Tensor], None] = _get("torch._C._swap_tensor_impl")
 """Each of both is from now on what the other was."""
 below_autograd: Any = _get("torch._C._AutoDispatchBelowAutograd")
 """A context in which operations go to the kernels of devices, past autograd."""
+negative_view: Callable[[Tensor], Tensor] = _get("torch._neg_view")
+"""A view that stands for the negative numbers."""
 ExcludeKeys: Any = _get("torch._C._ExcludeDispatchKeyGuard")
 """A context in which operations go past the given keys."""
 
@@ -460,6 +475,12 @@ def _keys(name: str) -> Any:
 
 CPU_KEYS: Any = _keys("CPU")
 AUTOCAST_KEYS: Any = _keys("AutocastPrivateUse1")
+
+
+def made_of_others(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operation by PyTorch's kernel for all devices, which calls others."""
+    return op._op_dk(_find("torch._C.DispatchKey.CompositeExplicitAutograd"), *args, **kwargs)
+
 
 functorch_stack: Callable[[], Any] = _get("torch._C._functorch.peek_interpreter_stack")
 """What ``torch.func``'s transforms are under way; None outside of them."""

@@ -554,17 +554,6 @@ def test_memory_of_an_update_is_given_back(tiers: Tiers) -> None:
 # -- what is refused
 
 
-@pytest.mark.parametrize("tier", SLOWER)
-@pytest.mark.parametrize("state", ["params", "grads", "master"])
-def test_states_that_cannot_rest_elsewhere_yet_are_refused(state: str, tier: str) -> None:
-    """Moments can; of the others a sentence says so, before anything is made."""
-    with pytest.raises(ConfigError) as error:
-        make(sf.PRESETS["zero3"].edit(state, tier=Tier(tier)))
-    assert str(error.value) == (
-        f"{state} rests in the {tier} tier, from which this version updates moments only; use device."
-    )
-
-
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -74,3 +74,44 @@ def test_a_program_may_end_right_behind_its_backward(tmp_path: Path) -> None:
     for _ in range(4):
         ended = subprocess.run([sys.executable, "ends.py"], cwd=tmp_path, capture_output=True, check=False, timeout=120)
         assert ended.returncode == 0, ended.stderr.decode()
+
+
+FORKS = """
+import os
+import sys
+import torch
+from shardfold.testing.simulated import simulated
+
+with simulated(sys.argv[1], lag=1000):
+    x = torch.ones(4, device="sim")
+    for _ in range(100):
+        x = x + 1
+    child = os.fork()
+    if not child:
+        torch.manual_seed(0)
+        print((torch.ones(1) * 2).item(), flush=True)  # the CPU is there
+        x[0].item()
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), x[0].item())
+"""
+
+
+@pytest.mark.parametrize("mode", ["check", "lazy"])
+def test_a_forked_process_is_refused(tmp_path: Path, mode: str) -> None:
+    """It is told in one sentence, ends with its own traceback only, and does not hang; the CPU is there for it, and
+    its parent goes on."""
+    if not is_supported():
+        pytest.skip("this version of PyTorch lacks what the simulated device is made of")
+    (tmp_path / "forks.py").write_text(FORKS)
+    command = [sys.executable, "forks.py", mode]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout == "2.0\n1 101.0\n", done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert "UsageError: The simulated device cannot be used in a forked process" in done.stderr
+
+
+def test_wrong_arguments_get_a_sentence(tmp_path: Path) -> None:
+    """A file that is not there, and a lag below 1; nothing is started."""
+    for arguments, said in ((("gone.py",), "there is no file gone.py"), (("--lag", "0", "x.py"), "--lag 0: it is")):
+        done = run(*arguments, folder=tmp_path)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardfold import torch_internals
 from shardfold.errors import UsageError
@@ -131,3 +133,45 @@ def test_one_error_names_everything() -> None:
     assert isinstance(told.value, AssertionError)
     assert "1 race(s)" in text and "[unordered] read by mul on stream" in text and "after write by" in text
     assert "stream.wait_stream(other)" in text and text.count("test_simulation.py:") >= 2
+
+
+def _collective_and_not() -> tuple[str, str]:
+    with simulated() as sim:
+        x = torch.ones(4, device="sim")
+        work = dist.all_reduce(x, async_op=True)
+        x * 2
+        work.wait()
+        _race()
+        first, second = (race.advice for race in sim.races)
+        return first, second
+
+
+def test_the_advice_speaks_of_what_is_there(sim_ranks: Ranks) -> None:
+    """Of the wait() of a collective only where one of both is a collective."""
+    first, second = sim_ranks.run(_collective_and_not, world_size=2)[0]
+    assert "the wait() of the collective" in first and "collective" not in second
+
+
+@on_device()
+def test_a_race_is_readable() -> None:
+    """Its parts print what was used, where, and which bytes."""
+    with simulated() as sim:
+        _race()
+        (race,) = sim.races
+        assert repr(race.now).startswith("<read by mul on stream ") and repr(race.now).endswith(", bytes 0 to 16>")
+
+
+@on_device()
+def test_wrong_arguments_get_a_sentence() -> None:
+    """Each names what was given and what is taken."""
+    stream, sim = _module().Stream(), _module()
+    wrong: dict[str, Any] = {
+        "set_stream(3)": lambda: sim.set_stream(3),
+        "wait_stream(None)": lambda: stream.wait_stream(None),
+        "wait_event(None)": lambda: stream.wait_event(None),
+        "device='sim:1'": lambda: torch.ones(2, device="sim:1"),
+        "simulated(seed='a')": lambda: simulated(seed="a").__enter__(),  # type: ignore[arg-type]
+    }
+    for said, call in wrong.items():
+        with pytest.raises(UsageError, match=re.escape(said)):
+            call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -88,3 +89,19 @@ def test_there_is_one_device() -> None:
             pass
         with pytest.raises(UsageError, match="one simulated device"):
             _module().set_device(1)
+
+
+@pytest.mark.parametrize("mode", ["check", "lazy"])
+@pytest.mark.parametrize("what", ["event", "stream"])
+@on_device()
+def test_what_the_host_has_seen_done_is_in_order(what: str, mode: str) -> None:
+    """A query that says True orders what the host queues from then on behind it, as a wait would."""
+    with simulated(mode, lag=100) as sim:
+        side = torch.sim.Stream()  # type: ignore[attr-defined]
+        with torch.sim.stream(side):  # type: ignore[attr-defined]
+            x = torch.ones(4, device="sim")
+            event = side.record_event()
+        while not (event if what == "event" else side).query():
+            time.sleep(0.001)  # the device goes on by itself meanwhile
+        x * 2
+        sim.expect_clean(may_wait=False)

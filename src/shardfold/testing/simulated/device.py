@@ -141,14 +141,22 @@ class SimulatedDevice:
             raise error
 
     def is_done(self, moment: Moment) -> bool:
-        """Whether the device has come to ``moment``."""
-        return moment.done and all([each.poll() for each in self._before(moment)])
+        """Whether the device has come to ``moment``; what the host queues from then on is behind it."""
+        return self._saw(moment, moment.done)
 
     def is_idle(self, stream: int) -> bool:
-        """Whether everything that ``stream`` waits for, or has queued, is done."""
-        if not self.queues.is_idle(stream):
+        """Whether everything that ``stream`` waits for, or has queued, is done; what the host queues from then on is
+        behind it."""
+        with self.lock:
+            moment = Moment(dict(self.clocks[stream]))
+        return self._saw(moment, self.queues.is_idle(stream))
+
+    def _saw(self, moment: Moment, done: bool) -> bool:
+        if not done or not all([each.poll() for each in self._before(moment)]):
             return False
-        return all([each.poll() for each in self._before(Moment(dict(self.clocks[stream])))])
+        with self.lock:
+            self.clocks.host_waited(moment)
+        return True
 
     def _before(self, moment: Moment) -> list[UnderWay]:
         return [each for each in list(self._collectives) if is_over(each.moment, moment)]
@@ -277,10 +285,12 @@ class _Process:
     """Attributes:
     device: that of this process: PyTorch has one place for a device of this kind, which is given once.
     refused: why it cannot be used, if it cannot.
+    forked: whether this process is a child of the one that made it.
     """
 
     device: SimulatedDevice | None = None
     refused = ""
+    forked = False
 
 
 PROCESS = _Process()
@@ -290,8 +300,13 @@ def the_device() -> SimulatedDevice:
     """That of this process.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: it is not installed, or this process is a fork of the one that it is in.
     """
+    if PROCESS.forked:
+        raise UsageError(
+            "The simulated device cannot be used in a forked process, as CUDA's cannot: start the process with the "
+            "method 'spawn' or 'forkserver', and enter shardfold.testing.simulated() there."
+        )
     if PROCESS.device is None:
         raise UsageError("This process has no simulated device: enter shardfold.testing.simulated() first.")
     return PROCESS.device

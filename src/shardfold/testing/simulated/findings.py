@@ -12,14 +12,15 @@ __all__ = ["Access", "Findings", "Found", "Race"]
 
 ADVICE = {
     "unordered": "nothing orders stream {now} behind stream {before}: let it wait before, with "
-    "stream.wait_stream(other), an event that the other records (stream.wait_event(event)), or the wait() of the "
-    "collective",
+    "stream.wait_stream(other), or an event that the other records (stream.wait_event(event)){collective}",
     "reused": "this memory was given out again while stream {before} may still use what was there: call "
     "tensor.record_stream(stream) for every other stream that uses a tensor before it is freed, or let the stream "
     "that it was allocated on wait for them",
     "freed": "the storage has no memory now: give it its memory back with resize_() first, or free it later",
 }
 """By kind of race, the sentence that helps."""
+COLLECTIVES = {"all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "scatter", "gather",
+               "send", "recv", "barrier"}  # fmt: skip
 
 
 class Access(NamedTuple):
@@ -43,6 +44,9 @@ class Access(NamedTuple):
 
     def __str__(self) -> str:
         return f"{'write' if self.write else 'read'} by {self.what} on stream {self.stream} at {self.site}"
+
+    def __repr__(self) -> str:
+        return f"<{self}, bytes {self.region.start} to {self.region.stop}>"
 
 
 class Race(NamedTuple):
@@ -72,7 +76,9 @@ class Race(NamedTuple):
     def advice(self) -> str:
         """How to mend it."""
         before = "?" if self.before is None else self.before.stream
-        return ADVICE[self.kind].format(now=self.now.stream, before=before)
+        among = COLLECTIVES & {self.now.what, *(() if self.before is None else (self.before.what,))}
+        collective = ", or the wait() of the collective" if among else ""
+        return ADVICE[self.kind].format(now=self.now.stream, before=before, collective=collective)
 
     def __str__(self) -> str:
         memory = f"memory of {self.nbytes} bytes, allocated at {self.allocated}"
@@ -83,7 +89,13 @@ class Race(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was found since the last look."""
+    """What was found since the last look.
+
+    Attributes:
+        races: each pair of places once.
+        host_syncs: how often the host waited for the device, by operation and place.
+        mixed: operations on tensors of two devices, by operation and place.
+    """
 
     races: list[Race]
     host_syncs: Counter[tuple[str, str]]

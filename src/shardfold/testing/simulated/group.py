@@ -105,7 +105,9 @@ class SimulatedGroup(_ProcessGroup):
         self.aborted = True
         if self._size > 1 and self._gloo is not None:
             with suppress(RuntimeError):  # a receive that is given up takes the connections with it
-                self._gloo.recv([torch.empty(1)], (self._rank + 1) % self._size, UNSENT).wait(timedelta(milliseconds=1))
+                self._gloo.recv([torch.empty(1, device="cpu")], (self._rank + 1) % self._size, UNSENT).wait(
+                    timedelta(milliseconds=1)
+                )
 
     def shutdown(self) -> None:
         """Waits for what is under way, and gives the connections back."""
@@ -250,7 +252,7 @@ class SimulatedGroup(_ProcessGroup):
 
         def begin() -> Started:
             flat = torch.cat([each.reshape(-1) for each in sent])
-            back = torch.empty(sum(each.numel() for each in into), dtype=flat.dtype)
+            back = torch.empty(sum(each.numel() for each in into), dtype=flat.dtype, device="cpu")
             sizes = [each.numel() for each in into], [each.numel() for each in sent]
             send = getattr(self._gloo, "all_to_all_single", None) or self._gloo.alltoall_base
             return [send(back, flat, *sizes, AllToAllOptions())], partial(_deal, back, into)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 from functools import partial
 from typing import Any
 
 import torch
 
 from shardfold.errors import UsageError
-from shardfold.testing.simulated.device import PROCESS, SimulatedDevice
+from shardfold.testing.simulated.device import PROCESS, SimulatedDevice, the_device
 from shardfold.testing.simulated.memory import NAME
 from shardfold.torch_internals import SIMULATED, backward_without_context, lacking_for
 
@@ -32,7 +33,7 @@ def install() -> SimulatedDevice:
     if PROCESS.refused:
         raise UsageError(PROCESS.refused)
     if PROCESS.device is not None:
-        return PROCESS.device
+        return the_device()
     lost = lacking_for(SIMULATED)
     if lost:
         raise UsageError(
@@ -52,7 +53,13 @@ def install() -> SimulatedDevice:
     patch()
     _try_backward()
     atexit.register(_let_go)
+    os.register_at_fork(after_in_child=_forked)
     return device
+
+
+def _forked() -> None:
+    """The threads of the device, and PyTorch's for it, are the parent's."""
+    PROCESS.forked = True
 
 
 def _let_go() -> None:
@@ -62,6 +69,8 @@ def _let_go() -> None:
     interpreter ends meanwhile, Python ends the thread inside of a destructor, and so the process by SIGABRT. It takes
     one backward after another; of this last one it holds nothing of Python's.
     """
+    if PROCESS.forked:  # that thread is the parent's
+        return
     x = torch.ones(1, device=NAME, requires_grad=True)
     loss = x.mul(2).sum()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object((x, loss)))  # so that this thread is never the last that holds them
@@ -89,8 +98,10 @@ _LIBRARIES: list[torch.library.Library] = []  # what they register goes when the
 
 def _register() -> None:
     from shardfold.testing.simulated.autocast import AUTOCAST
+    from shardfold.testing.simulated.layers import CELLS, CONVOLUTIONS
     from shardfold.testing.simulated.module import device_module
     from shardfold.testing.simulated.operations import fallback
+    from shardfold.testing.simulated.special import to_copy
     from shardfold.testing.simulated.unwinding import Guard
     from shardfold.torch_internals import CPU_KEYS, register_device
 
@@ -111,8 +122,17 @@ def _register() -> None:
     for name in CPU_NORMS:
         op = getattr(torch.ops.aten, name).default
         named.impl(name, partial(fallback, op), "PrivateUse1")
+    for name, kernel in CONVOLUTIONS.items():
+        named.impl(name, partial(kernel, fallback), "PrivateUse1")
+    for name, kernel in CELLS.items():
+        for key in ("PrivateUse1", "AutogradPrivateUse1"):
+            named.impl(name, kernel, key)
+    moves = "_to_copy"
+    named.impl(moves, partial(to_copy, the_device, getattr(torch.ops.aten, moves).default), "PrivateUse1")
     for overload in ("source_Storage", "source_Storage_storage_offset", "source_Tensor"):
         named.impl(f"set_.{overload}", on_cpu(getattr(torch.ops.aten.set_, overload)), "PrivateUse1")
+    for key in ("Conjugate", "Negative"):  # else it would be resolved first, by a copy
+        named.impl("_copy_from", torch.library.fallthrough_kernel, key)
     for name, kernel in AUTOCAST.items():
         named.impl(name, kernel, "AutocastPrivateUse1")
     _LIBRARIES.extend([everything, named])

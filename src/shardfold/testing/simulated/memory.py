@@ -22,7 +22,7 @@ from shardfold.testing.simulated.dlpack import tensor_over
 from shardfold.testing.simulated.findings import Access
 from shardfold.testing.simulated.regions import span
 from shardfold.testing.simulated.sites import Site
-from shardfold.torch_internals import expired, free_weak, weak_storage
+from shardfold.torch_internals import expired, free_weak, negative_view, weak_storage
 
 __all__ = ["NAME", "Allocation", "Allocator", "contiguous", "elements", "spoil"]
 
@@ -124,7 +124,7 @@ class Allocator:
         """A tensor in the pool of ``stream``; its bytes are all ones, which is NaN for floating point."""
         size = [int(n) for n in size]
         stride = contiguous(size) if stride is None else [int(n) for n in stride]
-        memory = torch.empty(max(span(size, stride) * dtype.itemsize, 1), dtype=torch.uint8)
+        memory = torch.empty(max(span(size, stride) * dtype.itemsize, 1), dtype=torch.uint8, device="cpu")
         spoil(memory)
         with self._lock:
             self.collect()
@@ -161,12 +161,14 @@ class Allocator:
         return block
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """The same memory as a tensor of the CPU."""
+        """The same memory as a tensor of the CPU, of conjugate or negative numbers where this one stands for them."""
         block = self.find(tensor)
         if block is None or block.memory is None:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        out = torch.empty(0, dtype=tensor.dtype)
-        return out.set_(block.memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        out = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        out.set_(block.memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        out = out.conj() if tensor.is_conj() else out
+        return negative_view(out) if tensor.is_neg() else out
 
     # -- freeing
 

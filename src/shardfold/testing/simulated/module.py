@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import UsageError
-from shardfold.testing.simulated.device import the_device
+from shardfold.testing.simulated.device import PROCESS, the_device
 from shardfold.testing.simulated.memory import NAME
-from shardfold.testing.simulated.streams import Event, Stream
+from shardfold.testing.simulated.streams import Event, Stream, a_stream
 
 __all__ = ["device_module"]
 
@@ -25,7 +25,7 @@ def device_module() -> ModuleType:
     """The module, ready to be registered."""
     module = ModuleType(f"torch.{NAME}", __doc__)
     for name, value in vars(_Functions).items():
-        if isinstance(value, staticmethod) or name in ("Stream", "Event"):
+        if isinstance(value, staticmethod) or name in ("Stream", "Event", "_initialized"):
             setattr(module, name, getattr(_Functions, name))
     return module
 
@@ -41,6 +41,8 @@ def _check(device: Any) -> None:
 
 class _Functions:
     Stream, Event = Stream, Event
+    _initialized = True
+    """As torch.utils.checkpoint asks, before it keeps the state of random numbers for a recomputation."""
 
     # -- devices
 
@@ -54,7 +56,7 @@ class _Functions:
 
     @staticmethod
     def _is_in_bad_fork() -> bool:
-        return False
+        return PROCESS.forked
 
     @staticmethod
     def init() -> None: ...
@@ -105,12 +107,12 @@ class _Functions:
 
     @staticmethod
     def stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-        return nullcontext() if stream is None else stream
+        return nullcontext() if stream is None else a_stream(stream, "stream")
 
     @staticmethod
     def set_stream(stream: torch.Stream | None) -> None:
         if stream is not None:
-            the_device().enter(stream)
+            the_device().enter(a_stream(stream, "set_stream"))
 
     # -- memory
 

@@ -29,6 +29,7 @@ class Operation:
     Attributes:
         reads, writes: its tensors on the device.
         outputs: its results: arguments, where it gives these back, and None for what is to be made.
+        hides_generator: whether it draws random numbers and cannot be told from where.
     """
 
     def __init__(
@@ -42,6 +43,11 @@ class Operation:
         for value, written in zip(given, known.written, strict=True):
             self._sort(value, self.writes if written else self.reads)
         self.outputs: list[Any] = [None if k is None else given[k] for k in known.aliased]
+        self.hides_generator = known.random and "generator" not in known.names
+        if known.random and not self.hides_generator:
+            generator = self._given_generator()
+            # How many numbers it draws may depend on what it reads, which is there later: then it takes one now.
+            self._draws_from(_seeded(generator) if self.reads else generator)
 
     @property
     def name(self) -> str:
@@ -77,30 +83,42 @@ class Operation:
             aliases.append((tensor, self.device.allocator.alias(tensor)))
             return aliases[-1][1]
 
-        with below_autograd(), self._numbers() as more:
-            got = self.op(*self.on_cpu(self.args, alias), **self.on_cpu(self.kwargs, alias), **more)
+        with below_autograd(), self._numbers():
+            got = self.op(*self.on_cpu(self.args, alias), **self.on_cpu(self.kwargs, alias))
         for tensor, bare in aliases:
             if bare.shape != tensor.shape:  # an out= that was resized
                 resize(self.device, tensor, bare.shape)
                 self.device.allocator.alias(tensor).copy_(bare)
         return got
 
-    @contextmanager
-    def _numbers(self) -> Iterator[dict[str, Any]]:
-        """Inside, random numbers come from the device's generator; the arguments that have them do so."""
-        given = isinstance(self.kwargs.get("generator"), torch.Generator)
-        if not self.known.random or given or any(isinstance(value, torch.Generator) for value in self.args):
-            yield {}
-        elif "generator" in self.known.names[len(self.args) :] and "generator" not in self.kwargs:
-            yield {"generator": self.device.generator}
+    # -- random numbers
+
+    def _given_generator(self) -> torch.Generator:
+        """The argument, or the device's."""
+        given = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Generator)]
+        return given[0] if given else self.device.generator
+
+    def _draws_from(self, generator: torch.Generator) -> None:
+        """Its random numbers come from there."""
+        at = self.known.names.index("generator")
+        if at < len(self.args):
+            self.args = (*self.args[:at], generator, *self.args[at + 1 :])
         else:
-            before = torch.get_rng_state()
-            torch.set_rng_state(self.device.generator.get_state())
-            try:
-                yield {}
-            finally:
-                self.device.generator.set_state(torch.get_rng_state())
-                torch.set_rng_state(before)
+            self.kwargs = {**self.kwargs, "generator": generator}
+
+    @contextmanager
+    def _numbers(self) -> Iterator[None]:
+        """Inside, the CPU's generator, which some operations draw from whatever they are given, is the device's."""
+        if not self.hides_generator:
+            yield
+            return
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.device.generator.get_state())
+        try:
+            yield
+        finally:
+            self.device.generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
 
     @staticmethod
     def on_cpu(values: Any, alias: Callable[[Tensor], Tensor]) -> Any:
@@ -110,6 +128,7 @@ class Operation:
     @staticmethod
     def on_meta(values: Any) -> Any:
         """The values with tensors and devices that have shapes only."""
+        values = mapped(lambda value: None if isinstance(value, torch.Generator) else value, values)
         return mapped(partial(_of_other_device, alias=_shape, other=torch.device("meta")), values)
 
     # -- results
@@ -145,6 +164,12 @@ class Operation:
     @property
     def result(self) -> Any:
         return self.outputs[0] if self.single else tuple(self.outputs)
+
+
+def _seeded(generator: torch.Generator) -> torch.Generator:
+    """Another one, which one number of this one decides."""
+    seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+    return torch.Generator().manual_seed(int(seed))
 
 
 def _of_other_device(value: Any, alias: Callable[[Tensor], Tensor], other: torch.device) -> Any:

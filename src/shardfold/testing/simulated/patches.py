@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardfold.testing.simulated.device import the_device
+from shardfold.testing.simulated.device import PROCESS, the_device
 from shardfold.testing.simulated.memory import NAME, Allocation
+from shardfold.testing.simulated.replaced import Replaced
 from shardfold.testing.simulated.streams import Event, Stream
 from shardfold.testing.simulated.unwinding import HELD
 from shardfold.torch_internals import replace_backward, replace_data_check, swap_impl
@@ -63,6 +64,17 @@ def _storages() -> None:
     def can_resize(self: Any) -> bool:
         return self.device.type == NAME or resizable(self)
 
+    make = kind.__new__
+
+    def of_bytes(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None or torch.device(device).type != NAME:
+            return make(cls, *args, **kwargs) if device is None else make(cls, *args, device=device, **kwargs)
+        values = args[0] if args else kwargs.get("size", 0)
+        if isinstance(values, int):
+            return torch.empty(values, dtype=torch.uint8, device=NAME).untyped_storage()
+        return torch.tensor(values, dtype=torch.uint8, device=NAME).untyped_storage()
+
+    kind.__new__ = staticmethod(of_bytes)
     kind.resize_, kind.size, kind.nbytes = resize_, counted(size), counted(nbytes)
     kind.resizable, kind.clone = can_resize, clone
 
@@ -74,25 +86,27 @@ def _bytes(storage: Any) -> Tensor:
 
 def _pinned_memory() -> None:
     def pinning(make: Any) -> Any:
-        @wraps(make)
-        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        def made(*args: Any, pin_memory: bool | None = False, **kwargs: Any) -> Tensor:
             out = make(*args, **kwargs)
-            return the_device().allocator.pin(out) if pin_memory else out
+            return pinned(out) if pin_memory else out
 
         return made
 
+    def pinned(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            raise RuntimeError(f"cannot pin a tensor on {tensor.device}: only memory of the CPU can be pinned")
+        return the_device().allocator.pin(tensor)
+
     for name in PINNABLE:
-        setattr(torch, name, pinning(getattr(torch, name)))
+        Replaced.put(torch, name, pinning(getattr(torch, name)), of_tensor=name.endswith("_like"))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
-        setattr(Tensor, name, pinning(getattr(Tensor, name)))
+        Replaced.put(Tensor, name, pinning(getattr(Tensor, name)), of_tensor=True)
 
     def is_pinned(self: Tensor, device: Any = None) -> bool:
-        return self.device.type == "cpu" and the_device().allocator.is_pinned(self)
+        return self.device.type == "cpu" and not PROCESS.forked and the_device().allocator.is_pinned(self)
 
     def pin_memory(self: Tensor, device: Any = None) -> Tensor:
-        if self.device.type != "cpu":
-            raise RuntimeError(f"cannot pin a tensor on {self.device}: only memory of the CPU can be pinned")
-        return self if is_pinned(self) else the_device().allocator.pin(self.clone())
+        return self if is_pinned(self) else pinned(self.clone() if self.device.type == "cpu" else self)
 
     replaced: Any = Tensor
     replaced.is_pinned, replaced.pin_memory = is_pinned, pin_memory
@@ -141,6 +155,8 @@ def _backward() -> None:
     def around(run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
         def backward(*args: Any, **kwargs: Any) -> Any:
+            if PROCESS.forked:  # of the CPU: the device is not there
+                return run(*args, **kwargs)
             with the_device().backward(), HELD.raised():
                 return run(*args, **kwargs)
 
@@ -184,4 +200,4 @@ def _standing_for(kind: Any, make: Callable[..., Any]) -> Any:
         def __subclasscheck__(self, subclass: type) -> bool:
             return issubclass(subclass, kind)
 
-    return Kind(kind.__name__, (kind,), {})
+    return Kind(kind.__name__, (kind,), {"__module__": "torch"})

@@ -35,7 +35,7 @@ class Region(NamedTuple):
         if self.elements is None and other.elements is None:
             return True
         first = min(self.start, other.start)
-        bytes_of = torch.zeros(max(self.stop, other.stop) - first, dtype=torch.bool)
+        bytes_of = torch.zeros(max(self.stop, other.stop) - first, dtype=torch.bool, device="cpu")
         self._in(bytes_of, first).fill_(True)
         return bool(other._in(bytes_of, first).any())
 

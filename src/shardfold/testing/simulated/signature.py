@@ -25,6 +25,7 @@ class Signature:
     view: whether all it does is to make a view.
     stops_host: whether the host needs values of the device to give the result.
     random: whether it draws random numbers.
+    out: whether it may give what it writes to another size.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Signature:
     view: bool
     stops_host: bool
     random: bool
+    out: bool
 
     @property
     def fresh(self) -> list[int]:
@@ -60,6 +62,7 @@ def signature(op: Any) -> Signature:
         view=views and not any(written),
         stops_host=bool(READ_BY_THE_HOST & set(op.tags)) or any(str(r.type) in NUMBERS for r in schema.returns),
         random=torch.Tag.nondeterministic_seeded in op.tags,
+        out=any(a.kwarg_only and w for a, w in zip(schema.arguments, written, strict=True)),
     )
 
 

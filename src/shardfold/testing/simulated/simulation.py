@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shardfold.errors import ShardfoldError, UsageError, did_you_mean
-from shardfold.testing.simulated.device import SimulatedDevice
+from shardfold.testing.simulated.device import PROCESS, SimulatedDevice, the_device
 from shardfold.testing.simulated.findings import Findings, Found, Race
 from shardfold.testing.simulated.install import install
 from shardfold.testing.simulated.queues import Prompt
@@ -73,11 +73,11 @@ class Simulation:
         Raises:
             Exception: what an operation or a collective raised meanwhile.
         """
-        self._device.synchronize()
+        the_device().synchronize()
 
     def take(self) -> Found:
         """Everything found so far, once the device is done; it is forgotten here."""
-        self._device.synchronize()
+        the_device().synchronize()
         return self._findings.take()
 
     @contextmanager
@@ -99,7 +99,7 @@ class Simulation:
             RacesFound: of each race both places, and how to mend it; of each operation on tensors of two devices, and
                 of each wait of the host that is not allowed, its place.
         """
-        self._device.synchronize()
+        the_device().synchronize()
         found = Found(self.races, Counter(self.host_syncs), Counter(self.mixed))
         said: list[str] = []
         if found.races:
@@ -144,10 +144,13 @@ def simulated(mode: str = "check", seed: int = 0, lag: int = 64) -> Iterator[Sim
         lag: how many operations the device may stay behind the host, in ``lazy``.
 
     Raises:
-        UsageError: an unknown mode, a lag below 1, or a version of PyTorch without what the device is made of.
+        UsageError: an unknown mode, a seed that is no number, a lag below 1, or a version of PyTorch without what the
+            device is made of.
     """
     if mode not in MODES:
         raise UsageError(f"simulated(mode={mode!r}): it is 'check' or 'lazy'.{did_you_mean(mode, MODES)}")
+    if not isinstance(seed, int):
+        raise UsageError(f"simulated(seed={seed!r}): it is a whole number.")
     if not isinstance(lag, int) or lag < 1:
         raise UsageError(f"simulated(lag={lag!r}): it is a number of operations, at least 1.")
     device = install()
@@ -158,12 +161,15 @@ def simulated(mode: str = "check", seed: int = 0, lag: int = 64) -> Iterator[Sim
     try:
         yield sim
     except BaseException:
+        if PROCESS.forked:
+            raise
         with suppress(Exception):  # of the device: the block's own is raised
             device.synchronize()
         raise
     finally:
         sim._end()
-        try:
-            device.use(*before)
-        finally:
-            queues.close()
+        if not PROCESS.forked:
+            try:
+                device.use(*before)
+            finally:
+                queues.close()

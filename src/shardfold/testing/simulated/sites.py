@@ -24,7 +24,10 @@ DEPTH = 3
 _SHARDFOLD = str(Path(__file__).parents[2]) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
-_OURS = tuple(str(Path(__file__).parents[1] / name) for name in ("simulated", "worker.py", "ranks.py"))
+_OURS = (
+    *(str(Path(__file__).parents[1] / name) for name in ("simulated", "worker.py", "ranks.py")),
+    _SHARDFOLD + "torch_internals.py",
+)
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _left_out: dict[str, bool] = {}  # by file name
 

@@ -9,15 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfold.errors import UsageError
 from shardfold.testing.simulated.device import SimulatedDevice
 from shardfold.testing.simulated.memory import NAME, contiguous, elements
+from shardfold.torch_internals import made_of_others
 
-__all__ = ["SPECIAL", "resize"]
+__all__ = ["SPECIAL", "resize", "to_copy"]
+
+
+def _one(device: torch.device | None) -> None:
+    if device is not None and device.index not in (None, 0):
+        raise UsageError(f"device='{device}': a process has one simulated device, {NAME}:0.")
 
 
 def _empty(
-    sim: SimulatedDevice, size: Sequence[int], *, dtype: Any = None, memory_format: Any = None, **_: Any
+    sim: SimulatedDevice,
+    size: Sequence[int],
+    *,
+    dtype: Any = None,
+    memory_format: Any = None,
+    device: Any = None,
+    **_: Any,
 ) -> Tensor:
+    _one(device)
     stride = None
     if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
         stride = torch.empty(size, device="meta", memory_format=memory_format).stride()
@@ -25,8 +39,9 @@ def _empty(
 
 
 def _empty_strided(
-    sim: SimulatedDevice, size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, **_: Any
+    sim: SimulatedDevice, size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
 ) -> Tensor:
+    _one(device)
     return sim.allocate(size, stride, dtype or torch.get_default_dtype())
 
 
@@ -65,6 +80,19 @@ def _to_host(sim: SimulatedDevice, source: Tensor, target: Tensor, non_blocking:
     sim.host_sync("copy to the host")
 
 
+def to_copy(found: Callable[[], SimulatedDevice], op: Any, source: Tensor, /, **how: Any) -> Tensor:
+    """``Tensor.to``. What goes to the host and is not waited for has pinned memory there, as on CUDA."""
+    target = how.get("device")
+    if not how.get("non_blocking") or target is None or torch.device(target).type != "cpu":
+        return made_of_others(op, source, **how)
+    meta = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    like = op(meta, **{**how, "device": "meta", "pin_memory": None})
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+    if made.dtype != source.dtype:
+        source = source.to(made.dtype)
+    return found().allocator.pin(made).copy_(source, non_blocking=True)
+
+
 def _item(sim: SimulatedDevice, tensor: Tensor) -> Any:
     sim.launch("item", [tensor], [], lambda: None)
     sim.host_sync("item")
@@ -87,6 +115,15 @@ def resize(sim: SimulatedDevice, tensor: Tensor, size: Sequence[int], **_: Any) 
     return tensor.set_(storage, int(tensor.storage_offset()), size, contiguous(size))
 
 
+def _dropout(_: SimulatedDevice, x: Tensor, p: float, train: bool | None = None) -> tuple[Tensor, Tensor]:
+    """As the CPU's, which draws from a generator that nobody can choose."""
+    mask = torch.empty(x.shape, dtype=torch.bool, device=NAME)
+    if train is False:
+        return x.clone(), mask.fill_(True)
+    mask.bernoulli_(1 - p)
+    return x.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
+
+
 def _kernel_of_attention(sim: SimulatedDevice, *_: Any, **__: Any) -> int:
     return 0  # the one made of other operations
 
@@ -103,6 +140,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "aten::_local_scalar_dense": _item,
     "aten::record_stream": _record_stream,
     "aten::resize_": resize,
+    "aten::native_dropout": _dropout,
     "aten::_fused_sdp_choice": _kernel_of_attention,
     "aten::is_set_to": _is_set_to,
 }

@@ -12,7 +12,7 @@ from shardfold.testing.simulated.clocks import Moment
 from shardfold.testing.simulated.device import the_device
 from shardfold.torch_internals import PRIVATE_DEVICE
 
-__all__ = ["Event", "Stream"]
+__all__ = ["Event", "Stream", "a_stream"]
 
 
 class Stream(torch.Stream):
@@ -33,13 +33,15 @@ class Stream(torch.Stream):
 
     def wait_event(self, event: Any) -> None:
         """What is queued here from now on runs behind ``event``, if that was recorded."""
+        if not isinstance(event, Event):
+            raise UsageError(f"wait_event({event!r}): it takes an event of the simulated device, as torch.sim.Event().")
         if event.moment is not None:
             the_device().wait(self.stream_id, event.moment)
 
     def wait_stream(self, other: Any) -> None:
         """What is queued here from now on runs behind what is in the other stream now."""
         sim = the_device()
-        sim.wait(self.stream_id, sim.record(other.stream_id))
+        sim.wait(self.stream_id, sim.record(a_stream(other, "wait_stream").stream_id))
 
     def record_event(self, event: Any = None) -> Event:
         """An event behind what is queued here now."""
@@ -63,6 +65,17 @@ class Stream(torch.Stream):
     def __exit__(self, *_: Any) -> None:
         sim = the_device()
         sim.enter(sim.entered.pop())
+
+
+def a_stream(value: Any, what: str) -> Any:
+    """The argument of ``what``.
+
+    Raises:
+        UsageError: it is no stream of the device.
+    """
+    if not isinstance(getattr(value, "stream_id", None), int):
+        raise UsageError(f"{what}({value!r}): it takes a stream of the simulated device, as torch.sim.Stream().")
+    return value
 
 
 class Event(torch.Event):
