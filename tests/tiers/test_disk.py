@@ -472,6 +472,8 @@ def test_chunks_that_cannot_be_written_stay_in_memory(tmp_path: Path, code: int)
             assert same(region.values(slice(5000, 150000)), values_of(2, size, torch.uint8)[5000:150000])
             assert made.is_refused
         region.store(values_of(3, size, torch.uint8))
+        assert made.is_refused, "the other is still in memory"
+        other.store(torch.ones(1, dtype=torch.uint8))
         assert made.look(patient=True) is None
         before = made.bytes_read
         assert same(region.get(), values_of(3, size, torch.uint8)) and not made.is_refused
