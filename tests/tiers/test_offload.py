@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -173,6 +174,24 @@ def test_a_checkpoint_of_any_tier_is_gone_on_from_in_any(
     """The losses behind a load are those that the engine which saved has."""
     for losses, expected in ranks.run(_go_on, str(tmp_path), before, behind, world_size=2):
         assert losses == expected
+
+
+def _alone() -> list[bool]:
+    engine = make("zero2", precision="bf16")
+    train(engine, 2)
+    assert engine._updater is not None
+    memory = [weakref.ref(region.resting) for region in engine._updater.regions()]
+    engine._updater.rest_in(Tier.HOST)
+    gone = [each() is None for each in memory]
+    engine._updater.rest_in(Tier.DEVICE)
+    engine.close()
+    return gone
+
+
+def test_moments_that_move_leave_no_memory_behind(ranks: Ranks) -> None:
+    """Once they rest elsewhere nobody holds the memory where they were."""
+    for gone in ranks.run(_alone, world_size=2):
+        assert gone and all(gone)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[ShardfoldError], str]] = {

@@ -77,7 +77,7 @@ class FusedShard:
     Attributes:
         segment: whose ``master`` ``(n,)`` is updated.
         moments: by name, what each rests in: ``(n,)``, zero at first.
-        here: the moments on the device, in their order, once they were waited for; empty while they rest elsewhere.
+        here: the moments where the update is, in their order, from then until they are stored; else empty.
         steps: how many updates each parameter of the segment has had.
         stochastic: seed of stochastic rounding, the same on all ranks that hold this range; None: to the nearest.
         threads: what updates blocks in host memory.
@@ -132,6 +132,8 @@ class FusedShard:
             self.here = []
             raise
         self.steps = steps
+        if self.segment.table.moments.tier is self.segment.table.updates_on:
+            self.here = []  # nothing stores them: the regions alone have their memory
 
     def _out(self, *, whole: bool) -> Tensor | None:
         """Where the compute-dtype copy of the master range is written, ``(n,)``, if there is one: memory of the host,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.disk import DiskTier
-from shardfold.tiers.host import HostRegion, HostTier
+from shardfold.tiers.host import HostTier
 from shardfold.tiers.tier import Region, Tier
 
 __all__ = ["Tiers"]
@@ -31,7 +31,6 @@ class Tiers:
     def __init__(self, device: DeviceTier) -> None:
         self.device = device
         self._made: dict[tuple[str, str | tuple[str, ...] | None], Tier] = {}
-        self._host = HostTier(device.device)
 
     def named(self, tier: str, folder: str | tuple[str, ...] | None = None) -> Tier:
         """The tier of that name; ``folder``: of a disk, or one of each drive, None for the system's folder for
@@ -49,7 +48,11 @@ class Tiers:
 
     def over(self, tier: str, memory: Tensor) -> Region:
         """A region of that tier, one of memory, over what is there already, with its values."""
-        return HostRegion(self._host, memory) if tier == "host" else self.device.adopt(memory)
+        if tier != "host":
+            return self.device.adopt(memory)
+        host = self.named(tier)
+        assert isinstance(host, HostTier)
+        return host.adopt(memory)
 
     def moved(self, region: Region, tier: str) -> Region:
         """A region of that tier, the device's or the host's, with the values of another one, which is given up."""
