@@ -254,6 +254,7 @@ class Gradients:
     def forget(self) -> None:
         """As before the first backward of a step."""
         self.local = self.extra = self.summed = None
+        self._there = False
         self.sums = Sums.OWN
         self.seen.clear()
         for used in self.used:
