@@ -460,6 +460,7 @@ def test_chunks_that_cannot_be_written_stay_in_memory(tmp_path: Path, code: int)
             patched.setattr(os, "pwrite", fail)
             said = f"8,192 bytes .* written to a file in {places[1]} "
             region.store(values_of(1, size, torch.uint8))
+            wait([write.future for write in made.pending])  # a store does not wait for what others write
             for store in (
                 lambda: other.store(torch.ones(1, dtype=torch.uint8)),  # who stores next
                 lambda: region.store(values_of(2, size, torch.uint8)),  # its own
