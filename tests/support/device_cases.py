@@ -459,6 +459,7 @@ CORE = (
     Case("zero2", reduce="bf16", also="raises"),
     Case("zero2", "bf16", offload="grads", accumulate=2, clip="2"),
     Case(offload="params", also="saves"),
+    Case("fsdp2", optimizer="adagrad", offload="master"),
 )
 """A mechanism in each: what `make test` runs."""
 

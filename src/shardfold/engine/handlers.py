@@ -263,6 +263,8 @@ class Handlers:
                 self.comm.meter.leave_out(op)
                 return
             self.comm.meter.move(op, num_bytes)
+            if self.optimizer is None or not self.optimizer.fused:
+                return  # its own step has taken them along
             for segment in unit.trainable:
                 segment.sent_grads = self.tiers.named(op.tier).allocate((segment.shard_numel,), segment.dtypes["grads"])
                 segment.sent_grads.store(segment.master_grads)

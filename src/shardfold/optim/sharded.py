@@ -605,9 +605,9 @@ def _factor(segment: Segment, coefficient: Tensor | None) -> Tensor | None:
 
 
 def _gradient(piece: _Piece) -> Tensor:
-    """The gradient of a piece, of its shape and dtype."""
+    """The gradient of a piece, of its shape and dtype, where the piece is."""
     grads = piece.segment.update_grads[piece.start : piece.start + piece.tensor.numel()]
-    return grads.to(piece.tensor.dtype)
+    return grads.to(piece.tensor.device, piece.tensor.dtype)
 
 
 def _place(segment: Segment, slot: int) -> Place:

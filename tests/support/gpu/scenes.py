@@ -104,6 +104,15 @@ SCENES: tuple[Scene, ...] = (
     Scene(name="casts beside the computation", layout="fsdp2", engine={"precision": "bf16"}, tolerance=2e-2),
     Scene(name="moments in host memory", layout=_far("zero2", "host"), engine={"optimizer": ADAMW}),
     Scene(
+        name="gradients go down and are updated in host memory", layout="offload", accumulate=2, tolerance=2e-2,
+        engine={"optimizer": ADAMW, "precision": "bf16", "clip_norm": 1.0},
+    ),
+    Scene(
+        name="gradients stay, the update is in host memory", layout="zero2",
+        engine={"optimizer": ADAMW, "offload": {"optimizer": "host"}},
+    ),
+    Scene(name="parameters come from host memory", layout="infinity", engine={"optimizer": ADAMW}),
+    Scene(
         name="moments on disk, a thread updates", layout=_far("zero2", "disk"),
         engine={"optimizer": ADAMW, "overlap": sf.Overlap(update_thread=True)},
     ),

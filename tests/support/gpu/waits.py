@@ -32,7 +32,8 @@ class Case:
 
 SCALED = "whether gradients overflowed is read once per step, as GradScaler does"
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3")
-OF_TIERS = ("on disk",)  # what a thread reads from a file, it waits for: its own waits are not the step's
+# What a thread reads from a file, it waits for, and so does the host for what it updates itself: these are no stalls.
+OF_TIERS = ("on disk", "updated in host memory", "update is in host memory", "come from host memory")
 # debug=True compares what it frees with what rests, and reads the result.
 
 CASES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 from shardfold.errors import UsageError
 from shardfold.testing.simulated import simulated
+from shardfold.testing.simulated.clocks import Moment
+from shardfold.testing.simulated.queues import Lagging
 from tests.support.simulated import on_device
 
 
@@ -66,6 +69,25 @@ def test_a_device_that_lags_is_asked() -> None:
         assert begin.elapsed_time(end) >= 0.0
         with pytest.raises(UsageError, match="enable_timing=True"):
             begin.elapsed_time(_module().Event())
+
+
+def test_a_thread_that_waits_for_a_device_that_ended_is_told() -> None:
+    """What it waits for will never be; it used to wait for ever."""
+    queues, never, asked = Lagging(0, 64, failed=lambda error: None), Moment({}), Moment({})
+    queues.wait(0, never)
+    queues.record(0, asked)
+    said: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError) as error:
+            queues.until(asked)
+        said.append(str(error.value))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    queues.close()
+    thread.join()
+    assert "does nothing any more" in said[0]
 
 
 @on_device()

@@ -40,7 +40,11 @@ class Queues(Protocol):
         """The stream goes on when ``moment`` is done."""
 
     def until(self, moment: Moment) -> None:
-        """Returns when ``moment`` is done."""
+        """Returns when ``moment`` is done.
+
+        Raises:
+            RuntimeError: the queues were closed, so that it never will be.
+        """
 
     def is_idle(self, stream: int) -> bool:
         """Whether nothing is queued there."""
@@ -113,8 +117,13 @@ class Lagging:
         with self._change:
             self._waiters += 1
             self._change.notify_all()
-            self._change.wait_for(lambda: moment.done)
+            self._change.wait_for(lambda: moment.done or self._closed)
             self._waiters -= 1
+        if not moment.done:
+            raise RuntimeError(
+                "the block of simulated() ended while this thread waited for the device, which does nothing any more: "
+                "let the thread end before the block does."
+            )
 
     def is_idle(self, stream: int) -> bool:
         with self._change:
