@@ -1,8 +1,10 @@
 """What the disk tier reaches of a drive: against a bare loop of direct I/O, and under a limit of the kernel's.
 
-python benchmarks/disk.py                     # both, in the system's folder for temporary files
+python benchmarks/disk.py                     # rate, throttled and step, in the system's folder for temporary files
 python benchmarks/disk.py rate --folder /mnt/nvme --gib 4 --rounds 7
 python benchmarks/disk.py throttled --rates 50 100
+python benchmarks/disk.py step --rates 100
+python benchmarks/disk.py striped --rates 50
 
     rate        rounds in which two take turns: threads that write, and then read, aligned buffers by ``os.pwrite`` and
                 ``os.preadv`` with O_DIRECT into a file that has its space already; and regions of the tier that are
@@ -12,8 +14,15 @@ python benchmarks/disk.py throttled --rates 50 100
                 disk does. The kernel lets a group of processes read and write so many bytes per second (cgroup v1,
                 ``blkio.throttle``) and counts them. Reads and writes have a limit each, so the loop should take the
                 larger of the computation and bytes / rate; a computation of a fourth, of as much and of twice as much
-                is tried. (Above that are the first read and the last write, which nothing can be beside.) The
-                bytes that the kernel counted are the tier's own count. Needs root.
+                is tried. Nothing can be beside the first read and the last write, so what can be reached is that of a
+                pipeline of three stages: (regions - 1) x the longest stage + one of each. The bytes that the kernel
+                counted are the tier's own count. Needs root.
+    step        steps of training with moments on disk under the same limits: forward and backward, beside which what is
+                left of the last step's writes goes on, and updates, beside which moments are read and written. Its
+                computation is measured with moments in memory. The bytes that the kernel counted are those of
+                ``traffic()``.
+    striped     two drives (images of ext4 on loop devices) with a limit each: a loop without computation, on each alone
+                and on both. Needs root and loop devices.
 """
 
 from __future__ import annotations
@@ -25,20 +34,25 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 
+import shardfold as sf
 from shardfold.tiers.disk import CHUNK, DiskTier
 
 CPU = torch.device("cpu")
 GROUPS = Path("/sys/fs/cgroup/blkio")
 MB = 1_000_000
+GROUP = "SHARDFOLD_BENCH_GROUP"
+CHILDREN = ["limited", "stepping"]
 
 
 def seconds(do: Callable[[], object]) -> float:
@@ -135,54 +149,39 @@ def rate(folder: str, gib: float, rounds: int, threads: int, mib: int) -> None:
 # -- under a limit
 
 
-def limited(folder: str, rate: float, share: float, size: int, count: int) -> None:
-    """In the group from its start, so that its threads are too: prints what was found."""
-    group = GROUPS / os.environ["SHARDFOLD_BENCH_GROUP"]
-    (group / "tasks").write_text(str(os.getpid()))
-    tier = DiskTier(CPU, folder, staging=4 * size)
-    torch.set_num_threads(1)
-    a = torch.rand(128, 128)
-    regions = [tier.allocate((size // 4,), torch.float32) for _ in range(count)]
-    back = [torch.zeros(size // 4) for _ in range(2)]
-    for region in regions:
-        region.store(back[0])
-    for region in regions:
-        region.flush()
-    compute = share * size / rate
+class Group:
+    """A group of processes whose I/O the kernel limits and counts, on some drives.
 
-    def update(values: torch.Tensor) -> None:
-        end = perf_counter() + compute
-        while perf_counter() < end:
-            torch.mm(a, a)
-        values += 1
+    Raises:
+        PermissionError: this needs root, and blkio of cgroup v1.
+    """
 
-    def loop() -> None:
-        regions[0].fetch(back[0])
-        for i, region in enumerate(regions):
-            if i + 1 < count:
-                regions[i + 1].fetch(back[(i + 1) % 2])
-            values = region.get()
-            update(values)
-            region.store(values)
-        for region in regions:
-            region.flush()
+    def __init__(self) -> None:
+        if os.geteuid() != 0 or not (GROUPS / "blkio.throttle.io_service_bytes").exists():
+            raise PermissionError("A limit of the kernel's needs root and blkio of cgroup v1: skipped.")
+        self.path = GROUPS / f"shardfold-bench-{os.getpid()}"
+        self.path.mkdir()
 
-    before = served(group), tier.bytes_read, tier.bytes_written
-    taken = seconds(loop)
-    kernel = [now - then for now, then in zip(served(group), before[0], strict=True)]
-    own = [tier.bytes_read - before[1], tier.bytes_written - before[2]]
-    assert all(torch.equal(region.values(slice(3)), torch.ones(3)) for region in regions)
-    print(json.dumps({"seconds": taken, "kernel": kernel, "own": own}))
-    tier.close()
+    def limit(self, folder: str, rate: float) -> None:
+        for which in ("read", "write"):
+            (self.path / f"blkio.throttle.{which}_bps_device").write_text(f"{drive_of(folder)} {rate:.0f}")
+
+    def run(self, what: str, **options: Any) -> dict[str, Any]:
+        """What a child of this program says that does ``what`` in the group."""
+        words = [what, *(word for name, value in options.items() for word in (f"--{name}", *map(str, listed(value))))]
+        done = subprocess.run(
+            [sys.executable, __file__, *words], env={**os.environ, GROUP: str(self.path)}, stdout=subprocess.PIPE,
+            check=True,
+        )  # fmt: skip
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.path.rmdir()
 
 
-def served(group: Path) -> list[int]:
-    """Bytes that the group has read and written, by the kernel's count."""
-    text = (group / "blkio.throttle.io_service_bytes").read_text()
-    return [
-        sum(int(line.split()[2]) for line in text.splitlines() if line.split()[1:2] == [what])
-        for what in ("Read", "Write")
-    ]
+def listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def drive_of(folder: str) -> str:
@@ -194,60 +193,239 @@ def drive_of(folder: str) -> str:
     return (place / "dev").read_text().strip()
 
 
-def throttled(folder: str, rates: list[int], mib: int, count: int) -> None:
-    if os.geteuid() != 0 or not (GROUPS / "blkio.throttle.io_service_bytes").exists():
-        print("A limit of the kernel's needs root and blkio of cgroup v1: skipped.")
-        return
-    size, name = mib * 1024 * 1024, f"shardfold-bench-{os.getpid()}"
-    group, drive = GROUPS / name, drive_of(folder)
-    group.mkdir()
-    print(f"{count} regions of {mib} MiB, each read, computed with and written")
-    print("| limit, MB/s | computation, s | bytes / rate, s | larger, s | taken, s | ratio | kernel's bytes = ours |")
-    print("|---|---|---|---|---|---|---|")
+def joined() -> Path:
+    """In a child: in the group from now on, and so are all threads that it makes."""
+    group = Path(os.environ[GROUP])
+    (group / "tasks").write_text(str(os.getpid()))
+    torch.set_num_threads(1)
+    return group
+
+
+def served(group: Path, folders: list[str]) -> list[int]:
+    """Bytes that the group has read from and written to the drives of these folders, by the kernel's count."""
+    drives = {drive_of(folder) for folder in folders}
+    lines = [line.split() for line in (group / "blkio.throttle.io_service_bytes").read_text().splitlines()]
+    return [sum(int(w[2]) for w in lines if w[0] in drives and w[1:2] == [what]) for what in ("Read", "Write")]
+
+
+def limited(folders: list[str], rate: float, share: float, size: int, count: int, ahead: int) -> None:
+    """The loop, in the group: prints what was found."""
+    group = joined()
+    tier = DiskTier(CPU, folders)
+    a = torch.rand(128, 128)
+    regions = [tier.allocate((size // 4,), torch.float32) for _ in range(count)]
+    back = [torch.zeros(size // 4) for _ in range(ahead + 1)]
+    compute = share * size / rate
+
+    def update(values: torch.Tensor) -> None:
+        end = perf_counter() + compute
+        while perf_counter() < end:
+            torch.mm(a, a)
+        values += 1
+
+    def loop(number: int) -> None:
+        for i, region in enumerate(regions[:ahead]):
+            region.fetch(back[i])
+        for i, region in enumerate(regions[:number]):
+            if i + ahead < number:
+                regions[i + ahead].fetch(back[(i + ahead) % len(back)])
+            values = region.get()
+            update(values)
+            region.store(values)
+        for region in regions[:number]:
+            region.flush()
+
+    for region in regions:
+        region.store(torch.zeros(size // 4))
+        region.flush()
+    loop(ahead)  # what the system has to read of the program itself is not counted
+    before = served(group, folders), tier.bytes_read, tier.bytes_written
+    taken = seconds(lambda: loop(count))
+    kernel = [now - then for now, then in zip(served(group, folders), before[0], strict=True)]
+    own = [tier.bytes_read - before[1], tier.bytes_written - before[2]]
+    counts = [1 + (i < ahead) for i in range(count)]
+    assert all(region.values(slice(1)).item() == n for region, n in zip(regions, counts, strict=True))
+    print(json.dumps({"seconds": taken, "kernel": kernel, "own": own}))
+    tier.close()
+
+
+def throttled(folder: str, rates: list[int], mib: int, count: int, ahead: int) -> None:
+    size, group = mib * 1024 * 1024, Group()
+    print(f"{count} regions of {mib} MiB, each read ({ahead} ahead), computed with and written")
+    print(
+        "| limit, MB/s | computation, s | bytes / rate, s | larger, s | taken, s | ratio | pipeline, s | ratio "
+        "| kernel's bytes = ours |\n|---|---|---|---|---|---|---|---|---|"
+    )
     try:
         for rate in rates:
-            for which in ("read", "write"):
-                (group / f"blkio.throttle.{which}_bps_device").write_text(f"{drive} {rate * MB}")
+            group.limit(folder, rate * MB)
             for share in (0.25, 1, 2):
-                words = ["limited", "--folder", folder, "--rates", str(rate), "--share", str(share)]
-                words += ["--mib", str(mib), "--count", str(count)]
-                done = subprocess.run(
-                    [sys.executable, __file__, *words], env={**os.environ, "SHARDFOLD_BENCH_GROUP": name},
-                    stdout=subprocess.PIPE, check=True,
+                found = group.run(
+                    "limited", folder=folder, rates=rate, share=share, mib=mib, count=count, ahead=ahead
                 )  # fmt: skip
-                found = json.loads(done.stdout)
-                moved = count * size / (rate * MB)
-                larger, taken = max(share * moved, moved), found["seconds"]
+                one = size / (rate * MB)
+                larger, pipeline = max(1, share) * one * count, (max(1, share) * (count - 1) + share + 2) * one
+                taken = found["seconds"]
                 same = "yes" if found["kernel"] == found["own"] else f"{found['kernel']} {found['own']}"
                 print(
-                    f"| {rate} | {share * moved:.2f} | {moved:.2f} | {larger:.2f} | {taken:.2f} "
-                    f"| {taken / larger:.2f} | {same} |"
+                    f"| {rate} | {share * one * count:.2f} | {one * count:.2f} | {larger:.2f} | {taken:.2f} "
+                    f"| {taken / larger:.2f} | {pipeline:.2f} | {taken / pipeline:.2f} | {same} |",
+                    flush=True,
                 )
     finally:
-        with suppress(OSError):
-            group.rmdir()
+        group.close()
+
+
+# -- steps of training
+
+
+def stepping(folder: str, units: int, width: int, batch: int) -> None:
+    """Steps with moments in memory and on disk, in the group: prints what was found."""
+    group = joined()
+    rows, timed = torch.rand(batch, width), 3
+
+    def made(tier: str) -> sf.Engine:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(units)])
+        where = {"tier": tier, "folder": folder} if tier == "disk" else {}
+        table = sf.PRESETS["zero2"].edit("moments", **where)
+        engine = sf.Engine(model, optimizer=partial(torch.optim.AdamW, lr=1e-3), layout=table)
+        for _ in range(2):  # moments are zero at first, which are not read
+            pass_(engine)
+            engine.step()
+        return engine
+
+    def pass_(engine: sf.Engine) -> None:
+        engine.backward(engine(rows).square().mean())
+
+    near = made("device")
+    spent = [(seconds(lambda: pass_(near)), seconds(near.step)) for _ in range(timed)]
+    near.close()
+    engine = made("disk")
+    tier = engine.sharded.tiers.named("disk", folder)
+    assert isinstance(tier, DiskTier)
+
+    def steps() -> None:
+        for _ in range(timed):
+            pass_(engine)
+            engine.step()
+        tier.look(patient=True)  # what is left of the writes
+
+    tier.look(patient=True)
+    before = served(group, [folder])
+    taken = seconds(steps) / timed
+    kernel = [(now - then) / timed for now, then in zip(served(group, [folder]), before, strict=True)]
+    own = {row.op: row.moved for row in engine.traffic().moved}
+    engine.close()
+    passes, updates = (median(each) for each in zip(*spent, strict=True))
+    print(json.dumps(
+        {"seconds": taken, "passes": passes, "updates": updates, "kernel": kernel, "own": [own["FETCH"], own["STORE"]]}
+    ))  # fmt: skip
+
+
+def step(folder: str, rates: list[int], units: int, width: int) -> None:
+    group = Group()
+    print(f"AdamW's moments of {units} layers of {width} x {width}, {units * width**2 * 8 / MB:.0f} MB, one rank")
+    print(
+        "| limit, MB/s | rows | forward and backward, s | updates, s | bytes / rate, s | larger, s | taken, s | ratio "
+        "| passes + larger of updates and I/O, s | ratio | kernel's bytes = the program's |\n" + "|---" * 11 + "|"
+    )
+    try:
+        for rate in rates:
+            group.limit(folder, rate * MB)
+            for batch in (16, 512):
+                found = group.run("stepping", folder=folder, count=units, width=width, batch=batch)
+                io, passes, updates = max(found["own"]) / (rate * MB), found["passes"], found["updates"]
+                larger, apart, taken = max(passes + updates, io), passes + max(updates, io), found["seconds"]
+                same = "yes" if found["kernel"] == found["own"] else f"{found['kernel']} {found['own']}"
+                print(
+                    f"| {rate} | {batch} | {passes:.2f} | {updates:.2f} | {io:.2f} | {larger:.2f} | {taken:.2f} "
+                    f"| {taken / larger:.2f} | {apart:.2f} | {taken / apart:.2f} | {same} |",
+                    flush=True,
+                )
+    finally:
+        group.close()
+
+
+# -- several drives
+
+
+@contextmanager
+def drives(count: int, mib: int) -> Iterator[list[str]]:
+    """Folders on as many drives: images of ext4 on loop devices, which are gone behind it."""
+    with ExitStack() as held:
+        root = held.enter_context(tempfile.TemporaryDirectory())
+        folders: list[str] = []
+        for i in range(count):
+            image, folder = f"{root}/{i}.img", f"{root}/{i}"
+            os.mkdir(folder)
+            with open(image, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, mib * 1024 * 1024)
+            subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", image], check=True)
+            subprocess.run(["mount", "-o", "loop", image, folder], check=True)
+            held.callback(subprocess.run, ["umount", folder], check=True)
+            folders.append(folder)
+        yield folders
+
+
+def striped(rates: list[int], mib: int, count: int) -> None:
+    group = Group()
+    print(f"{count} regions of {mib} MiB, each read and written, without computation")
+    print(
+        "| limit of each, MB/s | first alone, MB/s | second alone, MB/s | both, MB/s | ratio | kernel's bytes = ours |"
+    )
+    print("|---|---|---|---|---|---|")
+    try:
+        with drives(2, 2 * mib * count) as folders:
+            for rate in rates:
+                for folder in folders:
+                    group.limit(folder, rate * MB)
+                speeds, same = [], True
+                for those in ([folders[0]], [folders[1]], folders):
+                    found = group.run("limited", folder=those, rates=rate, share=0, mib=mib, count=count, ahead=1)
+                    speeds.append(mib * 1024 * 1024 * count / MB / found["seconds"])
+                    same &= found["kernel"] == found["own"]
+                print(
+                    f"| {rate} | {speeds[0]:.1f} | {speeds[1]:.1f} | {speeds[2]:.1f} "
+                    f"| {2 * speeds[2] / sum(speeds[:2]):.2f} | {'yes' if same else 'no'} |",
+                    flush=True,
+                )
+    finally:
+        group.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=["all", "rate", "throttled", "limited"])
-    parser.add_argument("--folder", default=tempfile.gettempdir())
+    whats = ["all", "rate", "throttled", "step", "striped", *CHILDREN]
+    parser.add_argument("what", nargs="?", default="all", choices=whats, metavar="{" + ",".join(whats[:5]) + "}")
+    parser.add_argument("--folder", nargs="+", default=[tempfile.gettempdir()])
     parser.add_argument("--gib", type=float, default=1.0, help="bytes of a round of `rate`")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2, help="that read, and as many that write")
-    parser.add_argument("--mib", type=int, help="of a region: 32 of `rate`, 16 of `throttled`")
-    parser.add_argument("--count", type=int, default=24, help="regions of `throttled`")
+    parser.add_argument("--mib", type=int, help="of a region: 32 of `rate`, 16 of `throttled` and `striped`")
+    parser.add_argument("--count", type=int, default=24, help="regions, or layers of `step`")
+    parser.add_argument("--width", type=int, default=1024, help="of a layer of `step`")
     parser.add_argument("--rates", type=int, nargs="+", default=[50, 100], help="MB/s")
+    parser.add_argument("--ahead", type=int, default=1, help="regions that are read ahead")
     parser.add_argument("--share", type=float, default=1.0, help=argparse.SUPPRESS)
+    parser.add_argument("--batch", type=int, default=16, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    folder, mib = given.folder[0], given.mib or 16
     if given.what == "limited":
-        size = given.mib * 1024 * 1024
-        limited(given.folder, given.rates[0] * MB, given.share, size, given.count)
-        return
-    if given.what in ("all", "rate"):
-        rate(given.folder, given.gib, given.rounds, given.threads, given.mib or 32)
-    if given.what in ("all", "throttled"):
-        throttled(given.folder, given.rates, given.mib or 16, given.count)
+        limited(given.folder, given.rates[0] * MB, given.share, mib * 1024 * 1024, given.count, given.ahead)
+    if given.what == "stepping":
+        stepping(folder, given.count, given.width, given.batch)
+    try:
+        if given.what in ("all", "rate"):
+            rate(folder, given.gib, given.rounds, given.threads, given.mib or 32)
+        if given.what in ("all", "throttled"):
+            throttled(folder, given.rates, mib, given.count, given.ahead)
+        if given.what in ("all", "step"):
+            step(folder, given.rates, given.count, given.width)
+        if given.what == "striped":
+            striped(given.rates, mib, given.count)
+    except PermissionError as error:
+        print(error)
 
 
 if __name__ == "__main__":

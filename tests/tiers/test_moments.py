@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from random import Random
+from threading import Event
 from typing import Any
 
 import pytest
@@ -20,9 +21,10 @@ import shardfold as sf
 from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.plan.cost import Moved, fetched_bytes, in_use, moves, state_bytes, step_of, tier_bytes
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
-from shardfold.plan.passes import Overlap, apply
-from shardfold.plan.program import Program, lower, parse
+from shardfold.plan.passes import AHEAD, Overlap, apply, prefetch
+from shardfold.plan.program import Op, Program, lower, parse
 from shardfold.testing import Ranks
+from shardfold.tiers import disk as disks
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.disk import DiskRegion, DiskTier
 from shardfold.tiers.tier import Region
@@ -144,8 +146,13 @@ def test_what_is_not_written_yet_comes_from_memory(tiers: Tiers, gate: Event) ->
     assert torch.equal(region.get(), numbers(2.0))
 
 
-def test_values_on_their_way_are_waited_for(tiers: Tiers, gate: Event) -> None:
+def test_values_on_their_way_are_waited_for(tiers: Tiers, gate: Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """``fetch`` gives nothing but the beginning: ``get`` returns when the values are there."""
+
+    def waits(futures: Any) -> None:
+        gate.set()
+        wait(futures)
+
     tier, region = disk(tiers)
     region.store(numbers(1.0))
     region.flush()
@@ -153,12 +160,9 @@ def test_values_on_their_way_are_waited_for(tiers: Tiers, gate: Event) -> None:
     into = torch.zeros(5000)
     region.fetch(into)
     assert not into.any(), "the threads are busy with something else"
-    asked = Event()
-    opener = Thread(target=lambda: asked.wait() and gate.set())
-    opener.start()
-    asked.set()
-    assert torch.equal(region.get(), numbers(1.0)) and torch.equal(into, numbers(1.0))
-    opener.join()
+    with monkeypatch.context() as patched:
+        patched.setattr(disks, "wait", waits)  # they go on when somebody waits for them, and not before
+        assert torch.equal(region.get(), numbers(1.0)) and torch.equal(into, numbers(1.0))
     gate.clear()
     held(tier.drives[0].readers, gate)
     region.fetch(into)
@@ -320,6 +324,28 @@ def test_bytes_are_counted_by_tier() -> None:
     besides = [more - less for more, less in zip(fetched, walk(), strict=True)]
     assert max(besides) == (888 - 8) * 8 / 2, "the two largest units' moments"
     assert besides[-1] == 0
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_small_units_are_fetched_further_ahead_from_a_disk(ahead: int) -> None:
+    """At least as many units as are asked for, and more while those ahead of the one that is updated have at most the
+    bytes that are allowed, and no further; from the host as many as are asked for; always in the order of the units."""
+    draw = Random(ahead)
+    sizes = {f"u{i}": draw.choice((1, AHEAD // 7, AHEAD // 2, AHEAD, 3 * AHEAD)) for i in range(40)}
+    for tier in ("disk", "host"):
+        ops = tuple(Op(verb, name, source="moments", tier=tier) for name in sizes for verb in ("FETCH", "UPDATE"))
+        moved = prefetch(ops, ahead, ("FETCH",), ("UPDATE",), lambda op: sizes[op.unit])
+        assert sorted(map(str, moved)) == sorted(map(str, ops))
+        assert [op.unit for op in moved if op.verb == "FETCH"] == list(sizes), "in order"
+        names = list(sizes)
+        for i, name in enumerate(names):
+            at = next(n for n, op in enumerate(moved) if op.verb == "UPDATE" and op.unit == name)
+            there = [op.unit for op in moved[:at] if op.verb == "FETCH"][i + 1 :]
+            most = names[i + 1 : i + 1 + ahead]
+            if tier == "disk" and ahead:
+                while sum(sizes[n] for n in names[i + 1 : i + 2 + len(most)]) <= AHEAD and names[i + 1 + len(most) :]:
+                    most = names[i + 1 : i + 2 + len(most)]
+            assert there == most, f"{tier}: beside the update of {name}"
 
 
 # -- training

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from logging import getLogger
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 
@@ -361,7 +361,7 @@ def _user_collective(frame: FrameType | None) -> str | None:
         name, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
         if name.startswith(("torch.distributed", "torch.nn.parallel.distributed")):
             inside = frame.f_code.co_name if not frame.f_code.co_name.startswith(("wrapper", "_")) else inside
-        elif frame is innermost and not _is_ours(file) and ".wait(" in linecache.getline(file, frame.f_lineno):
+        elif frame is innermost and not _is_ours(file) and ".wait(" in linecache.getline(file, _line(frame)):
             return f"the wait for a work, at {_place(frame)}"  # of C++, else its own frame would be the innermost
         elif inside is None or _is_ours(file):
             return None
@@ -369,6 +369,11 @@ def _user_collective(frame: FrameType | None) -> str | None:
             return f"torch.distributed.{inside}, called at {_place(frame)}"
         frame = frame.f_back
     return None
+
+
+def _line(frame: FrameType) -> int:
+    """Where a thread is in its file; 0: between two lines, of which CPython says None."""
+    return cast("int | None", frame.f_lineno) or 0
 
 
 def _is_ours(file: str) -> bool:

@@ -55,6 +55,7 @@ from shardfold.engine.gate import PassGate
 from shardfold.engine.handlers import Handlers, check_supported
 from shardfold.engine.hooks import Hooks
 from shardfold.engine.reports import Reports
+from shardfold.engine.room import take_room
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.engine.step import Stepper
@@ -247,6 +248,7 @@ class Engine:
         agreement.same(alike)
         if values is not None:
             values.load_buffers(model)
+        take_room(sharded, [c.spec for c in cuts if c.spec is not None])
         move_buffers(dict(model.named_modules()), comm, buffer_dtypes(sharded.rules, model))
         sharded.units = make_units(model, cuts, sharded.layout, comm, sharded.tiers, values, seed)
 

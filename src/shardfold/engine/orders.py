@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
@@ -21,9 +21,11 @@ from shardfold.engine.track import Section, Track
 from shardfold.errors import OrderError
 from shardfold.numerics.clipping import Clip
 from shardfold.plan import passes, program
+from shardfold.plan.cost import fetched_bytes
 from shardfold.plan.layout import Layout
 from shardfold.plan.order import contradiction, describe, merge_orders, with_missing
 from shardfold.plan.passes import Overlap
+from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, Op, Program
 from shardfold.sharding.unit import Unit
 
@@ -107,7 +109,10 @@ class Orders:
         train = self._with_missing(self.found["train"], inner)
         back = self._with_missing(self.found["backward"], train[::-1])
         evaluation = self._with_missing(self.found["eval"], train)
-        shape = partial(passes.apply, overlap=self._overlap, late=frozenset(self.late | self._unplaced(inner)))
+        shape = partial(
+            passes.apply, overlap=self._overlap, late=frozenset(self.late | self._unplaced(inner)),
+            fetched=partial(self._fetched_bytes, {spec.name: spec for spec in specs}),
+        )  # fmt: skip
         self._handlers.repeated = {name for order in (train, back, evaluation) for name in _repeated(order)}
         self.program: Program = shape(lower(forward=train, backward=back))
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
@@ -120,6 +125,12 @@ class Orders:
         self.tracks = {name: Track(_title(name), ops, self._handlers.bind) for name, ops in sections.items()}
         moving = (*COLLECTIVES, *MOVES)
         self._moving = {name: any(op.verb in moving for op in ops) for name, ops in sections.items()}
+
+    def _fetched_bytes(self, units: Mapping[str, UnitSpec], op: Op) -> float:
+        """Of a ``FETCH`` on this rank."""
+        optimizer = self._handlers.optimizer
+        moments = optimizer.num_moments() if optimizer is not None else 0
+        return fetched_bytes(op, self._layout, units[op.unit], self._comm.mesh.sizes, moments)
 
     def _unplaced(self, inner: Sequence[str]) -> set[str]:
         """Units that had all their gradients in no recorded backward, where a rank shows the sums behind it: whenever

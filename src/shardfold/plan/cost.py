@@ -23,6 +23,7 @@ __all__ = [
     "fetched_bytes",
     "in_use",
     "moves",
+    "on_disk",
     "op_bytes",
     "peak_bytes",
     "ring_bytes",
@@ -101,6 +102,24 @@ def tier_bytes(layout: Layout, held: Mapping[str, float]) -> dict[Tier, float]:
         tier = tier_of(layout, state)
         total[tier] = total.get(tier, 0.0) + n
     return total
+
+
+def on_disk(
+    layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, num_moments: int
+) -> dict[str | tuple[str, ...] | None, list[int]]:
+    """Bytes of each region that rests on disk on one rank, by the folder of its cell; moments are behind the others, as
+    they are made last."""
+    found: dict[str | tuple[str, ...] | None, list[tuple[bool, int]]] = {}
+    for unit in units:
+        for segment in unit.segments:
+            table = segment.table_or(layout)
+            for state, nbytes in segment_bytes(layout, segment, mesh, num_moments, segment.length).items():
+                cell = table.cells().get(state) or table.rest
+                if state != "format" and cell.tier is Tier.DISK:
+                    last = state == "moments"
+                    count = num_moments if last else 1
+                    found.setdefault(cell.folder, []).extend([(last, int(nbytes) // count)] * count)
+    return {folder: [size for _, size in sorted(sizes, key=lambda each: each[0])] for folder, sizes in found.items()}
 
 
 def tier_of(layout: Layout, state: str) -> Tier:

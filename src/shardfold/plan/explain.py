@@ -103,6 +103,10 @@ def explain_preset(
         UnitSpec(name, (SegmentSpec((Slot("w", (n,), 0),), -(-n // ranks) * ranks, policy.compute),), name == "(root)")
         for name, n in sizes.items()
     ]
-    program = apply(lower(bound, units, mesh, clip=True), Overlap())
+    by_name = {unit.name: unit for unit in units}
+    program = apply(
+        lower(bound, units, mesh, clip=True), Overlap(),
+        fetched=lambda op: fetched_bytes(op, bound, by_name[op.unit], mesh),
+    )  # fmt: skip
     held = state_bytes(bound, units, mesh, padded=True)
     return explain(table, bound, program, units, mesh, held, moved=moves(program, bound, units, mesh, step_of(1)))

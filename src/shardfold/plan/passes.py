@@ -6,17 +6,21 @@ moves it in time. No pass adds, drops or changes an operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from shardfold.errors import ConfigError
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_integer
+from shardfold.plan.layout import Tier
 from shardfold.plan.program import MARKERS, REDUCTIONS, Op, Program
 
 __all__ = ["Overlap", "apply", "closing", "defer_reduce", "delay_waits", "late", "prefetch", "updates_beside"]
 
 GATHERS = ("CAST", "FILL", "ALL_GATHER")
+AHEAD = 32 * 1024 * 1024
+"""Bytes on their way from a disk to which small units are fetched further ahead: what keeps a drive at its rate while
+each is asked for by itself, and a fourth of the tier's own buffers."""
 
 
 @known_arguments
@@ -26,7 +30,8 @@ class Overlap:
 
     Attributes:
         prefetch: how many units ahead of its use a unit is gathered, and its state fetched for its update where that
-            rests in a slower tier; ``prefetch + 1`` units are full at a time.
+            rests in a slower tier; ``prefetch + 1`` units are full at a time. From a disk states of more units are
+            fetched ahead as long as those have at most 32 MiB; 0: of none.
         reduces_in_flight: units whose gradients may be on their way while the next unit runs backward, 0 or 1; None
             chooses by device: 1 on a GPU; 0 on the CPU, where sending takes the cores that backward needs.
         block: elements that one call of a fused update handles; 0 chooses by device (64K on CPU, so that a block
@@ -64,13 +69,16 @@ class Overlap:
 
 
 def prefetch(
-    ops: tuple[Op, ...], depth: int, moved: tuple[str, ...] = GATHERS, markers: tuple[str, ...] = MARKERS
-) -> tuple[Op, ...]:
+    ops: tuple[Op, ...], depth: int, moved: tuple[str, ...] = GATHERS, markers: tuple[str, ...] = MARKERS,
+    from_disk: Callable[[Op], float] | None = None,
+) -> tuple[Op, ...]:  # fmt: skip
     """Moves what brings each unit's values ``depth`` markers earlier; never before the pass begins or the unit is
-    freed. In a step ``FETCH`` moves, past the updates of other units."""
+    freed. In a step ``FETCH`` moves, past the updates of other units; ``from_disk`` gives the bytes of one, and with it
+    it moves past more of them while all that is on its way has at most :data:`AHEAD` bytes."""
     if depth == 0:
         return ops
     groups = _between(ops, markers)
+    reach = _reach(groups, moved, from_disk) if from_disk is not None else range(len(groups))
     fetched: list[list[Op]] = [
         [] for _ in groups
     ]  # by the group they move to; the last follows END and fetches nothing
@@ -80,13 +88,28 @@ def prefetch(
             if op.verb == "FREE":
                 freed[op.unit] = i
             elif op.verb in moved:
-                fetched[max(0, i - depth, freed.get(op.unit, 0))].append(op)
+                there = min(i - depth, reach[i] if op.tier == Tier.DISK else i)
+                fetched[max(0, there, freed.get(op.unit, 0))].append(op)
     out: list[Op] = []
     for group, fetches in zip(groups, fetched, strict=True):
         out.extend(op for op in group if op.verb not in (*moved, *markers))
         out.extend(fetches)
         out.extend(op for op in group if op.verb in markers)
     return tuple(out)
+
+
+def _reach(groups: list[list[Op]], moved: tuple[str, ...], nbytes: Callable[[Op], float]) -> list[int]:
+    """By group the earliest one from which on all that comes from a disk for those behind it, up to this one, is at
+    most :data:`AHEAD` bytes."""
+    sizes = [sum(nbytes(op) for op in group if op.verb in moved and op.tier == Tier.DISK) for group in groups]
+    found, first, ahead = [0], 0, 0.0
+    for i in range(1, len(groups)):
+        ahead += sizes[i]
+        while ahead > AHEAD:
+            first += 1
+            ahead -= sizes[first]
+        found.append(first)
+    return found
 
 
 def defer_reduce(ops: tuple[Op, ...], units: frozenset[str]) -> tuple[Op, ...]:
@@ -130,9 +153,12 @@ def updates_beside(program: Program) -> Program:
     )
 
 
-def apply(program: Program, overlap: Overlap, late: frozenset[str] = frozenset()) -> Program:
+def apply(
+    program: Program, overlap: Overlap, late: frozenset[str] = frozenset(),
+    fetched: Callable[[Op], float] | None = None,
+) -> Program:  # fmt: skip
     """The program that will run: ``program`` with the passes that ``overlap`` asks for, and ``late`` units reduced at
-    the end."""
+    the end. ``fetched`` gives the bytes of a ``FETCH`` (see :func:`prefetch`)."""
 
     def backward(ops: tuple[Op, ...]) -> tuple[Op, ...]:
         return delay_waits(defer_reduce(prefetch(ops, overlap.prefetch), late), overlap.reduces_in_flight or 0)
@@ -141,7 +167,7 @@ def apply(program: Program, overlap: Overlap, late: frozenset[str] = frozenset()
         forward=prefetch(program.forward, overlap.prefetch),
         backward=backward(program.backward),
         last=backward(program.last),
-        step=prefetch(program.step, overlap.prefetch, ("FETCH",), ("UPDATE",)),
+        step=prefetch(program.step, overlap.prefetch, ("FETCH",), ("UPDATE",), fetched),
     )
     return updates_beside(made) if overlap.update_thread else made
 

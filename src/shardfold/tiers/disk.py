@@ -101,14 +101,19 @@ class DiskTier:
         """That went to the files, in whole blocks."""
         return sum(drive.bytes_written for drive in self.drives)
 
-    def reserve(self, nbytes: int) -> None:
-        """Takes room for so many bytes of regions that are allocated later, so that what does not fit is known now.
+    def reserve(self, *sizes: int) -> None:
+        """Takes room for regions of so many bytes each that are allocated later: what does not fit is known now.
 
         Raises:
             OSError: there is no room for them; says how much is needed, how much is free, and where.
         """
-        for drive in self.drives:
-            drive.reserve(-(-nbytes // len(self.drives)))
+        needed, first = [0] * len(self.drives), self._turn
+        for nbytes in sizes:
+            for drive, size in self._shares(first, nbytes):
+                needed[drive] += blocks(size)
+            first += -(-nbytes // self.chunk)
+        for drive, size in zip(self.drives, needed, strict=True):
+            drive.reserve(size)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> DiskRegion:
         return DiskRegion(self, shape, dtype, zero=zero)
@@ -123,12 +128,18 @@ class DiskTier:
         with self._lock:
             first, self._turn = self._turn, (self._turn + count) % len(self.drives)
         room = Room(self, first)
-        for turn, _ in enumerate(self.drives[:count]):
-            numbers = range(turn, count, len(self.drives))
-            size = len(numbers) * self.chunk - (self.chunk * count - nbytes if numbers[-1] == count - 1 else 0)
-            drive = self.drives[(first + turn) % len(self.drives)]
+        for number, size in self._shares(first, nbytes):
+            drive = self.drives[number]
             room.parts.append((drive, drive.take(size), size))
         return room
+
+    def _shares(self, first: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """The drives that a region's chunks go to, from the first one on, by their number, and the bytes of each."""
+        count = -(-nbytes // self.chunk)
+        for turn in range(min(count, len(self.drives))):
+            numbers = range(turn, count, len(self.drives))
+            lacking = self.chunk * count - nbytes if numbers[-1] == count - 1 else 0
+            yield (first + turn) % len(self.drives), len(numbers) * self.chunk - lacking
 
     @property
     def is_refused(self) -> bool:

@@ -59,7 +59,10 @@ class Drive:
     def __init__(self, folder: str, *, threads: int, direct: bool = True) -> None:
         self.folder = folder
         self._moved = {"read": 0, "written": 0}
-        self._file = os.fdopen(_unnamed(folder), "r+b", buffering=0)
+        try:
+            self._file = os.fdopen(_unnamed(folder), "r+b", buffering=0)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, folder) from error
         try:
             self.direct = direct and self._turn_direct()
         except OSError as error:
