@@ -459,11 +459,13 @@ CORE = (
     Case("zero2", reduce="bf16", also="raises"),
     Case("zero2", "bf16", offload="grads", accumulate=2, clip="2"),
     Case(offload="params", also="saves"),
+    Case(offload="params", precision="bf16", ranks=1),
     Case("fsdp2", optimizer="adagrad", offload="master"),
 )
 """A mechanism in each: what `make test` runs."""
 
 SINGLE = (
+    Case("zero2", "bf16", offload="grads", ranks=1), Case(ranks=1, activations="host", moments="disk", clip="2"),
     Case("zero1"), Case("zero2"), Case("fsdp2"), Case("hpz", ranks=4), Case("zero1", optimizer="muon"),
     Case(model="twice", debug="debug"), Case(accumulate=2, order="any"), Case(clip="2"),
     Case("zero2", model="norms", also="evaluates"), Case(activations="disk", moments="disk"), Case(also="loads"),

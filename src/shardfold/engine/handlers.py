@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from shardfold.comm.comm import Comm
-from shardfold.comm.transport import drain
+from shardfold.comm.transport import Pending, drain
 from shardfold.engine.cursor import Cursor
 from shardfold.engine.damage import Damage
 from shardfold.engine.norms import Norms
@@ -145,6 +145,8 @@ class Handlers:
         with self.comm.memory.side(), torch.no_grad():
             for segment in unit.segments:
                 segment.fill_own_range(op.source)
+        # A gather that follows is behind it; on one rank, and of what is another's on each rank, none does.
+        unit.filling.append(Pending([], self.comm.memory.queued()))
 
     def fill_updated(self, unit: Unit, op: Op, num_bytes: int) -> None:
         """What an update on the host made of ``params`` comes to the device."""

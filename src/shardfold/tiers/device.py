@@ -11,7 +11,7 @@ computation wait, never the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
@@ -51,6 +51,13 @@ class DeviceTier:
         """The side stream waits for everything computed so far."""
         if self._side is not None:
             self._side.wait_stream(accelerator.current_stream(self.device))
+
+    def queued(self) -> Callable[[], None]:
+        """Lets the computation wait, when it is called, for what is queued on the side stream by now, and no more."""
+        if self._side is None:
+            return _at_once
+        event = self._side.record_event()
+        return lambda: accelerator.current_stream(self.device).wait_event(event)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat for a short while, whose memory is really gone when it is; ``(numel,)``."""
@@ -107,6 +114,10 @@ class DeviceTier:
         self.after_compute()  # the next that gets this memory, on the side stream, finds it read
         with self.side():  # a free has no order: it says whose memory it is for those who read
             flat.untyped_storage().resize_(0)
+
+
+def _at_once() -> None:
+    """On the CPU what was asked for is done."""
 
 
 class DeviceRegion:
