@@ -382,7 +382,7 @@ def striped(rates: list[int], mib: int, count: int) -> None:
                     group.limit(folder, rate * MB)
                 speeds, same = [], True
                 for those in ([folders[0]], [folders[1]], folders):
-                    found = group.run("limited", folder=those, rates=rate, share=0, mib=mib, count=count, ahead=1)
+                    found = group.run("limited", folder=those, rates=rate, share=0, mib=mib, count=count, ahead=2)
                     speeds.append(mib * 1024 * 1024 * count / MB / found["seconds"])
                     same &= found["kernel"] == found["own"]
                 print(
@@ -406,7 +406,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=24, help="regions, or layers of `step`")
     parser.add_argument("--width", type=int, default=1024, help="of a layer of `step`")
     parser.add_argument("--rates", type=int, nargs="+", default=[50, 100], help="MB/s")
-    parser.add_argument("--ahead", type=int, default=1, help="regions that are read ahead")
+    parser.add_argument("--ahead", type=int, default=2, help="regions that are read ahead, as the engine does")
     parser.add_argument("--share", type=float, default=1.0, help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, default=16, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -98,6 +99,8 @@ def begin(given: argparse.Namespace, place: Path, number: int, stop: int | None 
                 status = 0
             except ShardfoldError:
                 status = 3  # what a rank says when another is gone
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         ranks.append(child)

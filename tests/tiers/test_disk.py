@@ -22,7 +22,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardfold import accelerator
 from shardfold.tiers import disk
 from shardfold.tiers import drive as drives
 from shardfold.tiers.disk import CHUNK, STAGING, DiskRegion, DiskTier
@@ -217,6 +219,54 @@ def test_host_memory_is_what_was_set_aside(tmp_path: Path) -> None:
         thread.join()
         assert other.get().tolist() == [1]
     assert STAGING % CHUNK == 0 and CHUNK % BLOCK == 0
+
+
+def test_a_region_larger_than_all_buffers_passes_through_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways, in chunks, as often as it is asked for, beside others that are as large: the buffers that were made at
+    first are all the host memory there is, each is one thread's at a time, and all come back."""
+    made_bytes: list[int] = []
+    real = accelerator.host_memory
+
+    def counted(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        made_bytes.append(shape[0] * dtype.itemsize)
+        return real(shape, dtype, device)
+
+    monkeypatch.setattr(accelerator, "host_memory", counted)
+    staging, numel = 10 * BLOCK, 25 * BLOCK + 3
+    with tier(*folders_in(tmp_path, 2), chunk=BLOCK, staging=staging) as made:
+        at_first, sides = list(made_bytes), (made.incoming, made.outgoing)
+        everyone = [sorted(buffer.address for buffer in side._spare) for side in sides]
+        held = sum(side._spare[0].memory.untyped_storage().nbytes() for side in sides)
+        assert staging <= held <= staging + 2 * BLOCK and sum(map(len, everyone)) == staging // BLOCK
+        regions = [made.allocate((numel,), torch.uint8) for _ in range(3)]
+        values, into = [values_of(i, numel, torch.uint8) for i in range(3)], torch.empty(numel, dtype=torch.uint8)
+        with Memory() as taken:
+            for _ in range(2):
+                for region, value in zip(regions, values, strict=True):
+                    region.store(value)
+                for region, value in zip(regions, values, strict=True):
+                    region.fetch(into)
+                    assert region.get().data_ptr() == into.data_ptr() and same(into, value)
+        assert taken.most <= numel, "nothing but what the comparison makes"
+        made.look(patient=True)
+        assert made_bytes == at_first
+        for side, addresses in zip(sides, everyone, strict=True):
+            while not side._back.empty():
+                side._spare.append(side._back.get_nowait())
+            assert sorted(buffer.address for buffer in side._spare) == addresses, "each is back, once"
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes that an operation of torch on this thread has made at once."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        old = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
+        if isinstance(found, Tensor) and found.untyped_storage().data_ptr() not in old:
+            self.most = max(self.most, found.untyped_storage().nbytes())
+        return found
 
 
 def test_what_is_overwritten_or_dropped_is_not_written(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -209,6 +210,126 @@ def test_no_checkpoint_is_written_of_what_cannot_be_read(ranks: Ranks, tmp_path:
         assert lent == ("UsageError" if rank == 1 else "ConfigError") and "the file has lost its end" in why
         assert ("rank 1: " in why) == (rank == 0) and "load a checkpoint before going on" in why
         assert not there and not training
+
+
+# -- every way to fail, in every operation
+
+
+def _raises(code: int) -> Callable[..., int]:
+    def fail(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def _some(call: Callable[..., int]) -> Callable[..., int]:
+    """It says that it did a part, or all, as a die falls; what it does not say of a read is not there."""
+    draw = Random(0)
+
+    def less(file: int, data: Any, place: int) -> int:
+        got = call(file, data, place)
+        part = draw.choice((got, draw.randint(1, got)))
+        if isinstance(data, list):
+            data[0][part:got] = bytes(got - part)
+        return part
+
+    return less
+
+
+WAYS: dict[str, Callable[[Callable[..., int]], Callable[..., int]]] = {
+    "no room": lambda call: _raises(errno.ENOSPC),
+    "broken": lambda call: _raises(errno.EIO),
+    "stuck": lambda call: lambda *_: 0,
+    "short": _some,
+}
+SAID = {
+    "no room": "No space left on device",
+    "broken": "Input/output error",
+    "stuck": "100 times in a row the drive took or gave less than 4096 bytes",
+}
+"""What is told of each; nothing of a drive that takes what is left when it is asked again."""
+
+
+@contextmanager
+def wrong(engine: sf.Engine, way: str, call: str) -> Iterator[None]:
+    """Calls of the system go wrong in that way with the file of this rank's disk, and with no other."""
+    tier = engine.sharded.tiers.named("disk")
+    assert isinstance(tier, DiskTier)
+    file, real = tier.drives[0].fileno(), getattr(os, call)
+    faulty = WAYS[way](real)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, call, lambda fd, *rest: (faulty if fd == file else real)(fd, *rest))
+        yield
+        tier.look(patient=True)
+
+
+def _every_way(folder: str, bad: int, cases: Sequence[tuple[str, str]]) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    expected, engine = plain(3), make()
+    step(engine, 0)
+    engine.save(f"{folder}/before", wait=True)
+    for way, call in cases:
+        with wrong(engine, way, call) if engine.rank == bad else nullcontext():
+            heard = [said(partial(step, engine, number))[:2] for number in (1, 2)]
+        engine.load(f"{folder}/before")
+        step(engine, 1)
+        step(engine, 2)
+        found.append([heard, engine.steps, differ(everything(engine), expected)])
+        engine.load(f"{folder}/before")
+    engine.close()
+    return found
+
+
+def test_every_way_to_fail_is_told_and_mended_by_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """A drive of one rank that has no room, breaks, or takes and gives nothing any more, as states are fetched and as
+    they are stored: both ranks say the same sentence, in the step or, as writes are not waited for, in the next. The
+    last checkpoint loads, and training from it goes on to the bit as if nothing had been. A drive that does a part of
+    what it is asked for loses nothing, and nothing is said."""
+    cases = [(way, call) for way in WAYS for call in ("pwrite", "preadv") if (way, call) != ("no room", "preadv")]
+    one, other = ranks.run(_every_way, str(tmp_path), 1, cases, world_size=2)
+    for (way, call), (words, steps, training), (same, *_) in zip(cases, one, other, strict=True):
+        assert words == same, "both ranks say the same"
+        told = [(kind, sentence) for kind, sentence in words if kind]
+        assert bool(told) == (way != "short"), (way, call, words)
+        if told:
+            kind, sentence = told[0]
+            assert kind == "StepError" and SAID[way] in sentence, sentence
+            done = "written to" if call == "pwrite" else "read from"
+            assert (
+                f"rank 1: {'STORE' if call == 'pwrite' else 'UPDATE'} " in sentence
+                and f" {done} a file in " in sentence
+            )
+        if call == "preadv" and told:
+            assert words[0][0] == "StepError" and words[1][0] == "UsageError", (
+                "no step is made of what could not be read"
+            )
+        assert steps == 3 and not training, (way, call)
+
+
+def _not_loaded(folder: str, bad: int) -> list[Any]:
+    engine = make()
+    step(engine, 0)
+    engine.save(f"{folder}/before", wait=True)
+    step(engine, 1)
+    with wrong(engine, "broken", "pwrite") if engine.rank == bad else nullcontext():
+        found: list[Any] = [said(lambda: engine.load(f"{folder}/before"))[:2]]
+        found.append(said(partial(step, engine, 1))[:2])
+    engine.load(f"{folder}/before")
+    step(engine, 1)
+    found += [engine.steps, differ(everything(engine), plain(2))]
+    engine.close()
+    return found
+
+
+def test_a_disk_that_fails_in_a_load(ranks: Ranks, tmp_path: Path) -> None:
+    """No rank waits for the one that cannot bring what it has loaded to its disk: all say the same, no step is made of
+    what is there in part, and a load that is not disturbed puts all right."""
+    for loaded, stepped, steps, training in ranks.run(_not_loaded, str(tmp_path), 1, world_size=2):
+        kind, words = loaded
+        assert kind == "CheckpointError" and words.startswith("rank 1: ") and "Input/output error" in words
+        assert words.endswith("The engine now holds a part of it: load another checkpoint before going on.")
+        assert stepped[0] == "UsageError" and stepped[1].endswith("half-way: load a checkpoint before going on.")
+        assert steps == 2 and not training
 
 
 # -- updates that raise

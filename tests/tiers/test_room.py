@@ -117,6 +117,42 @@ def _share(folder: str) -> str:
     return ""
 
 
+def _grown(folder: str, bad: int) -> tuple[list[str], int, list[int]]:
+    model, said = models.Small(), []
+    engine = make(folder, model)
+    tier = engine.sharded.tiers.named("disk", folder)
+    assert isinstance(tier, DiskTier)
+    step(engine)
+    room = [tier.drives[0].size]
+    model.blocks.append(models.Block())
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patched:
+            if torch.distributed.get_rank() == bad:
+                patched.setattr(Drive, "free_space", lambda self: 8191)
+            with pytest.raises(ConfigError) as error:
+                step(engine)
+        said.append(str(error.value))
+    room.append(tier.drives[0].size)
+    step(engine)
+    step(engine)
+    room.append(tier.drives[0].size)
+    steps = engine.steps
+    engine.close()
+    return said, steps, room
+
+
+def test_a_model_that_outgrows_the_disk_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """A block that is added is refused on all ranks in one sentence, before anything is changed, however often;
+    once there is room training goes on with it."""
+    for said, steps, room in ranks.run(_grown, str(tmp_path), 1, world_size=2):
+        for words in said:
+            assert "bytes of states that rest on disk on each rank have no room there: rank 1: a file in" in words
+            assert words.endswith("and there are 8,191 free: No space left on device; make room there, or name "
+                                  "another folder."), words  # fmt: skip
+        assert steps == 3 and len(said) == 2
+        assert room[1] >= room[0] and room[2] > room[0]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk: needs root")
 def test_ranks_that_share_a_drive_need_room_for_all(ranks: Ranks, tmp_path: Path) -> None:
     """A drive that has room for the states of one rank of two refuses both, and has all its room back."""

@@ -55,7 +55,6 @@ from shardfold.engine.gate import PassGate
 from shardfold.engine.handlers import Handlers, check_supported
 from shardfold.engine.hooks import Hooks
 from shardfold.engine.reports import Reports
-from shardfold.engine.room import take_room
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.engine.step import Stepper
@@ -65,6 +64,7 @@ from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip, one_clip
 from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.token_weights import Shares
+from shardfold.optim.fused import num_moments
 from shardfold.optim.sharded import ShardedOptimizer, build, check_rounding, check_tier
 from shardfold.plan import presets
 from shardfold.plan.arguments import known_arguments
@@ -84,6 +84,7 @@ from shardfold.sharding.materialize import Weights, buffer_dtypes, make_units, m
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partitioned import announce
 from shardfold.sharding.registry import owner_of
+from shardfold.sharding.room import take_room
 from shardfold.sharding.run_state import RunState
 from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.slices import check_early
@@ -248,7 +249,7 @@ class Engine:
         agreement.same(alike)
         if values is not None:
             values.load_buffers(model)
-        take_room(sharded, [c.spec for c in cuts if c.spec is not None])
+        take_room(sharded, [c.spec for c in cuts if c.spec is not None], num_moments(sharded.optimizer))
         move_buffers(dict(model.named_modules()), comm, buffer_dtypes(sharded.rules, model))
         sharded.units = make_units(model, cuts, sharded.layout, comm, sharded.tiers, values, seed)
 

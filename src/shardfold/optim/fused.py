@@ -31,7 +31,7 @@ from shardfold.sharding.segment import Segment
 from shardfold.tiers.tier import Region
 from shardfold.torch_internals import fused_adam_, fused_adamw_, fused_sgd_
 
-__all__ = ["FusedShard", "fused_moments", "why_not_fused"]
+__all__ = ["FusedShard", "fused_moments", "num_moments", "why_not_fused"]
 
 T = TypeVar("T")
 
@@ -53,6 +53,11 @@ def fused_moments(optimizer: Optimizer) -> tuple[str, ...] | None:
         return ("momentum_buffer",) if any(group["momentum"] for group in groups) else ()
     largest = ("max_exp_avg_sq",) if any(group.get("amsgrad") for group in groups) else ()
     return ("exp_avg", "exp_avg_sq", *largest)
+
+
+def num_moments(optimizer: Optimizer | None) -> int:
+    """How many moments the fused update keeps of each element; 0 where there is none."""
+    return len((fused_moments(optimizer) if optimizer is not None else None) or ())
 
 
 def why_not_fused(optimizer: Optimizer) -> str:

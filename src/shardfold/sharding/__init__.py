@@ -8,6 +8,7 @@
     partition    which are a unit; groups; boxes              gathered      whole values for a while; whole, loans
     distinct     of which parameters each rank has others
     materialize  first values; buffers                        whole_state   state dicts; whole_segments
+    room         of all that will rest on disk
     sharded_init models that are split while they are built; partitioned    forwards  methods besides forward
     tree, plain                                               values that hold tensors; such values as JSON
     autograd                                                  what autograd is doing

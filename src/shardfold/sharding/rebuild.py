@@ -38,6 +38,7 @@ from shardfold.sharding.materialize import buffer_dtypes, make_units, move_buffe
 from shardfold.sharding.model import ShardedModel, Updater
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.plain import StrangeValue, from_text, to_text
+from shardfold.sharding.room import take_room
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Life, Unit
 from shardfold.sharding.whole_segments import whole_segments
@@ -52,7 +53,8 @@ def apply(changes: Changes) -> None:
     Raises:
         UsageError: gradients wait for a step; nothing has been changed.
         OrderError: other ranks go on without a change of their models.
-        ConfigError: ranks changed their models in different ways; nothing has been changed.
+        ConfigError: ranks changed their models in different ways, or there is no room on disk for what is new; nothing
+            has been changed.
     """
     model, plan = changes.model, changes.plan
     micro = model.run.micro_batch
@@ -76,9 +78,12 @@ def apply(changes: Changes) -> None:
     specs = [c.spec for c in plan.cuts]
     alike = Claim([*parts(specs), *map(str, homes.described(plan)), *map(str, buffers)])
     model.comm.agreement.same({SLICES: slices(specs, model.comm.mesh.sizes), what: alike})
+    new = [c.spec for c in plan.cuts if c.name not in plan.kept and c.spec is not None]
+    moments = model.updater.num_moments() if model.updater is not None else 0
+    take_room(model, new, moments, [unit.spec for unit in homes.gone])
     dtypes = buffer_dtypes(model.rules, model.module)
     move_buffers(plan.new_modules, model.comm, dtypes)
-    with torch.no_grad():
+    with torch.no_grad(), model.comm.agreement.told("a change of the model"):  # a disk may fail
         units = _make(changes, plan, homes)
     model.followed += 1
     changes.group_of = plan.group_of
@@ -235,8 +240,7 @@ def _carry_states(model: ShardedModel, update: Updater, unit: Unit, homes: Homes
         kinds = {(n, v.dtype) for state in states.values() for n, v in state.items() if isinstance(v, PerElement)}
         for name, dtype in sorted(kinds, key=str):
             have = [slot for slot, state in states.items() if state.get(name) == PerElement(dtype)]
-            with model.comm.agreement.told("a change of the model"):  # a disk may have lost it
-                shard = update.state_shard(old, name, dtype)
+            shard = update.state_shard(old, name, dtype)
             carry(shard, lambda new, i, values, name=name: update.take_state(new, i, name, values), have)
         for slot, new, i in moves[key]:
             for name, value in states.get(slot, {}).items():

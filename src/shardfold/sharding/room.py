@@ -1,0 +1,60 @@
+"""Room on drives for all that will rest there, taken before anything is made: what does not fit is refused then, on all
+ranks, and not in the middle of training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardfold.errors import ConfigError, by_rank
+from shardfold.plan.cost import on_disk
+from shardfold.plan.placement import UnitSpec
+from shardfold.sharding.model import ShardedModel
+from shardfold.tiers.disk import DiskTier
+
+__all__ = ["take_room"]
+
+WHAT = "room for the states on disk"
+
+
+def take_room(model: ShardedModel, units: Sequence[UnitSpec], num_moments: int, gone: Sequence[UnitSpec] = ()) -> None:
+    """Takes the room of every state of these units whose tier is the disk from the file system of its folder. Each rank
+    takes its own, so where ranks share a drive the sum of theirs has to fit. Every rank calls it.
+
+    Args:
+        model: whose units they are to be.
+        units: of which nothing is allocated yet.
+        num_moments: that the update keeps of each element.
+        gone: units whose room these take over, one after the other.
+
+    Raises:
+        ConfigError: on every rank: there is none, or a folder cannot be written to. Nothing was made.
+    """
+    mesh = model.comm.mesh.sizes
+    wanted = on_disk(model.layout, units, mesh, num_moments)
+    if not wanted:
+        return
+    if gone:  # each is there until the one that takes its place is
+        before = on_disk(model.layout, gone, mesh, num_moments)
+        most = [on_disk(model.layout, [unit], mesh, num_moments) for unit in units]
+        for folder, sizes in wanted.items():
+            more = sum(sizes) - sum(before.get(folder, ()))
+            wanted[folder] = [max(0, more) + max(sum(each.get(folder, ())) for each in most)]
+    problem = ""
+    for folder, sizes in wanted.items():
+        try:
+            tier = model.tiers.named("disk", folder)
+        except OSError as error:
+            problem = f"no file can be made in {error.filename}: {error.strerror}; name a folder that can be written to"
+            break
+        assert isinstance(tier, DiskTier)
+        try:
+            tier.reserve(*sizes)
+        except OSError as error:
+            problem = str(error.strerror)
+            break
+    if any(model.comm.any_rank([bool(problem)], WHAT)):
+        agreement = model.comm.agreement
+        said = agreement.exchange(WHAT, problem)
+        ranks = by_rank(dict(zip(agreement.peers.ranks, said, strict=True))).rstrip(".")
+        total = sum(map(sum, wanted.values()))
+        raise ConfigError(f"The {total:,} bytes of states that rest on disk on each rank have no room there: {ranks}.")
