@@ -54,7 +54,8 @@ class Case:
         optimizer: one of :data:`OPTIMIZERS`.
         clip: by which norm; empty: none.
         moments: the tier that they rest in.
-        offload: what else rests in host memory: ``master``, with ``grads``, or with ``params`` too; empty: nothing.
+        offload: what else rests in a slower tier: ``master``, with ``grads``, or with ``params`` too; empty: nothing.
+        onto: which tier that is.
         model: ``gpt``; ``twice``: its blocks run twice in a pass; ``norms``: with BatchNorm, whose buffers travel;
             ``early``: made under :func:`shardfold.sharded_init`.
         also: what else happens, one of :data:`EVENTS`; ``copies``, ``drops`` and ``sums`` are of the device alone.
@@ -73,6 +74,7 @@ class Case:
     accumulate: int = 1
     moments: str = "device"
     offload: str = ""
+    onto: str = "host"
     model: str = "gpt"
     also: str = ""
     order: str = "recorded"
@@ -92,7 +94,7 @@ class Case:
 
 def _said(name: str, value: Any) -> str:
     return {"accumulate": f"of{value}", "moments": f"moments_on_{value}", "ranks": f"{value}ranks"}.get(
-        name, f"{name}_{value}" if name in ("gather", "reduce", "clip", "order", "offload") else str(value)
+        name, f"{name}_{value}" if name in ("gather", "reduce", "clip", "order", "offload", "onto") else str(value)
     )
 
 
@@ -322,7 +324,7 @@ def _engine(case: Case, model: nn.Module, device: str) -> sf.Engine:
         layout = layout.edit("moments", tier=case.moments)
     if case.offload:
         states = ("moments", "master", "grads", "params")
-        layout = layout.edit(*states[: states.index(case.offload) + 1], tier="host")
+        layout = layout.edit(*states[: states.index(case.offload) + 1], tier=case.onto)
     if case.gather:
         layout = layout.replace(gather=case.gather)
     if case.reduce:
@@ -368,6 +370,7 @@ OPTIONS: Mapping[str, Sequence[Any]] = {
     "accumulate": (1, 2),
     "moments": ("device", "host", "disk"),
     "offload": ("", "master", "grads", "params"),
+    "onto": ("host", "disk"),
     "model": ("gpt", "twice", "norms", "early"),
     "also": EVENTS,
     "order": ("recorded", "any", "beside"),
@@ -380,6 +383,11 @@ def is_allowed(case: Mapping[str, Any]) -> bool:
     """Whether the engine takes these options together; of a part of a case, whether some whole one has it."""
     if case.get("moments", "device") != "device" and case.get("optimizer", "adamw") not in ("adamw", "sgd"):
         return False  # their state cannot rest elsewhere
+    away, moments = case.get("offload", "master"), case.get("moments", "device")
+    if case.get("onto") == "disk" and (
+        not away or moments != "device" or case.get("optimizer", "adamw") not in ("adamw", "sgd")
+    ):
+        return False  # from files comes what a fused update reads, unit by unit
     if case.get("offload"):
         if case.get("moments", "device") != "device" or case.get("optimizer", "adamw") not in (
             "adamw",
@@ -461,6 +469,7 @@ CORE = (
     Case(offload="params", also="saves"),
     Case(offload="params", precision="bf16", ranks=1),
     Case("fsdp2", optimizer="adagrad", offload="master"),
+    Case("zero3", "bf16", offload="params", onto="disk", accumulate=2, clip="2"),
 )
 """A mechanism in each: what `make test` runs."""
 
@@ -474,6 +483,9 @@ SINGLE = (
     Case("zero2", order="any"), Case(also="raises"), Case("zero2", also="raises"),
     Case(offload="params"), Case("zero2", offload="grads"), Case("zero2", offload="grads", accumulate=2),
     Case("zero1", offload="master"), Case(offload="params", debug="debug"),
+    Case(offload="params", onto="disk"), Case("zero2", offload="grads", onto="disk", accumulate=2),
+    Case("fsdp2", "bf16", offload="grads", onto="disk", also="loads"),
+    Case(offload="params", onto="disk", debug="debug"),
     Case(model="twice", also="leaves_out", order="any"), Case(also="copies"), Case(also="drops"),
     Case(also="sums"),
 )  # fmt: skip
@@ -499,7 +511,11 @@ def tolerance(case: Case) -> float:
 
 KNOWN = (
     (lambda case: case.precision == "fp16", "numerics/alarm.py", "under a loss scale the host asks once per step"),
-    (lambda case: "disk" in (case.activations, case.moments), "tiers/disk.py", "the thread that writes the file waits"),
+    (
+        lambda case: "disk" in (case.activations, case.moments, case.onto),
+        "tiers/disk.py",
+        "the thread that writes the file waits",
+    ),
     (lambda case: bool(case.offload), "tiers/host.py", "the host updates what has arrived"),
     (lambda case: bool(case.offload), "engine/norms.py", "the norm of gradients on the host is summed on the device"),
     (lambda case: bool(case.offload), "sharding/", "what is read or written beside steps is on the host"),

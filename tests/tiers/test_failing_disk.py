@@ -166,7 +166,14 @@ def _lost(folder: str, bad: int, options: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"overlap": Overlap(update_thread=True), "layout": "zero3"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": Overlap(update_thread=True), "layout": "zero3"},
+        {"offload": {"optimizer": "disk", "grads": "disk"}},
+    ],
+)
 def test_what_a_disk_lost_is_loaded_again(ranks: Ranks, tmp_path: Path, options: dict[str, Any], world: int) -> None:
     """All ranks hear which rank could not read how much from where, and why, of which unit. From then on steps and
     saves are refused with that reason, and a checkpoint puts all right in the same engine: to the bit as if nothing had

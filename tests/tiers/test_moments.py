@@ -78,6 +78,29 @@ def test_what_is_stored_comes_back(tiers: Tiers, name: str, dtype: torch.dtype) 
     assert torch.equal(region.get().view(-1), numbers(9.0, dtype=dtype)), "what was fetched before is not what there is"
 
 
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_range_is_written_and_the_rest_stays(name: str, stored: bool) -> None:
+    """In every tier, also over the edges of chunks, of zeros that nothing was stored over, and in another dtype; what
+    was fetched before is not what there is."""
+    tiers = Tiers(DeviceTier(CPU))
+    tier = DiskTier(CPU, chunk=4096) if name == "disk" else tiers.named(name)
+    region = tier.allocate((5000,), torch.float32, zero=True)
+    expected = numbers(1.0) if stored else torch.zeros(5000)
+    if stored:
+        region.store(numbers(1.0))
+    for start, stop in ((3, 4), (1000, 3100), (4990, 5000), (0, 5000), (1024, 2048)):
+        region.fetch(torch.empty(5000))
+        values = numbers(7.0 * stop, stop - start, torch.float64)
+        region.write(start, values)
+        expected[start:stop] = values
+        assert torch.equal(region.values(), expected), (start, stop)
+    assert torch.equal(region.get(), expected)
+    region.drop()
+    tier.close()
+    tiers.close()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_values_that_are_given_may_go_at_once(tiers: Tiers, name: str) -> None:
     """A region has its own copy, unless it is given its own memory."""

@@ -202,7 +202,16 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ShardfoldError], str]] = {
     "no params": ({"layout": "fsdp2", "offload": ALL}, ConfigError, "keeps no copy.* name 'optimizer'"),
     "gradients alone": ({"offload": {"grads": "host"}}, LayoutError, "grads rest in the host tier but master on"),
     "master alone": ({"offload": {"master": "host"}}, LayoutError, "master rests in the host tier but moments on"),
-    "the disk": ({"offload": "disk"}, ConfigError, "the disk tier, in which this version keeps moments only"),
+    "a class of its own": (
+        {"offload": {"optimizer": "host", "grads": "disk"}, "optimizer": partial(torch.optim.Adagrad, lr=1e-2)},
+        ConfigError,
+        "grads rest in the disk tier, from which they come unit by unit: that works for AdamW, Adam and SGD",
+    ),
+    "one that asks others": (
+        {"offload": "disk", "optimizer": partial(sf.optim.Muon, lr=1e-2)},
+        ConfigError,
+        "Muon has an update and a state of its own: take one of these, or choose the host tier",
+    ),
 }
 
 

@@ -21,6 +21,7 @@ from shardfold.plan.version import __version__
 from shardfold.sharding.groups import alignment
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
+from shardfold.sharding.shard import Shard
 from shardfold.sharding.whole_state import buffers_of, most_precise, names_of
 
 __all__ = ["average_state", "collect", "header", "is_average"]
@@ -141,7 +142,7 @@ def _of_parameter(model: ShardedModel, segment: Segment, slot: int, parts: list[
     a, b = max(low, place.offset), min(high, place.offset + place.numel)
     first = place.offset in range(low, high) or (not place.numel and model.rank == 0)
     if a < b:
-        parts.append(_range(place, "weight", a - place.offset, weights[a - bounds[0] : b - bounds[0]]))
+        parts.append(_range(place, "weight", a - place.offset, weights.part(slice(a - bounds[0], b - bounds[0]))))
     update = model.updater
     if update is None or not segment.spec.trainable:
         return
@@ -149,7 +150,8 @@ def _of_parameter(model: ShardedModel, segment: Segment, slot: int, parts: list[
     if a < b:
         for name, per_value, values in update.stored(segment, slot):
             x, y = (a - begin) // per_value, -(-(b - begin) // per_value)
-            parts.append(_range(place, name, a - place.offset, values[x:y], b - a, per_value))
+            some = values.part(slice(x, y)) if isinstance(values, Shard) else values[x:y]
+            parts.append(_range(place, name, a - place.offset, some, b - a, per_value))
         for number, average in enumerate(model.run.averages):
             values = average.shard(segment)[a - bounds[0] : b - bounds[0]]
             parts.append(_range(place, average_state(number), a - place.offset, values))
@@ -164,18 +166,25 @@ def _of_parameter(model: ShardedModel, segment: Segment, slot: int, parts: list[
             index.once[place.name] = numbers
 
 
-def _range(slot: Slot, state: str, start: int, values: Tensor, numel: int | None = None, block: int = 1) -> Part:
+def _range(
+    slot: Slot, state: str, start: int, values: Tensor | Shard, numel: int | None = None, block: int = 1
+) -> Part:
+    """``values``: of a shard, its memory; one in a file is read when it is its turn to be written."""
     kind = "element" if block == 1 else "block"
     stop = start + (values.numel() if numel is None else numel)
     dtype, shape = _dtype(values, slot.name), (values.numel(),)
-    return Part(Piece(slot.name, state, kind, dtype, shape, start, stop, slot.box, block), values)
+    piece = Piece(slot.name, state, kind, dtype, shape, start, stop, slot.box, block)
+    if isinstance(values, Tensor):
+        return Part(piece, values)
+    memory = values.memory
+    return Part(piece, values if memory is None else memory)
 
 
 def _whole(kind: str, state: str, name: str, values: Tensor, rank: int | None = None) -> Part:
     return Part(Piece(name, state, kind, _dtype(values, name), tuple(values.shape), rank=rank), values)
 
 
-def _dtype(values: Tensor, name: str) -> str:
+def _dtype(values: Tensor | Shard, name: str) -> str:
     if values.dtype not in NAMES:
         raise CheckpointError(f"{name!r} has dtype {values.dtype}, which safetensors files do not have: cast it.")
     return NAMES[values.dtype]

@@ -28,6 +28,7 @@ from torch import Tensor
 from shardfold.checkpoint.format import ITEMSIZES, SUM_BYTES, Piece, checksum
 from shardfold.checkpoint.paths import open_regular
 from shardfold.errors import CheckpointError
+from shardfold.sharding.shard import Shard
 
 if TYPE_CHECKING:
     from shardfold.checkpoint.elsewhere import Elsewhere
@@ -62,10 +63,11 @@ def check_dense(values: Tensor, what: str) -> None:
 
 
 class Part(NamedTuple):
-    """What is to be written: a piece that has no place in a file yet, and its values or what makes them."""
+    """What is to be written: a piece that has no place in a file yet, and its values, what makes them, or what rests in
+    a file of its own, from which it is copied some MiB at a time."""
 
     piece: Piece
-    values: Tensor | Callable[[], Tensor]
+    values: Tensor | Shard | Callable[[], Tensor]
 
 
 class Written(NamedTuple):
@@ -126,15 +128,20 @@ def write_file(path: Path, parts: Sequence[Part], tick: Callable[[int], None] = 
 
 def _blocks(part: Part) -> Iterator[memoryview]:
     """The bytes of a part, :data:`SUM_BYTES` at a time."""
-    values = part.values if isinstance(part.values, Tensor) else part.values()
-    flat = values.detach().reshape(-1)
+    given = part.values
+    flat = given if isinstance(given, Shard) else _flat(given if isinstance(given, Tensor) else given())
     if flat.numel() != part.piece.numel or flat.dtype != DTYPES[part.piece.dtype]:
         raise CheckpointError(
             f"{part.piece.key} was to be {part.piece.numel} x {part.piece.dtype}, but is {flat.numel()} x {flat.dtype}."
         )
     step = SUM_BYTES // flat.itemsize
     for a in range(0, flat.numel(), step):
-        yield memoryview(flat[a : a + step].cpu().contiguous().view(torch.uint8).numpy())  # pyright: ignore
+        some = flat.part(slice(a, a + step)).read() if isinstance(flat, Shard) else flat[a : a + step]
+        yield memoryview(some.cpu().contiguous().view(torch.uint8).numpy())  # pyright: ignore
+
+
+def _flat(values: Tensor) -> Tensor:
+    return values.detach().reshape(-1)
 
 
 def _finite(block: memoryview, dtype: str) -> bool:

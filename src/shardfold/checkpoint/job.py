@@ -24,6 +24,7 @@ from shardfold.checkpoint.outcome import Outcome, failure
 from shardfold.errors import CheckpointError
 from shardfold.plan.arguments import known_arguments
 from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.shard import Shard, values_of
 from shardfold.tiers.pages import exact, huge
 
 __all__ = ["Job", "SaveReport", "Saving"]
@@ -136,6 +137,11 @@ class Job:
         self._outcome = Outcome(self.draft, self.messages, hosts, self._rank, self._keep, self._nonfinite)
         self.messages.begin()
 
+    @property
+    def reads_files(self) -> bool:
+        """Whether some of it rests on disk: a copy of that would be memory as large as what does not fit into it."""
+        return any(isinstance(part.values, Shard) for part in self._parts)
+
     def copy(self, blocks: list[Tensor]) -> list[Tensor]:
         """Takes what is to be written out of the memory that training goes on to change, into blocks if it fits."""
         try:
@@ -205,7 +211,8 @@ def _copied(parts: list[Part], blocks: list[Tensor]) -> tuple[list[Part], list[T
     copies: list[Part] = []
     with torch.no_grad():
         for part, (number, at) in zip(ordered, places, strict=True):
-            values = part.values if isinstance(part.values, Tensor) else part.values()
+            given = part.values
+            values = given() if callable(given) else values_of(given)
             target = blocks[number][at : at + part.piece.nbytes].view(values.dtype)
             target.copy_(values.detach().reshape(-1), non_blocking=values.device in devices)
             copies.append(Part(part.piece, target))

@@ -8,7 +8,8 @@ and half of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from logging import getLogger
@@ -35,6 +36,7 @@ from shardfold.plan.placement import shard_index
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
+from shardfold.sharding.shard import Shard
 from shardfold.sharding.whole_state import buffers_of, most_precise
 
 __all__ = ["LoadReport", "load"]
@@ -298,12 +300,20 @@ class _Work:
 
     def _weights(self, segment: Segment) -> None:
         """Master, what rests in the compute dtype and what is held, from the one copy that was saved."""
-        kept, bounds, over = most_precise(self._model, segment)
-        self._fill(segment, "weight", kept, bounds, over)
-        rest, held = segment.rest, segment.held
-        if held is None and (rest is None or segment.rest_range == bounds):
-            if rest is not None and rest is not kept and not segment.master_is_rest:
-                rest.copy_(kept)
+        shard, bounds, over = most_precise(self._model, segment)
+        fit, names = self._fit, [slot.name for slot in segment.spec.slots]
+        every = all(name in fit.parameters and name not in fit.left_out for name in names)
+        with self._opened(shard, replaced=every) as kept:
+            self._fill(segment, "weight", kept, bounds, over)
+            self._mirror(segment, shard, kept, bounds, over)
+
+    def _mirror(self, segment: Segment, shard: Shard, kept: Tensor, bounds: tuple[int, int], over: Axes) -> None:
+        """The other copies of the weights, from the values of the one that is kept, which is ``shard``."""
+        copies = list(segment.copies())
+        others = [(copy, at) for _, copy, at in copies if copy.region is not shard.region or at != bounds]
+        if segment.held is None and all(at == bounds for _, _, at in copies):
+            for other, _ in others:
+                self.attempt(partial(other.write, kept))
             return
         # All values in the compute dtype: in the flat itself, where that has memory.
         whole = segment.flat
@@ -312,15 +322,29 @@ class _Work:
         if segment.split or not segment.master_is_rest:
             whole[slice(*bounds)].copy_(kept)
         complete(self._model.comm, [whole], over, WHAT)
-        for target, place in ((rest, segment.rest_range), (held, segment.held_range)):
-            if target is not None and target is not whole and place is not None:
-                target.copy_(whole[slice(*place)])
+        for other, place in others:
+            if other.region.resting is not whole:
+                self.attempt(partial(other.write, whole[slice(*place)]))
+
+    @contextmanager
+    def _opened(self, shard: Shard, *, replaced: bool) -> Iterator[Tensor]:
+        """Inside, the values of a shard, to be changed in place. Of one in a file, all of which is to be ``replaced``,
+        nothing is read, as that may be lost; what cannot be read is the outcome, and the others wait for this rank all
+        the same."""
+        values = shard.memory
+        if values is None and not replaced:
+            values = self.attempt(shard.read)
+        if values is None:
+            values = torch.zeros(shard.numel(), dtype=shard.dtype)
+        yield values
+        if shard.memory is None:
+            self.attempt(lambda: shard.write(values))
 
     def _moments(self, segment: Segment) -> None:
         """The optimizer's state and the averages of a segment."""
         model, checkpoint, fit = self._model, self._checkpoint, self._fit
         update = model.updater
-        assert update is not None and segment.master is not None
+        assert update is not None
         bounds, over = segment.master_range, segment.table.master.over
         here = [(i, fit.parameters[s.name]) for i, s in enumerate(segment.spec.slots) if s.name in fit.parameters]
         for number, average in enumerate(model.run.averages):
@@ -328,7 +352,7 @@ class _Work:
             for slot, old in here:
                 if state not in checkpoint.states(old):  # it begins with what the parameter is now
                     piece = segment.own_piece(slot)[0]
-                    shard[piece].copy_(segment.master[piece])
+                    self.attempt(lambda p=piece, s=shard: s[p].copy_(_master(segment).part(p).read()))
             self._fill(segment, state, shard, bounds, over)
         wanted: dict[str, list[tuple[int, str]]] = {}
         self.attempt(lambda: update.forget(segment, [slot for slot, _ in here]))
@@ -342,14 +366,14 @@ class _Work:
             if region is not None:
                 target = self.attempt(region.get)
                 if target is None:  # the others wait for this rank all the same
-                    target = torch.zeros_like(segment.master, dtype=region.dtype)
+                    target = torch.zeros(segment.shard_numel, dtype=region.dtype, device=segment.flat.device)
                 self._fill(segment, state, target, bounds, over, {slot for slot, _ in having})
                 self.attempt(partial(region.store, target))
                 continue
             dtype = checkpoint.dtype(having[0][1], state)
             if dtype == checkpoint.dtype(having[0][1]):  # it follows its parameter, which may have another dtype here
-                dtype = segment.master.dtype
-            shard = torch.zeros_like(segment.master, dtype=dtype)
+                dtype = segment.dtypes["master"]
+            shard = torch.zeros(segment.shard_numel, dtype=dtype, device=segment.update_device)
             self._fill(segment, state, shard, bounds, over)
             for slot, _ in having:
                 self.attempt(lambda i=slot, n=state, s=shard: update.take_piece(segment, i, n, s))
@@ -392,3 +416,9 @@ class _Work:
             x, y = a - place.offset, b - place.offset
             self.attempt(lambda o=old, x=x, y=y, t=out, b=place.box: checkpoint.read(o, state, x, y, out=t, box=b))
         complete(model.comm, [target], others, WHAT)
+
+
+def _master(segment: Segment) -> Shard:
+    master = segment.shard("master")
+    assert master is not None
+    return master

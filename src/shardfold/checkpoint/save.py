@@ -97,9 +97,10 @@ class Saver:
             job.give_up(error)
             raise
         saving = self.last = Saving(target)
-        if wait:
+        if wait or job.reads_files:
             job.run(saving)
-            saving.wait()
+            if wait:
+                saving.wait()
             return saving
         if self._memory not in model.rows:
             model.rows.append(self._memory)

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 
 from shardfold.comm.comm import Comm
-from shardfold.errors import by_rank
+from shardfold.errors import StepError, by_rank
 from shardfold.plan.program import Op
 
 __all__ = ["Damage"]
@@ -38,6 +38,7 @@ class Damage:
 
     def __init__(self, *, together: bool) -> None:
         self.together = together
+        self._early: list[tuple[Op, Exception]] = []
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -45,6 +46,9 @@ class Damage:
         self.unfinished = self.unwritten = ""
         self.cause: Exception | None = None
         self._own = {"unfinished": "", "unwritten": ""}
+        for op, error in self._early:
+            self._note(op, error)
+        self._early.clear()
 
     def attempt(self, op: Op, do: Callable[[], None]) -> None:
         """Does a FETCH, an UPDATE or a STORE, unless this rank updates nothing more in this step."""
@@ -56,11 +60,21 @@ class Damage:
         except Exception as error:
             if not self.together:
                 raise
-            kept = op.verb == "STORE" and isinstance(error, OSError)
-            which = "unwritten" if kept else "unfinished"
-            if not self._own[which]:
-                self._own[which] = f"{op}: {str(error) or type(error).__name__}"
-                self.cause = error
+            self._note(op, error)
+
+    def attempt_early(self, op: Op, do: Callable[[], None]) -> None:
+        """Does an operation on gradients in a backward: what a disk says there is told with the step that uses them."""
+        try:
+            do()
+        except (OSError, StepError) as error:
+            self._early.append((op, error))
+
+    def _note(self, op: Op, error: Exception) -> None:
+        kept = op.verb == "STORE" and isinstance(error, OSError)
+        which = "unwritten" if kept else "unfinished"
+        if not self._own[which]:
+            self._own[which] = f"{op}: {str(error) or type(error).__name__}"
+            self.cause = error
 
     def tell(self, comm: Comm) -> None:
         """Ranks tell each other what went wrong; one small message where nothing did."""

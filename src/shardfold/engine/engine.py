@@ -593,7 +593,8 @@ class Engine:
             state: more to keep, rank 0's, by name: numbers, strings, lists, dicts, tensors, or objects with
                 ``state_dict()``, such as a sampler.
             rank_state: the same of each rank.
-            wait: returns when the checkpoint is there; takes no memory for a copy.
+            wait: returns when the checkpoint is there; takes no memory for a copy. Where states rest on disk it always
+                does: they are copied from file to file, while nothing changes them.
             busy: while an earlier save is under way: ``"wait"`` for it, or ``"skip"`` this one.
             keep: checkpoints that stay in the folder around ``path``, with this one; None removes none.
             nonfinite: weights or buffers that are inf or NaN are logged and written (``"warn"``), or the save fails

@@ -26,6 +26,7 @@ from shardfold.plan.axes import DATA_AXES, Mesh, Role
 from shardfold.plan.cost import fetched_bytes
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.program import MARKERS, Op
+from shardfold.sharding.gradients import Sums
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Life, Unit
 from shardfold.tiers.tiers import Tiers
@@ -64,11 +65,12 @@ class Handlers:
         loss_scale: Scaler | None = None,
     ) -> None:
         self.comm, self.layout, self.tiers = comm, layout, tiers
+        self.host = tiers.host
         self.units = {unit.name: unit for unit in units}
         self.optimizer = optimizer
         if optimizer is not None:
             optimizer.connect(RankLink(layout.master.over, comm))
-        self.norms = Norms(clip, comm, self.trainable)
+        self.norms = Norms(clip, comm, self.trainable, looks=loss_scale is not None)
         self.used: dict[str, list[list[bool]]] = {}
         self.cursor = Cursor(comm.memory.device)
         self.damage = Damage(together=layout.moments.tier is not Tier.DEVICE)
@@ -130,11 +132,29 @@ class Handlers:
         unit = self.units[op.unit]
         num_bytes = self._moved_bytes(op)
         if op.target == "flat":
-            return partial(self.fill, unit, op, num_bytes)
+            fill = partial(self.fill, unit, op, num_bytes)
+            rest = unit.spec.table_or(self.layout).rest
+            return partial(self._tell, op, fill) if rest.tier is Tier.DISK else fill
         return partial(self.damage.attempt, op, partial(self.fill_updated, unit, op, num_bytes))
 
     def _moved_bytes(self, op: Op) -> int:
         return int(fetched_bytes(op, self.layout, self.units[op.unit].spec, self.comm.mesh.sizes))
+
+    def bind_read(self, op: Op) -> Call:
+        return partial(self.read, self.units[op.unit], op, self._moved_bytes(op))
+
+    def read(self, unit: Unit, op: Op, num_bytes: int) -> None:
+        """This rank's shard begins to come from a file, to be filled in."""
+        if unit.pins or unit.life is not Life.RESTING:
+            return
+        self.comm.meter.move(op, num_bytes)
+        for segment in unit.segments:
+            segment.fetch(op.source, self.host.empty)
+
+    def _tell(self, op: Op, do: Call) -> None:
+        """Where a file cannot be read, ranks that wait for what is filled from it hear so."""
+        with self.comm.agreement.told(str(op)):
+            do()
 
     def fill(self, unit: Unit, op: Op, num_bytes: int) -> None:
         """This rank's shard comes into its place of the flats, from a slower tier."""
@@ -228,50 +248,93 @@ class Handlers:
 
     def _update(self, unit: Unit) -> None:
         assert self.optimizer is not None
-        with torch.no_grad():
-            self.optimizer.update(unit, self.used[unit.name], self.norms.coefficient)
+        try:
+            for segment in unit.trainable:
+                segment.bring("master")
+                if (grads := segment.bring("grads")) is not None:
+                    self.norms.clip_fetched(segment, grads)
+            with torch.no_grad():
+                self.optimizer.update(unit, self.used[unit.name], self.norms.coefficient)
+        except BaseException:
+            for segment in unit.trainable:
+                segment.forget_fetched()
+            raise
+        for segment in unit.trainable:
+            if (grads := segment.here.pop("grads", None)) is not None:
+                self.host.recycle(grads)
 
     def bind_move(self, op: Op) -> Call:
-        """Brings a unit's state to the device or back; nothing moves of a unit that no rank used."""
+        """Brings a unit's state to where it is updated, or to where it rests; nothing moves of a unit that no rank
+        used."""
         unit, optimizer = self.units[op.unit], self.optimizer
-        if op.source == "grads":
-            return self._bind_grads(op, unit)
+        num_bytes = partial(self._moved_bytes, op)
+        rests = unit.spec.table_or(self.layout).grads.tier
+        if op.source == "grads" and op.verb == "STORE" and rests is not Tier.DEVICE:
+            return partial(self.damage.attempt_early, op, partial(self._store_sums, unit, op, num_bytes()))
         assert optimizer is not None
-        move = partial(optimizer.fetch if op.verb == "FETCH" else optimizer.store, unit)
+        if op.source == "moments":
+            move = partial(optimizer.fetch if op.verb == "FETCH" else optimizer.store, unit)
+            num_bytes = partial(optimizer.moved_bytes, unit)  # a class may come to have more of them
+        elif op.verb == "FETCH":
+            move = partial(self._fetch, unit, op.source)
+        elif op.source == "grads":
+            move = partial(self._send_grads, unit, op.tier)
+        else:
+            move = partial(self._store, unit, op.source)
 
         def call() -> None:
             if any(map(any, self.used[unit.name])):
-                self.comm.meter.move(op, optimizer.moved_bytes(unit))
+                self.comm.meter.move(op, num_bytes())
                 move()
             else:
                 self.comm.meter.leave_out(op)
 
         return partial(self.damage.attempt, op, call)
 
-    def _bind_grads(self, op: Op, unit: Unit) -> Call:
-        """Gradients go to a slower tier: the sums of a backward to rest there, or those of a step to their update."""
-        num_bytes = self._moved_bytes(op)
-        if unit.spec.table_or(self.layout).grads.tier is not Tier.DEVICE:
+    def _fetch(self, unit: Unit, state: str) -> None:
+        for segment in unit.trainable:
+            segment.fetch(state, self.host.empty)
 
-            def store() -> None:
+    def _store(self, unit: Unit, state: str) -> None:
+        """What was updated of a state goes to its file.
+
+        Raises:
+            OSError: what was stored earlier is not there; all of this unit's is taken (see ``Region.store``).
+        """
+        problem: OSError | None = None
+        for segment in unit.trainable:
+            if segment.updated is not None if state == "params" else state in segment.here:
+                region, values = segment.leave(state)
+                try:
+                    region.store(values)
+                except OSError as error:
+                    problem = problem or error
+                self.host.recycle(values)
+        if problem is not None:
+            raise problem
+
+    def _send_grads(self, unit: Unit, tier: str) -> None:
+        """The gradients of a step go to their update; the own step of an optimizer has taken them along."""
+        assert self.optimizer is not None
+        for segment in unit.trainable if self.optimizer.fused else ():
+            segment.sent_grads = self.tiers.named(tier).allocate((segment.shard_numel,), segment.dtypes["grads"])
+            segment.sent_grads.store(segment.master_grads)
+
+    def _store_sums(self, unit: Unit, op: Op, num_bytes: int) -> None:
+        """The sums of a backward go to a slower tier to rest there."""
+        self.comm.meter.move(op, num_bytes)
+        with torch.no_grad():
+            unit.gradients.store(self.norms.note)
+
+    def bind_add(self, op: Op) -> Call:
+        unit, num_bytes = self.units[op.unit], self._moved_bytes(op)
+
+        def add() -> None:
+            if unit.gradients.sums is not Sums.OWN:
                 self.comm.meter.move(op, num_bytes)
-                with torch.no_grad():
-                    unit.gradients.store()
+                self._fetch(unit, "grads")
 
-            return store
-
-        def send() -> None:
-            if not any(map(any, self.used[unit.name])):
-                self.comm.meter.leave_out(op)
-                return
-            self.comm.meter.move(op, num_bytes)
-            if self.optimizer is None or not self.optimizer.fused:
-                return  # its own step has taken them along
-            for segment in unit.trainable:
-                segment.sent_grads = self.tiers.named(op.tier).allocate((segment.shard_numel,), segment.dtypes["grads"])
-                segment.sent_grads.store(segment.master_grads)
-
-        return partial(self.damage.attempt, op, send)
+        return add
 
     def gather_updated(self, unit: Unit, ops: Sequence[Op]) -> None:
         """Fills what of ``params`` rests on this rank with what other ranks have updated."""
@@ -307,7 +370,9 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "DROP": lambda do, op: do.units[op.unit].gradients.give_back,
     "CLAMP": lambda do, op: do.norms.clip_values,
     "NORM": lambda do, op: do.norms.take,
+    "READ": Handlers.bind_read,
     "FETCH": Handlers.bind_move,
+    "ADD": Handlers.bind_add,
     "UPDATE": Handlers.bind_update,
     "STORE": Handlers.bind_move,
     "JOIN": lambda do, op: partial(do.cursor.join, op.unit),
@@ -333,15 +398,6 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
                 f"{name} is split over {'+'.join(cell.over)}; this version splits over {'+'.join(DATA_AXES)} in that "
                 "order only."
             )
-        if cell.tier is Tier.DISK and name != "moments":
-            raise ConfigError(
-                f"{name} rests in the disk tier, in which this version keeps moments only; use host or device."
-            )
-    if layout.moments.tier is Tier.DISK and layout.updates_on is not Tier.DEVICE:
-        raise ConfigError(
-            "moments rest in the disk tier and master in the host tier, which this version does not update; let both "
-            "rest in the host tier, or master on the device."
-        )
     if layout.moments.dtype != layout.master.dtype:
         raise ConfigError(
             f"moments are {layout.moments.dtype} but master is {layout.master.dtype}: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf, isfinite
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 from shardfold import accelerator
 from shardfold.comm.comm import Comm
 from shardfold.errors import NonFiniteError
-from shardfold.numerics.clipping import Clip, clip_coefficient, norm_of, norm_part
-from shardfold.numerics.scaling import all_finite, sum_of_all
-from shardfold.plan.layout import Axes
+from shardfold.numerics.clipping import Clip, clip_coefficient, joined_terms, norm_of, norm_terms
+from shardfold.numerics.scaling import all_finite, sum_of, sum_of_all
+from shardfold.plan.layout import Axes, Tier
 from shardfold.sharding.segment import Segment
 
 __all__ = ["Norms"]
@@ -27,14 +27,17 @@ class Norms:
         clip: what is asked for; None: nothing is clipped.
         comm: to sum over the axes on which other elements lie.
         trainable: the segments as they are now.
+        looks: whether overflows are looked for.
 
     Attributes:
         norm: 0-d tensor, what the last NORM of the program gave; None if it takes none.
         coefficient: 0-d tensor that this step's gradients are multiplied by; None: they are not.
     """
 
-    def __init__(self, clip: Clip | None, comm: Comm, trainable: Callable[[], Iterable[Segment]]) -> None:
-        self.clip = clip
+    def __init__(
+        self, clip: Clip | None, comm: Comm, trainable: Callable[[], Iterable[Segment]], *, looks: bool = False
+    ) -> None:
+        self.clip, self._looks = clip, looks
         self._comm, self._trainable = comm, trainable
         self.norm: Tensor | None = None
         self.coefficient: Tensor | None = None
@@ -53,28 +56,46 @@ class Norms:
         if self.clip is not None and self.clip.norm is not None:
             self._parts = self._parts_of_norm(self.clip.p)
             return sum_of_all([part.double() for part in self._parts.values()], self._comm.memory.device)
-        grads = [segment.master_grads for segment in self._trainable()]
-        return sum_of_all(grads, self._where(grads))
+        sums = [total for segment in self._trainable() for total in self._numbers(segment)]
+        return sum_of_all(sums, self._where(sums))
 
-    def _where(self, grads: Iterable[Tensor]) -> torch.device:
-        """The device of the gradients: the host, where they rest there."""
-        return next((flat.device for flat in grads), self._comm.memory.device)
+    def _where(self, sums: Sequence[Tensor]) -> torch.device:
+        """The device of what is to be joined: the host, where gradients rest there."""
+        return sums[0].device if sums else self._comm.memory.device
+
+    def _numbers(self, segment: Segment) -> list[Tensor]:
+        """0-d each, of the gradients of this rank's master range: what they add to the norm, or, where none is taken,
+        their sum. Of those in a file it was taken on their way there, unless they were changed since: then they are
+        read once more."""
+        if segment.noted is not None:
+            return segment.noted
+        return self._take(_gradients(segment))
+
+    def _take(self, grads: Tensor) -> list[Tensor]:
+        if self.clip is not None and self.clip.norm is not None:
+            return norm_terms(grads, self.clip.p)
+        return [sum_of(grads)]
+
+    def note(self, segment: Segment, grads: Tensor) -> None:
+        """The sums of a segment's gradients are on their way to a file: what a step asks of them is taken now."""
+        if self._looks or (self.clip is not None and self.clip.norm is not None):
+            segment.noted = self._take(grads)
 
     def overflowed(self, summed: float) -> bool:
         """Whether a gradient is inf or NaN, once what :meth:`summed` gave was read: sums of large ones overflow too."""
-        return not isfinite(summed) and not all_finite([segment.master_grads for segment in self._trainable()])
+        return not isfinite(summed) and not all_finite(_gradients(segment) for segment in self._trainable())
 
     def _parts_of_norm(self, p: float) -> dict[Axes, Tensor]:
         """What this rank's elements add to the norm, 0-d each, by the axes on which other ranks have other elements: a
         replica on an axis is counted once."""
         device, mesh = self._comm.memory.device, self._comm.mesh.sizes
-        flats: dict[tuple[Axes, float], list[Tensor]] = {}
+        terms: dict[tuple[Axes, float], list[Tensor]] = {}
         for segment in self._trainable():
             over = mesh.normed(segment.table.master.over, segment.spec.distinct)
-            flats.setdefault((over, segment.unscale), []).append(segment.master_grads)
+            terms.setdefault((over, segment.unscale), []).extend(self._numbers(segment))
         parts: dict[Axes, Tensor] = {}
-        for (over, unscale), some in flats.items():
-            part = norm_part(some, p, self._where(some)).to(device)
+        for (over, unscale), some in terms.items():
+            part = joined_terms(some, p, self._where(some)).to(device)
             part = part * unscale if p == inf else part * unscale**p
             parts[over] = _joined(parts[over], part, p) if over in parts else part
         return parts
@@ -101,7 +122,8 @@ class Norms:
             )
         self.coefficient = clip_coefficient(self.norm, clip.norm) if clip.norm < inf else None
         if self.coefficient is not None:
-            self.coefficient = self.coefficient.to(self._where(s.update_grads for s in self._trainable()))
+            on = next((segment.update_device for segment in self._trainable()), self._comm.memory.device)
+            self.coefficient = self.coefficient.to(on)
         if self.coefficient is None or accelerator.has_streams(self.coefficient.device):
             return  # asking a device for the number would stop the host
         if float(self.coefficient) >= 1.0:
@@ -112,8 +134,25 @@ class Norms:
         if self.clip is None or self.clip.value is None:
             return
         for segment in self._trainable():
-            limit = self.clip.value / segment.unscale
-            segment.master_grads.clamp_(-limit, limit)
+            if segment.table.grads.tier is not Tier.DISK:
+                self._clip_elements(segment, segment.master_grads)
+
+    def clip_fetched(self, segment: Segment, grads: Tensor) -> None:
+        """The same, of gradients that have come from a file to be used."""
+        if self.clip is not None and self.clip.value is not None:
+            self._clip_elements(segment, grads)
+
+    def _clip_elements(self, segment: Segment, grads: Tensor) -> None:
+        assert self.clip is not None and self.clip.value is not None
+        limit = self.clip.value / segment.unscale
+        grads.clamp_(-limit, limit)
+
+
+def _gradients(segment: Segment) -> Tensor:
+    """Those of this rank's master range."""
+    shard = segment.shard("grads")
+    assert shard is not None
+    return segment.master_grads if shard.memory is not None else shard.read()
 
 
 def _joined(a: Tensor, b: Tensor, p: float) -> Tensor:

@@ -29,6 +29,7 @@ ENDS = (*SUMS, "STORE")
 """Of a backward: what a unit's gradients go through once all are there."""
 MOMENTS: Mapping[str, str] = {
     **dict.fromkeys(GATHERS, "enter"),
+    "ADD": "begin",
     "GRADS": "begin",
     **dict.fromkeys(ENDS, "reduce"),
     **dict.fromkeys(("HOLD", "FREE"), "leave"),

@@ -15,7 +15,15 @@ from shardfold.errors import ConfigError
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_number
 
-__all__ = ["Clip", "clip_coefficient", "norm_of", "norm_part", "one_clip", "square_sum"]
+__all__ = [
+    "Clip",
+    "clip_coefficient",
+    "joined_terms",
+    "norm_of",
+    "norm_terms",
+    "one_clip",
+    "square_sum",
+]
 
 _ROW = 4096
 
@@ -71,23 +79,25 @@ def _positive(number: object) -> bool:
     return is_number(number, 0) and number != 0
 
 
-def norm_part(flats: Iterable[Tensor], p: float, device: torch.device) -> Tensor:
-    """What this rank adds to a p-norm, a 0-d fp64 tensor: the sum of ``|x| ** p``, or for ``inf`` the largest ``|x|``.
-
-    Sums of several ranks, or maxima, make the whole norm by :func:`norm_of`.
-    """
+def norm_terms(flat: Tensor, p: float) -> list[Tensor]:
+    """What one tensor adds to a p-norm, in parts, 0-d fp64 each: sums of ``|x| ** p``, or for ``inf`` the largest
+    ``|x|``. Joined (:func:`joined_terms`) over all tensors and ranks they make the norm by :func:`norm_of`."""
     if p == 2:
-        return square_sum(flats, device)
+        return _square_sums(flat)
+    part = [torch.linalg.vector_norm(flat, p, dtype=torch.float64)] if flat.numel() else []
+    return part if p == inf else [each**p for each in part]
+
+
+def joined_terms(terms: Iterable[Tensor], p: float, device: torch.device) -> Tensor:
+    """The sum of what :func:`norm_terms` gave, or for ``inf`` the largest; 0-d fp64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for flat in flats:
-        if flat.numel():
-            part = torch.linalg.vector_norm(flat, p, dtype=torch.float64)
-            total = torch.maximum(total, part) if p == inf else total + part**p
+    for term in terms:
+        total = torch.maximum(total, term.to(device)) if p == inf else total + term.to(device)
     return total
 
 
 def norm_of(part: Tensor, p: float) -> Tensor:
-    """The norm, of what :func:`norm_part` gave on all ranks."""
+    """The norm, of what :func:`joined_terms` gave on all ranks."""
     return part if p == inf else part.sqrt() if p == 2 else part ** (1 / p)
 
 
@@ -97,15 +107,15 @@ def square_sum(flats: Iterable[Tensor], device: torch.device) -> Tensor:
     Squares are summed in fp32 (of fp64 in fp64) over rows of 4096 elements, and rows in fp64: the error does not grow
     with the size.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for flat in flats:
-        dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        whole = flat.numel() // _ROW * _ROW
-        for part in (flat[:whole].view(-1, _ROW), flat[whole:].view(1, -1)):
-            if part.numel():
-                norms = torch.linalg.vector_norm(part, dim=1, dtype=dtype)
-                total += norms.double().square().sum()
-    return total
+    return joined_terms((term for flat in flats for term in _square_sums(flat)), 2, device)
+
+
+def _square_sums(flat: Tensor) -> list[Tensor]:
+    dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    whole = flat.numel() // _ROW * _ROW
+    parts = (flat[:whole].view(-1, _ROW), flat[whole:].view(1, -1))
+    norms = [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts if part.numel()]
+    return [each.double().square().sum() for each in norms]
 
 
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:

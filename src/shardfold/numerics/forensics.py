@@ -253,13 +253,15 @@ def _states(
     model: ShardedModel, unit: Unit, segment: Segment, only_gradients: bool = False
 ) -> Iterator[tuple[str, Tensor, float]]:
     """Name, this rank's shard of the master range, and what its numbers are to be multiplied by."""
-    if segment.master is None:
+    if not segment.spec.trainable:
         return
+    master, grads = segment.shard("master"), segment.shard("grads")
+    assert master is not None and grads is not None
     if not only_gradients:
-        yield "parameter", segment.master.detach(), 1.0
+        yield "parameter", master.read().detach(), 1.0
     if model.run.gradients_ready:
         unit.gradients.complete()
-        yield "gradient", segment.master_grads, segment.unscale
+        yield "gradient", segment.master_grads if grads.memory is not None else grads.read(), segment.unscale
     update = model.updater
     if update is not None and not only_gradients:
         for name, dtype in update.state_dtypes().items():

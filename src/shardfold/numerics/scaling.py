@@ -11,7 +11,7 @@ With the defaults scales and skipped steps are those of ``torch.amp.GradScaler``
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -24,7 +24,7 @@ from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_integer, is_number
 from shardfold.plan.layout import Precision
 
-__all__ = ["LossScale", "Scaler", "all_finite", "make_scaler", "scaled", "sum_of_all"]
+__all__ = ["LossScale", "Scaler", "all_finite", "make_scaler", "scaled", "sum_of", "sum_of_all"]
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -200,17 +200,23 @@ def make_scaler(given: float | LossScale | None, precisions: Iterable[Precision]
     return Scaler(LossScale.static(float(given)))
 
 
-def sum_of_all(flats: Sequence[Tensor], device: torch.device) -> Tensor:
+def sum_of_all(flats: Iterable[Tensor], device: torch.device) -> Tensor:
     """The sum of all elements, 0-d fp64: finite only if every element is."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for flat in flats:
-        total += flat.sum(dtype=_wide(flat))
+        total += sum_of(flat).to(device)
     return total
 
 
-def all_finite(flats: Sequence[Tensor]) -> bool:
+def sum_of(flat: Tensor) -> Tensor:
+    """The sum of all elements, 0-d: finite only if every element is."""
+    return flat.sum(dtype=_wide(flat))
+
+
+def all_finite(flats: Iterable[Tensor]) -> bool:
     """Whether no element is inf or NaN, where the sum of all did not tell."""
-    return not flats or bool(torch.stack([torch.isfinite(flat).all() for flat in flats]).all())
+    found = [torch.isfinite(flat).all() for flat in flats]
+    return not found or bool(torch.stack(found).all())
 
 
 def _wide(flat: Tensor) -> torch.dtype:

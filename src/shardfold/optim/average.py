@@ -23,6 +23,7 @@ from shardfold.plan.report import MemoryRow
 from shardfold.sharding.loans import Loan, refuse_during
 from shardfold.sharding.model import Owner, ShardedModel
 from shardfold.sharding.segment import Segment
+from shardfold.sharding.shard import Shard
 from shardfold.sharding.unit import Unit
 from shardfold.sharding.whole_segments import whole_segments
 from shardfold.sharding.whole_state import named_state
@@ -114,7 +115,7 @@ class Average:
         refuse_during(model.loans, "average.applied()")
         model.gate.meet("average.applied()", follow=True)
         model.gate.secure()
-        kept: list[tuple[Tensor, Tensor]] = []
+        kept: list[tuple[Shard, Tensor]] = []
         loan = Loan("average.applied()")
         model.loans.append(loan)
         try:
@@ -126,7 +127,7 @@ class Average:
             self._let_go()
             with torch.no_grad():
                 for target, value in kept:
-                    target.copy_(value)
+                    target.write(value)
             self._mark_written()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -137,12 +138,15 @@ class Average:
         model = self._model
         model.gate.meet("average.state_dict()", follow=True)
         model.gate.secure()
-        shards = [(s, shard, s.table.master.over) for s, shard in zip(self._segments, self._shards, strict=True)]
+        shards: list[tuple[Segment, Tensor | Shard, Axes]] = [
+            (s, shard, s.table.master.over) for s, shard in zip(self._segments, self._shards, strict=True)
+        ]
         for unit in model.units:
             for segment in unit.segments:
                 if not segment.spec.trainable:
-                    assert segment.rest is not None
-                    shards.append((segment, segment.rest, segment.table.rest.over))
+                    rest = segment.shard("params")
+                    assert rest is not None
+                    shards.append((segment, rest, segment.table.rest.over))
         whole: dict[int, Tensor] = {}
         for segment, flat in whole_segments(model.comm, shards, "average.state_dict()"):
             values = flat.cpu()
@@ -200,16 +204,17 @@ class Average:
                     shard.copy_(_master(segment))
         self.updates += 1
 
-    def _put_in(self, kept: list[tuple[Tensor, Tensor]]) -> None:
+    def _put_in(self, kept: list[tuple[Shard, Tensor]]) -> None:
         """Writes the average into every state that forward reads or that is saved; ``kept`` gets what was there."""
         rests: dict[Axes, list[Tensor]] = {}  # by the axes over which they are to be completed
         with torch.no_grad():
             for segment, shard in zip(self._segments, self._shards, strict=True):
-                master = None if segment.master_is_rest else segment.master
-                kept += [(t, t.clone()) for t in (segment.rest, segment.held, master) if t is not None]
-                for target in (segment.compute_range, master):
-                    if target is not None:
-                        target.copy_(shard)
+                for state, copy, bounds in segment.copies():
+                    values = copy.read()
+                    kept.append((copy, values if copy.memory is None else values.clone()))
+                    if state != "held":
+                        a, b = (end - bounds[0] for end in segment.master_range)
+                        copy.part(slice(a, b)).write(shard)
                 if segment.rest is not None and (params := segment.table.params) is not None:
                     rests.setdefault(segment.table.master.over[len(params.over) :], []).append(segment.rest)
         for over, flats in rests.items():
@@ -234,5 +239,7 @@ class Average:
 
 
 def _master(segment: Segment) -> Tensor:
-    assert segment.master is not None
-    return segment.master
+    """The values that are averaged."""
+    master = segment.shard("master")
+    assert master is not None
+    return master.read()

@@ -86,6 +86,7 @@ class FusedShard:
         steps: how many updates each parameter of the segment has had.
         stochastic: seed of stochastic rounding, the same on all ranks that hold this range; None: to the nearest.
         threads: what updates blocks in host memory.
+        empty: memory of the host for a short while.
         compiled: a pass of :func:`~shardfold.optim.compiled.compiled_adam` to update with; None: torch's fused kernel.
     """
 
@@ -95,6 +96,7 @@ class FusedShard:
     steps: list[int] = field(default_factory=list)
     stochastic: int | None = None
     threads: UpdateThreads = field(default_factory=partial(UpdateThreads, 1))
+    empty: Callable[[int, torch.dtype], Tensor] = lambda numel, dtype: torch.empty(numel, dtype=dtype)
     compiled: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
@@ -123,12 +125,14 @@ class FusedShard:
         if not any(used):
             return
         steps = [count + was_used for count, was_used in zip(self.steps, used, strict=True)]
-        near = self.segment.table.updates_on is Tier.DEVICE
+        table = self.segment.table
+        near = table.updates_on is Tier.DEVICE
         if coefficient is not None and not near:
             coefficient = coefficient.cpu()
+        comes = near or table.moments.tier is not table.updates_on
         try:
             # What was fetched is waited for here, not before.
-            self.here = [region.get() if near else region.values() for region in self.moments.values()]
+            self.here = [region.get() if comes else region.values() for region in self.moments.values()]
             runs = list(self._runs(used, steps))
             out = self._out(whole=[run[:2] for run in runs] == [(0, self.segment.shard_numel)])
             for start, stop, step in runs:
@@ -137,20 +141,21 @@ class FusedShard:
             self.here = []
             raise
         self.steps = steps
-        if self.segment.table.moments.tier is self.segment.table.updates_on:
+        if table.moments.tier is table.updates_on:
             self.here = []  # nothing stores them: the regions alone have their memory
 
     def _out(self, *, whole: bool) -> Tensor | None:
         """Where the compute-dtype copy of the master range is written, ``(n,)``, if there is one: memory of the host,
-        ``Segment.updated``, from which it goes to the device, where the update is on the host and that copy is not."""
+        ``Segment.updated``, from which it goes to the device or a file, where the update is on the host and that copy
+        is not."""
         segment = self.segment
         out, master = segment.compute_range, segment.master
-        if out is None or segment.master_is_rest:
+        if not segment.keeps_copy:
             return None
         assert master is not None
-        if out.device == master.device:
+        if out is not None and out.device == master.device:
             return out
-        segment.updated = accelerator.host_memory(out.shape, out.dtype, out.device)
+        segment.updated = self.empty(segment.shard_numel, segment.dtype)
         if not whole:
             segment.updated.copy_(master)
         return segment.updated

@@ -33,6 +33,7 @@ from shardfold.plan.layout import Cell, Layout, Tier
 from shardfold.plan.placement import SegmentSpec
 from shardfold.sharding.groups import PerElement
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
+from shardfold.sharding.shard import Shard
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.tier import Region
 from shardfold.tiers.tiers import Tiers
@@ -115,7 +116,12 @@ def check_tier(optimizer: Optimizer, layout: Layout, device: torch.device) -> No
     if layout.updates_on is not tier:  # what a class keeps is where its parameters are
         raise ConfigError(
             f"moments rest in the {tier} tier, which works for AdamW, Adam and SGD, but {why}, or choose the "
-            "device tier."
+            f"{layout.updates_on if layout.master.tier is not Tier.DISK else Tier.HOST} tier."
+        )
+    if filed := [name for name in ("grads", "master") if layout.cells()[name].tier is Tier.DISK]:
+        raise ConfigError(  # a class steps once, over all that it updates
+            f"{' and '.join(filed)} rest in the disk tier, from which they come unit by unit: that works for AdamW, "
+            f"Adam and SGD, but {why}, or choose the host tier."
         )
     if isinstance(optimizer, PartOptimizer) and accelerator.has_streams(device):
         raise ConfigError(
@@ -219,9 +225,10 @@ class ShardedOptimizer:
         Optimizer.profile_hook_step(step)(self.torch_optimizer)
 
     def fetch(self, unit: Unit) -> None:
-        """The state of a unit begins to come to the device, ahead of its update."""
+        """The state of a unit begins to come to where it is updated, ahead of that."""
         for segment in unit.trainable:
-            self._fused[id(segment)].fetch(self._tiers.device.empty)
+            near = segment.table.updates_on is Tier.DEVICE
+            self._fused[id(segment)].fetch(self._tiers.device.empty if near else self._tiers.host.empty)
 
     def store(self, unit: Unit) -> None:
         """The state of a unit that was updated begins to go back to its tier.
@@ -236,6 +243,8 @@ class ShardedOptimizer:
                     region.store(values)
                 except OSError as error:
                     problem = problem or error
+                if segment.table.updates_on is Tier.HOST:
+                    self._tiers.host.recycle(values)
         if problem is not None:
             raise problem
 
@@ -259,7 +268,7 @@ class ShardedOptimizer:
             if self._names is not None:
                 group = self.torch_optimizer.param_groups[segment.spec.group]
                 self._fused[id(segment)].update(group, flags, _factor(segment, coefficient), self._block)
-            elif segment.compute_range is not None and not segment.master_is_rest:
+            elif segment.compute_range is not None and segment.keeps_copy:
                 assert segment.master is not None
                 segment.compute_range.copy_(segment.master)
             segment.sent_grads = None
@@ -285,10 +294,12 @@ class ShardedOptimizer:
     def add(self, unit: Unit) -> None:
         """Makes this rank's pieces of a unit, with no state yet; :meth:`point_groups` shows them to the optimizer."""
         for segment in unit.trainable:
-            assert segment.master is not None
+            master = segment.master
+            if master is None:  # in a file: its pieces say of which shape they are
+                master = torch.empty(segment.shard_numel, dtype=segment.dtypes["master"], device="meta")
             places = [(slot, segment.own_piece(slot)[0]) for slot in range(len(segment.spec.slots))]
             self._pieces[id(segment)] = [
-                _Piece(segment, slot, place.start, nn.Parameter(segment.master[place]))
+                _Piece(segment, slot, place.start, nn.Parameter(master[place]))
                 for slot, place in places
                 if place.start < place.stop or self._ours is not None
             ]
@@ -298,7 +309,8 @@ class ShardedOptimizer:
                     self._ours.prepare(self._ours.param_groups[segment.spec.group], piece.tensor, place)
             if self._names is not None:
                 kind = type(self.torch_optimizer)
-                shard = FusedShard(segment, kind, self._no_moments(segment), threads=self._threads)
+                moments = self._no_moments(segment)
+                shard = FusedShard(segment, kind, moments, threads=self._threads, empty=self._tiers.host.empty)
                 if self._stochastic is not None:
                     place = f"{self._stochastic}/{segment.spec.slots[0].name}/{segment.master_range[0]}"
                     shard.stochastic = crc32(place.encode())
@@ -309,19 +321,19 @@ class ShardedOptimizer:
     def _compiled_for(self, segment: Segment) -> Any:
         """The compiled pass for a segment, or None where nothing is cast, or not in host memory."""
         check_compiled(self.torch_optimizer, self._stochastic)
-        assert segment.master is not None
-        if segment.compute_range is None or segment.master_is_rest or segment.master.device.type != "cpu":
+        if not segment.keeps_copy or segment.update_device.type != "cpu":
             return None
         group = self.torch_optimizer.param_groups[segment.spec.group]
         kind = getattr(self.torch_optimizer, "same_as", type(self.torch_optimizer))
         decoupled = kind is AdamW or group.get("decoupled_weight_decay", False)
-        dtypes = (segment.master.dtype, segment.dtypes["moments"], segment.dtypes["grads"], segment.compute_range.dtype)
-        return compiled_adam(decoupled, *dtypes)
+        dtypes = segment.dtypes
+        return compiled_adam(decoupled, dtypes["master"], dtypes["moments"], dtypes["grads"], segment.dtype)
 
     def point_pieces(self, segment: Segment) -> None:
         """The pieces of a segment whose master lies elsewhere now are views of that."""
         master = segment.master
-        assert master is not None
+        if master is None:
+            return
         for piece in self._pieces[id(segment)]:
             piece.tensor.data = master[piece.start : piece.start + piece.tensor.numel()]
 
@@ -447,11 +459,11 @@ class ShardedOptimizer:
             return name in self._names
         return any(name in self._dtypes(piece) for piece in self._pieces_of(segment, slot))
 
-    def stored(self, segment: Segment, slot: int) -> Iterator[tuple[str, int, Tensor]]:
+    def stored(self, segment: Segment, slot: int) -> Iterator[tuple[str, int, Tensor | Shard]]:
         """``(name, elements per value, values)`` of this rank's piece of a parameter, as they are kept."""
         if self._names is not None:
             for name, moment in self._fused[id(segment)].moments.items():
-                yield name, 1, moment.values(segment.own_piece(slot)[0])
+                yield name, 1, Shard(moment, 0, segment.shard_numel).part(segment.own_piece(slot)[0])
             return
         for piece in self._pieces_of(segment, slot):
             if self._ours is not None:
@@ -470,8 +482,7 @@ class ShardedOptimizer:
         of the user's has none."""
         if self._names is not None:
             return self._fused[id(segment)].moments[name].get()
-        assert segment.master is not None
-        shard = torch.zeros_like(segment.master, dtype=dtype)
+        shard = torch.zeros(segment.shard_numel, dtype=dtype, device=segment.update_device)
         for piece in self._pieces[id(segment)]:
             if name in self._dtypes(piece):
                 shard[piece.start : piece.start + piece.tensor.numel()].copy_(self._value(piece, name))
@@ -485,9 +496,7 @@ class ShardedOptimizer:
         part = segment.own_piece(slot)
         if self._names is not None:
             shard = self._fused[id(segment)]
-            whole = shard.moments[name].values()
-            whole[part[0]].copy_(values[part[1]])
-            shard.moments[name].store(whole)
+            Shard(shard.moments[name], 0, segment.shard_numel).part(part[0]).write(values[part[1]])
             if changed and shard.kind is SGD:  # a first step would overwrite the momentum instead of reading it
                 shard.steps[slot] = max(1, shard.steps[slot])
             return
@@ -515,9 +524,8 @@ class ShardedOptimizer:
             for slot in slots:
                 shard.steps[slot] = 0
             for moment in shard.moments.values() if slots else ():
-                assert segment.master is not None
                 if moment.resting is None and len(slots) == len(segment.spec.slots):  # in a file, which is not read
-                    whole = torch.zeros_like(segment.master, dtype=moment.dtype)
+                    whole = torch.zeros(segment.shard_numel, dtype=moment.dtype)
                 else:
                     whole = moment.values()
                 for slot in slots:
@@ -564,9 +572,8 @@ class ShardedOptimizer:
                 self.torch_optimizer.state[piece.tensor][name] = copy.deepcopy(value)
 
     def _no_moments(self, segment: Segment) -> dict[str, Region]:
-        assert segment.master is not None
         tier = self._tiers.named(self._moments.tier, self._moments.folder)
-        dtype, shape = segment.dtypes["moments"], segment.master.shape
+        dtype, shape = segment.dtypes["moments"], (segment.shard_numel,)
         return {name: tier.allocate(shape, dtype, zero=True) for name in self._names or ()}
 
     def _every_piece(self) -> Iterator[_Piece]:
@@ -600,7 +607,7 @@ def _factor(segment: Segment, coefficient: Tensor | None) -> Tensor | None:
     """What a step multiplies a segment's gradients by, 0-d; None: nothing."""
     if segment.unscale == 1.0:
         return coefficient
-    unscale = torch.full((), segment.unscale, device=segment.update_grads.device)
+    unscale = torch.full((), segment.unscale, device=segment.update_device)
     return unscale if coefficient is None else coefficient.to(unscale.device) * unscale
 
 

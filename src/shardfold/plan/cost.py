@@ -47,7 +47,7 @@ class Sent(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What travels to and from a slower tier: that tier, and which way, ``FETCH``, ``FILL`` or ``STORE``."""
+    """What travels to and from a slower tier: that tier, and which way, one of ``MOVES``."""
 
     tier: str
     op: str
@@ -138,9 +138,13 @@ def moves(
     do not update, as no rank used them."""
     by_name = {unit.name: unit for unit in units}
     total: dict[Moved, tuple[int, float]] = {}
-    for section, runs in {**times, "beside": times.get("step", 0)}.items():
-        for op in program.section(section) if runs else ():
-            if op.verb in MOVES and op not in left_out:
+    sums = {"backward": times.get("backward", 0), "last": times.get("last", 0)}
+    if first := next((section for section, runs in sums.items() if runs), None):
+        sums[first] -= 1  # what is summed first in a step is added to nothing
+    for section, every in {**times, "beside": times.get("step", 0)}.items():
+        for op in program.section(section) if every else ():
+            runs = sums[section] if op.verb == "ADD" else every
+            if runs and op.verb in MOVES and op not in left_out:
                 calls, moved = total.get(kind := Moved(op.tier, op.verb), (0, 0.0))
                 more = fetched_bytes(op, layout, by_name[op.unit], mesh, num_moments)
                 total[kind] = calls + runs, moved + runs * more
@@ -150,6 +154,8 @@ def moves(
 def fetched_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, num_moments: int = 2) -> float:
     """Bytes of one rank's part of the state that ``op``, one of ``MOVES``, moves."""
     table = unit.table_or(layout)
+    if op.verb == "READ" or (not op.target and op.source in ("params", "master")):
+        return sum(_resting_bytes(op, layout, segment, mesh) for segment in op.moves(unit))
     if op.target in ("flat", "params"):  # as what it becomes there
         cell = table.master if op.target == "params" else table.cells()[op.source]
         return sum(segment.length * ITEMSIZE[segment.dtype] for segment in op.moves(unit)) / cell.parts(mesh)
@@ -159,6 +165,18 @@ def fetched_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, num_momen
     return sum(
         segment_bytes(layout, segment, mesh, num_moments, segment.length)[op.source] for segment in op.moves(unit)
     )
+
+
+def _resting_bytes(op: Op, layout: Layout, segment: SegmentSpec, mesh: Sizes) -> float:
+    """Bytes of one rank's part of ``params`` or ``master`` of a segment that comes or goes as it rests. Where both are
+    the same bytes, an update reads and writes them as ``master``; what is frozen has only the compute dtype."""
+    table = segment.table_or(layout)
+    if not segment.trainable:
+        return segment.length * ITEMSIZE[segment.dtype] / table.rest.parts(mesh)
+    held = segment_bytes(layout, segment, mesh, 0, segment.length)
+    if op.verb == "STORE" and op.source == "params" and "master" in table.aliases(own=segment.own):
+        return 0.0
+    return held.get(op.source, held.get("params", 0.0))
 
 
 def ring_bytes(verb: str, full: float, ranks: int) -> float:

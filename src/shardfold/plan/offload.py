@@ -29,7 +29,8 @@ def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout
 
     Args:
         layout: any table.
-        offload: a tier for gradients, master and moments, as ``"host"``; or tiers by state, as
+        offload: a tier for gradients, master and moments, and for whatever else rests in a slower tier, as ``"host"``;
+            or tiers by state, as
             ``{"optimizer": "host", "grads": "host"}``, where ``optimizer`` is master and moments; None: no change.
 
     Raises:
@@ -39,7 +40,8 @@ def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout
     if offload is None:
         return layout
     if isinstance(offload, (str, Tier)):
-        return layout.edit(*UPDATE, tier=_tier("offload=", offload))
+        slower = [state for state, cell in layout.cells().items() if cell.tier is not Tier.DEVICE]
+        return layout.edit(*dict.fromkeys((*UPDATE, *slower)), tier=_tier("offload=", offload))
     if not isinstance(offload, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
             f"offload= is {described(offload)}: it is 'host', 'disk', or a dict of tiers by state, as "

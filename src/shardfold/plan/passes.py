@@ -17,7 +17,7 @@ from shardfold.plan.program import MARKERS, REDUCTIONS, Op, Program
 
 __all__ = ["Overlap", "apply", "closing", "defer_reduce", "delay_waits", "late", "prefetch", "updates_beside"]
 
-GATHERS = ("CAST", "FILL", "ALL_GATHER")
+GATHERS = ("CAST", "READ", "FILL", "ALL_GATHER")
 AHEAD = 32 * 1024 * 1024
 """Bytes on their way from a disk to which small units are fetched further ahead: what keeps a drive at its rate while
 each is asked for by itself, and a fourth of the tier's own buffers."""
@@ -73,8 +73,9 @@ def prefetch(
     from_disk: Callable[[Op], float] | None = None,
 ) -> tuple[Op, ...]:  # fmt: skip
     """Moves what brings each unit's values ``depth`` markers earlier; never before the pass begins or the unit is
-    freed. In a step ``FETCH`` moves, past the updates of other units; ``from_disk`` gives the bytes of one, and with it
-    it moves past more of them while all that is on its way has at most :data:`AHEAD` bytes."""
+    freed. What comes from a file to fill what is gathered moves one more, so that it is there when that is filled. In a
+    step ``FETCH`` moves, past the updates of other units; ``from_disk`` gives the bytes of one, and with it it moves
+    past more of them while all that is on its way has at most :data:`AHEAD` bytes."""
     if depth == 0:
         return ops
     groups = _between(ops, markers)
@@ -88,7 +89,7 @@ def prefetch(
             if op.verb == "FREE":
                 freed[op.unit] = i
             elif op.verb in moved:
-                there = min(i - depth, reach[i] if op.tier == Tier.DISK else i)
+                there = min(i - depth - (op.verb == "READ"), reach[i] if op.tier == Tier.DISK else i)
                 fetched[max(0, there, freed.get(op.unit, 0))].append(op)
     out: list[Op] = []
     for group, fetches in zip(groups, fetched, strict=True):

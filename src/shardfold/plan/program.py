@@ -20,7 +20,11 @@ the model's and the optimizer's own work happens there, and everything up to a m
     CLAMP           cut every element of the gradients to a range
     NORM            the norm of all gradients
     STEP            the optimizer's step begins (marker)
-    FETCH           a state of this rank's shard begins to come to the device from the tier that it rests in
+    READ            this rank's shard of a state begins to come from its file to host memory, from where it fills what
+                    is gathered
+    FETCH           a state of this rank's shard begins to come from the tier that it rests in to where it is updated
+    ADD             gradients that were summed earlier in the step begin to come from their file: those that are summed
+                    next are added
     UPDATE          the optimizer's step on this rank's shard, which waits for what was fetched; writes the
                     compute-dtype copy
     STORE           a state begins to go to the tier that it rests in, or, on its way to an update there, that it is
@@ -70,7 +74,7 @@ SUMS = (*REDUCTIONS, "WAIT", "DROP")
 """What a unit's gradients go through once all are there."""
 COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
 MARKERS = ("F", "B", "END", "STEP")
-MOVES = ("FETCH", "FILL", "STORE")
+MOVES = ("READ", "FETCH", "ADD", "FILL", "STORE")
 
 TENSORS = (*STATES, "flat", "local")
 """What an operation reads or writes: a state of the table, or one of two buffers, both of a unit's whole length.
@@ -112,8 +116,10 @@ VERBS: Mapping[str, Verb] = {
     "CLAMP": Verb((), source="grads", target="grads"),
     "NORM": Verb((), source="grads"),
     "STEP": Verb(()),
+    "READ": Verb(("unit", "source", "tier"), target="flat"),
     "FETCH": Verb(("unit", "source", "tier")),
     "FILL": Verb(("unit", "source", "target", "tier")),
+    "ADD": Verb(("unit", "tier"), source="grads"),
     "UPDATE": Verb(source="grads", target="master", may=("tier",)),
     "STORE": Verb(("unit", "source", "tier")),
     "JOIN": Verb(),
@@ -228,7 +234,7 @@ class Program:
     @property
     def quiet(self) -> tuple[Op, ...]:
         """A backward that reduces nothing (``no_sync``); the first gradient of a unit makes its buffer, which stays."""
-        return tuple(op for op in self.backward if not op.is_sum and op.verb != "GRADS")
+        return tuple(op for op in self.backward if not op.is_sum and op.verb not in ("GRADS", "ADD"))
 
     def __str__(self) -> str:
         return self.render()
@@ -354,12 +360,16 @@ class _Lowering:
         rest = "params" if table.params is not None else "master"
         source = rest if forward or table.held is None else "held"
         tier = table.cells()[source].tier
+        if tier is Tier.DISK:
+            yield Op("READ", unit.name, source=source, tier=str(tier))
         if tier is not Tier.DEVICE:
-            yield Op("FILL", unit.name, source=source, target="flat", tier=str(tier))
+            yield Op("FILL", unit.name, source=source, target="flat", tier=str(Tier.HOST))
         elif source == "master" and self._over(unit, source):
             yield Op("CAST", unit.name)
         yield from self._turn(unit, source, "flat")
         if not forward and not again and unit.trainable and table.buffered:
+            if table.grads.tier is Tier.DISK:
+                yield Op("ADD", unit.name, tier=str(table.grads.tier))
             yield Op("GRADS", unit.name, format=unit.format("buffer", self._layout))
         yield Op("F" if forward else "B", unit.name)
 
@@ -443,8 +453,13 @@ class _Lowering:
         if host and table.params is not None:
             if table.params.tier is Tier.DEVICE:
                 yield Op("FILL", unit.name, source="master", target="params", tier=str(on))
-            elif table.params.tier is Tier.DISK:
+            elif table.params.tier is Tier.DISK and any(self._copies(segment) for segment in unit.segments):
                 yield Op("STORE", unit.name, source="params", tier=str(table.params.tier))
+
+    def _copies(self, segment: SegmentSpec) -> bool:
+        """Whether a segment has ``params`` beside ``master``, in bytes of their own, that an update writes."""
+        aliases = segment.table_or(self._layout).aliases(own=segment.own)
+        return segment.trainable and "master" not in aliases
 
 
 def parse(text: str) -> Program:

@@ -1,6 +1,7 @@
 """A model that is split over ranks: :class:`shardfold.sharding.model.ShardedModel` is what all else works on.
 
     segment      parameters of one kind in one flat           model         the whole, its gate and its updater
+    shard        this rank's part of one state of these, wherever it rests
     unit         segments that move together                  run_state     where training is
     gradients    of a unit; gradient_buffer                   registry      which model holds a parameter
     shown        what is in parameter.grad; hidden            ownership     one engine at a time

@@ -137,7 +137,7 @@ class Changes:
             (s, i)
             for unit in model.units
             for s in unit.trainable
-            if not s.split and s.master is not None and not s.master_is_rest
+            if not s.split and not s.master_is_rest
             for i in range(len(s.parameters))
         ]
         self._rounded = [s.parameters[i] for s, i in self._coarse]

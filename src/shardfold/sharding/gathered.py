@@ -363,21 +363,25 @@ class _States:
         except OSError as error:
             problem = UsageError(f"{self._what}: {error}: load a checkpoint before going on.")
             problem.__cause__ = error
-        away = self._of not in ("grads", "master") and model.layout.moments.tier is not Tier.DEVICE
+        cells = model.layout.cells()
+        away = cells.get(self._of, model.layout.moments).tier is not Tier.DEVICE
         if away and model.comm.any_rank([problem is not None], self._what)[0]:
             model.comm.agreement.refuse(self._what, problem)
         return shards
 
     def _shard(self, segment: Segment, dtype: torch.dtype) -> Tensor:
         if self._of == "grads":
-            grads = segment.master_grads
+            shard = segment.shard("grads")
+            assert shard is not None
+            grads = segment.master_grads if shard.memory is not None else shard.read()
             return grads if segment.unscale == 1.0 else grads.float() * segment.unscale
         if self._of == "master":
-            assert segment.master is not None
-            return segment.master.detach()
+            master = segment.shard("master")
+            assert master is not None
+            return master.read().detach()
         assert self._model.updater is not None
         apart = segment.spec.own or len(self._model.rules.precisions) > 1
-        own = segment.master.dtype if apart and segment.master is not None else dtype
+        own = segment.dtypes["master"] if apart and segment.spec.trainable else dtype
         return self._model.updater.state_shard(segment, self._of, own)
 
     def write(self, changed: set[str], source: int) -> None:
@@ -393,7 +397,10 @@ class _States:
             home.segment.take(home.slot, values)
         elif self._of == "grads":
             piece, part = home.segment.own_piece(home.slot)
-            home.segment.master_grads[piece].copy_(values[part] / home.segment.unscale)
+            shard = home.segment.shard("grads")
+            assert shard is not None
+            shard.part(piece).write(values[part] / home.segment.unscale)
+            home.segment.noted = None
         else:
             assert self._model.updater is not None
             self._model.updater.take_state(home.segment, home.slot, self._of, values, changed=changed)

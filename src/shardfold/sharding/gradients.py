@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.comm.transport import Pending, Waiter, drain
+from shardfold.errors import StepError
 from shardfold.plan.layout import Tier
 from shardfold.sharding.gradient_buffer import GradientBuffer
 from shardfold.sharding.segment import Segment
@@ -75,7 +76,11 @@ class Gradients:
         self.summed: list[Tensor] | None = None
         self._store = store
         self._away = any(segment.table.grads.tier is not Tier.DEVICE for segment in self.segments)
-        self._direct = not accelerator.has_streams(store.device)  # reductions can write where gradients rest
+        self._filed = any(segment.table.grads.tier is Tier.DISK for segment in self.segments)
+        self._direct = not accelerator.has_streams(store.device)  # reductions can write in host memory
+        self._adds = False  # a reduction has added to what came from the files
+        self._lost: StepError | None = None
+        self._again = False  # a second one follows each, which must not have earlier sums in what it sums
         self._there = False  # and one has
 
     def rest(self, *, adopt: bool) -> None:
@@ -132,7 +137,7 @@ class Gradients:
         else:
             with torch.no_grad():
                 buffer.complete()
-        self._there = self._away and scatter and self._direct
+        self._there = self._away and scatter and self._direct and not self._filed
         if self._away and not self._there:
             self._send_away(sends, buffer.flats, scatter=scatter)
             return
@@ -160,16 +165,26 @@ class Gradients:
     def _send_away(self, sends: Sequence[Callable[..., None]], flats: Sequence[Tensor], *, scatter: bool) -> None:
         """As :meth:`send`, of gradients whose sum goes to a slower tier (:meth:`store`)."""
         if scatter:
-            self.summed = [self._store.empty(s.shard_numel, s.dtypes["grads"]) for s in self.segments]
+            # In the order in which they would be added up in memory, so that sums are the same to the bit.
+            self._adds = self._filed and self._direct and self.sums is not Sums.OWN and not self._again
+            self.summed = [
+                self._earlier(s) if self._adds else self._store.empty(s.shard_numel, s.dtypes["grads"])
+                for s in self.segments
+            ]
             for segment, send, flat, out in zip(self.segments, sends, flats, self.summed, strict=True):
-                send(flat, pending=self.sending, out=out, add=False, state=segment.format_state)
+                send(flat, pending=self.sending, out=out, add=self._adds, state=segment.format_state)
         else:
             for send, flat in zip(sends, flats, strict=True):
                 send(flat, pending=self.sending)
 
-    def store(self) -> None:
+    def store(self, note: Callable[[Segment, Tensor], None]) -> None:
         """What this rank keeps of the sums of a backward begins to go to the tier that gradients rest in; where nothing
-        is sent, its gradients as they came."""
+        is sent, its gradients as they came. ``note`` is shown what goes to a file.
+
+        Raises:
+            OSError: see :meth:`Region.store`; all is taken.
+            StepError: what was summed before could not be read.
+        """
         if self._there:
             self._there = False
             return
@@ -179,19 +194,46 @@ class Gradients:
         if flats is None:
             assert self.sent is not None
             flats = self.sent.flats
+        problem: OSError | StepError | None = None
         for segment, flat in zip(self.segments, flats, strict=True):
-            region, values = segment.regions["grads"], flat.to(segment.dtypes["grads"])
-            if self.sums is Sums.OWN:
-                region.store(values)
-            else:
-                region.add(values)
+            try:
+                self._store_one(segment, flat.to(segment.dtypes["grads"]), note)
+            except OSError as error:
+                problem = problem or error
         for flat in self.summed or ():
             self._store.recycle(flat)
-        self.sums, self.summed = Sums.REDUCED, None
+        self.sums, self.summed, self._adds = Sums.REDUCED, None, False
+        problem, self._lost = self._lost or problem, None
+        if problem is not None:
+            raise problem
+
+    def _store_one(self, segment: Segment, values: Tensor, note: Callable[[Segment, Tensor], None]) -> None:
+        region = segment.regions["grads"]
+        if region.resting is not None:
+            region.store(values) if self.sums is Sums.OWN else region.add(values)
+            return
+        if self.sums is not Sums.OWN and not self._adds:
+            values = self._earlier(segment).add_(values.to("cpu"))
+        note(segment, values)
+        region.store(values)
+
+    def _earlier(self, segment: Segment) -> Tensor:
+        """Sums of earlier micro-batches, out of their file; the memory is whoever's asks. What cannot be read is told
+        when the sums are stored: other ranks are about to send theirs."""
+        try:
+            values = segment.bring("grads")
+            values = segment.regions["grads"].values() if values is None else values
+        except OSError as error:
+            self._lost = StepError(f"{error}: the gradients of earlier micro-batches are lost")
+            self._lost.__cause__ = error
+            values = torch.zeros(segment.shard_numel, dtype=segment.dtypes["grads"])
+        segment.here.pop("grads", None)
+        return values
 
     def send_scattered(self, sends: Sequence[Callable[..., None]]) -> None:
         """The second of two reductions: sums the scattered gradients over the other axes (HSDP)."""
         if self.summed is not None:
+            self._again = True
             for send, flat in zip(sends, self.summed, strict=True):
                 send(flat, pending=self.sending)
             return
@@ -241,7 +283,11 @@ class Gradients:
                     self.resting.views[segment][slot].zero_()
                 self.resting.drop(segment, slot)
             elif self.sums is not Sums.OWN:
-                held.master_grads[held.own_piece(slot)[0]].zero_()
+                shard = held.shard("grads")
+                assert shard is not None
+                own = shard.part(held.own_piece(slot)[0])
+                own.write(torch.zeros(own.numel(), dtype=own.dtype))
+                held.noted = None
             if self.extra is not None:
                 self.extra[segment][held.own_piece(slot)[0]].zero_()
 
@@ -254,8 +300,10 @@ class Gradients:
     def forget(self) -> None:
         """As before the first backward of a step."""
         self.local = self.extra = self.summed = None
-        self._there = False
+        self._there = self._adds = False
         self.sums = Sums.OWN
+        for segment in self.segments:
+            segment.noted = None
         self.seen.clear()
         for used in self.used:
             used[:] = [False] * len(used)

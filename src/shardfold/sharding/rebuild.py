@@ -40,6 +40,7 @@ from shardfold.sharding.partition import Cut
 from shardfold.sharding.plain import StrangeValue, from_text, to_text
 from shardfold.sharding.room import take_room
 from shardfold.sharding.segment import Segment
+from shardfold.sharding.shard import Shard
 from shardfold.sharding.unit import Life, Unit
 from shardfold.sharding.whole_segments import whole_segments
 from shardfold.tiers.pages import trim
@@ -184,9 +185,9 @@ def _dissolve(model: ShardedModel, unit: Unit, homes: Homes, staying: set[int]) 
             continue
         flat = segment.flat
         if segment.split:
-            source = segment.rest if segment.rest is not None else segment.master
+            source = segment.shard("params") or segment.shard("master")
             assert source is not None
-            flat = _whole(model, segment, source.to(segment.dtype), segment.table.rest.over)
+            flat = _whole(model, segment, source.read().to(segment.dtype), segment.table.rest.over)
         for p, view in zip(segment.parameters, segment.views_of(flat), strict=True):
             unseal(p)
             if id(p) in homes.place:
@@ -228,10 +229,10 @@ def _carry_states(model: ShardedModel, update: Updater, unit: Unit, homes: Homes
                     place = old.spec.slots[slot]
                     take(new, i, values[place.offset : place.offset + place.numel])
 
-        assert old.master is not None
-        every = range(len(old.spec.slots))
-        if old.master.dtype != old.dtype:  # else the values that the unit was made of are the master's
-            carry(old.master, lambda new, i, values: _write_part(new, new.master, i, values), every)
+        master, every = old.shard("master"), range(len(old.spec.slots))
+        assert master is not None
+        if master.dtype != old.dtype:  # else the values that the unit was made of are the master's
+            carry(master.read(), lambda new, i, values: _write_part(new, new.shard("master"), i, values), every)
         for average in model.run.averages:
             carry(
                 average.shard(old), lambda new, i, values, of=average: _write_part(new, of.shard(new), i, values), every
@@ -254,11 +255,14 @@ def _whole(model: ShardedModel, segment: Segment, shard: Tensor, over: Axes) -> 
     return flat
 
 
-def _write_part(segment: Segment, shard: Tensor | None, slot: int, values: Tensor) -> None:
+def _write_part(segment: Segment, shard: Tensor | Shard | None, slot: int, values: Tensor) -> None:
     """Writes this rank's part of a parameter's ``values`` ``(numel,)`` into a shard of the master range."""
     assert shard is not None
     piece, part = segment.own_piece(slot)
-    shard[piece].copy_(values[part])
+    if isinstance(shard, Shard):
+        shard.part(piece).write(values[part])
+    else:
+        shard[piece].copy_(values[part])
 
 
 def _agree_on_states(model: ShardedModel, update: Updater, segment: Segment) -> dict[int, dict[str, Any]]:

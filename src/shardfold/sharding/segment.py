@@ -12,13 +12,15 @@
 
     local     (length,)            this rank's own gradients, before they are reduced (see GradientBuffer)
 
-Each is memory of its cell's tier: of the device, or of the host. Whoever reads or writes host memory here finds it at
-rest: what was on its way to or from it is waited for.
+Each rests in its cell's tier: memory of the device, memory of the host, or a file. Whoever reads or writes host memory
+here finds it at rest: what was on its way to or from it is waited for. A state in a file has no tensor here but while
+it is updated, from :meth:`Segment.bring` to :meth:`Segment.leave`; :meth:`Segment.shard` reads and writes it, as it
+does all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -31,10 +33,10 @@ from shardfold.errors import ConfigError
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, ROLES, Cell, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, shard_range
+from shardfold.sharding.shard import Shard
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tier import Region
 from shardfold.tiers.tiers import Tiers
-from shardfold.torch_internals import storage_key
 
 _version = attrgetter("_version")
 
@@ -97,7 +99,12 @@ class Segment:
         self.held_range: tuple[int, int] | None = None
         self._gradient_flat: Tensor | None = None  # ``grads``, behind what is adopted
         self.sent_grads: Region | None = None  # the same, gone to where the update is
-        self.updated: Tensor | None = None  # host: what the update made of ``params``, on its way to the device
+        self.updated: Tensor | None = None  # host: what the update made of ``params``, on its way to where they rest
+        self.here: dict[str, Tensor] = {}  # by state: what came from its file to host memory
+        self.noted: list[Tensor] | None = (
+            None  # 0-d: what a step asks of gradients that went to a file; None: not known
+        )
+        self._coming: dict[str, Region] = {}  # by state: what is on its way there
         self.adopted: dict[int, Tensor] = {}  # by slot: gradients as autograd made them, still to be copied
         self._master: Tensor | None = None
         self.factor = 1.0  # what each gradient is multiplied by as it arrives
@@ -134,9 +141,7 @@ class Segment:
 
     def unseen_writes(self, written: Sequence[int]) -> str:
         """The name of a parameter of which this rank's part is another in the flat than at rest; empty: of none."""
-        resting = self.rest if self._rest is not None else self.master
-        assert resting is not None
-        source = self._as_gathered(resting).to(self.flat.device)
+        source = self._as_gathered(self._resting.read()).to(self.flat.device)
         start, stop = self.rest_range
         if torch.equal(self.flat[start:stop], source):
             return ""
@@ -197,24 +202,24 @@ class Segment:
             return
         a, b = self.master_range
         params, same = layout.params, self.dtype == self.dtypes["master"]
-        if self._rest is not None and same and params is not None and params.tier is layout.master.tier:
-            self._master = self._rest[a - start : b - start]
+        if keeps_copy and same and params is not None and params.tier is layout.master.tier:
+            self._master = self._rest[a - start : b - start] if self._rest is not None else None
         else:
             self._master = self._rest_in(tiers, "master", layout.master, exact[a:b])
         size = spec.length if not layout.grads.over else spec.length // layout.grads.parts(mesh)
-        grads = tiers.named(layout.grads.tier).allocate((size,), self.dtypes["grads"], zero=True)
+        tier = tiers.named(layout.grads.tier, layout.grads.folder)
+        grads = tier.allocate((size,), self.dtypes["grads"], zero=True)
         self.regions["grads"] = grads
         self._gradient_flat = grads.resting
         if self._keeps is not None:
             kept = self.regions["format"] = tiers.device.allocate((spec.length,), self._keeps, zero=True)
             self.format_state = kept.get()
 
-    def _rest_in(self, tiers: Tiers, state: str, cell: Cell, values: Tensor) -> Tensor:
-        """A state with these values, in its tier; the memory itself."""
-        region = self.regions[state] = tiers.named(cell.tier).allocate(values.shape, values.dtype)
+    def _rest_in(self, tiers: Tiers, state: str, cell: Cell, values: Tensor) -> Tensor | None:
+        """A state with these values, in its tier; the memory itself, or None of a file."""
+        region = self.regions[state] = tiers.named(cell.tier, cell.folder).allocate(values.shape, values.dtype)
         region.store(values)
         region.values(slice(0, 0))  # ``values`` may be written to from now on
-        assert region.resting is not None
         return region.resting
 
     def rest_in(self, state: str, tiers: Tiers, tier: Tier) -> None:
@@ -238,10 +243,14 @@ class Segment:
 
     @property
     def rest(self) -> Tensor | None:
+        """The memory of ``params``; None: there is none."""
         return self._at_rest(self._rest, "params")
 
     @property
     def master(self) -> Tensor | None:
+        """The memory of ``master``, or what came of it from its file; None: there is none."""
+        if "master" in self.here:
+            return self.here["master"]
         return self._at_rest(self._master, "master")
 
     @property
@@ -254,8 +263,62 @@ class Segment:
             (self.regions.get(state) or self.regions["params"]).values(slice(0, 0))
         return memory
 
+    def shard(self, state: str) -> Shard | None:
+        """``params``, ``held``, ``master`` or ``grads`` of this rank, wherever that rests: ``rest_range``,
+        ``held_range`` and, of the last two, ``master_range``; None: there is no such state."""
+        if state == "held":
+            return None if self.held is None else Shard(self.regions["held"], 0, self.held.numel())
+        region = self.regions.get(state)
+        if state == "params":
+            return None if region is None else Shard(region, 0, self.rest_range[1] - self.rest_range[0])
+        if not self.spec.trainable:
+            return None
+        start = self.master_range[0]
+        if region is None:
+            assert state == "master"
+            return Shard(self.regions["params"], start - self.rest_range[0], self.shard_numel)
+        whole = region.nbytes > self.shard_numel * region.dtype.itemsize
+        return Shard(region, start if whole else 0, self.shard_numel)
+
+    def fetch(self, state: str, empty: Callable[[int, torch.dtype], Tensor]) -> None:
+        """Begins to bring a state from its file to host memory, which ``empty`` gives."""
+        region = self._region(state)
+        self.here.pop(state, None)
+        region.fetch(empty(region.nbytes // region.dtype.itemsize, region.dtype))
+        self._coming[state] = region
+
+    def bring(self, state: str) -> Tensor | None:
+        """What :meth:`fetch` began is in ``here`` from now on; None: it has not begun.
+
+        Raises:
+            OSError: it could not be read.
+        """
+        region = self._coming.pop(state, None)
+        if region is not None:
+            self.here[state] = region.get()
+        return self.here.get(state)
+
+    def leave(self, state: str) -> tuple[Region, Tensor]:
+        """What is ``here`` is not any more: the region that is to take it, and its values."""
+        if state == "params":
+            values, self.updated = self.updated, None
+            assert values is not None
+            return self._region(state), values
+        return self._region(state), self.here.pop(state)
+
+    def _region(self, state: str) -> Region:
+        """What a state rests in; ``master`` is in that of ``params`` where both are the same bytes, and where there is
+        nothing else, as the segment is frozen."""
+        return self.regions.get(state) or self.regions["params"]
+
+    def forget_fetched(self) -> None:
+        """What came from files, or comes, is not needed."""
+        self.here.clear()
+        self._coming.clear()
+
     def give_up(self) -> None:
         """The segment is no more: nothing here keeps memory."""
+        self.forget_fetched()
         self._rest = self.held = self._gradient_flat = self._master = self.sent_grads = self.updated = None
         self.regions.clear()
         self.flat = self.flat.new_empty(0)
@@ -277,8 +340,8 @@ class Segment:
 
     @property
     def master_grads(self) -> Tensor:
-        """The gradients of this rank's master range, ``(length / parts,)``."""
-        grads = self.grads
+        """The gradients of this rank's master range, ``(length / parts,)``, in memory or as they came from a file."""
+        grads = self.here.get("grads", self.grads)
         assert grads is not None
         if grads.numel() == self.spec.length:
             return grads[self.master_range[0] : self.master_range[1]]
@@ -290,8 +353,18 @@ class Segment:
         return self.master_grads if self.sent_grads is None else self.sent_grads.values()
 
     @property
+    def update_device(self) -> torch.device:
+        """Where the update computes."""
+        return self.flat.device if self.table.updates_on is Tier.DEVICE else torch.device("cpu")
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether the master range rests in the compute dtype too."""
+        return "params" in self.regions and not self.master_is_rest
+
+    @property
     def compute_range(self) -> Tensor | None:
-        """The compute-dtype copy of the master range, where there is one; ``(length / parts,)``."""
+        """The compute-dtype copy of the master range, where there is one in memory; ``(length / parts,)``."""
         if self.rest is None:
             return None
         offset = self.rest_range[0]
@@ -310,22 +383,29 @@ class Segment:
     def fill_own_range(self, source: str = "params") -> None:
         """Writes this rank's shard of ``source`` (``params``, ``held`` or ``master``) into its range of the flat, ready
         for a gather; casts if only ``master`` rests."""
-        shard, bounds = (self.held, self.held_range) if source == "held" else (self._resting, self.rest_range)
+        bounds = self.held_range if source == "held" else self.rest_range
+        shard = self.shard("held") if source == "held" else self._resting
         assert shard is not None and bounds is not None
-        if shard is self.flat:
+        if shard.region.resting is self.flat:
             return
         own = self.flat[bounds[0] : bounds[1]]
-        if self.table.rest.tier is Tier.DEVICE or source == "held":
-            own.copy_(shard)
-            return
-        region = self.regions["params" if self._rest is not None else "master"]
-        region.fetch(own)
-        region.get()  # whoever sends or reads the flat is behind it
+        region = shard.region
+        if region.tier == Tier.DISK:
+            values = self.bring(source)
+            own.copy_(shard.read() if values is None else values, non_blocking=True)
+            self.here.pop(source, None)
+        elif self.table.rest.tier is Tier.DEVICE or source == "held":
+            own.copy_(shard.read())
+        else:
+            region.fetch(own)
+            region.get()  # whoever sends or reads the flat is behind it
 
     @property
-    def _resting(self) -> Tensor | None:
-        """The memory of ``params``, or, where there are none and the segment is not frozen, of ``master``."""
-        return self._rest if self._rest is not None else self._master
+    def _resting(self) -> Shard:
+        """``params``, or, where there are none and the segment is not frozen, ``master``."""
+        shard = self.shard("params") or self.shard("master")
+        assert shard is not None
+        return shard
 
     def move(self, store: DeviceTier) -> None:
         """The flat and the parameters get memory of their own; what is in the old one stays with who refers to it."""
@@ -339,7 +419,10 @@ class Segment:
     def own_copy(self, source: str) -> Tensor | None:
         """What this rank gives to a gather of ``source``, as it rests outside of the flat; None if it is nowhere
         else."""
-        if not self.split or (self.table.rest.tier is not Tier.DEVICE and accelerator.has_streams(self.flat.device)):
+        tier = self.table.rest.tier
+        if not self.split or tier is Tier.DISK:
+            return None
+        if tier is not Tier.DEVICE and accelerator.has_streams(self.flat.device):
             return None
         if source == "held":
             return self.held
@@ -349,7 +432,7 @@ class Segment:
         return self.master if same else None
 
     def residents(self) -> Iterator[Tensor]:
-        """The states that mirror the parameters and rest outside of the flat."""
+        """The states that mirror the parameters and rest in memory outside of the flat."""
         return (state for state in (self.rest, self.held, self.master) if state is not None)
 
     def take(self, slot: int, values: Tensor, *, exact: bool = True) -> None:
@@ -358,18 +441,23 @@ class Segment:
         ``exact=False``: where what rests is gathered as the new value already, it keeps its own digits.
         """
         values = values.detach().reshape(-1)
-        targets = [(self.rest, self.rest_range), (self.held, self.held_range)]
-        if not self.master_is_rest:
-            targets.append((self.master, self.master_range))
-        for target, bounds in targets:
-            if target is None or bounds is None:
-                continue
+        for _, target, bounds in self.copies():
             piece, part = self._overlap(slot, bounds)
-            old, new = target[piece], values[part].to(target.device)
-            if exact or (target.dtype == self.dtype and self._rounds is None):
-                old.copy_(new)
-            else:
-                old.copy_(torch.where(self._as_gathered(target)[piece] == new, old, new.to(old.dtype)))
+            own, new = target.part(piece), values[part]
+            if not exact and (target.dtype != self.dtype or self._rounds is not None):
+                old = own.read()
+                new = new.to(old.device)
+                # What rests is rounded in blocks of a format, so that all of it is looked at.
+                gathered = self._as_gathered(target.read())[piece] if self._rounds is not None else old.to(self.dtype)
+                new = torch.where(gathered == new, old, new.to(old.dtype))
+            own.write(new)
+
+    def copies(self) -> Iterator[tuple[str, Shard, tuple[int, int]]]:
+        """The states that mirror the parameters, each with its range of the segment; what shares bytes once."""
+        for state, bounds in (("params", self.rest_range), ("held", self.held_range), ("master", self.master_range)):
+            if (shard := self.shard(state)) is not None and not (state == "master" and self.master_is_rest):
+                assert bounds is not None
+                yield state, shard, bounds
 
     def own_piece(self, slot: int) -> tuple[slice, slice]:
         """Where this rank's master range meets a parameter: in the shard, and in the parameter; both may be empty."""
@@ -384,11 +472,7 @@ class Segment:
     @property
     def master_is_rest(self) -> bool:
         """Whether master and rest are the same bytes."""
-        return (
-            self._rest is not None
-            and self._master is not None
-            and storage_key(self._rest.untyped_storage()) == storage_key(self._master.untyped_storage())
-        )
+        return self.spec.trainable and "master" not in self.regions and "params" in self.regions
 
 
 def _gaps(spec: SegmentSpec) -> list[tuple[int, int]]:

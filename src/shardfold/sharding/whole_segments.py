@@ -13,6 +13,7 @@ from shardfold.comm.comm import Comm
 from shardfold.plan.layout import Axes
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.segment import Segment
+from shardfold.sharding.shard import Shard, values_of
 
 __all__ = ["Slice", "gather_slices", "whole_segments"]
 
@@ -55,13 +56,13 @@ def _gather_slices(comm: Comm, slices: Sequence[Slice], over: Axes, what: str) -
 
 
 def whole_segments(
-    comm: Comm, shards: Iterable[tuple[Segment, Tensor, Axes]], what: str
+    comm: Comm, shards: Iterable[tuple[Segment, Tensor | Shard, Axes]], what: str
 ) -> Iterator[tuple[Segment, Tensor]]:
     """``(segment, flat)`` for each ``(segment, shard, over)``: all its values ``(length,)``; 16 MiB, or one, at a time.
 
-    Where nothing is split, ``flat`` is the shard itself.
+    Where nothing is split, ``flat`` is the shard itself; what rests in a file is read when it is its turn.
     """
-    batch: list[tuple[Segment, Tensor, Axes]] = []
+    batch: list[tuple[Segment, Tensor | Shard, Axes]] = []
     for item in shards:
         if batch and (item[2] != batch[0][2] or _whole_bytes([*batch, item]) > BATCH // 4):
             yield from _whole_batch(comm, batch, what)
@@ -70,19 +71,20 @@ def whole_segments(
     yield from _whole_batch(comm, batch, what)
 
 
-def _whole_bytes(batch: Sequence[tuple[Segment, Tensor, Axes]]) -> int:
+def _whole_bytes(batch: Sequence[tuple[Segment, Tensor | Shard, Axes]]) -> int:
     return sum(segment.spec.length * shard.itemsize for segment, shard, _ in batch)
 
 
 def _whole_batch(
-    comm: Comm, batch: Sequence[tuple[Segment, Tensor, Axes]], what: str
+    comm: Comm, batch: Sequence[tuple[Segment, Tensor | Shard, Axes]], what: str
 ) -> Iterator[tuple[Segment, Tensor]]:
     if not batch:
         return
     over = batch[0][2]
     index = shard_index(over, comm.mesh.sizes, comm.mesh.coords)
     flats: list[Tensor] = []
-    for segment, shard, _ in batch:
+    for segment, given, _ in batch:
+        shard = values_of(given)
         if shard.numel() == segment.spec.length:
             flats.append(shard.detach())
             continue

@@ -12,6 +12,7 @@ from shardfold.plan.layout import Axes
 from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
+from shardfold.sharding.shard import Shard
 from shardfold.sharding.whole_segments import whole_segments
 
 __all__ = [
@@ -94,12 +95,13 @@ def load_state(model: ShardedModel, state: Mapping[str, Tensor]) -> None:
             buffers[name].copy_(state[name])
 
 
-def most_precise(model: ShardedModel, segment: Segment) -> tuple[Tensor, tuple[int, int], Axes]:
+def most_precise(model: ShardedModel, segment: Segment) -> tuple[Shard, tuple[int, int], Axes]:
     """The copy of the weights that is kept, its range of the segment, and the axes that it is split over."""
-    if segment.master is not None:
-        return segment.master, segment.master_range, segment.table.master.over
-    assert segment.rest is not None
-    return segment.rest, segment.rest_range, segment.table.rest.over
+    if (master := segment.shard("master")) is not None:
+        return master, segment.master_range, segment.table.master.over
+    rest = segment.shard("params")
+    assert rest is not None
+    return rest, segment.rest_range, segment.table.rest.over
 
 
 # -- names

@@ -138,6 +138,10 @@ class DeviceRegion:
     def add(self, values: Tensor) -> None:
         self.resting.add_(values.view_as(self.resting))
 
+    def write(self, start: int, values: Tensor) -> None:
+        self._back = None
+        self.values(slice(start, start + values.numel())).copy_(values)
+
     def fetch(self, into: Tensor | None = None) -> None:
         if into is not None and self._back is None:
             self._back = into.copy_(self.resting)

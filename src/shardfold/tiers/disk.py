@@ -355,6 +355,7 @@ class DiskRegion:
         self._owner, self._shape, self.dtype = owner, tuple(shape), dtype
         self._zero = zero
         self._coming: _Coming | None = None
+        self._copied: Any = None  # streams: behind the copies of what was stored last
         self._writes: list[_Write] = []  # of what was stored last, by chunk
         self._room: Room | None = None
         self.nbytes = prod(self._shape) * dtype.itemsize
@@ -395,6 +396,7 @@ class DiskRegion:
             self._writes.append(write)
         if streams:
             values.record_stream(owner.out_stream)  # their memory is not given out before the copies have read it
+            self._copied = owner.out_stream.record_event()
         if patient:
             own = owner.look(patient=True)
             problem = problem or own
@@ -402,7 +404,38 @@ class DiskRegion:
             raise problem
 
     def add(self, values: Tensor) -> None:
-        self.store(self.values().clone().view(self._shape).add_(values.to("cpu").view(self._shape)))
+        self.store(self.values().view(self._shape).add_(values.to("cpu").view(self._shape)))
+
+    def write(self, start: int, values: Tensor) -> None:
+        size, count = self.dtype.itemsize, values.numel()
+        values = values.to("cpu", self.dtype).contiguous().view(-1)
+        if self._zero or count == prod(self._shape):
+            whole = values
+            if count < prod(self._shape):
+                whole = torch.zeros(prod(self._shape), dtype=self.dtype)
+                whole[start : start + count] = values
+            self.store(whole)
+            return
+        owner, room = self._owner, self._room
+        assert room is not None
+        problem, patient = owner.look(patient=False), owner.is_refused
+        self._stop()
+        for number, first, nbytes, to in self._parts(start * size, (start + count) * size):
+            low = number * owner.chunk // size
+            part = slice(low, min(low + owner.chunk // size, prod(self._shape)))
+            chunk = self.values(part)  # what stays beside them
+            chunk[first // size : (first + nbytes) // size] = values[to // size : (to + nbytes) // size]
+            if not self._writes[number].cancel():
+                wait([self._writes[number].future])
+            buffer = owner.outgoing.take()
+            ctypes.memmove(buffer.address, chunk.data_ptr(), chunk.nbytes)
+            self._writes[number] = _Write(owner, room, number, buffer, chunk.nbytes)
+            owner.pending.append(self._writes[number])
+        if patient:
+            own = owner.look(patient=True)
+            problem = problem or own
+        if problem is not None:
+            raise problem
 
     def flush(self) -> None:
         """Waits until what was stored is in the file.
@@ -419,7 +452,7 @@ class DiskRegion:
         if self._coming is not None:
             return
         side = self._owner.in_stream
-        if side is not None and into is not None:
+        if side is not None and into is not None and accelerator.has_streams(into.device):
             side.wait_stream(accelerator.current_stream(self._owner.device))  # which may still read what was there
             into.record_stream(side)  # its memory is not given out while the copies write to it
         with accelerator.on(side):
@@ -443,6 +476,9 @@ class DiskRegion:
         return coming.get()
 
     def values(self, part: slice = slice(None)) -> Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()  # what was stored may be written to behind this
+            self._copied = None
         first, stop, _ = part.indices(prod(self._shape))
         flat = torch.empty(max(0, stop - first), dtype=self.dtype)
         return self._begin(flat, first * self.dtype.itemsize, given=False).get()

@@ -7,15 +7,20 @@ back in the order of that stream. On the CPU a region is what it would be there,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfold import accelerator
+from shardfold.tiers.pages import exact, huge
 from shardfold.tiers.tier import is_same
 
 __all__ = ["HostRegion", "HostTier"]
+
+SPARES = 3
+"""Tensors of one size and dtype that wait for a taker: a master and two moments."""
 
 
 class HostTier:
@@ -24,6 +29,29 @@ class HostTier:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.side = accelerator.new_stream(device)
+        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host for a short while, ``(numel,)``, for what comes from files and is on its way back there or
+        to the device."""
+        with suppress(KeyError, IndexError):  # another thread may take the last one
+            return self._spare[numel, dtype].pop()
+        with exact():
+            memory = accelerator.host_memory((numel,), dtype, self.device)
+        huge(memory.data_ptr(), memory.nbytes)
+        return memory
+
+    def recycle(self, memory: Tensor) -> None:
+        """``memory`` from :meth:`empty` is no longer needed: what one unit's update needs of a kind waits for the next
+        taker, because fresh pages cost more than what is written to them. The allocators of pinned memory do this by
+        themselves."""
+        spares = self._spare.setdefault((memory.numel(), memory.dtype), [])
+        if self.side is None and len(spares) < SPARES:
+            spares.append(memory)
+
+    def forget_spares(self) -> None:
+        """What waits for a taker is given back."""
+        self._spare.clear()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool = False) -> HostRegion:
         return HostRegion(self, accelerator.host_memory(shape, dtype, self.device, zero=zero))
@@ -74,6 +102,10 @@ class HostRegion:
             return
         self._arriving = self._owner.allocate(self.resting.shape, self.dtype)
         self._arriving.store(values)
+
+    def write(self, start: int, values: Tensor) -> None:
+        self._back = None
+        self.values(slice(start, start + values.numel())).copy_(values)
 
     def fetch(self, into: Tensor | None = None) -> None:
         side = self._owner.side

@@ -3,6 +3,7 @@
     allocate    a region of a tier: room for values, which are undefined until the first ``store``
     store       values go from the device into the region
     add         values are added to those in the region
+    write       values of a range, while nothing is computed with the region
     fetch       values begin to come back to the device
     get         the values, on the device: this is where they are waited for
     drop        the room is given back
@@ -64,8 +65,18 @@ class Region(Protocol):
         """
         ...
 
+    def write(self, start: int, values: Tensor) -> None:
+        """Takes values ``(n,)``, of any dtype and device, for elements from ``start`` on; the others stay. For rare
+        moments: it may wait.
+
+        Raises:
+            OSError: as :meth:`store`, or what is beside them in the file could not be read.
+        """
+        ...
+
     def fetch(self, into: Tensor | None = None) -> None:
         """Begins to bring the values to the device, behind all that was stored: into that memory of the device, or,
+        where the region is a file, of the host; or,
         without it, into memory that the tier finds, which where the device computes on host memory is the resting one
         and is only to be read. One that is under way already is not begun again."""
         ...

@@ -46,13 +46,18 @@ class Tiers:
             self._made[key] = SLOWER[str(tier)](self.device.device, folder)
         return self._made[key]
 
+    @property
+    def host(self) -> HostTier:
+        """The host's."""
+        host = self.named("host")
+        assert isinstance(host, HostTier)
+        return host
+
     def over(self, tier: str, memory: Tensor) -> Region:
         """A region of that tier, one of memory, over what is there already, with its values."""
         if tier != "host":
             return self.device.adopt(memory)
-        host = self.named(tier)
-        assert isinstance(host, HostTier)
-        return host.adopt(memory)
+        return self.host.adopt(memory)
 
     def moved(self, region: Region, tier: str) -> Region:
         """A region of that tier, the device's or the host's, with the values of another one, which is given up."""

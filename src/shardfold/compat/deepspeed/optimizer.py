@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from shardfold.sharding.shard import values_of
 
 if TYPE_CHECKING:
     from shardfold.compat.deepspeed.config import Settings
@@ -74,7 +75,7 @@ class EngineOptimizer(DeepSpeedOptimizer, Optimizer):
         for pieces in update._pieces.values():
             for piece in pieces:
                 once = update.kept_once(piece.segment, piece.slot)
-                each = {name: values for name, _, values in update.stored(piece.segment, piece.slot)}
+                each = {name: values_of(values) for name, _, values in update.stored(piece.segment, piece.slot)}
                 if once.get("step", 1) and (once or each):
                     found[piece.tensor] = {**once, **each}
         return found

@@ -448,7 +448,9 @@ def _whole(engine: SavedEngine, exclude_frozen: bool, *, everywhere: bool) -> di
     segments = [s for unit in core.units for s in unit.segments]
     segments = [s for s in segments if not exclude_frozen or any(p.requires_grad for p in s.parameters)]
     shards = [
-        (s, s.rest, core.layout.rest.over) if s.rest is not None else (s, s.master, core.layout.master.over)
+        (s, rest, core.layout.rest.over)
+        if (rest := s.shard("params")) is not None
+        else (s, s.shard("master"), core.layout.master.over)
         for s in segments
     ]
     values: dict[int, Tensor] = {}

@@ -88,7 +88,10 @@ def _so_far(engine: Engine, param: nn.Parameter) -> Tensor | None:
     if not used[unit.name][unit.trainable.index(segment)][slot]:
         return None
     values = segment.grads
-    assert values is not None
+    if values is None:  # in a file
+        shard = segment.shard("grads")
+        assert shard is not None
+        values = shard.read()
     with torch.no_grad():
         if values.numel() < segment.spec.length:
             shard = values.float() * segment.unscale

@@ -160,12 +160,12 @@ def _part(parameter: nn.Parameter) -> Tensor:
             values = parameter.detach().reshape(-1)[begin : begin + size]
             part[: values.numel()].copy_(values)
             return _described(part, numel)
-        source = segment.rest if segment.rest is not None else segment.master
+        source = segment.shard("params") or segment.shard("master")
         assert source is not None
         start = segment.rest_range[0] - offset  # of what is here, in the parameter
         a, b = max(begin, start, 0), min(begin + size, start + source.numel(), numel)
         if a < b:
-            part[a - begin : b - begin].copy_(source[a - start : b - start])
+            part[a - begin : b - begin].copy_(source.part(slice(a - start, b - start)).read())
     return _described(part, numel)
 
 

@@ -1,0 +1,202 @@
+"""A model whose states are four times the memory of its process: all of them on disk, memory that does not grow.
+
+python benchmarks/small_memory.py                                      # a table
+python benchmarks/small_memory.py --picture small-memory.png           # and a picture, and figures in small-memory.json
+python benchmarks/small_memory.py --folder /mnt/nvme --states 8 16 --limit 2048
+
+For each size a process is put into a control group (v1 or v2) whose memory the kernel limits, and trains a stack of
+linear layers, built under ``meta_init``: one rank, bf16, AdamW, ``layout="infinity"``, ``offload="disk"``. The group's
+own count is of all that its processes have and of every page of files that was read or written for them: a page cache
+that held the states would be in it. ``resident`` is the process's largest resident set. The last row is the largest
+model with its states in host memory under the same limit, which the kernel should end. Needs root, and a folder on a
+drive with room for the states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+WIDTH, STATES = 1024, 18  # bytes per parameter: 2 of it, 4 of its gradient, 12 of master and moments
+MIB, GIB = 2**20, 2**30
+COLOR, LIMIT, INK, MUTED, GRID = "#2171b5", "#c2410c", "#22252b", "#6b7480", "#e7e9ec"
+
+
+# -- in the group
+
+
+def work(tier: str, folder: str, layers: int, steps: int) -> None:
+    """Trains, and prints what it took."""
+    tempfile.tempdir = folder
+    import torch
+    from torch import nn
+
+    import shardfold as sf
+
+    torch.set_num_threads(1)
+    libraries = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with sf.meta_init():
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    engine = sf.Engine(model, optimizer=optimizer, layout="infinity", offload=tier, precision="bf16", units=[nn.Linear])
+    seconds: list[float] = []
+    losses: list[float] = []
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for _ in range(steps):
+        begun = perf_counter()
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        seconds.append(perf_counter() - begun)
+        losses.append(loss.item())
+    moved = sum(row.moved for row in engine.traffic().moved if row.tier == tier)
+    states = engine.memory().tiers[tier]
+    engine.close()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({
+        "libraries": libraries, "resident": resident, "states": states, "moved": moved, "seconds": seconds,
+        "losses": losses,
+    }))  # fmt: skip
+
+
+# -- around it
+
+
+class Group:
+    """A control group of its own, of version 1 or 2.
+
+    Raises:
+        OSError: none can be made here.
+    """
+
+    def __init__(self, limit: int) -> None:
+        parent = Path("/sys/fs/cgroup/memory")
+        self._first = parent.is_dir()
+        self.path = (parent if self._first else parent.parent) / f"shardfold-bench-{os.getpid()}"
+        self.path.mkdir()
+        try:
+            (self.path / ("memory.limit_in_bytes" if self._first else "memory.max")).write_text(str(limit))
+        except OSError:
+            self.path.rmdir()
+            raise
+
+    def peak(self) -> int:
+        """The most bytes that were in use, page cache included."""
+        return int((self.path / ("memory.max_usage_in_bytes" if self._first else "memory.peak")).read_text())
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.path.rmdir()
+
+
+def measure(tier: str, folder: str, states: int, limit: int, steps: int) -> dict[str, Any]:
+    """One training in a group of that limit."""
+    layers = round(states / STATES / WIDTH**2)
+    group = Group(limit)
+    try:
+        shell = f'echo $$ > {group.path}/cgroup.procs; exec "$@"'
+        words = [sys.executable, __file__, "--work", tier, "--folder", folder, "--layers", str(layers)]
+        done = subprocess.run(
+            ["sh", "-c", shell, "sh", *words, "--steps", str(steps)], stdout=subprocess.PIPE, check=False, text=True
+        )
+        found: dict[str, Any] = {"tier": tier, "states": states, "limit": limit, "layers": layers}
+        if done.returncode:
+            return found | {"ended": done.returncode}
+        return found | json.loads(done.stdout) | {"peak": group.peak()}
+    finally:
+        group.close()
+
+
+def row(found: dict[str, Any]) -> str:
+    states, limit = found["states"] / GIB, found["limit"] / GIB
+    begin = f"| {states:.2f} | {found['tier']} | {limit:.2f} "
+    if "ended" in found:
+        return f"{begin}| ended by signal {-found['ended']} | | | |"
+    seconds, moved = min(found["seconds"][1:]), found["moved"] / 1e9
+    return f"{begin}| {found['peak'] / MIB:.0f} | {found['resident'] / MIB:.0f} | {seconds:.1f} | {moved:.2f} |"
+
+
+def draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Memory in use against the bytes of the states."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.add_subplot()
+    sizes = [found["states"] / GIB for found in rows]
+    end = max(sizes) * 1.08
+    axes.plot([0, end], [0, end], color=MUTED, linestyle="--", linewidth=1.2)
+    axes.annotate(
+        "the states", (max(sizes) * 0.55, max(sizes) * 0.55), xytext=(-8, 4), textcoords="offset points",
+        color=MUTED, ha="right", fontsize=9,
+    )  # fmt: skip
+    limit = rows[0]["limit"] / GIB
+    axes.axhline(limit, color=LIMIT, linewidth=1.2)
+    axes.annotate(
+        "the limit of the control group", (end, limit), xytext=(-4, 4), textcoords="offset points", color=LIMIT,
+        ha="right", fontsize=9,
+    )  # fmt: skip
+    peaks = [found["peak"] / GIB for found in rows]
+    axes.plot(sizes, peaks, color=COLOR, marker="o", linewidth=1.8)
+    for size, peak in zip(sizes, peaks, strict=True):
+        axes.annotate(
+            f"{peak * 1024:.0f} MiB", (size, peak), xytext=(0, -14), textcoords="offset points", color=COLOR,
+            ha="center", fontsize=9,
+        )  # fmt: skip
+    axes.set_xlim(0, end)
+    axes.set_ylim(0, max(sizes) * 1.05)
+    axes.set_xlabel("states: parameters, gradients, masters and moments, GiB", color=INK)
+    axes.set_ylabel("most memory in use, GiB", color=INK)
+    axes.set_title("Training with all states on disk: memory in use", color=INK, loc="left", fontsize=11)
+    axes.grid(color=GRID)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the states, on a drive")
+    parser.add_argument("--states", type=float, nargs="+", default=[1, 2, 4], help="GiB")
+    parser.add_argument("--limit", type=float, default=1024, help="MiB")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.work:
+        work(given.work, given.folder, given.layers, given.steps)
+        return
+    limit, sizes = int(given.limit * MIB), [int(size * GIB) for size in given.states]
+    try:
+        Group(limit).close()
+    except OSError as error:
+        print(f"No control group can be made here, which needs root: {error}: skipped.")
+        return
+    print("| states, GiB | rest on | limit, GiB | most in use, MiB | resident, MiB | a step, s | moved in it, GB |")
+    print("|---|---|---|---|---|---|---|")
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        rows.append(measure("disk", given.folder, size, limit, given.steps))
+        print(row(rows[-1]), flush=True)
+    rows.append(measure("host", given.folder, sizes[-1], limit, given.steps))
+    print(row(rows[-1]))
+    if given.picture:
+        draw(given.picture, [found for found in rows if "peak" in found])
+        given.picture.with_suffix(".json").write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
