@@ -113,6 +113,19 @@ def test_two_ranks_offload(ranks: Ranks):
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_part_of_the_optimizer_stays_on_the_device():
+    """`ratio`: at least that part of the states rests in host memory, and some of them do not; no number changes."""
+    wanted, on_device, _ = trained({"stage": 3})
+    engine = start({"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.4}})
+    losses = steps(engine, 0, 3)
+    held = {row.tier: row.held for row in engine._core.memory().rows if row.state == "moments"}
+    assert losses == wanted and same(weights(engine), on_device)
+    assert engine.zero_partial_offload() == 0.4
+    assert 0.4 * sum(held.values()) <= held["host"] < sum(held.values())
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", [AdamW, FusedAdam, DeepSpeedCPUAdam])
 def test_the_optimizer_of_any_name_updates_on_the_host(kind: type[Optimizer]):
     """Of PyTorch's, and of DeepSpeed's for the GPU and for the CPU: the same numbers."""
@@ -150,7 +163,10 @@ def test_what_does_not_act_is_listed_or_refused():
     assert not notes({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU})
     assert "for stage 3, and the stage is 2" in notes({"stage": 2, "offload_param": CPU})
     assert "the stage is 0" in notes({"stage": 0, "offload_optimizer": CPU})
-    assert "whatever part" in notes({"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.5}})
+    assert "ratio" not in notes({"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.5}})
+    assert "no part of" in notes({"stage": 3, "offload_optimizer": {**CPU, "ratio": 0}})
+    both = {"offload_optimizer": {**CPU, "ratio": 0.5}, "offload_param": CPU}
+    assert "with the parameters all" in notes({"stage": 3, **both})
     assert "pinned" in notes({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}})
     assert "rests in host memory" in notes({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}})
     both = {"device": "nvme", "nvme_path": "/x"}
@@ -166,7 +182,7 @@ def test_what_does_not_act_is_listed_or_refused():
 
 def test_a_folder_is_of_the_disk_tier():
     """Of a cell that rests elsewhere, or that is no path, it is refused."""
-    with pytest.raises(LayoutError, match="moments has a folder but rests in the device tier"):
+    with pytest.raises(LayoutError, match="moments has a folder, but moments rest in the device tier"):
         PRESETS["zero2"].edit("moments", folder="/x")
     with pytest.raises(LayoutError, match="it is the path of a folder"):
         PRESETS["zero2"].edit("moments", tier="disk", folder=3)

@@ -10,13 +10,24 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfold.plan import presets
-from shardfold.plan.cost import Sent, in_use, peak_bytes, ring_bytes, section_traffic, state_bytes, traffic
+from shardfold.plan.cost import (
+    Sent,
+    in_use,
+    peak_bytes,
+    resting_bytes,
+    ring_bytes,
+    section_traffic,
+    state_bytes,
+    summed_bytes,
+    traffic,
+)
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import ITEMSIZE, PRECISIONS, Cell, Layout, Precision
 from shardfold.plan.passes import Overlap, apply
@@ -424,7 +435,7 @@ def test_explain_shows_the_mesh_the_table_the_padding_the_bytes_and_the_program(
         dense("a", 512, "fp32", trainable=False),
     ]
     program = lower(bound, units, MESH)
-    held = state_bytes(bound, units, MESH, padded=True)
+    held = resting_bytes(bound, units, MESH, padded=True)
     text = explain(zero3, bound, program, units, MESH, held, micro_batches=2)
     for words in (
         "mesh: inter=2 x intra=4",
@@ -440,3 +451,22 @@ def test_explain_shows_the_mesh_the_table_the_padding_the_bytes_and_the_program(
     assert "  reduce  REDUCE_SCATTER inter+intra      2 calls" in text
     assert all(str(op) in text for section in SECTIONS for op in program.section(section))
     assert Op("FREE", "a") in program.forward
+
+
+def test_sums_on_their_way_to_a_slower_tier_are_in_use():
+    """This rank's shard of a unit's sums is there from its reduction until it is stored, in the dtype of gradients."""
+    units = [dense("a", 800, "bf16"), dense("b", 1600, "bf16")]
+    layout = presets.named("offload").bind(PRECISIONS["bf16"], MESH)
+    by_name = {unit.name: unit for unit in units}
+
+    def most(**options: Any) -> dict[tuple[str, int], float]:
+        return {(section, number): n for section, number, n in in_use(program, units, **options) if section == "last"}
+
+    program = lower(layout, units, MESH)
+    summed = most(summed=lambda op: summed_bytes(op, layout, by_name[op.unit], MESH))
+    besides = {program.last[number]: n - most()[section, number] for (section, number), n in summed.items()}
+    length = {unit.name: unit.segments[0].length for unit in units}
+    for op, num_bytes in besides.items():
+        under_way = op.verb in ("REDUCE_SCATTER", "WAIT", "STORE")
+        assert num_bytes == (length[op.unit] * 4 / 8 if under_way else 0)
+    assert summed_bytes(Op("ALL_REDUCE", "a"), layout, units[0], MESH) == 0

@@ -88,7 +88,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "a tier that is none": (
         lambda: ddp.edit("moments", tier="hots"),
-        ["moments rests in tier 'hots'", "Did you mean 'host'?"],
+        ["moments rest in tier 'hots'", "Did you mean 'host'?"],
     ),
     "editing a state that is none": (
         lambda: ddp.edit("momnets", over=INTRA),

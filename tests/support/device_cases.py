@@ -487,7 +487,7 @@ SINGLE = (
     Case("fsdp2", "bf16", offload="grads", onto="disk", also="loads"),
     Case(offload="params", onto="disk", debug="debug"),
     Case(model="twice", also="leaves_out", order="any"), Case(also="copies"), Case(also="drops"),
-    Case(also="sums"),
+    Case(also="sums"), Case(offload="params", ranks=1),
 )  # fmt: skip
 """Of one mechanism each, for what is taken out of the sources."""
 

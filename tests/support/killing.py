@@ -1,7 +1,7 @@
 """Runs with states on disk that are killed at random moments, over and over, each from the last checkpoint on.
 
-python tests/support/killing.py                    # 100 kills, 2 ranks
-python tests/support/killing.py --times 10 --ranks 1 --layout zero3
+python -m tests.support.killing                    # 100 kills, 2 ranks
+python -m tests.support.killing --times 10 --ranks 1 --layout zero3
 
 Each run makes an engine, loads the last checkpoint, and trains and saves until one of its ranks is killed (``SIGKILL``)
 somewhere in that. The others have to end by themselves. Behind each kill the folder of the disk tier is empty and its
@@ -57,7 +57,7 @@ def train(rank: int, given: argparse.Namespace, place: Path, number: int, out: i
     """One rank of one run: says what it has come to, and ends when another is gone or at step ``stop``."""
     folder, kept = str(place / "disk"), place / "run"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(place / f"store-{number}"), given.ranks)
+    store = dist.FileStore(str(place / f"store-{number}"), given.ranks)  # pyright: ignore
     dist.init_process_group("gloo", store=store, rank=rank, world_size=given.ranks)
     messages.BEAT, messages.SILENCE = 0.1, 2.0
     if number % 2:

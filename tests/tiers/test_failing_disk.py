@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -20,6 +21,7 @@ import shardfold as sf
 from shardfold.errors import StepError
 from shardfold.plan.passes import Overlap
 from shardfold.testing import Ranks
+from shardfold.tiers import drive as drives
 from shardfold.tiers.disk import DiskTier
 from tests.support import models
 
@@ -141,6 +143,46 @@ def test_a_full_disk_loses_nothing(ranks: Ranks, tmp_path: Path, options: dict[s
             assert cause == (errno.EFBIG if rank == 1 else None)
         assert len(errors) == 2 and steps == 4
         assert not training and not resumed
+
+
+@at_once()
+def _filled(folder: str) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(drives, "_system_fallocate", None)  # room is looked up, and then another takes it
+        table = sf.PRESETS["zero2"].edit("moments", tier="disk", folder=folder)
+        torch.manual_seed(0)
+        engine = sf.Engine(models.Small(), optimizer=ADAMW, layout=table)
+    ballast = Path(folder, "ballast")
+    if engine.rank == 0:
+        with suppress(OSError), open(ballast, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    torch.distributed.barrier()
+    found: list[Any] = [said(partial(step, engine, 0))[:2]]
+    torch.distributed.barrier()
+    ballast.unlink(missing_ok=True)
+    torch.distributed.barrier()
+    step(engine, 1)
+    found += [engine.steps, differ(everything(engine), plain(2))]
+    engine.close()
+    return found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk: needs root")
+def test_a_small_disk_that_another_fills(ranks: Ranks, tmp_path: Path) -> None:
+    """Where room cannot be taken, only looked up, and is gone when states are stored: both ranks say so, and once there
+    is room training goes on to the bit as if nothing had been."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={1 << 20}", "none", str(tmp_path)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    try:
+        for (kind, words), steps, training in ranks.run(_filled, str(tmp_path), world_size=2):
+            assert kind == "StepError" and "step 1 is done, but not all states are back where they rest" in words
+            assert f"could not be written to a file in {tmp_path}" in words and "No space left on device" in words
+            assert steps == 2 and not training
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 # -- what cannot be read

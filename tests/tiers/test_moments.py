@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shardfold as sf
 from shardfold.errors import ConfigError, ShardfoldError
-from shardfold.plan.cost import Moved, fetched_bytes, in_use, moves, state_bytes, step_of, tier_bytes
+from shardfold.plan.cost import Moved, fetched_bytes, in_use, moves, resting_bytes, state_bytes, step_of, tier_bytes
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
 from shardfold.plan.passes import AHEAD, Overlap, apply, prefetch
 from shardfold.plan.program import Op, Program, lower, parse
@@ -330,8 +330,11 @@ def test_bytes_are_counted_by_tier() -> None:
     near, far = (in_tier("zero2", tier).bind(PRECISIONS["bf16"], MESH) for tier in ("device", "host"))
     held = state_bytes(far, units, MESH, padded=True)
     assert held == state_bytes(near, units, MESH, padded=True)
-    assert tier_bytes(near, held) == {Tier.DEVICE: sum(held.values())}
-    assert tier_bytes(far, held) == {Tier.DEVICE: sum(held.values()) - 888 * 8 / 2, Tier.HOST: 888 * 8 / 2}
+    assert tier_bytes(resting_bytes(near, units, MESH, padded=True)) == {Tier.DEVICE: sum(held.values())}
+    assert tier_bytes(resting_bytes(far, units, MESH, padded=True)) == {
+        Tier.DEVICE: sum(held.values()) - 888 * 8 / 2,
+        Tier.HOST: 888 * 8 / 2,
+    }
     assert moves(program(near, 1), near, units, MESH, step_of(1)) == {}
     each = (3, 888 * 8 / 2)
     assert moves(program(far, 1), far, units, MESH, step_of(1)) == {

@@ -45,7 +45,7 @@ def train(engine: sf.Engine, steps: int, first: int = 0) -> list[float]:
     for tokens, targets in models.batches(first + steps)[first:]:
         for micro in range(engine.accumulate):
             part = engine.rank + micro * engine.world_size
-            rows = [t.chunk(engine.world_size * engine.accumulate)[part] for t in (tokens, targets)]
+            rows = [t.chunk(engine.world_size * engine.accumulate)[part].to(engine.device) for t in (tokens, targets)]
             loss = engine(*rows)
             engine.backward(loss)
             report = engine.step()
@@ -207,10 +207,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ShardfoldError], str]] = {
         ConfigError,
         "grads rest in the disk tier, from which they come unit by unit: that works for AdamW, Adam and SGD",
     ),
-    "one that asks others": (
-        {"offload": "disk", "optimizer": partial(sf.optim.Muon, lr=1e-2)},
+    "one that asks other ranks": (
+        {"offload": "disk", "optimizer": partial(sf.optim.Adafactor, lr=1e-2)},
         ConfigError,
-        "Muon has an update and a state of its own: take one of these, or choose the host tier",
+        "Adafactor has an update and a state of its own: take one of these, or choose the host tier",
     ),
 }
 

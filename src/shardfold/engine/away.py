@@ -49,9 +49,8 @@ class Away:
         model, updater = self._model, self._updater
         with torch.no_grad():
             if state == "moments":
-                home = model.layout.moments.tier
-                if updater is not None and home is Tier.DEVICE:
-                    updater.rest_in(Tier.HOST if there else home)
+                if updater is not None:
+                    updater.rest_in(Tier.HOST if there else Tier.DEVICE)
                 return
             for unit in model.units:
                 for segment in unit.segments:

@@ -124,7 +124,7 @@ class Engine:
             :class:`Activations`, or ordered rules of these, as of ``precision``. None: as the layout says.
         offload: short for the tiers of ``layout``: ``"host"`` lets gradients and the optimizer's states rest in host
             memory, where they are updated, and ``{state: tier}`` says it of ``params``, ``grads`` and ``optimizer``
-            each. None: as the layout says.
+            each; with ``"host:0.7"`` the optimizer's states of some units stay on the device. None: as the layout says.
         accumulate: micro-batches per optimizer step.
         clip_norm: the largest norm of all gradients, short for ``clip=Clip(norm=...)``; None does not clip.
         clip: by another norm, or by value; see :class:`Clip`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -26,14 +27,18 @@ from shardfold.plan.axes import DATA_AXES, Mesh, Role
 from shardfold.plan.cost import fetched_bytes
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.program import MARKERS, Op
+from shardfold.plan.report import TierSeconds
 from shardfold.sharding.gradients import Sums
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Life, Unit
+from shardfold.tiers.host import HostTier
 from shardfold.tiers.tiers import Tiers
+from shardfold.tiers.waits import Waits
 
 __all__ = ["HANDLERS", "Handlers", "check_supported"]
 
 Call = Callable[[], object]
+CPU = torch.device("cpu")
 
 
 class Handlers:
@@ -47,6 +52,7 @@ class Handlers:
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
         cursor: the second one.
+        updates: how long the host has updated.
         damage: what went wrong with updates.
         used: by unit, which parameters any rank used in this step, as soon as ranks have agreed.
         scale: 1 / (ranks * micro-batches), which gradients are multiplied by as they arrive.
@@ -65,7 +71,6 @@ class Handlers:
         loss_scale: Scaler | None = None,
     ) -> None:
         self.comm, self.layout, self.tiers = comm, layout, tiers
-        self.host = tiers.host
         self.units = {unit.name: unit for unit in units}
         self.optimizer = optimizer
         if optimizer is not None:
@@ -73,6 +78,7 @@ class Handlers:
         self.norms = Norms(clip, comm, self.trainable, looks=loss_scale is not None)
         self.used: dict[str, list[list[bool]]] = {}
         self.cursor = Cursor(comm.memory.device)
+        self.updates = Waits()
         self.damage = Damage(together=layout.moments.tier is not Tier.DEVICE)
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
@@ -80,6 +86,11 @@ class Handlers:
         self.scale, self.loss_scale = scale, loss_scale
         self.lifted = 1.0
         self.set_factors()
+
+    @property
+    def host(self) -> HostTier:
+        """Memory for what comes from files; made when it is first needed."""
+        return self.tiers.host
 
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on."""
@@ -165,8 +176,7 @@ class Handlers:
         with self.comm.memory.side(), torch.no_grad():
             for segment in unit.segments:
                 segment.fill_own_range(op.source)
-        # A gather that follows is behind it; on one rank, and of what is another's on each rank, none does.
-        unit.filling.append(Pending([], self.comm.memory.queued()))
+        unit.filling.append(Pending([], self.comm.memory.mark()))  # on one rank nothing else comes that is waited for
 
     def fill_updated(self, unit: Unit, op: Op, num_bytes: int) -> None:
         """What an update on the host made of ``params`` comes to the device."""
@@ -248,13 +258,15 @@ class Handlers:
 
     def _update(self, unit: Unit) -> None:
         assert self.optimizer is not None
+        host = unit.spec.table_or(self.layout).updates_on is Tier.HOST
+        device = CPU if host else self.comm.memory.device
         try:
             for segment in unit.trainable:
                 segment.bring("master")
                 if (grads := segment.bring("grads")) is not None:
                     self.norms.clip_fetched(segment, grads)
-            with torch.no_grad():
-                self.optimizer.update(unit, self.used[unit.name], self.norms.coefficient)
+            with torch.no_grad(), self.updating() if host else nullcontext():
+                self.optimizer.update(unit, self.used[unit.name], self.norms.coefficient(device))
         except BaseException:
             for segment in unit.trainable:
                 segment.forget_fetched()
@@ -262,6 +274,22 @@ class Handlers:
         for segment in unit.trainable:
             if (grads := segment.here.pop("grads", None)) is not None:
                 self.host.recycle(grads)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The host updates: seconds, without those in which it waits for values."""
+        before = self._waited()
+        with self.updates.timed():
+            yield
+        self.updates.seconds -= self._waited() - before
+
+    def _waited(self) -> float:
+        return self.tiers.waited("host") + self.tiers.waited("disk")
+
+    @property
+    def tier_seconds(self) -> TierSeconds:
+        """What slower tiers have taken so far."""
+        return TierSeconds(self.tiers.waited("host"), self.tiers.waited("disk"), self.updates.seconds)
 
     def bind_move(self, op: Op) -> Call:
         """Brings a unit's state to where it is updated, or to where it rests; nothing moves of a unit that no rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import inf, isfinite
 
 import torch
@@ -31,7 +31,6 @@ class Norms:
 
     Attributes:
         norm: 0-d tensor, what the last NORM of the program gave; None if it takes none.
-        coefficient: 0-d tensor that this step's gradients are multiplied by; None: they are not.
     """
 
     def __init__(
@@ -40,11 +39,23 @@ class Norms:
         self.clip, self._looks = clip, looks
         self._comm, self._trainable = comm, trainable
         self.norm: Tensor | None = None
-        self.coefficient: Tensor | None = None
+        self._coefficients: dict[torch.device, Tensor | None] = {}  # where they were made, and where somebody asked
         self._parts: dict[Axes, Tensor] | None = None  # of the norm, where looking for overflows has summed it already
 
     def begin_step(self) -> None:
-        self.norm = self.coefficient = None
+        self.norm = None
+        self._coefficients = {}
+
+    def coefficient(self, device: torch.device) -> Tensor | None:
+        """What this step's gradients on that device are multiplied by, 0-d; None: by nothing. Where the norm is on
+        another one, it is read once: for the host's, the host waits."""
+        if device not in self._coefficients and self._coefficients:
+            made = next(iter(self._coefficients.values()))
+            there = made.to(device) if made is not None else None
+            streams = accelerator.has_streams(device)  # asking a device for the number would stop the host
+            unchanged = there is not None and not streams and float(there) >= 1.0
+            self._coefficients[device] = None if unchanged else there
+        return self._coefficients.get(device)
 
     def forget_part(self) -> None:
         """What was summed was multiplied by other factors."""
@@ -56,12 +67,15 @@ class Norms:
         if self.clip is not None and self.clip.norm is not None:
             self._parts = self._parts_of_norm(self.clip.p)
             return sum_of_all([part.double() for part in self._parts.values()], self._comm.memory.device)
-        sums = [total for segment in self._trainable() for total in self._numbers(segment)]
-        return sum_of_all(sums, self._where(sums))
-
-    def _where(self, sums: Sequence[Tensor]) -> torch.device:
-        """The device of what is to be joined: the host, where gradients rest there."""
-        return sums[0].device if sums else self._comm.memory.device
+        found: dict[torch.device, list[Tensor]] = {}
+        for segment in self._trainable():
+            for number in self._numbers(segment):
+                found.setdefault(number.device, []).append(number)
+        sums = [sum_of_all(some, device) for device, some in found.items()]
+        if len(sums) == 1:
+            return sums[0]
+        device = self._comm.memory.device
+        return sum_of_all([each.to(device) for each in sums], device)
 
     def _numbers(self, segment: Segment) -> list[Tensor]:
         """0-d each, of the gradients of this rank's master range: what they add to the norm, or, where none is taken,
@@ -89,13 +103,14 @@ class Norms:
         """What this rank's elements add to the norm, 0-d each, by the axes on which other ranks have other elements: a
         replica on an axis is counted once."""
         device, mesh = self._comm.memory.device, self._comm.mesh.sizes
-        terms: dict[tuple[Axes, float], list[Tensor]] = {}
+        terms: dict[tuple[Axes, float, torch.device], list[Tensor]] = {}
         for segment in self._trainable():
             over = mesh.normed(segment.table.master.over, segment.spec.distinct)
-            terms.setdefault((over, segment.unscale), []).extend(self._numbers(segment))
+            for term in self._numbers(segment):
+                terms.setdefault((over, segment.unscale, term.device), []).append(term)
         parts: dict[Axes, Tensor] = {}
-        for (over, unscale), some in terms.items():
-            part = joined_terms(some, p, self._where(some)).to(device)
+        for (over, unscale, where), some in terms.items():
+            part = joined_terms(some, p, where).to(device)
             part = part * unscale if p == inf else part * unscale**p
             parts[over] = _joined(parts[over], part, p) if over in parts else part
         return parts
@@ -120,14 +135,10 @@ class Norms:
                 f"the norm of all gradients is {float(self.norm)} and Clip(error_if_nonfinite=True): nothing was "
                 "updated; engine.zero_grad() drops these gradients."
             )
-        self.coefficient = clip_coefficient(self.norm, clip.norm) if clip.norm < inf else None
-        if self.coefficient is not None:
-            on = next((segment.update_device for segment in self._trainable()), self._comm.memory.device)
-            self.coefficient = self.coefficient.to(on)
-        if self.coefficient is None or accelerator.has_streams(self.coefficient.device):
-            return  # asking a device for the number would stop the host
-        if float(self.coefficient) >= 1.0:
-            self.coefficient = None
+        if clip.norm < inf:
+            made = clip_coefficient(self.norm, clip.norm)
+            here = accelerator.has_streams(made.device)  # asking a device for the number would stop the host
+            self._coefficients[made.device] = made if here or float(made) < 1.0 else None
 
     def clip_values(self) -> None:
         """Cuts every element of this rank's gradients to the range of ``Clip.value``, if there is one."""

@@ -82,11 +82,16 @@ class Orders:
         if in_flight is None:
             in_flight = int(accelerator.has_streams(comm.memory.device))
         self._overlap = replace(overlap, reduces_in_flight=in_flight)
-        self.waits = not (layout.master.over or layout.buffered)
         self.units: list[Unit] = []
         self.roots: set[str] = set()
         self.late: set[str] = set()
         self.touched: set[str] = set()
+
+    @property
+    def waits(self) -> bool:
+        """See above; units whose gradients rest in a slower tier show none."""
+        shows = any(not unit.spec.table_or(self._layout).buffered for unit in self.units)
+        return shows and not self._layout.master.over
 
     def renew(self, units: Sequence[Unit]) -> None:
         """These are the units from now on; in which order they run is to be found out."""

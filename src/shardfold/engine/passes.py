@@ -25,13 +25,11 @@ from shardfold.sharding.unit import Life, Unit
 
 __all__ = ["LocalPass", "NegotiatedPass", "Pass", "ReplayedPass"]
 
-ENDS = (*SUMS, "STORE")
-"""Of a backward: what a unit's gradients go through once all are there."""
 MOMENTS: Mapping[str, str] = {
     **dict.fromkeys(GATHERS, "enter"),
     "ADD": "begin",
     "GRADS": "begin",
-    **dict.fromkeys(ENDS, "reduce"),
+    **dict.fromkeys(SUMS, "reduce"),
     **dict.fromkeys(("HOLD", "FREE"), "leave"),
 }
 """When a pass that asks does an operation on a unit: when a rank needs its values, when this rank begins its backward,
@@ -153,9 +151,9 @@ class ReplayedPass:
             self._complete.add(unit.name)
             while (name := self.track.ahead(REDUCTIONS)) in self._complete:
                 self.track.reach("B", name)
-                self.track.follow(ENDS)
+                self.track.follow(SUMS)
         elif self.track.at_marker("B", unit.name) or self.track.reach("B", unit.name):
-            self.track.follow(ENDS)
+            self.track.follow(SUMS)
 
     def finish(self) -> None:
         self.track.finish()

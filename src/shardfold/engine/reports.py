@@ -9,9 +9,9 @@ from shardfold.activations.modes import Replacements
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.plan.cost import STATES, moves, section_traffic, state_bytes, step_of, tier_of
+from shardfold.plan.cost import STATES, moves, resting_bytes, section_traffic, step_of
 from shardfold.plan.explain import explain
-from shardfold.plan.layout import PRECISIONS, Layout
+from shardfold.plan.layout import PRECISIONS, Layout, Tier
 from shardfold.plan.presets import PRESETS
 from shardfold.plan.report import MemoryReport, MemoryRow, TrafficReport
 from shardfold.sharding.model import ShardedModel
@@ -45,8 +45,8 @@ class Reports:
         model, updater = self._model, self._updater
         specs, sizes = [unit.spec for unit in model.units], model.comm.mesh.sizes
         moments, kept = (updater.num_moments(), updater.kept_bytes()) if updater is not None else (0, None)
-        exact = state_bytes(model.layout, specs, sizes, num_moments=moments, kept=kept)
-        padded = state_bytes(model.layout, specs, sizes, num_moments=moments, padded=True, kept=kept)
+        exact = resting_bytes(model.layout, specs, sizes, num_moments=moments, kept=kept)
+        padded = resting_bytes(model.layout, specs, sizes, num_moments=moments, padded=True, kept=kept)
         resting, transient = self._regions(), self._transient()
         seen: set[int] = set()
         rows: list[MemoryRow] = []
@@ -54,12 +54,10 @@ class Reports:
             held: dict[str, int] = {}
             for region in regions:
                 held[region.tier] = held.get(region.tier, 0) + _held_bytes(region, seen)
-            if not any(held.values()) and not padded.get(name):
-                continue
-            table, home = exact.get(name, 0.0), str(tier_of(model.layout, name))
-            padding = padded.get(name, 0.0) - table
-            rows.append(MemoryRow(name, home, table, padding, held.pop(home, 0)))
-            rows += [MemoryRow(name, tier, 0.0, 0.0, num_bytes) for tier, num_bytes in held.items()]
+            for tier in Tier:
+                table, whole = (bytes_.get((name, tier), 0.0) for bytes_ in (exact, padded))
+                if whole or held.get(tier):
+                    rows.append(MemoryRow(name, str(tier), table, whole - table, held.get(tier, 0)))
         rows += [row() for row in model.rows]
         return MemoryReport(tuple(rows), _live_bytes(transient, seen), self._replaced.held())
 
@@ -106,7 +104,8 @@ class Reports:
         model, updater, sizes = self._model, self._updater, self._model.comm.mesh.sizes
         specs = [unit.spec for unit in model.units]
         moments, kept = (updater.num_moments(), updater.kept_bytes()) if updater is not None else (0, None)
-        held = state_bytes(model.layout, specs, sizes, num_moments=moments, padded=True, kept=kept)
+        held = resting_bytes(model.layout, specs, sizes, num_moments=moments, padded=True, kept=kept)
+        temporary = model.comm.transport.temporary
         return explain(
             self._table, model.layout, self._runner.orders.program, specs, sizes, held, self._runner.accumulate,
             updater.traffic() if updater is not None else None,
@@ -115,6 +114,8 @@ class Reports:
                 self._runner.orders.program, model.layout, specs, sizes, step_of(self._runner.accumulate),
                 num_moments=moments,
             ),
+            temporary=lambda num_bytes, axes: temporary(int(num_bytes), model.comm.mesh.parts(axes)),
+            streams=accelerator.has_streams(model.device),
         )  # fmt: skip
 
     def described(self) -> str:
@@ -150,6 +151,7 @@ class Reports:
             mfu=mfu,
             mfu_formula=formula,
             exposed_seconds=None if model.comm.mesh.on_streams else clock.exposed_seconds,
+            tiers=clock.tiers,
             traffic=self.traffic(),
             memory=memory,
             transient_peak=None if peak is None else peak - memory.held,

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from shardfold.errors import ConfigError
 from shardfold.plan.checks import described, is_number
-from shardfold.plan.report import MemoryReport, TrafficReport
+from shardfold.plan.report import MemoryReport, TierSeconds, TrafficReport
 
 __all__ = ["Clock", "Stats"]
 
+NO_TIERS = TierSeconds()
 WINDOW = 50
 """Steps that medians are taken over."""
 
@@ -39,6 +40,8 @@ class Stats:
         mfu_formula: how ``mfu`` is computed, with its numbers; without them where they are not known.
         exposed_seconds: median time per step that this rank's main thread waited for other ranks and for bytes; None
             on NCCL, where waiting orders streams and the host does not see it.
+        tiers: median seconds per step that slower tiers took of this rank's host: waits for host memory and for disk,
+            and updates on the host (see ``TierSeconds``).
         traffic: bytes sent in the last step, by journey, operation and axes.
         memory: bytes held at this moment, by state.
         transient_peak: the most bytes besides the states at rest since the engine was made, activations included; None
@@ -53,6 +56,7 @@ class Stats:
     mfu: float | None
     mfu_formula: str
     exposed_seconds: float | None
+    tiers: TierSeconds
     traffic: TrafficReport
     memory: MemoryReport
     transient_peak: int | None
@@ -65,6 +69,7 @@ class Lap(NamedTuple):
     tokens: float | None
     samples: float | None
     waited: float
+    tiers: TierSeconds
 
 
 class Clock:
@@ -75,6 +80,7 @@ class Clock:
         self._laps: deque[Lap] = deque(maxlen=WINDOW)
         self._last: float | None = None  # when the last update ended
         self._waited = waited  # seconds of waiting until then
+        self._tiers = TierSeconds()  # and for slower tiers
         self._tokens: float | None = None
         self._samples: float | None = None
 
@@ -94,14 +100,21 @@ class Clock:
         if samples is not None:
             self._samples = (self._samples or 0.0) + samples
 
-    def end_step(self, waited: float, *, skipped: bool = False) -> None:
-        """An update is done; ``waited`` is how many seconds the engine has waited in its life."""
+    def end_step(self, waited: float, tiers: TierSeconds = NO_TIERS, *, skipped: bool = False) -> TierSeconds:
+        """An update is done; ``waited`` is how many seconds the engine has waited in its life, and ``tiers`` what
+        slower tiers have taken. What they took of this step is given back."""
         now = perf_counter()
         seconds = now - self._last if self._last is not None else None
-        self._laps.append(Lap(seconds, self._tokens, self._samples, waited - self._waited))
-        self._last, self._waited = now, waited
+        took = TierSeconds(*(new - old for new, old in zip(tiers, self._tiers, strict=True)))
+        self._laps.append(Lap(seconds, self._tokens, self._samples, waited - self._waited, took))
+        self._last, self._waited, self._tiers = now, waited, tiers
         self._tokens = self._samples = None
         self.skipped += skipped
+        return took
+
+    @property
+    def tiers(self) -> TierSeconds:
+        return TierSeconds(*(_median(each) or 0.0 for each in zip(*(lap.tiers for lap in self._laps), strict=True)))
 
     @property
     def step_seconds(self) -> float | None:

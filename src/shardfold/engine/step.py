@@ -7,6 +7,7 @@ follow    the program's section ``step``: CLAMP and NORM up to the marker STEP, 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.plan.layout import Tier
 from shardfold.plan.report import StepReport
 from shardfold.sharding.changes import Changes
 from shardfold.sharding.model import ShardedModel
@@ -81,17 +83,19 @@ class Stepper:
             self._alarm.settle()
         waited = model.comm.agreement.waited
         if not updated:  # neither weights, moments, counts nor the schedule have moved
-            self._clock.end_step(waited, skipped=True)
+            took = self._clock.end_step(waited, self._handlers.tier_seconds, skipped=True)
             if scaler is not None and scaler.exhausted:
                 raise self._alarm.failure()
-            return StepReport(run.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings)
+            return StepReport(
+                run.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings, tiers=took
+            )
         run.steps += 1
         model.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
         if run.lr_schedule is not None:
             run.lr_schedule.step()
         for call in run.after_step:
             call()
-        self._clock.end_step(model.comm.agreement.waited)
+        took = self._clock.end_step(model.comm.agreement.waited, self._handlers.tier_seconds)
         if unwritten := self._handlers.damage.unwritten:
             raise StepError(
                 f"step {run.steps} is done, but not all states are back where they rest: {unwritten}. Nothing is lost: "
@@ -99,7 +103,7 @@ class Stepper:
                 "TMPDIR set to a folder that has room."
             ) from self._handlers.damage.cause
         norm = self._norms.norm
-        return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings)
+        return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings, tiers=took)
 
     def _take_visible(self) -> tuple[bool, UsageError | None]:
         """Whether users did anything to gradients on this rank, and why it is refused: the others, which come to the
@@ -195,7 +199,9 @@ class Stepper:
         """The optimizer's step, with whatever hooks it has around it."""
         if not self._updater.fused:
             self._handlers.damage.begun = True
-            with torch.no_grad():
+            host = self._model.layout.updates_on is Tier.HOST
+            with torch.no_grad(), self._handlers.updating() if host else nullcontext():
                 self._updater.step_whole(self._model.units, used, self._norms.coefficient)
         with self._handlers.cursor.following(self._runner.orders.tracks["beside"]):
             track.finish()
+        self._model.tiers.forget_spares()

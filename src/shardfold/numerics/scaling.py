@@ -215,8 +215,10 @@ def sum_of(flat: Tensor) -> Tensor:
 
 def all_finite(flats: Iterable[Tensor]) -> bool:
     """Whether no element is inf or NaN, where the sum of all did not tell."""
-    found = [torch.isfinite(flat).all() for flat in flats]
-    return not found or bool(torch.stack(found).all())
+    found: dict[torch.device, list[Tensor]] = {}
+    for flat in flats:
+        found.setdefault(flat.device, []).append(torch.isfinite(flat).all())
+    return all(bool(torch.stack(some).all()) for some in found.values())
 
 
 def _wide(flat: Tensor) -> torch.dtype:

@@ -127,8 +127,6 @@ class FusedShard:
         steps = [count + was_used for count, was_used in zip(self.steps, used, strict=True)]
         table = self.segment.table
         near = table.updates_on is Tier.DEVICE
-        if coefficient is not None and not near:
-            coefficient = coefficient.cpu()
         comes = near or table.moments.tier is not table.updates_on
         try:
             # What was fetched is waited for here, not before.

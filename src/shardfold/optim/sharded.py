@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 from zlib import crc32
@@ -160,7 +160,8 @@ class ShardedOptimizer:
     Args:
         optimizer: from :func:`build`; its groups are re-pointed in place.
         units: with their states bound.
-        moments: the bound table's cell of the fused update's moments.
+        moments: the bound table's cell of the fused update's moments, for their dtype; where they rest is in the
+            tables of the segments.
         tiers: what these rest in.
         block: elements per fused call, 0 for the default of the device.
         stochastic: the seed, where a bf16 master is rounded stochastically; None: to the nearest.
@@ -178,7 +179,9 @@ class ShardedOptimizer:
         self.torch_optimizer = optimizer
         self.guard: Guard | None = None  # against calls of users'
         self._ours = optimizer if isinstance(optimizer, PartOptimizer) else None
-        self._block, self._moments, self._tiers = block, moments, tiers
+        self._block, self._tiers = block, tiers
+        self._dtype = TORCH_DTYPES[moments.dtype]
+        self._away: Tier | None = None  # where the state rests for a while, in place of its own tiers
         self._pieces: dict[int, list[_Piece]] = {}  # by segment
         self._fused: dict[int, FusedShard] = {}
         self._names = fused_moments(optimizer)
@@ -273,14 +276,17 @@ class ShardedOptimizer:
                 segment.compute_range.copy_(segment.master)
             segment.sent_grads = None
 
-    def step_whole(self, units: Sequence[Unit], used: dict[str, list[list[bool]]], coefficient: Tensor | None) -> None:
+    def step_whole(
+        self, units: Sequence[Unit], used: dict[str, list[list[bool]]],
+        coefficient: Callable[[torch.device], Tensor | None],
+    ) -> None:  # fmt: skip
         """A class that is not :attr:`fused` steps once, over all units: its ``step`` may count, and ask other ranks.
-        Unused parameters have no gradient, as in PyTorch."""
+        Unused parameters have no gradient, as in PyTorch. ``coefficient``: as of :meth:`update`, on that device."""
         flags = {id(s): row for unit in units for s, row in zip(unit.trainable, used[unit.name], strict=True)}
         for piece in self._every_piece():
             if flags[id(piece.segment)][piece.slot]:
                 grad = _gradient(piece)
-                factor = _factor(piece.segment, coefficient)
+                factor = _factor(piece.segment, coefficient(grad.device))
                 piece.tensor.grad = grad if factor is None else grad * factor.to(grad.device)
         for _, stranger in self.strangers():  # trained from the next forward on; its gradient here is this rank's own
             stranger.grad = None
@@ -310,7 +316,7 @@ class ShardedOptimizer:
             if self._names is not None:
                 kind = type(self.torch_optimizer)
                 moments = self._no_moments(segment)
-                shard = FusedShard(segment, kind, moments, threads=self._threads, empty=self._tiers.host.empty)
+                shard = FusedShard(segment, kind, moments, threads=self._threads, empty=self._host_memory)
                 if self._stochastic is not None:
                     place = f"{self._stochastic}/{segment.spec.slots[0].name}/{segment.master_range[0]}"
                     shard.stochastic = crc32(place.encode())
@@ -338,12 +344,15 @@ class ShardedOptimizer:
             piece.tensor.data = master[piece.start : piece.start + piece.tensor.numel()]
 
     def rest_in(self, tier: Tier) -> None:
-        """The state of the optimizer moves to memory of that tier, the device's or the host's, for as long as nothing
-        is updated."""
-        before, self._moments = str(self._moments.tier), replace(self._moments, tier=tier)
+        """What of the optimizer's state rests on the device by its table moves to memory of that tier, the device's or
+        the host's, for as long as nothing is updated."""
+        before, self._away = str(self._away or Tier.DEVICE), None if tier is Tier.DEVICE else tier
         for shard in self._fused.values():
-            shard.moments = {name: self._tiers.moved(region, tier) for name, region in shard.moments.items()}
+            if shard.segment.table.moments.tier is Tier.DEVICE:
+                shard.moments = {name: self._tiers.moved(region, tier) for name, region in shard.moments.items()}
         for piece in () if self._names is not None else self._every_piece():
+            if piece.segment.table.moments.tier is not Tier.DEVICE:
+                continue
             for value in self.torch_optimizer.state.get(piece.tensor, {}).values():
                 if isinstance(value, Tensor) and value.dim():
                     region = self._tiers.moved(self._tiers.over(before, value.data), tier)
@@ -424,20 +433,23 @@ class ShardedOptimizer:
         """What the optimizer's own state rests in."""
         if self._names is not None:
             return [moment for shard in self._fused.values() for moment in shard.moments.values()]
-        states = (self.torch_optimizer.state.get(piece.tensor, {}) for piece in self._every_piece())
-        tensors = (value for state in states for value in state.values() if isinstance(value, Tensor))
-        return [self._tiers.over(str(self._moments.tier), value) for value in tensors]
+        return [
+            self._tiers.over(str(self._tier_of(piece.segment)), value)
+            for piece in self._every_piece()
+            for value in self.torch_optimizer.state.get(piece.tensor, {}).values()
+            if isinstance(value, Tensor)
+        ]
 
     def fetched(self) -> list[Tensor]:
         """Of a state that rests elsewhere, what is on the device for an update now."""
-        away = self._moments.tier is not Tier.DEVICE
-        return [values for shard in self._fused.values() for values in shard.here if away]
+        away = [shard for shard in self._fused.values() if shard.segment.table.moments.tier is not Tier.DEVICE]
+        return [values for shard in away for values in shard.here]
 
     def state_dtypes(self) -> dict[str, torch.dtype]:
         """Names and dtypes of the state that has an element for each of a parameter's; of a class of the user's, what
         this rank's pieces have so far."""
         if self._names is not None:
-            return dict.fromkeys(self._names, TORCH_DTYPES[self._moments.dtype])
+            return dict.fromkeys(self._names, self._dtype)
         return {name: dtype for piece in self._every_piece() for name, dtype in self._dtypes(piece).items()}
 
     def describe(self, segment: Segment) -> dict[int, tuple[int, dict[str, Any]]]:
@@ -571,10 +583,18 @@ class ShardedOptimizer:
                     value = value.to(piece.tensor.device)
                 self.torch_optimizer.state[piece.tensor][name] = copy.deepcopy(value)
 
+    def _host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._tiers.host.empty(numel, dtype)
+
     def _no_moments(self, segment: Segment) -> dict[str, Region]:
-        tier = self._tiers.named(self._moments.tier, self._moments.folder)
+        tier = self._tiers.named(self._tier_of(segment), segment.table.moments.folder)
         dtype, shape = segment.dtypes["moments"], (segment.shard_numel,)
         return {name: tier.allocate(shape, dtype, zero=True) for name in self._names or ()}
+
+    def _tier_of(self, segment: Segment) -> Tier:
+        """Where the optimizer's state of a segment rests now."""
+        home = segment.table.moments.tier
+        return self._away or home if home is Tier.DEVICE else home
 
     def _every_piece(self) -> Iterator[_Piece]:
         return (piece for pieces in self._pieces.values() for piece in pieces)

@@ -26,10 +26,12 @@ __all__ = [
     "on_disk",
     "op_bytes",
     "peak_bytes",
+    "resting_bytes",
     "ring_bytes",
     "section_traffic",
     "state_bytes",
     "step_of",
+    "summed_bytes",
     "tier_bytes",
     "traffic",
 ]
@@ -84,22 +86,39 @@ def state_bytes(
     padded: bool = False,
     kept: Callable[[SegmentSpec], float] | None = None,
 ) -> dict[str, float]:
-    """Bytes at rest on one rank by state; ``padded=True`` counts what is really allocated. ``kept`` says what the
-    optimizer keeps of a trainable segment on that rank, where it is no number of moments per element."""
-    total: dict[str, float] = dict.fromkeys(STATES, 0.0)
+    """Bytes at rest on one rank by state: :func:`resting_bytes`, whatever the tier."""
+    total: dict[str, float] = {}
+    found = resting_bytes(layout, units, mesh, num_moments=num_moments, padded=padded, kept=kept)
+    for (state, _), n in found.items():
+        total[state] = total.get(state, 0.0) + n
+    return total
+
+
+def resting_bytes(
+    layout: Layout,
+    units: Iterable[UnitSpec],
+    mesh: Sizes,
+    *,
+    num_moments: int = 2,
+    padded: bool = False,
+    kept: Callable[[SegmentSpec], float] | None = None,
+) -> dict[tuple[str, Tier], float]:
+    """Bytes at rest on one rank by state and tier, in table order; ``padded=True`` counts what is really allocated.
+    ``kept`` says what the optimizer keeps of a trainable segment on that rank, where it is no number of moments per
+    element."""
+    total = {(state, tier): 0.0 for state in STATES for tier in Tier}
     for unit in units:
         for segment in unit.segments:
-            elements = segment.length if padded else segment.numel
+            elements, table = segment.length if padded else segment.numel, segment.table_or(layout)
             for state, n in segment_bytes(layout, segment, mesh, num_moments, elements).items():
-                total[state] += kept(segment) if kept is not None and state == "moments" else n
-    return {state: n for state, n in total.items() if n}
+                total[state, tier_of(table, state)] += kept(segment) if kept and state == "moments" else n
+    return {key: n for key, n in total.items() if n}
 
 
-def tier_bytes(layout: Layout, held: Mapping[str, float]) -> dict[Tier, float]:
-    """Bytes at rest by tier, of bytes by state (see :func:`state_bytes`)."""
+def tier_bytes(resting: Mapping[tuple[str, Tier], float]) -> dict[Tier, float]:
+    """Bytes at rest by tier, of what :func:`resting_bytes` gives."""
     total: dict[Tier, float] = {}
-    for state, n in held.items():
-        tier = tier_of(layout, state)
+    for (_, tier), n in resting.items():
         total[tier] = total.get(tier, 0.0) + n
     return total
 
@@ -239,13 +258,14 @@ def in_use(
     temporary: Callable[[float, Axes], float] | None = None,
     fetched: Callable[[Op], float] | None = None,
     encoded: Callable[[Op], float] | None = None,
+    summed: Callable[[Op], float] | None = None,
 ) -> Iterator[tuple[str, int, float]]:
     """Bytes that are held beside what rests while each operation of a step of two micro-batches runs:
     ``(section, number, bytes)``.
 
     Gathered parameters live up to FREE, gradients of a unit from GRADS to DROP, ``temporary(bytes, axes)`` of the
-    transport from a reduction to its WAIT, ``fetched(op)`` bytes of a state from FETCH to STORE, and ``encoded(op)`` of
-    a collective as long as what it fills, or to its WAIT.
+    transport from a reduction to its WAIT, ``fetched(op)`` bytes of a state from FETCH to STORE, ``encoded(op)`` of a
+    collective as long as what it fills, or to its WAIT, and ``summed(op)`` bytes of sums from a reduction to STORE.
     """
     by_name = {unit.name: unit for unit in units}
     held: dict[tuple[str, str], float] = {}
@@ -262,6 +282,8 @@ def in_use(
                 held[op.unit, "temporary"] = temporary(_sent_bytes(op, by_name[op.unit]), op.axes)
             elif op.verb == "FETCH" and fetched is not None:
                 held[op.unit, op.source] = fetched(op)
+            if op.verb in REDUCTIONS and op.source == "local" and summed is not None:
+                held[op.unit, op.target] = summed(op)
             yield section, number, sum(held.values())
             if op.verb in ("FREE", "DROP", "STORE"):
                 held.pop((op.unit, op.source), None)
@@ -291,6 +313,16 @@ def encoded_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
     return total
 
 
+def summed_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
+    """Bytes of the device that this rank's shard of the sums of ``op``, a reduction, takes on its way to the slower
+    tier that gradients rest in; 0 where it is scattered to where they rest, or lies where they came."""
+    table = unit.table_or(layout)
+    if op.verb != "REDUCE_SCATTER" or table.grads.tier is Tier.DEVICE:
+        return 0.0
+    parts = table.master.parts(mesh)
+    return sum(s.length * ITEMSIZE[s.dtype_for("grads", layout)] for s in op.moves(unit)) / parts
+
+
 def peak_bytes(
     program: Program,
     units: Sequence[UnitSpec],
@@ -299,6 +331,7 @@ def peak_bytes(
     temporary: Callable[[float, Axes], float] | None = None,
     fetched: Callable[[Op], float] | None = None,
     encoded: Callable[[Op], float] | None = None,
+    summed: Callable[[Op], float] | None = None,
 ) -> float:
     """The most bytes of a step on one rank, without activations and the model's buffers: ``rest`` bytes at rest,
     :func:`in_use` beside them, and the largest parameter's gradient as autograd makes it.
@@ -307,5 +340,5 @@ def peak_bytes(
     """
     trained = [segment for unit in units for segment in unit.segments if segment.trainable]
     made = max((slot.numel * ITEMSIZE[segment.dtype] for segment in trained for slot in segment.slots), default=0)
-    uses = in_use(program, units, temporary=temporary, fetched=fetched, encoded=encoded)
+    uses = in_use(program, units, temporary=temporary, fetched=fetched, encoded=encoded, summed=summed)
     return rest + max((most for *_, most in uses), default=0.0) + made

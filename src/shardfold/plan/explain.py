@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shardfold.plan.axes import Mesh
 from shardfold.plan.cost import (
@@ -12,16 +12,17 @@ from shardfold.plan.cost import (
     fetched_bytes,
     moves,
     peak_bytes,
-    state_bytes,
+    resting_bytes,
     step_of,
-    tier_of,
+    summed_bytes,
     traffic,
 )
-from shardfold.plan.layout import Layout, Precision, Sizes
+from shardfold.plan.layout import Axes, Layout, Precision, Sizes, Tier
 from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import named
 from shardfold.plan.program import Program, lower
+from shardfold.plan.stay import with_staying
 
 __all__ = ["explain", "explain_preset"]
 
@@ -32,17 +33,21 @@ def explain(
     program: Program,
     units: Sequence[UnitSpec],
     mesh: Sizes,
-    held: Mapping[str, float],
+    held: Mapping[tuple[str, Tier], float],
     micro_batches: int = 1,
     update: Mapping[Sent, tuple[int, float]] | None = None,
     parts: Sequence[tuple[str, Layout]] = (),
     activations: Sequence[str] = (),
     moved: Mapping[Moved, tuple[int, float]] | None = None,
+    temporary: Callable[[float, Axes], float] | None = None,
+    streams: bool = True,
 ) -> str:
     """The table, the units, what they cost and the program, as text.
 
     ``update`` is what the optimizer itself sends, ``parts`` what rules of ``precision=`` give to parts of the model,
-    ``activations`` what happens to what autograd saves in units, in lines, ``moved`` what travels between tiers.
+    ``activations`` what happens to what autograd saves in units, in lines, ``moved`` what travels between tiers,
+    ``temporary`` the transport's (see :func:`in_use`). ``streams``: the device has them, so that sums that go to a
+    slower tier are on the device until they are there.
     """
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
     lines += ["", "on this mesh and in this precision:", str(bound)]
@@ -58,18 +63,20 @@ def explain(
             f"{s.dtype}{' own' if s.own else ''}{'' if s.trainable else ' frozen'}" for s in unit.segments
         )
         held_long = "  (held through each pass)" if unit.root and bound.rest.over else ""
-        lines.append(f"{unit.name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}")
+        tables = unit.trainable and unit.table_or(bound)
+        stays = "  (the optimizer's states stay on the device)" if tables and tables.share > bound.share else ""
+        lines.append(f"{unit.name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}{stays}")
     if activations:
         lines += ["", *activations]
     lines += ["", "bytes at rest on each rank:"]
-    for state, num_bytes in held.items():
-        tier = tier_of(bound, state)
-        lines.append(f"  {state:<9}{num_bytes:>18,.0f}{'' if tier == 'device' else f'  ({tier})'}")
+    for (state, tier), num_bytes in held.items():
+        lines.append(f"  {state:<9}{num_bytes:>18,.0f}{'' if tier is Tier.DEVICE else f'  ({tier})'}")
     by_name = {unit.name: unit for unit in units}
     besides = peak_bytes(
-        program, units, rest=0,
-        fetched=lambda op: fetched_bytes(op, bound, by_name[op.unit], mesh) if bound.updates_on == "device" else 0.0,
+        program, units, rest=0, temporary=temporary,
+        fetched=lambda op: 0.0 if bound.updates_on is Tier.HOST else fetched_bytes(op, bound, by_name[op.unit], mesh),
         encoded=lambda op: encoded_bytes(op, bound, by_name[op.unit], mesh),
+        summed=lambda op: summed_bytes(op, bound, by_name[op.unit], mesh) if streams else 0.0,
     )  # fmt: skip
     lines += [f"bytes besides in a step, at most, without activations:{besides:>18,.0f}"]
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
@@ -103,10 +110,12 @@ def explain_preset(
         UnitSpec(name, (SegmentSpec((Slot("w", (n,), 0),), -(-n // ranks) * ranks, policy.compute),), name == "(root)")
         for name, n in sizes.items()
     ]
+    if table.share < 1:
+        units = with_staying(units, bound, lambda _: table.near().bind(policy, mesh))
     by_name = {unit.name: unit for unit in units}
     program = apply(
         lower(bound, units, mesh, clip=True), Overlap(),
         fetched=lambda op: fetched_bytes(op, bound, by_name[op.unit], mesh),
     )  # fmt: skip
-    held = state_bytes(bound, units, mesh, padded=True)
+    held = resting_bytes(bound, units, mesh, padded=True)
     return explain(table, bound, program, units, mesh, held, moved=moves(program, bound, units, mesh, step_of(1)))

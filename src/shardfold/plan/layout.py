@@ -28,7 +28,7 @@ from typing import Any
 from shardfold.errors import ConfigError, LayoutError, did_you_mean
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import DATA_AXES, Axes, Mesh, Sizes
-from shardfold.plan.checks import described, is_integer
+from shardfold.plan.checks import described, is_integer, is_number
 from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE
 from shardfold.plan.sizes import parse_bytes
 
@@ -46,6 +46,7 @@ __all__ = [
     "Sizes",
     "Tier",
     "Wire",
+    "rests",
 ]
 
 ROLES = ("compute", "grads", "reduce", "master", "moments")
@@ -155,12 +156,15 @@ PRECISIONS: dict[str, Precision] = {
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """How one state rests on each rank: ``over=()`` means that every rank holds all of it. A tier's name will do.
-    ``folder``: of the disk tier, where the file is; None: the system's folder for temporary files."""
+    ``folder``: of the disk tier, where the file is; None: the system's folder for temporary files. ``share``: of
+    master and moments in a slower tier: at least which part of their bytes rests there, in whole units; the others are
+    as if all tiers were the device's (see :meth:`Layout.near`)."""
 
     over: Axes = ()
     dtype: str
     tier: Tier = Tier.DEVICE
     folder: str | None = None
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.tier in list(Tier):  # what is none is told by the table, which knows the state
@@ -322,6 +326,20 @@ class Layout:
         return Tier.DEVICE if self.master.tier is Tier.DEVICE else Tier.HOST
 
     @property
+    def share(self) -> float:
+        """Which part of the optimizer's states rests in a slower tier, at least."""
+        return self.moments.share
+
+    def near(self) -> Layout:
+        """The table of units whose part of the optimizer's states stays on the device: master and moments do, and
+        gradients, which are where master is."""
+        grads = self.grads if self.master.tier is Tier.DEVICE else replace(self.grads, tier=Tier.DEVICE, folder=None)
+        master, moments = (
+            replace(cell, tier=Tier.DEVICE, folder=None, share=1.0) for cell in (self.master, self.moments)
+        )
+        return self.replace(grads=grads, master=master, moments=moments)
+
+    @property
     def buffer(self) -> str:
         """The dtype of the buffer from which gradients are sent that do not rest whole, of a bound table: that of the
         format if it is one, so that they are rounded once and wait narrow."""
@@ -380,13 +398,16 @@ class Layout:
             _check_dtype(name, cell.dtype)
             if cell.tier not in list(Tier):
                 near = did_you_mean(str(cell.tier), map(str, Tier))
-                raise LayoutError(f"{name} rests in tier {cell.tier!r}, which is unknown.{near}")
+                raise LayoutError(f"{name} {rests(name)} in tier {cell.tier!r}, which is unknown.{near}")
             if cell.folder is not None and cell.tier is not Tier.DISK:
                 raise LayoutError(
-                    f"{name} has a folder but rests in the {cell.tier} tier: it is of the disk tier; leave it out."
+                    f"the cell of {name} has a folder, but {name} {rests(name)} in the {cell.tier} tier: it is of the "
+                    "disk tier; leave it out."
                 )
             if cell.folder is not None and not isinstance(cell.folder, (str, PathLike)):  # pyright: ignore
                 raise LayoutError(f"{name} has folder={described(cell.folder)}: it is the path of a folder, or None.")
+            if not is_number(cell.share, 0, 1) or not cell.share:
+                raise LayoutError(f"{name} has share={described(cell.share)}: it is a part, above 0 and at most 1.")
         for name, wire in (("gather", self.gather), ("reduce", self.reduce)):
             known = (*ROLES, *FORMATS)
             if wire.format not in known:
@@ -422,6 +443,24 @@ class Layout:
             LayoutError: a state is not where its update, or its reader, could have it.
         """
         tier = self.master.tier
+        for name, cell in self.cells().items():
+            away = name == "moments" or (name == "master" and cell.tier is not Tier.DEVICE)
+            if cell.share != (self.share if away else 1.0):
+                raise LayoutError(
+                    f"{name} has share={cell.share:g} and moments share={self.share:g}: units stay on the device with "
+                    "all of the optimizer's states, so give master and moments one share where both rest in a slower "
+                    "tier, and other states none."
+                )
+        if self.share != 1.0 and self.moments.tier is Tier.DEVICE:
+            raise LayoutError(
+                f"moments have share={self.share:g} but rest on the device: it is of a slower tier; leave it out."
+            )
+        if self.share != 1.0 and self.params is not None and self.params.tier is not Tier.DEVICE:
+            raise LayoutError(
+                f"moments have share={self.share:g} and params rest in the {self.params.tier} tier: a unit whose "
+                "master stays on the device has its parameters there, so let params rest on the device, or leave the "
+                "share out."
+            )
         if self.held is not None and self.held.tier is not Tier.DEVICE:
             raise LayoutError(
                 f"held rests in the {self.held.tier} tier, but is what backward reads without a wait: let it rest on "
@@ -563,7 +602,8 @@ class Layout:
                 whose = "params" if name == "held" and self.params else "master"
                 lines.append(f"{name:<13}same as {whose}{', cast while gathering' if name == 'params' else ''}")
             else:
-                lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}")
+                part = "" if cell.share == 1.0 else f", {cell.share:g} of it or more"
+                lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}{part}")
         saved = self.activations
         lines.append(f"{'activations':<13}{_axes(()):<16}{'as made':<10}{saved.fate}")
         lines.append(f"communication: gather as {self.gather}, reduce as {self.reduce}")
@@ -588,6 +628,11 @@ def _check_reduce(bound: Layout, *, alone: bool) -> None:
         f"grads accumulate unreduced in {grads.dtype} but travel as {form.name}: they are reduced where they lie, so "
         "give Precision.grads and Precision.reduce the same dtype or split grads."
     )
+
+
+def rests(state: str) -> str:
+    """The verb that goes with the name of a state."""
+    return "rests" if state in ("master", "held") else "rest"
 
 
 def _away(cell: Cell) -> bool:

@@ -70,8 +70,8 @@ __all__ = [
 ]
 
 REDUCTIONS = ("REDUCE_SCATTER", "ALL_REDUCE")
-SUMS = (*REDUCTIONS, "WAIT", "DROP")
-"""What a unit's gradients go through once all are there."""
+SUMS = (*REDUCTIONS, "WAIT", "STORE", "DROP")
+"""Of a backward: what a unit's gradients go through once all are there."""
 COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
 MARKERS = ("F", "B", "END", "STEP")
 MOVES = ("READ", "FETCH", "ADD", "FILL", "STORE")
@@ -185,8 +185,8 @@ class Op(_Operands):
 
     @property
     def is_sum(self) -> bool:
-        """Whether a unit's gradients go through it once all are there."""
-        return self.verb in SUMS or (self.verb == "STORE" and self.source == "grads")
+        """Whether, in a backward, a unit's gradients go through it once all are there."""
+        return self.verb in SUMS
 
     @property
     def journey(self) -> str:

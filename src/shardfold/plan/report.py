@@ -17,6 +17,7 @@ __all__ = [
     "SavedReport",
     "SavedRow",
     "StepReport",
+    "TierSeconds",
     "TrafficReport",
     "TrafficRow",
 ]
@@ -205,6 +206,20 @@ class Finding(NamedTuple):
         return f"{what} on rank {self.rank}, step {self.step}{batch}{count}"
 
 
+class TierSeconds(NamedTuple):
+    """What slower tiers took of a step, in seconds of this rank's host; 0 where there is no such tier.
+
+    Attributes:
+        host: waits for values on their way to or from host memory. On the CPU they are on no way.
+        disk: waits for a file: for what is read, and for room to write.
+        update: updates on the host, without what they waited for.
+    """
+
+    host: float = 0.0
+    disk: float = 0.0
+    update: float = 0.0
+
+
 class StepReport(NamedTuple):
     """What ``engine.step()`` did.
 
@@ -217,6 +232,7 @@ class StepReport(NamedTuple):
         norm: 0-d tensor, the norm of all gradients before clipping; None if the engine does not clip.
         findings: what was inf or NaN on any rank, the likely cause first, where the step was skipped, or where a loss
             of it was not finite and those of the step before were; the same on every rank.
+        tiers: seconds that slower tiers took since the update before.
     """
 
     step: int
@@ -226,6 +242,7 @@ class StepReport(NamedTuple):
     loss_scale: float = 1.0
     norm: object = None
     findings: tuple[Finding, ...] = ()
+    tiers: TierSeconds = TierSeconds()
 
     @property
     def grad_norm(self) -> float | None:

@@ -92,6 +92,7 @@ class Rules(Patterns):
         patterns: in order.
         precisions: of each.
         layouts: of each, bound (see :meth:`Layout.bind`); they differ in dtypes only.
+        near: of each, that of units whose optimizer's states stay on the device; none where no unit's do.
 
     Raises:
         LayoutError: a policy is unknown or does not fit the layout, ``"*"`` is missing or not the last, or policies
@@ -113,6 +114,8 @@ class Rules(Patterns):
                     "for a whole engine: give every rule the same."
                 )
         self.layouts = tuple(table.bind(precision, mesh) for precision in self.precisions)
+        near = table.near() if table.share < 1 else None
+        self.near = () if near is None else tuple(near.bind(precision, mesh) for precision in self.precisions)
 
     @property
     def default(self) -> Precision:

@@ -210,7 +210,10 @@ class Gradients:
     def _store_one(self, segment: Segment, values: Tensor, note: Callable[[Segment, Tensor], None]) -> None:
         region = segment.regions["grads"]
         if region.resting is not None:
-            region.store(values) if self.sums is Sums.OWN else region.add(values)
+            if self.sums is Sums.OWN:
+                region.store(values)
+            else:
+                region.add(values)
             return
         if self.sums is not Sums.OWN and not self._adds:
             values = self._earlier(segment).add_(values.to("cpu"))
@@ -301,9 +304,9 @@ class Gradients:
         """As before the first backward of a step."""
         self.local = self.extra = self.summed = None
         self._there = self._adds = False
-        self.sums = Sums.OWN
         for segment in self.segments:
             segment.noted = None
+        self.sums = Sums.OWN
         self.seen.clear()
         for used in self.used:
             used[:] = [False] * len(used)

@@ -32,6 +32,7 @@ from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, Sizes
 from shardfold.plan.placement import ALIGN_BYTES, SegmentSpec, UnitSpec, pack
 from shardfold.plan.rules import Rules
+from shardfold.plan.stay import with_staying
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.segment import dtype_name, rest_itemsize
 from shardfold.sharding.slices import Slice, slices_on
@@ -94,7 +95,17 @@ def cut(
     slices = slices_on(model, Mesh.of(mesh), coords or dict.fromkeys(mesh, 0))
     for c in found:
         _lay_out(c, groups, rules, number, mesh, keeps or (lambda p, rule: p.dtype != main.get(rule)), align, slices)
+    if rules.near:
+        _let_stay(found, rules)
     return found
+
+
+def _let_stay(cuts: Sequence[Cut], rules: Rules) -> None:
+    """Gives the units whose optimizer's states stay on the device the tables that say so."""
+    specs = [c.spec for c in cuts if c.spec is not None]
+    changed = with_staying(specs, rules.layouts[-1], lambda table: rules.near[rules.layouts.index(table)])
+    for c, spec in zip(cuts, changed, strict=True):
+        c.spec = spec
 
 
 def _check_memory(model: nn.Module) -> None:

@@ -52,12 +52,12 @@ class DeviceTier:
         if self._side is not None:
             self._side.wait_stream(accelerator.current_stream(self.device))
 
-    def queued(self) -> Callable[[], None]:
-        """Lets the computation wait, when it is called, for what is queued on the side stream by now, and no more."""
+    def mark(self) -> Callable[[], None]:
+        """What lets the computation wait for all that was queued beside it by now, and for nothing later."""
         if self._side is None:
-            return _at_once
-        event = self._side.record_event()
-        return lambda: accelerator.current_stream(self.device).wait_event(event)
+            return lambda: None
+        event = self._side.record_event()  # nobody else may say when it is over
+        return lambda: accelerator.current_stream(self.device).wait_event(event)  # which came beside it
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat for a short while, whose memory is really gone when it is; ``(numel,)``."""
@@ -114,10 +114,6 @@ class DeviceTier:
         self.after_compute()  # the next that gets this memory, on the side stream, finds it read
         with self.side():  # a free has no order: it says whose memory it is for those who read
             flat.untyped_storage().resize_(0)
-
-
-def _at_once() -> None:
-    """On the CPU what was asked for is done."""
 
 
 class DeviceRegion:

@@ -39,6 +39,7 @@ from torch import Tensor
 from shardfold import accelerator
 from shardfold.tiers.drive import Drive, blocks
 from shardfold.tiers.staging import BLOCK, Buffer, Staging
+from shardfold.tiers.waits import Waits
 
 __all__ = ["DiskRegion", "DiskTier"]
 
@@ -88,6 +89,7 @@ class DiskTier:
         self.out_stream, self.in_stream = accelerator.new_stream(device), accelerator.new_stream(device)
         self._lock, self._looking = Lock(), Lock()
         self._turn = 0  # the drive of the next chunk
+        self.waits = Waits()
         self.pending: deque[_Write] = deque()
         self._refused: set[tuple[int, int]] = set()  # places that a file has not taken
 
@@ -324,7 +326,8 @@ class _Coming:
 
     def get(self) -> Tensor:
         """All of it; the host waits for the files, the computation for the copies."""
-        wait(self._futures)
+        with self._tier.waits.timed():
+            wait(self._futures)
         events = [future.result() for future in self._futures]
         if self._streams:
             compute = accelerator.current_stream(self.back.device)
@@ -381,9 +384,11 @@ class DiskRegion:
             owner.out_stream.wait_stream(accelerator.current_stream(owner.device))  # which computes the values
         earlier, self._writes, self._zero = self._writes, [], False
         begun = [write for write in earlier if not write.cancel()]
-        wait([write.future for write in begun])
+        with owner.waits.timed():
+            wait([write.future for write in begun])
         for number, _, count, to in self._parts(0, self.nbytes):
-            buffer = owner.outgoing.take()  # waits for the drives where none is left
+            with owner.waits.timed():
+                buffer = owner.outgoing.take()  # waits for the drives where none is left
             if streams:
                 with accelerator.on(owner.out_stream):
                     buffer.memory[:count].copy_(flat[to : to + count], non_blocking=True)

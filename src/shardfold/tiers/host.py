@@ -16,6 +16,7 @@ from torch import Tensor
 from shardfold import accelerator
 from shardfold.tiers.pages import exact, huge
 from shardfold.tiers.tier import is_same
+from shardfold.tiers.waits import Waits
 
 __all__ = ["HostRegion", "HostTier"]
 
@@ -29,6 +30,7 @@ class HostTier:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.side = accelerator.new_stream(device)
+        self.waits = Waits()
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -143,7 +145,8 @@ class HostRegion:
 
     def _wait(self) -> None:
         if self._event is not None:
-            self._event.synchronize()  # the host reads, or writes, what the copy under way writes or reads
+            with self._owner.waits.timed():
+                self._event.synchronize()  # the host reads, or writes, what the copy under way writes or reads
             self._event = None
         if self._arriving is not None:
             arrived, self._arriving = self._arriving, None

@@ -14,7 +14,7 @@ from shardfold.tiers.tier import Region, Tier
 
 __all__ = ["Tiers"]
 
-SLOWER: Mapping[str, Callable[[torch.device, str | Sequence[str] | None], Tier]] = {
+SLOWER: Mapping[str, Callable[[torch.device, str | Sequence[str] | None], HostTier | DiskTier]] = {
     "host": lambda device, folders: HostTier(device),
     "disk": DiskTier,
 }
@@ -30,7 +30,7 @@ class Tiers:
 
     def __init__(self, device: DeviceTier) -> None:
         self.device = device
-        self._made: dict[tuple[str, str | tuple[str, ...] | None], Tier] = {}
+        self._made: dict[tuple[str, str | tuple[str, ...] | None], HostTier | DiskTier] = {}
 
     def named(self, tier: str, folder: str | tuple[str, ...] | None = None) -> Tier:
         """The tier of that name; ``folder``: of a disk, or one of each drive, None for the system's folder for
@@ -53,6 +53,12 @@ class Tiers:
         assert isinstance(host, HostTier)
         return host
 
+    def forget_spares(self) -> None:
+        """Memory of the host that waits for a taker is given back."""
+        for tier in self._made.values():
+            if isinstance(tier, HostTier):
+                tier.forget_spares()
+
     def over(self, tier: str, memory: Tensor) -> Region:
         """A region of that tier, one of memory, over what is there already, with its values."""
         if tier != "host":
@@ -70,6 +76,10 @@ class Tiers:
             new.values(slice(0, 0))  # nothing is on its way: what was there may go
         region.drop()
         return new
+
+    def waited(self, tier: str) -> float:
+        """Seconds that the host has waited for values on their way to or from that tier, whatever the folder."""
+        return sum(made.waits.seconds for (name, _), made in self._made.items() if name == tier)
 
     def close(self) -> None:
         """Gives back what all of them hold but the device's own, which ends with the way to the other ranks."""

@@ -64,7 +64,7 @@ def test_a_storage_comes_and_goes() -> None:
         before = _module().memory_allocated()
         assert storage.size() == storage.nbytes() == 32 and storage.resizable()
         storage.resize_(0)
-        assert storage.size() == 0 and _module().memory_allocated() == before - 32
+        assert storage.size() == 0 and _module().memory_allocated() == before - 512
         storage.resize_(32)
         assert storage.size() == 32 and _module().memory_allocated() == before
         assert view.isnan().all().item()
@@ -87,19 +87,69 @@ def test_a_tensor_grows_as_elsewhere() -> None:
 
 @on_device()
 def test_memory_is_counted() -> None:
-    """Allocated bytes and their peak follow tensors as they come and go; the peak can be started again."""
+    """Allocated bytes and their peak follow tensors as they come and go, each of whole granules of 512 bytes, as CUDA's
+    allocator counts them; the peak can be started again."""
     with simulated() as sim:
         start = _module().memory_allocated()
         x = torch.zeros(1000, device="sim")
         y = x + 1
-        assert _module().memory_allocated() - start == 8000
+        assert _module().memory_allocated() - start == 8192
         del x
-        assert _module().memory_allocated() - start == 4000
-        assert sim.memory_peak - start == 8000 == _module().max_memory_allocated() - start
+        assert _module().memory_allocated() - start == 4096
+        assert sim.memory_peak - start == 8192 == _module().max_memory_allocated() - start
         _module().reset_peak_memory_stats()
-        assert _module().max_memory_allocated() - start == 4000
+        assert _module().max_memory_allocated() - start == 4096
         del y
         assert _module().memory_allocated() == start
+
+
+@on_device()
+def test_an_allocation_beyond_the_limit_is_refused() -> None:
+    """In one sentence with what was asked for, what is held and the limit, which a program sees too; views, new memory
+    of a storage that was freed and what fits exactly are counted as any. The limit ends with its block."""
+    start = _module().memory_allocated()
+    with simulated(memory=start + 4096):
+        assert _module().mem_get_info() == (4096, start + 4096)
+        assert _module().get_device_properties().total_memory == start + 4096
+        x, y = torch.zeros(512, device="sim"), torch.zeros(257, device="sim")
+        views = [x[1:] for _ in range(9)]
+        z = torch.zeros(128, device="sim")
+        held, limit = f"{start + 4096:,}", f"{start + 4096:,}"
+        with pytest.raises(
+            torch.OutOfMemoryError, match=rf"\(512 bytes\), .*\({held} bytes\) are .*\({limit} bytes\)\."
+        ):
+            torch.zeros(1, device="sim")
+        x.untyped_storage().resize_(0)
+        w = torch.zeros(1, device="sim")
+        with pytest.raises(torch.OutOfMemoryError):
+            x.untyped_storage().resize_(2048)
+        del w
+        x.untyped_storage().resize_(2048)
+        del y, z, views
+    assert torch.zeros(4096, device="sim").numel() == 4096
+
+
+@on_device()
+def test_memory_that_a_stream_still_uses_is_held() -> None:
+    """What was freed and is recorded for a stream counts until that stream is done: an allocation that does not fit
+    before waits for it, which is a wait of the host; what no wait can make fit is refused."""
+    start = _module().memory_allocated()
+    for mode in ("check", "lazy"):
+        with simulated(mode, lag=10**6, memory=start + 2048) as sim:
+            side = _module().Stream()
+            x = torch.zeros(512, device="sim")
+            side.wait_stream(_module().current_stream())
+            with _module().stream(side):
+                x.add_(1)
+            x.record_stream(side)
+            del x
+            again = torch.zeros(512, device="sim")
+            waited = sum(times for (what, _), times in sim.host_syncs.items() if "freed memory" in what)
+            assert waited == (mode == "lazy")
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.zeros(1, device="sim")
+            sim.expect_clean()
+            del again
 
 
 @on_device()

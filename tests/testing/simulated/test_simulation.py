@@ -33,6 +33,9 @@ def test_unknown_modes_are_refused() -> None:
         pass
     with pytest.raises(UsageError, match="at least 1"), simulated("lazy", lag=0):
         pass
+    for memory in ("64MiBs", 0, 1.5, True):
+        with pytest.raises(UsageError, match="as in '64MiB'"), simulated(memory=memory):  # pyright: ignore[reportArgumentType]
+            pass
 
 
 def test_unknown_devices_of_ranks_are_refused() -> None:

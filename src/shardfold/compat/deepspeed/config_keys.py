@@ -180,8 +180,8 @@ ZERO = (
     _noted("zero_optimization.offload_optimizer.pipeline_write", "boolean", False, "a file is always written behind "
            "the update", off=(None, True)),
     _noted("zero_optimization.offload_optimizer.fast_init", "boolean", False, HOST_BUFFERS),
-    _noted("zero_optimization.offload_optimizer.ratio", "number", 1.0, "all of the optimizer's states rest there, "
-           "whatever part was asked for", low=0, high=1, off=(None, 1)),
+    _honoured("zero_optimization.offload_optimizer.ratio", "number", 1.0, "the part of the optimizer's states that "
+              "rests there at least, in whole units; 0: none", low=0, high=1),
     _noted("zero_optimization.offload_optimizer.super_offload", "boolean", False, HOST_UPDATE),
     _noted("zero_optimization.offload_optimizer.cpuadam_cores_perc", "number", 0.8, HOST_UPDATE, low=0, high=1),
     _honoured("zero_optimization.cpu_offload", "boolean", False, "older word for offload_optimizer.device cpu"),

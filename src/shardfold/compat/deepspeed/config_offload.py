@@ -14,6 +14,7 @@ from shardfold.plan.presets import named
 __all__ = ["offload_of", "older_words", "table_of"]
 
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
+RATIO = f"{OPTIMIZER}ratio"
 OLDER = {"zero_optimization.cpu_offload": OPTIMIZER, "zero_optimization.cpu_offload_param": PARAM}
 
 Get = Callable[[str], Any]
@@ -52,6 +53,13 @@ def offload_of(get: Get, stage: int, notes: list[Note], early: bool) -> tuple[di
         raise DeepSpeedConfigError(
             "zero_optimization.compute_grad_norm is false, which does not support offload_optimizer: leave one out."
         )
+    part = f":{get(RATIO)}" if OPTIMIZER in asked and get(RATIO) != 1 else ""
+    if part and not get(RATIO):
+        notes.append(Note(RATIO, 0, "no part of the optimizer's states rests there"))
+        del asked[OPTIMIZER]
+    elif part and PARAM in asked:
+        notes.append(Note(RATIO, get(RATIO), "with the parameters all of the optimizer's states rest in host memory"))
+        part = ""
     if asked.get(OPTIMIZER) == "nvme" and PARAM not in asked and stage == 3:
         if get(f"{OPTIMIZER}nvme_path") is None and not early:
             raise DeepSpeedConfigError(
@@ -59,13 +67,13 @@ def offload_of(get: Get, stage: int, notes: list[Note], early: bool) -> tuple[di
             )
         why = "the optimizer's moments rest in a file there; masters stay on the device, where they are updated"
         notes.append(Note(f"{OPTIMIZER}device", "nvme", why))
-        return {"moments": "disk"}, get(f"{OPTIMIZER}nvme_path")
+        return {"moments": f"disk{part}"}, get(f"{OPTIMIZER}nvme_path")
     for path in (path for path, device in asked.items() if device == "nvme"):
         why = "it rests in host memory: of states that the host updates or gathers none rests in a file yet"
         notes.append(Note(f"{path}device", "nvme", why))
     if not asked:
         return {}, None
-    tiers = {"master": "host", "moments": "host"}
+    tiers: dict[str, str] = dict.fromkeys(("master", "moments"), f"host{part}")
     if stage >= 2:
         tiers["grads"] = "host"
     if PARAM in asked:

@@ -22,8 +22,9 @@ from shardfold.errors import UsageError
 from shardfold.testing.simulated.checker import Checker
 from shardfold.testing.simulated.clocks import Clocks, Moment, is_over
 from shardfold.testing.simulated.findings import Findings
-from shardfold.testing.simulated.memory import Allocation, Allocator, spoil
+from shardfold.testing.simulated.memory import Allocation, Allocator, contiguous, spoil
 from shardfold.testing.simulated.queues import Lagging, Poll, Prompt, Queues
+from shardfold.testing.simulated.regions import span
 from shardfold.testing.simulated.sites import Site, here
 from shardfold.torch_internals import in_backward
 
@@ -129,11 +130,15 @@ class SimulatedDevice:
         self._raise()
 
     def _await(self, moment: Moment) -> None:
+        self._reach(moment)
+        with self.lock:
+            self.clocks.host_waited(moment)
+
+    def _reach(self, moment: Moment) -> None:
+        """Returns when the device has been there, which nobody is to count on."""
         self.queues.until(moment)
         for each in self._before(moment):
             each.finish()
-        with self.lock:
-            self.clocks.host_waited(moment)
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -220,9 +225,26 @@ class SimulatedDevice:
     # -- memory
 
     def allocate(self, size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-        """A tensor in the pool of the current stream."""
+        """A tensor in the pool of the current stream.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+        """
+        stride = contiguous(size) if stride is None else stride
+        self._make_room(span(size, stride) * dtype.itemsize)
         with self.lock:
             return self.allocator.allocate(size, stride, dtype, self.current.stream_id)
+
+    def _make_room(self, nbytes: int) -> None:
+        """The host waits for streams that use memory that was freed, where so many bytes fit only then."""
+        if self.allocator.arena.limit is None:
+            return
+        self.allocator.collect()
+        streams = self.allocator.arena.wanting(nbytes, self.queues.is_idle)
+        if streams:
+            self.findings.host_sync("an allocation that waits for freed memory", self.here())
+        for stream in streams:
+            self._reach(self.record(stream))
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
         """The memory of ``tensor`` is given to nobody before what ``stream`` has queued by the time it is freed."""
@@ -236,7 +258,10 @@ class SimulatedDevice:
 
         Raises:
             UsageError: it would have to grow.
+            torch.OutOfMemoryError: there is no room.
         """
+        if nbytes:
+            self._make_room(nbytes)
         with self.lock:
             block = self.allocator.at(storage)
             if block is None or block.memory is None:
@@ -255,17 +280,16 @@ class SimulatedDevice:
 
     # -- modes
 
-    def use(self, queues: Queues, findings: Findings) -> tuple[Queues, Findings]:
-        """From now on work runs by ``queues`` and what is found goes to ``findings``; what was there before is given
-        back. The host waits for everything queued before."""
+    def use(self, queues: Queues, findings: Findings, memory: int | None = None) -> tuple[Queues, Findings, int | None]:
+        """From now on work runs by ``queues``, what is found goes to ``findings`` and there are ``memory`` bytes; what
+        was there before is given back. The host waits for everything queued before."""
         try:
             self.synchronize()
         finally:
             with self.lock:
-                before = self.queues, self.checker.findings
-                self.queues, self.checker.findings = queues, findings
                 self.allocator.collect()
-                self.allocator.peak = self.allocator.allocated
+                before = self.queues, self.checker.findings, self.allocator.arena.begin(memory)
+                self.queues, self.checker.findings = queues, findings
         return before
 
     def reset(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardfold.testing.simulated.arena import Arena
 from shardfold.testing.simulated.clocks import Clock, Clocks, merge
 from shardfold.testing.simulated.dlpack import tensor_over
 from shardfold.testing.simulated.findings import Access
@@ -104,16 +105,14 @@ class Allocator:
         where: gives the caller's site.
 
     Attributes:
-        allocated: bytes that tensors have now.
-        peak: the most that they had.
+        arena: counts bytes.
     """
 
     def __init__(self, clocks: Clocks, where: Callable[[], Site]) -> None:
-        self._clocks, self._where = clocks, where
+        self._clocks, self._where, self.arena = clocks, where, Arena()
         self._blocks: dict[int, Allocation] = {}  # by address
         self._freed: dict[int, list[_Freed]] = {}  # by stream: not yet taken into account by a new allocation
         self._past: dict[int, Uses] = {}  # by pool: of anything freed there
-        self.allocated = self.peak = 0
         # Storages that outlive the interpreter's modules look into what is kept here when they go.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._blocks))
         self._lock = threading.RLock()  # threads that read and write files pin memory meanwhile
@@ -121,19 +120,24 @@ class Allocator:
     # -- tensors
 
     def allocate(self, size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype, stream: int) -> Tensor:
-        """A tensor in the pool of ``stream``; its bytes are all ones, which is NaN for floating point."""
+        """A tensor in the pool of ``stream``; its bytes are all ones, which is NaN for floating point.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+        """
         size = [int(n) for n in size]
         stride = contiguous(size) if stride is None else [int(n) for n in stride]
-        memory = torch.empty(max(span(size, stride) * dtype.itemsize, 1), dtype=torch.uint8, device="cpu")
-        spoil(memory)
+        nbytes = max(span(size, stride) * dtype.itemsize, 1)
         with self._lock:
             self.collect()
+            self.arena.take(nbytes)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            spoil(memory)
             tensor, kept = tensor_over(memory, size, stride, dtype)
             block = Allocation(memory, memory.numel(), stream, self._where())
             block.kept, block.weak = kept, weak_storage(tensor.untyped_storage())
             self._blocks[memory.data_ptr()] = block
             self._inherit(block)
-            self._count(block.nbytes)
         return tensor
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -183,7 +187,7 @@ class Allocator:
 
     def free(self, block: Allocation) -> None:
         """The host frees it: an allocation of the same pool may have it from now on, in the order of that stream."""
-        self._count(-block.nbytes)
+        self.arena.give_back(block.nbytes, block.recorded)
         over: Clock = {}  # the allocator waits for the recorded streams, and so for all that these waited for
         for stream in block.recorded:
             merge(over, self._clocks[stream])
@@ -192,12 +196,16 @@ class Allocator:
         block.uses, block.recorded, block.freed = [], set(), True
 
     def refill(self, block: Allocation, stream: int) -> None:
-        """A storage that was freed has memory again, of the pool of ``stream``; its values are undefined."""
+        """A storage that was freed has memory again, of the pool of ``stream``; its values are undefined.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+        """
         with self._lock:
             self.collect()
+            self.arena.take(block.nbytes)
             block.freed, block.stream, block.site = False, stream, self._where()
             self._inherit(block)
-            self._count(block.nbytes)
 
     def _inherit(self, block: Allocation) -> None:
         freed = self._freed.pop(block.stream, [])
@@ -208,10 +216,6 @@ class Allocator:
                     past[use.stream] = use, each.site
         block.earlier, block.entered = dict(past), set()
         block.former = [each.memory for each in freed if each.memory is not None and not each.recorded]
-
-    def _count(self, nbytes: int) -> None:
-        self.allocated += nbytes
-        self.peak = max(self.peak, self.allocated)
 
 
 def elements(size: Sequence[int]) -> int:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from shardfold.errors import UsageError
+from shardfold.testing.simulated.arena import Arena
 from shardfold.testing.simulated.device import PROCESS, the_device
 from shardfold.testing.simulated.memory import NAME
 from shardfold.testing.simulated.streams import Event, Stream, a_stream
 
 __all__ = ["device_module"]
 
-MEMORY = 1 << 36  # bytes that it says it has
+MEMORY = 1 << 36  # bytes that it says it has where nobody limits them
 
 
 def device_module() -> ModuleType:
@@ -86,7 +87,8 @@ class _Functions:
     def get_device_properties(device: Any = None) -> Any:
         _check(device)
         own = f"{socket.gethostname()}/{os.getpid()}"  # each process has its own
-        return SimpleNamespace(name="simulated device", total_memory=MEMORY, multi_processor_count=1, uuid=own)
+        total = _memory().limit or MEMORY
+        return SimpleNamespace(name="simulated device", total_memory=total, multi_processor_count=1, uuid=own)
 
     @staticmethod
     def synchronize(device: Any = None) -> None:
@@ -133,7 +135,9 @@ class _Functions:
 
     @staticmethod
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        return MEMORY - _memory().allocated, MEMORY
+        memory = _memory()
+        total = memory.limit or MEMORY
+        return total - memory.allocated, total
 
     @staticmethod
     def empty_cache() -> None: ...
@@ -181,8 +185,8 @@ class _Functions:
         return True
 
 
-def _memory() -> Any:
+def _memory() -> Arena:
     sim = the_device()
     with sim.lock:
         sim.allocator.collect()
-    return sim.allocator
+    return sim.allocator.arena

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shardfold.errors import ShardfoldError, UsageError, did_you_mean
+from shardfold.plan.checks import is_integer
+from shardfold.plan.sizes import parse_bytes
 from shardfold.testing.simulated.device import PROCESS, SimulatedDevice, the_device
 from shardfold.testing.simulated.findings import Findings, Found, Race
 from shardfold.testing.simulated.install import install
@@ -59,8 +61,8 @@ class Simulation:
 
     @property
     def memory_peak(self) -> int:
-        """The most bytes that tensors of the device had, since the block began."""
-        return self._device.allocator.peak if self._open else self._peak
+        """The most bytes that tensors of the device had, since the block began: of each a multiple of 512."""
+        return self._device.allocator.arena.peak if self._open else self._peak
 
     @property
     def operations(self) -> int:
@@ -120,11 +122,13 @@ class Simulation:
             raise RacesFound("\n".join(["the simulated device found", *said]), found)
 
     def _end(self) -> None:
-        self._peak, self._open = self._device.allocator.peak, False
+        self._peak, self._open = self._device.allocator.arena.peak, False
 
 
 @contextmanager
-def simulated(mode: str = "check", seed: int = 0, lag: int = 64) -> Iterator[Simulation]:
+def simulated(
+    mode: str = "check", seed: int = 0, lag: int = 64, memory: int | str | None = None
+) -> Iterator[Simulation]:
     """Inside, the device ``sim`` of this process runs in ``mode``, and what is wrong is found.
 
         with simulated() as sim:
@@ -142,10 +146,12 @@ def simulated(mode: str = "check", seed: int = 0, lag: int = 64) -> Iterator[Sim
             ``lazy`` also puts them off, and runs them in a random legal order, so that races show in the numbers.
         seed: of that order.
         lag: how many operations the device may stay behind the host, in ``lazy``.
+        memory: how many bytes the device has, as a number or as in ``"64MiB"``: an allocation beyond them raises
+            :class:`torch.OutOfMemoryError`. None: as many as somebody asks for.
 
     Raises:
-        UsageError: an unknown mode, a seed that is no number, a lag below 1, or a version of PyTorch without what the
-            device is made of.
+        UsageError: an unknown mode, a seed that is no number, a lag below 1, memory that is no number of bytes or
+            less than tensors of the device have already, or a version of PyTorch without what the device is made of.
     """
     if mode not in MODES:
         raise UsageError(f"simulated(mode={mode!r}): it is 'check' or 'lazy'.{did_you_mean(mode, MODES)}")
@@ -153,10 +159,17 @@ def simulated(mode: str = "check", seed: int = 0, lag: int = 64) -> Iterator[Sim
         raise UsageError(f"simulated(seed={seed!r}): it is a whole number.")
     if not isinstance(lag, int) or lag < 1:
         raise UsageError(f"simulated(lag={lag!r}): it is a number of operations, at least 1.")
+    limit = _bytes_of(memory)
     device = install()
+    device.allocator.collect()
+    if limit is not None and (held := device.allocator.arena.allocated) > limit:
+        raise UsageError(
+            f"simulated(memory={memory!r}): tensors that are there already have {held:,} bytes: let them go first, or "
+            "give more."
+        )
     findings = Findings()
     queues = device.lagging(seed, lag) if mode == "lazy" else Prompt()
-    before = device.use(queues, findings)
+    before = device.use(queues, findings, limit)
     sim = Simulation(device, mode, findings)
     try:
         yield sim
@@ -173,3 +186,14 @@ def simulated(mode: str = "check", seed: int = 0, lag: int = 64) -> Iterator[Sim
                 device.use(*before)
             finally:
                 queues.close()
+
+
+def _bytes_of(memory: int | str | None) -> int | None:
+    """
+    Raises:
+        UsageError: it names no number of bytes.
+    """
+    found = parse_bytes(memory) if isinstance(memory, str) else memory
+    if memory is not None and not is_integer(found, 1):
+        raise UsageError(f"simulated(memory={memory!r}): it is a number of bytes, as in '64MiB' or 1 << 26, or None.")
+    return found
