@@ -9,6 +9,7 @@ import pytest
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan import presets
 from shardfold.plan.layout import DATA_AXES, PRECISIONS, Activations, Cell, Layout, Precision, Tier, Wire
+from shardfold.plan.offload import offloaded
 from shardfold.plan.presets import PRESETS, ddp, fsdp2, hpz, hsdp, zero1, zero2, zero3
 
 MESH = {"inter": 2, "intra": 4}
@@ -288,3 +289,11 @@ def test_activations_that_can_not_be_are_refused() -> None:
         zero1.edit("activations", over=("intra",))
     with pytest.raises(LayoutError, match="Did you mean 'activations'"):
         zero1.edit("activation", mode="host")
+
+
+def test_tiers_as_text_are_those_of_a_dict():
+    """By state with commas, as a command line has them; a state that is named twice is refused."""
+    asked = {"optimizer": "disk", "grads": "host"}
+    assert offloaded(zero3, "optimizer=disk, grads=host") == offloaded(zero3, asked)
+    with pytest.raises(ConfigError, match="names grads twice"):
+        offloaded(zero3, "grads=host,grads=disk")

@@ -63,6 +63,32 @@ def test_a_benchmark_measures_time_memory_and_bytes(tmp_path: Path):
     assert lines[2].startswith("| torch-ddp |") and lines[4].startswith("| `zero3` |")
 
 
+def test_offloading_is_measured_beside_the_bytes_that_it_moves():
+    """Two ranks of ours: what is counted is the program's, gradients down in fp32 and parameters up in bf16; moments on
+    disk go up and down; nothing of ``zero2`` moves."""
+    settings = replace(TINY, job="offload", precision="bf16", rounds=1, steps=1, warm=1, clip_norm=1.0)
+    assert "clipped at 1" in settings.title()
+    chosen, _ = contenders.choose(settings, ["zero2", "zero2-host", "zero2-moments-disk"])
+    measured = compare(settings, chosen)
+    rows = {row.name: row for row in results.rows(measured, "zero2")}
+    assert list(rows) == ["zero2", "zero2-host", "zero2-moments-disk"] and not measured.failures
+    held = gpt_shape(2e5, 16).num_parameters / 2
+    for name, per_element in (("zero2", 0), ("zero2-host", 4 + 2), ("zero2-moments-disk", 8 + 8)):
+        row = rows[name]
+        assert row.moved == row.program or (row.program is None and not row.moved), row
+        assert per_element * held <= row.moved <= 1.01 * per_element * held, row  # padding
+        assert row.master == "float32" and row.cpu > 0 and 0 < row.update < row.step
+    assert results.loss_difference(measured)[1] == 0  # pyright: ignore[reportOptionalSubscript]
+
+
+def test_bytes_of_a_peer_are_those_of_its_source():
+    settings = replace(TINY, job="offload")
+    measured = Measured(settings=settings, contenders=[contenders.find("torch-fsdp2-host")])
+    measured.turns["torch-fsdp2-host"] = turns([1.0], 1.0)
+    [row] = results.rows(measured, "torch-fsdp2-host")
+    assert row.program == 12 * gpt_shape(2e5, 16).num_parameters / 2 and row.moved is None
+
+
 def test_a_contender_that_dies_is_reported_and_the_others_go_on(capsys: pytest.CaptureFixture[str]):
     """A rank is killed after the first round: its contender has a reason and no row, the other all its turns."""
     settings = Settings(job="units", ranks=1, rounds=3, steps=2)
@@ -97,6 +123,10 @@ def test_a_contender_that_dies_is_reported_and_the_others_go_on(capsys: pytest.C
         (["--precision", "fp8"], "Known: bf16, fp32."),
         (["--only", "zero3", "--timeline", "x.png"], "name two"),
         (["--json", "no-such-folder/x.json"], "no-such-folder"),
+        (["offload", "--only", "zero3"], "zero3 was asked for and cannot take part: it does the jobs gpt, tensors"),
+        (["offload", "--only", "zero2-hots"], "Did you mean 'zero2-host'?"),
+        (["offload", "--folder", "no-such-folder"], "no-such-folder"),
+        (["--threads", "0"], "threads is 0, but must be at least 1."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -176,6 +206,30 @@ def test_time_goes_to_the_innermost_operation_and_to_waiting():
         "reduce": [(84, 88)],
     }
     assert traces.phases(trace) == {"forward": (0, 70), "backward": (70, 90), "step": (90, 100)}
+
+
+def test_time_with_slower_tiers_goes_to_the_operations_of_the_program():
+    """A product inside of an update is the update's, one that no operation is around is the model's; threads of drives
+    have lanes of their own, beside what the main thread does."""
+    events = [
+        ("forward and backward", 1, 0, 50), ("aten::mm", 1, 0, 20), ("STORE blocks.0 grads @host", 1, 20, 30),
+        ("WAIT blocks.1 grads", 1, 30, 50), ("near:reduce", 1, 40, 45), ("optimizer step", 1, 50, 100),
+        ("FETCH blocks.0 moments @disk", 1, 50, 55), ("disk:read", 2, 40, 52), ("UPDATE blocks.0", 1, 60, 80),
+        ("aten::_fused_adamw_", 1, 62, 78), ("disk:written", 3, 70, 110), ("FILL blocks.0 master -> params", 1, 80, 90),
+        ("ALL_GATHER blocks.0", 1, 90, 100),
+    ]  # fmt: skip
+    trace = {"events": events, "length": 100, "thread": 1}
+    assert traces.moves(trace) == {
+        "compute": [(0, 20)],
+        "collectives": [(40, 45), (90, 100)],
+        "waiting": [(30, 40), (45, 50)],
+        "STORE": [(20, 30)],
+        "FETCH": [(50, 55)],
+        "UPDATE": [(60, 80)],
+        "FILL": [(80, 90)],
+        "disk reads": [(40, 52)],
+        "disk writes": [(70, 100)],
+    }
 
 
 def test_a_limited_benchmark_says_what_it_left_out(capsys: pytest.CaptureFixture[str]):

@@ -204,11 +204,11 @@ def test_a_runs_own_config_repeats_it_bit_for_bit(tmp_path: Path):
     assert (tmp_path / "run" / "sample.txt").read_bytes() == (tmp_path / "again" / "sample.txt").read_bytes()
 
 
-@pytest.mark.parametrize("layout", ["zero3", "ddp"])
-def test_a_run_leaves_a_complete_folder(tmp_path: Path, layout: str):
+@pytest.mark.parametrize("table", [["zero3"], ["ddp", "--offload", "optimizer=host, grads=host"]])
+def test_a_run_leaves_a_complete_folder(tmp_path: Path, table: list[str]):
     """Two ranks train; the folder and the last tables hold what they should, and predicted equals measured."""
     result = subprocess.run(
-        command(tmp_path, "--steps", "6", "--accumulate", "2", "--eval-every", "3", "--layout", layout),
+        command(tmp_path, "--steps", "6", "--accumulate", "2", "--eval-every", "3", "--layout", *table),
         check=False, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -228,6 +228,11 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path, layout: str):
         assert row["held"] == round(row["table"] + row["padding"]), row
     for row in summary["traffic"]:
         assert row["sent"] == round(row["program"]), row
+    for row in summary["moved"]:
+        assert row["moved"] == round(row["program"]) > 0, row
+    assert ("; grads, master, moments in host memory\n" in result.stdout) == ("--offload" in table)
+    assert {row["tier"] for row in summary["memory"]} == {"device", "host"} if "--offload" in table else {"device"}
+    assert ("Bytes moved per rank and step" in result.stdout) == bool(summary["moved"]) == ("--offload" in table)
     assert f"Written to {run}: config.json, loss.png, metrics.jsonl, sample.txt, summary.json\n" in result.stdout
     for heading in ("Bits per byte", "Bytes per rank by state", "Bytes sent per rank", "A sample", str(run)):
         assert heading in result.stdout
@@ -247,14 +252,26 @@ def test_training_is_the_same_on_one_and_two_ranks(tmp_path: Path):
 
 
 def test_a_run_goes_on_from_its_checkpoint_on_other_ranks(tmp_path: Path):
-    """Three steps on two ranks, then the rest on one, under another layout: the losses of a run that was not broken."""
+    """Three steps on two ranks, then the rest on one, under another layout, whose states rest in host memory: the
+    losses of a run that was not broken."""
     whole = command(tmp_path, "--steps", "6", "--save-every", "2", "--keep", "3")
     result = subprocess.run(whole, check=False, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     checkpoints = tmp_path / "run" / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} == {"step-000002", "step-000004", "step-000006", "latest"}
     start = whole[: whole.index("train") + 1]
-    rest = ["--procs", "1", "--layout", "zero1", "--micro-batch", "4", "--out", str(tmp_path / "rest")]
+    rest = [
+        "--procs",
+        "1",
+        "--layout",
+        "zero1",
+        "--offload",
+        "host",
+        "--micro-batch",
+        "4",
+        "--out",
+        str(tmp_path / "rest"),
+    ]
     resumed = subprocess.run(
         [*start, "--resume", str(checkpoints / "step-000002"), *rest],
         check=False, capture_output=True, text=True, timeout=120,

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from shardfold import launch
 from shardfold.errors import ConfigError
+from shardfold.plan.layout import Tier
 from shardfold.tools import cli
 from shardfold.tools.observe import pictures, tables
 from shardfold.tools.observe.console import Lenient
@@ -120,6 +121,11 @@ def test_what_a_refused_run_made_is_removed_and_no_more():
         (["train", "--micro-batch", "100000000000", "--size", "tiny"], "a smaller --micro-batch"),
         (["train", "--d-model", "1000000", "--layers", "4000", "--heads", "4"], "a smaller --size"),
         (["train", "--layers", "1000000000"], "layers is '1000000000'"),
+        (["train", "--offload", "hots"], "'hots' is no tier. Did you mean 'host'?"),
+        (["train", "--offload", "grad=host"], "names 'grad', which is no state. Did you mean 'grads'?"),
+        (["train", "--offload", "grads=host,optimizer"], "'optimizer' names no tier: write optimizer=host."),
+        (["train", "--offload", "grads=host, grads=disk"], "names grads twice"),
+        (["train", "--layout", "fsdp2", "--offload", "params=host"], "this table keeps no copy"),
         (["train", "--seed", "99999999999999999999999"], "seed is '99999999999999999999999'"),
         (["train", "--procs", "1.5"], "procs is '1.5', but should be a valid integer."),
         (["train", "--procs", "1000000"], "procs is '1000000'"),
@@ -150,6 +156,9 @@ def test_the_least_memory_of_a_run_is_counted():
     assert states_bytes(config, shape, 4) == 16 * shape.num_parameters  # weights, gradients, two moments in fp32
     zero3 = TrainConfig(size="tiny", micro_batch=3, layout="zero3")
     assert states_bytes(zero3, shape, 4) == 4 * shape.num_parameters
+    away = TrainConfig(size="tiny", layout="zero3", offload="grads=host,optimizer=disk")
+    found = [states_bytes(away, shape, 4, [tier]) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)]
+    assert found == [shape.num_parameters, shape.num_parameters, 3 * shape.num_parameters]
     assert saved_bytes(config, shape) == 3 * 64 * (16 + 4 * 2 * (7 * 64 + 3 * shape.d_ff))
     needed = round(2 * (states_bytes(config, shape, 2) + saved_bytes(config, shape)))
     check_memory(config, ranks=2, sharing=2, available=needed, where="it")

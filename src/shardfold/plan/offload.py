@@ -35,8 +35,8 @@ def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout
         layout: any table.
         offload: a tier for gradients, master and moments, and for whatever else rests in a slower tier, as ``"host"``;
             or tiers by state, as ``{"optimizer": "host", "grads": "host"}``, where ``optimizer`` is master and moments;
-            None: no change. Of the optimizer's states a part may stay on the device: with ``"host:0.7"`` at least 0.7
-            of them rest in host memory (see ``Cell.share``).
+            the same as text is ``"optimizer=host,grads=host"``; None: no change. Of the optimizer's states a part may
+            stay on the device: with ``"host:0.7"`` at least 0.7 of them rest in host memory (see ``Cell.share``).
 
     Raises:
         ConfigError: a state or tier is unknown.
@@ -44,6 +44,8 @@ def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout
     """
     if offload is None:
         return layout
+    if isinstance(offload, str) and "=" in offload:
+        offload = _by_state(offload)
     if isinstance(offload, (str, Tier)):
         tier, share = _tier("offload=", offload)
         slower = [state for state, cell in layout.cells().items() if cell.tier is not Tier.DEVICE]
@@ -68,6 +70,21 @@ def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout
     return layout.replace(
         **{state: replace(cells[state], tier=tier, share=share) for state, (tier, share) in tiers.items()}
     )
+
+
+def _by_state(text: str) -> dict[str, str]:
+    """What ``"optimizer=host,grads=disk"`` says, by state."""
+    tiers: dict[str, str] = {}
+    for part in text.split(","):
+        state, equals, tier = (word.strip() for word in part.partition("="))
+        if not equals:
+            raise ConfigError(
+                f"offload= is {text!r}, but {part.strip()!r} names no tier: write {state or 'grads'}=host."
+            )
+        if state in tiers:
+            raise ConfigError(f"offload= is {text!r}, which names {state} twice.")
+        tiers[state] = tier
+    return tiers
 
 
 def _tier(where: str, given: Any) -> tuple[Tier, float]:

@@ -19,13 +19,16 @@ import tempfile
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from logging import getLogger
 from pathlib import Path
 from threading import Lock
 from time import time
 
+from torch.profiler import record_function
+
 from shardfold.tiers.staging import BLOCK
+from shardfold.torch_internals import profiler_is_on
 
 __all__ = ["Drive", "blocks"]
 
@@ -235,7 +238,11 @@ class Drive:
 
     def _all(self, nbytes: int, which: str, some: Callable[[int], int]) -> None:
         """Asks again for what is left, as the system may do less than it is asked for. What is less than a block is
-        asked for again, as direct I/O begins at whole ones."""
+        asked for again, as direct I/O begins at whole ones. A profiler sees it as ``disk:read`` or ``disk:written``."""
+        with record_function(f"disk:{which}") if profiler_is_on() else nullcontext():
+            self._whole(nbytes, which, some)
+
+    def _whole(self, nbytes: int, which: str, some: Callable[[int], int]) -> None:
         done = tries = 0
         while done < nbytes:
             got = some(done)

@@ -148,14 +148,22 @@ def explain(
 @app.command(epilog="For example: shardfold bench gpt --params 46e6 --only torch-ddp,'zero*' --rounds 5")
 def bench(
     job: Annotated[
-        str, typer.Argument(help="gpt, tensors (2,000 small ones) or units (64 almost empty ones).")
+        str,
+        typer.Argument(
+            help="gpt, tensors (2,000 small ones), units (64 almost empty ones) or offload (gpt in slower tiers)."
+        ),
     ] = "gpt",
     params: Annotated[float, typer.Option(min=1, help="Parameters of the GPT, about: 10e6 to 500e6.")] = 46e6,
     rows: Annotated[int, typer.Option(help="Sequences per rank and step.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 64,
     ranks: Annotated[int | None, typer.Option(help="Processes per contender (default 2; 1 for units).")] = None,
-    precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    threads: Annotated[int, typer.Option(help="Threads of each process.")] = 1,
+    precision: Annotated[str | None, typer.Option(help="fp32 or bf16 (default fp32; bf16 for offload).")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw (fused) or sgd.")] = "adamw",
+    clip_norm: Annotated[float, typer.Option(help="Largest gradient norm; 0: nobody clips.")] = 0.0,
+    folder: Annotated[
+        str | None, typer.Option(help="Where contenders keep their files while they run (default: the system's).")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or sim (simulated).")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Turns of each contender.")] = 5,
     steps: Annotated[int, typer.Option(help="Timed steps of a turn.")] = 5,
@@ -181,10 +189,12 @@ def bench(
 
     if ranks is None:
         ranks = 1 if job == "units" else 2
+    if precision is None:
+        precision = "bf16" if job == "offload" else "fp32"
     settings = Settings(
-        job=job, params=params, rows=rows, context=context, ranks=ranks,
-        precision=precision, optimizer=optimizer, device=device, rounds=rounds, steps=steps, warm=warm, timeout=timeout,
-        within=within,
+        job=job, params=params, rows=rows, context=context, ranks=ranks, threads=threads,
+        precision=precision, optimizer=optimizer, clip_norm=clip_norm, folder=folder, device=device, rounds=rounds,
+        steps=steps, warm=warm, timeout=timeout, within=within,
     )  # fmt: skip
     chosen, others = command.words(only), command.words(without)
     if timeline is not None:

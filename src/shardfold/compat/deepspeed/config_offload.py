@@ -73,7 +73,7 @@ def offload_of(get: Get, stage: int, notes: list[Note], early: bool) -> tuple[di
         notes.append(Note(f"{path}device", "nvme", why))
     if not asked:
         return {}, None
-    tiers: dict[str, str] = dict.fromkeys(("master", "moments"), f"host{part}")
+    tiers = {"master": f"host{part}", "moments": f"host{part}"}
     if stage >= 2:
         tiers["grads"] = "host"
     if PARAM in asked:

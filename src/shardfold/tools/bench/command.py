@@ -60,7 +60,7 @@ def draw_timeline(settings: Settings, only: Sequence[str], file: Path) -> None:
     """
     from shardfold.tools.bench import timeline
 
-    asked = only or timeline.DEFAULT
+    asked = only or timeline.DEFAULT.get(settings.job, timeline.USUAL)
     chosen, _ = contenders.choose(settings, asked)
     if len(chosen) != 2:
         raise ConfigError(f"--timeline draws two contenders, but --only names {len(chosen)}: name two.")

@@ -1,4 +1,8 @@
-"""Who can run a job: bare loops, PyTorch's own, DeepSpeed, and the layouts of this library. Imports none of them."""
+"""Who can run a job: bare loops, PyTorch's own, DeepSpeed, and the layouts of this library. Imports none of them.
+
+Who takes part in the job ``offload`` keeps states in slower tiers; ``zero2``, which keeps none there, is what they are
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from shardfold.tools.bench.settings import Settings
 __all__ = ["CONTENDERS", "Contender", "choose", "default_reference", "find"]
 
 ONE, SEVERAL = (1, 1), (2, sys.maxsize)  # ranks
+ON_DEVICE, OFFLOAD = ("gpt", "tensors", "units"), ("offload",)  # jobs
 
 #: Keeps glibc from giving pages back that the next step takes again.
 KEEP_PAGES = {
@@ -36,6 +41,10 @@ class Contender:
         ranks: the least and the most ranks it makes sense for.
         nodes: how many nodes its ranks pretend to be spread over, at least two on each.
         precisions: those in which it differs from the others.
+        jobs: those that it takes part in.
+        offload: what rests in slower tiers: of ours, the engine's own argument; of DeepSpeed, the device.
+        moved: of a peer, the bytes per parameter, over all ranks, that go between device and host in a step, as its
+            source has it; 0 where it does not offload, and for ours, which count them.
     """
 
     name: str
@@ -47,6 +56,9 @@ class Contender:
     ranks: tuple[int, int] = (1, sys.maxsize)
     nodes: int = 1
     precisions: tuple[str, ...] = ("fp32", "bf16")
+    jobs: tuple[str, ...] = ON_DEVICE
+    offload: str = ""
+    moved: float = 0.0
 
     @property
     def ours(self) -> bool:
@@ -54,6 +66,8 @@ class Contender:
 
     def misfit(self, settings: Settings) -> str | None:
         """Why it does not take part under these settings, or None."""
+        if settings.job not in self.jobs:
+            return f"it does the job{'s' if len(self.jobs) > 1 else ''} {', '.join(self.jobs)}"
         least, most = self.ranks
         if settings.ranks < least:
             return f"needs at least {least} ranks"
@@ -70,13 +84,19 @@ class Contender:
 
 
 def _ours(name: str, says: str, **more: object) -> Contender:
-    return Contender(name=name, says=says, kind="engine", option=name, **more)  # type: ignore[arg-type]
+    return Contender(**{"name": name, "says": says, "kind": "engine", "option": name, **more})  # type: ignore[arg-type]
 
 
-def _deepspeed(stage: str) -> Contender:
+def _away(name: str, layout: str, offload: str, says: str) -> Contender:
+    return _ours(name, says, option=layout, offload=offload, jobs=OFFLOAD)
+
+
+def _deepspeed(stage: str, offload: str = "", moved: float = 0.0) -> Contender:
+    away = {"": "", "cpu": ", optimizer in host memory", "nvme": ", optimizer on disk"}[offload]
     return Contender(
-        name=f"deepspeed-{stage}", says=f"DeepSpeed, ZeRO stage {stage}", kind="deepspeed", option=stage,
-        package="deepspeed",
+        name=f"deepspeed-{stage}{'-' * bool(offload)}{'host' if offload == 'cpu' else offload}",
+        says=f"DeepSpeed, ZeRO stage {stage}{away}", kind="deepspeed", option=stage, package="deepspeed",
+        jobs=OFFLOAD if offload else ON_DEVICE, offload=offload, moved=moved,
     )  # fmt: skip
 
 
@@ -100,11 +120,26 @@ CONTENDERS: tuple[Contender, ...] = (
     *(_deepspeed(stage) for stage in "123"),
     _ours("ddp", "nothing split"),
     _ours("zero1", "optimizer states split"),
-    _ours("zero2", "gradients split too"),
+    _ours("zero2", "gradients split too", jobs=(*ON_DEVICE, *OFFLOAD)),
     _ours("zero3", "parameters split too"),
     _ours("fsdp2", "the master alone rests", ranks=SEVERAL, precisions=("bf16",)),
     _ours("hsdp", "split within two nodes", nodes=2),
     _ours("hpz", "zero3 with a second copy within two nodes", nodes=2),
+    _away("zero2-host", "zero2", "host", "gradients and optimizer states in host memory"),
+    _away("zero3-host", "zero3", "host", "the same, and parameters split"),
+    _away("infinity", "infinity", "", "parameters in host memory too"),
+    _away("zero2-moments-disk", "zero2", "moments=disk", "moments on disk"),
+    _away("zero3-disk", "zero3", "disk", "gradients and optimizer states on disk"),
+    _away("infinity-disk", "infinity", "params=disk,grads=disk,optimizer=disk", "parameters on disk too"),
+    # Gradients go down in fp32 and parameters come up in 16 bits.
+    _deepspeed("2", "cpu", 4 + 2),
+    _deepspeed("3", "cpu", 4 + 2),
+    _deepspeed("3", "nvme", 4 + 2),
+    # fp32 shards come up in forward and in backward, to be cast there, and fp32 gradients go down.
+    Contender(
+        name="torch-fsdp2-host", says="PyTorch's fully_shard with CPUOffloadPolicy", kind="fully_shard",
+        option="reshard", jobs=OFFLOAD, offload="cpu", moved=4 + 4 + 4,
+    ),
 )  # fmt: skip
 
 
@@ -148,7 +183,8 @@ def choose(
     chosen = [each for each in CONTENDERS if each.name in asked and each.name not in reasons]
     if not chosen:
         raise ConfigError("no contender is left: --without names all of them.")
-    return chosen, {name: reason for name, reason in reasons.items() if name in asked}
+    of_job = {each.name for each in CONTENDERS if settings.job in each.jobs}
+    return chosen, {name: reason for name, reason in reasons.items() if name in asked & of_job}
 
 
 def _named(pattern: str) -> list[str]:

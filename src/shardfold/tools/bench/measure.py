@@ -14,9 +14,9 @@ from torch import Tensor
 from shardfold import accelerator
 from shardfold.torch_internals import no_subclass_functions
 
-__all__ = ["clear_peak", "held_bytes", "minor_faults", "peak_bytes", "resident_bytes"]
+__all__ = ["clear_peak", "disk_bytes", "held_bytes", "minor_faults", "peak_bytes", "resident_bytes"]
 
-STATUS = Path("/proc/self/status")
+STATUS, IO = Path("/proc/self/status"), Path("/proc/self/io")
 
 
 def held_bytes() -> int:
@@ -67,6 +67,16 @@ def clear_peak(device: torch.device) -> None:
         with suppress(AttributeError):  # another C library than glibc
             ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def disk_bytes() -> tuple[int, int] | None:
+    """Bytes that this process has had read from drives and written to them, as the system counts; None where it does
+    not. What the page cache holds back is counted as written when it is handed over, and never read."""
+    try:
+        fields = dict(line.split(": ") for line in IO.read_text().splitlines())
+    except OSError:
+        return None
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
 def minor_faults() -> int:

@@ -14,7 +14,7 @@ BLOCKS, TENSORS, ELEMENTS = 40, 50, 1000
 POOL = 8  # different batches, used again and again
 
 #: So that a GPT learns, and that the values of the others stay where they are.
-LEARNING_RATE = {"gpt": 1e-4, "tensors": 1e-6, "units": 1e-9}
+LEARNING_RATE = {"gpt": 1e-4, "offload": 1e-4, "tensors": 1e-6, "units": 1e-9}
 
 
 class ManyTensors(nn.Module):
@@ -65,7 +65,7 @@ class Stack(nn.Module):
 def build(settings: Settings) -> nn.Module:
     """The job's model, fp32 and on the CPU, with the same values in every process. Its blocks are ``model.blocks``."""
     torch.manual_seed(0)
-    if settings.job == "gpt":
+    if settings.of_gpt:
         return GPT(gpt_shape(settings.params, settings.context))
     if settings.job == "tensors":
         return Stack([ManyTensors() for _ in range(BLOCKS)])
@@ -75,10 +75,10 @@ def build(settings: Settings) -> nn.Module:
 def batches(settings: Settings, rank: int) -> list[tuple[Tensor, ...]]:
     """Arguments of the model's forward: step ``i`` takes number ``i % len``.
 
-    For ``gpt`` tokens and next tokens, (rows, context) each; for the others a vector (rows, elements).
+    For a GPT tokens and next tokens, (rows, context) each; for the others a vector (rows, elements).
     """
     generator = torch.Generator().manual_seed(1 + rank)
-    if settings.job == "gpt":
+    if settings.of_gpt:
         shape = (settings.rows, settings.context + 1)
         drawn = [torch.randint(256, shape, generator=generator) for _ in range(POOL)]
         return [(text[:, :-1].contiguous(), text[:, 1:].contiguous()) for text in drawn]

@@ -11,14 +11,22 @@ import gc
 import json
 import os
 import sys
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
 
 from shardfold import accelerator
+from shardfold.errors import ShardfoldError
 from shardfold.tools.bench import contenders, models, sides
-from shardfold.tools.bench.measure import clear_peak, held_bytes, minor_faults, peak_bytes, resident_bytes
+from shardfold.tools.bench.measure import (
+    clear_peak,
+    disk_bytes,
+    held_bytes,
+    minor_faults,
+    peak_bytes,
+    resident_bytes,
+)
 from shardfold.tools.bench.settings import Settings
 from shardfold.tools.bench.traces import profiled
 
@@ -32,7 +40,7 @@ class Rank:
     """
 
     def __init__(self, name: str, number: int, settings: Settings) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(settings.threads)
         contender = contenders.find(name)
         self._device = torch.device("cpu")
         if accelerator.has_streams(device := torch.device(settings.device)):
@@ -60,6 +68,7 @@ class Rank:
         return {
             "needs": max(peaks, default=0),
             "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}, fused={fused}",
+            "master": str(self._side.master or self._updated()).removeprefix("torch."),
             "versions": {
                 package: version
                 for package in ("torch", "deepspeed")
@@ -71,24 +80,31 @@ class Rank:
         """One step that is not timed, then ``steps`` that are, in seconds each."""
         losses = [self._step()[2]]
         seconds, compute = [], []
-        faults = minor_faults()
+        faults, disk, cpu = minor_faults(), disk_bytes(), process_time()
         for _ in range(steps):
             whole, part, loss = self._step()
             seconds.append(whole)
             compute.append(part)
             losses.append(loss)
-        faults = minor_faults() - faults
+        faults, cpu = minor_faults() - faults, process_time() - cpu
+        read, written = self._disk_since(disk, steps)
+        program, moved = self._side.moved() if self._side.moved is not None else (None, None)
         return {
             "seconds": seconds,
             "compute": compute,
             "losses": [loss.item() for loss in losses],
             "last_step": self._steps,
             "faults": faults / steps,
+            "cpu": cpu / steps,
             "held": held_bytes(),
             "resident": self._above(resident_bytes(self._device)),
             "peak": self._above(peak_bytes(self._device)),
             "set_up_peak": self._above(self._set_up_peak),
             "handed": self._side.traffic() if self._side.traffic is not None else None,
+            "program": program,
+            "moved": moved,
+            "read": read,
+            "written": written,
         }
 
     def profile(self, steps: int) -> dict[str, Any]:
@@ -111,6 +127,17 @@ class Rank:
         self._steps += 1
         return end - begin, computed - begin, loss
 
+    def _updated(self) -> torch.dtype:
+        """The dtype of what the optimizer updates."""
+        return self._side.optimizer.param_groups[0]["params"][0].dtype
+
+    @staticmethod
+    def _disk_since(before: tuple[int, int] | None, steps: int) -> tuple[float | None, float | None]:
+        """Bytes read from drives and written to them, per step."""
+        if before is None or (now := disk_bytes()) is None:
+            return None, None
+        return (now[0] - before[0]) / steps, (now[1] - before[1]) / steps
+
     def _above(self, number: int | None) -> int | None:
         return None if number is None or self._before is None else number - self._before
 
@@ -118,7 +145,10 @@ class Rank:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    rank = Rank(sys.argv[1], int(sys.argv[2]), Settings(**json.loads(sys.stdin.readline())))
+    try:
+        rank = Rank(sys.argv[1], int(sys.argv[2]), Settings(**json.loads(sys.stdin.readline())))
+    except ShardfoldError as error:  # a refusal, which says all there is to say
+        raise SystemExit(str(error)) from None
     print(json.dumps(rank.ready()), file=answers)
     for line in sys.stdin:
         order, *arguments = json.loads(line)

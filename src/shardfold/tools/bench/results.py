@@ -9,7 +9,7 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from shardfold.tools.bench.contenders import Contender, default_reference
-from shardfold.tools.bench.settings import UNITS, Settings
+from shardfold.tools.bench.settings import UNITS, Settings, gpt_shape
 
 __all__ = ["Failure", "Measured", "Row", "Turn", "UnitRow", "as_json", "loss_difference", "rows", "unit_rows"]
 
@@ -40,6 +40,14 @@ class Turn:
         return median(self.steps())
 
     @property
+    def update(self) -> float:
+        """Seconds of a step behind forward and backward, of the rank that takes longest."""
+        parts = [
+            [whole - part for whole, part in zip(rank["seconds"], rank["compute"], strict=True)] for rank in self.ranks
+        ]
+        return median(max(each) for each in zip(*parts, strict=True))
+
+    @property
     def losses(self) -> dict[int, float]:
         """The mean loss of all ranks by the number of the step."""
         means = [sum(each) / len(each) for each in zip(*(rank["losses"] for rank in self.ranks), strict=True)]
@@ -57,6 +65,7 @@ class Measured:
     turns: dict[str, list[Turn]] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
     optimizers: dict[str, str] = field(default_factory=dict)
+    masters: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     restarted: set[str] = field(default_factory=set)
     not_started: list[str] = field(default_factory=list)
@@ -79,13 +88,20 @@ class Measured:
 
 
 class Row(NamedTuple):
-    """One contender: medians over rounds. Seconds; bytes of the rank that has most; ``sent`` per rank and step."""
+    """One contender: medians over rounds. Seconds; bytes of the rank that has most; ``sent`` per rank and step.
+
+    ``cpu`` are seconds that all threads of a rank computed in a step, whatever else the machine did.
+    ``program`` and ``moved`` are bytes between the device and slower tiers in a step, by the program, or by a peer's
+    source, and counted; ``read`` and ``written`` are bytes of drives per step, as the system counts.
+    """
 
     name: str
     step: float
     low: float
     high: float
     ratio: float
+    update: float
+    cpu: float
     held: float
     resident: float | None
     peak: float | None
@@ -93,6 +109,11 @@ class Row(NamedTuple):
     sent: float | None
     handed: float | None
     faults: float
+    program: float | None
+    moved: float | None
+    read: float | None
+    written: float | None
+    master: str
 
 
 class UnitRow(NamedTuple):
@@ -129,6 +150,8 @@ def rows(measured: Measured, reference: str) -> list[Row]:
                 low=middle_half(seconds)[0],
                 high=middle_half(seconds)[1],
                 ratio=median(ratios) if ratios else float("nan"),
+                update=median(turn.update for turn in turns),
+                cpu=_of_ranks(turns, "cpu") or 0.0,
                 held=_of_ranks(turns, "held") or 0.0,
                 resident=_of_ranks(turns, "resident"),
                 peak=_of_ranks(turns, "peak"),
@@ -136,15 +159,30 @@ def rows(measured: Measured, reference: str) -> list[Row]:
                 sent=_median([turn.sent for turn in turns]),
                 handed=_of_ranks(turns, "handed"),
                 faults=_of_ranks(turns, "faults") or 0.0,
+                program=_of_ranks(turns, "program") or _by_source(measured, name),
+                moved=_of_ranks(turns, "moved"),
+                read=_of_ranks(turns, "read"),
+                written=_of_ranks(turns, "written"),
+                master=measured.masters.get(name, ""),
             )
         )
     return found
 
 
+def _by_source(measured: Measured, name: str) -> float | None:
+    """Bytes that a peer moves between device and host in a step on one rank, as its source has it."""
+    settings = measured.settings
+    contender = next(each for each in measured.contenders if each.name == name)
+    if not contender.moved:
+        return None
+    return contender.moved * gpt_shape(settings.params, settings.context).num_parameters / settings.ranks
+
+
 def _of_ranks(turns: Sequence[Turn], field: str) -> float | None:
     """The largest over ranks, the median over rounds."""
-    values = [[rank[field] for rank in turn.ranks] for turn in turns]
-    return None if any(None in each for each in values) else median(max(each) for each in values)
+    values = [[rank.get(field) for rank in turn.ranks] for turn in turns]
+    known = [[value for value in each if value is not None] for each in values]
+    return median(max(each) for each in known) if known == values else None
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -207,6 +245,7 @@ def as_json(measured: Measured, reference: str | None) -> dict[str, Any]:
         "not_started": measured.not_started,
         "restarted_each_turn": sorted(measured.restarted),
         "optimizers": measured.optimizers,
+        "masters": measured.masters,
         "turns": {
             name: [{"round": turn.round, "sent": turn.sent, "ranks": turn.ranks} for turn in turns]
             for name, turns in measured.turns.items()

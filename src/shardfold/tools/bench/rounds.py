@@ -70,6 +70,7 @@ class _Teams:
         self._alive[contender.name] = team
         self._most = max(self._most, team.needs)
         self._measured.optimizers[contender.name] = team.optimizer
+        self._measured.masters[contender.name] = team.master
         self._measured.versions.update(team.versions)
         return team
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import log
+from pathlib import Path
 from typing import Any
 
 from shardfold.errors import ConfigError, did_you_mean
@@ -11,7 +12,7 @@ from shardfold.tools.recipes.config import GPTConfig
 
 __all__ = ["JOBS", "UNITS", "Settings", "gpt_shape"]
 
-JOBS = ("gpt", "tensors", "units")
+JOBS = ("gpt", "tensors", "units", "offload")
 UNITS = 64  # of the job `units`
 CHOICES = {
     "job": JOBS,
@@ -19,7 +20,10 @@ CHOICES = {
     "device": ("cpu", "cuda", "sim"),
     "optimizer": ("adamw", "sgd"),
 }
-AT_LEAST = {"rows": 1, "context": 1, "ranks": 1, "rounds": 1, "steps": 1, "warm": 1, "timeout": 1, "within": 1}
+AT_LEAST = {
+    "rows": 1, "context": 1, "ranks": 1, "threads": 1, "rounds": 1, "steps": 1, "warm": 1, "timeout": 1, "within": 1,
+    "clip_norm": 0,
+}  # fmt: skip
 
 #: (layers, d_model, heads) of the GPT, from a fifth of a million to half a billion parameters.
 SHAPES = (
@@ -55,15 +59,20 @@ class Settings:
     """One benchmark.
 
     Attributes:
-        job: ``gpt``, ``tensors`` or ``units``.
+        job: ``gpt``, ``tensors``, ``units``, or ``offload``: the GPT under contenders whose states rest in slower
+            tiers.
         params: about how many parameters the GPT has.
         rows: sequences per rank and step.
         context: tokens per sequence.
         ranks: processes of each contender, on this machine.
+        threads: of each rank, where it computes on the CPU.
         precision: ``fp32`` or ``bf16``.
-        device: ``cpu`` (Gloo, one thread per rank), ``cuda`` (NCCL, one GPU per rank) or ``sim`` (the simulated device
+        device: ``cpu`` (Gloo), ``cuda`` (NCCL, one GPU per rank) or ``sim`` (the simulated device
             of :mod:`shardfold.testing.simulated`, whose times say nothing).
         optimizer: ``adamw`` (fused) or ``sgd`` (without momentum).
+        clip_norm: the largest norm of gradients; 0: nobody clips.
+        folder: where contenders keep files while they run, which decides on the drive; None: the system's folder for
+            temporary files.
         rounds: turns of each contender.
         steps: timed steps of a turn; one more comes before them.
         warm: steps before the first turn.
@@ -80,9 +89,12 @@ class Settings:
     rows: int = 1
     context: int = 64
     ranks: int = 2
+    threads: int = 1
     precision: str = "fp32"
     device: str = "cpu"
     optimizer: str = "adamw"
+    clip_norm: float = 0.0
+    folder: str | None = None
     rounds: int = 5
     steps: int = 5
     warm: int = 3
@@ -98,20 +110,32 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}, but must be at least {least}.")
-        if self.job == "gpt":
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise ConfigError(f"there is no folder {self.folder!r} for the files of contenders: make it first.")
+        if self.of_gpt:
             gpt_shape(self.params, self.context)
+
+    @property
+    def of_gpt(self) -> bool:
+        """Whether the job trains the GPT."""
+        return self.job in ("gpt", "offload")
 
     def title(self) -> str:
         """The settings in one line."""
         of_gpt = ""
-        if self.job == "gpt":
+        if self.of_gpt:
             shape = gpt_shape(self.params, self.context)
             of_gpt = (
                 f" of {shape.num_parameters / 1e6:.1f}M parameters ({shape.layers} layers, d_model {shape.d_model}, "
                 f"{shape.heads} heads), {self.rows} x {self.context} tokens per rank"
             )
         plural = "s" if self.ranks > 1 else ""
-        return f"{self.job}{of_gpt}, {self.ranks} rank{plural}, {self.precision}, {self.optimizer}, {self.device}"
+        threads = f" of {self.threads} threads" if self.threads > 1 else ""
+        clip = f"clipped at {self.clip_norm:g}" if self.clip_norm else "no clipping"
+        return (
+            f"{self.job}{of_gpt}, {self.ranks} rank{plural}{threads}, {self.precision}, {self.optimizer}, {clip}, "
+            f"{self.device}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -33,7 +33,7 @@ def environment(measured: Measured) -> dict[str, Any]:
         "system": platform.platform(),
         "cores": num_cores(),
         "load": os.getloadavg() if hasattr(os, "getloadavg") else None,
-        "threads_per_rank": 1,
+        "threads_per_rank": measured.settings.threads,
     }
 
 
@@ -58,6 +58,8 @@ def cells(measured: Measured, asked: str | None) -> tuple[list[str], list[list[s
             ]
             for row in unit_rows(measured, reference)
         ]
+    if measured.settings.job == "offload":
+        return _offload_cells(measured, reference)
     head = [
         "",
         "step, ms",
@@ -87,11 +89,46 @@ def cells(measured: Measured, asked: str | None) -> tuple[list[str], list[list[s
     ]
 
 
+def _offload_cells(measured: Measured, reference: str) -> tuple[list[str], list[list[str]]]:
+    """What moving states to slower tiers costs and gives."""
+    head = [
+        "",
+        "step, ms",
+        "middle half",
+        f"/ {reference}",
+        "update, ms",
+        "CPU, ms",
+        "peak",
+        "held",
+        "moved",
+        "counted",
+    ]
+    head += ["disk read", "written", "master"]
+    return head, [
+        [
+            row.name,
+            f"{row.step * MILLI:.1f}",
+            f"{row.low * MILLI:.1f} - {row.high * MILLI:.1f}",
+            f"{row.ratio:.2f}",
+            f"{row.update * MILLI:.1f}",
+            f"{row.cpu * MILLI:.1f}",
+            _bytes(row.peak),
+            _bytes(row.held),
+            _bytes(row.program),
+            _bytes(row.moved),
+            _bytes(row.read),
+            _bytes(row.written),
+            row.master,
+        ]
+        for row in rows(measured, reference)
+    ]
+
+
 def table(measured: Measured, asked: str | None) -> Table:
     head, lines = cells(measured, asked)
     drawn = Table(title=measured.settings.title(), title_justify="left", box=None, pad_edge=False)
     for place, name in enumerate(head):
-        drawn.add_column(name, justify="right" if place else "left", overflow="fold")
+        drawn.add_column(name, justify="right" if place else "left", overflow="fold", no_wrap=not place)
     for line in lines:
         drawn.add_row(*line)
     return drawn
@@ -145,7 +182,7 @@ def print_report(
     """Prints the table and what has to be said about it; False if the result is not to be trusted."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 160
+        console.width = 180
     if as_markdown:
         print(f"{measured.settings.title()}\n\n{markdown(measured, asked)}\n")
     else:

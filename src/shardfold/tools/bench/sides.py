@@ -1,13 +1,15 @@
 """The contenders: what each makes of the model, as forward and backward and as an optimizer step.
 
-All train the same model with the same optimizer and neither clip nor accumulate. In ``bf16`` a bare loop and DDP run
-the forward under ``torch.autocast`` over fp32 parameters; ``fully_shard`` has ``MixedPrecisionPolicy(bfloat16,
-reduce_dtype=float32)``; DeepSpeed has its ``bf16`` section; ours has ``precision="bf16"``.
+All train the same model with the same optimizer, do not accumulate, and clip only where the settings say so. In
+``bf16`` a bare loop and DDP run the forward under ``torch.autocast`` over fp32 parameters; ``fully_shard`` has
+``MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)``; DeepSpeed has its ``bf16`` section; ours has
+``precision="bf16"``.
 """
 
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from shardfold import accelerator
 from shardfold.comm.backend import device_backend
+from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.tools.bench.contenders import Contender
 from shardfold.tools.bench.models import LEARNING_RATE
 from shardfold.tools.bench.settings import Settings
@@ -47,12 +50,17 @@ class Side:
         update: the optimizer step, and what clears the gradients.
         optimizer: the optimizer that updates, for the record.
         traffic: bytes that were handed to collectives in the last step, where the contender counts them.
+        moved: bytes that went between the device and slower tiers in the last step, by the program and counted, where
+            the contender counts them.
+        master: dtype of what the optimizer updates; None: that of the optimizer's own parameters.
     """
 
     compute: Callable[[Batch], Tensor]
     update: Callable[[], object]
     optimizer: Any
     traffic: Callable[[], int] | None = None
+    moved: Callable[[], tuple[float, float]] | None = None
+    master: torch.dtype | None = None
 
 
 def prepare(contender: Contender, settings: Settings, device: torch.device) -> None:
@@ -60,6 +68,8 @@ def prepare(contender: Contender, settings: Settings, device: torch.device) -> N
     # The first optimizer imports torch._dynamo: a second, and memory that is nobody's in particular.
     for library in ("torch._dynamo", *LIBRARIES[contender.kind]):
         importlib.import_module(library)
+    if contender.kind == "deepspeed" and contender.offload:
+        _build_operators(contender)
     if settings.ranks > 1 or contender.kind not in ("bare", "engine"):
         dist.init_process_group(device_backend(device))
         dist.barrier()
@@ -85,11 +95,31 @@ def build(contender: Contender, settings: Settings, model: nn.Module, device: to
     return BUILDERS[contender.kind](contender, settings, model, device)
 
 
+def _build_operators(contender: Contender) -> None:
+    """Has DeepSpeed compile the operators that its offload needs, or load what it has compiled on this machine before.
+
+    Raises:
+        SystemExit: it cannot; the reason is what the rank says last.
+    """
+    builders = importlib.import_module("deepspeed.ops.op_builder")
+    for name in ("CPUAdamBuilder", *(("AsyncIOBuilder",) if contender.offload == "nvme" else ())):
+        builder = getattr(builders, name)()
+        if not builder.is_compatible(verbose=False):
+            raise SystemExit(
+                f"DeepSpeed's {builder.name} cannot be built here: 'ds_report' says what it lacks (async_io: the "
+                "headers of libaio)."
+            )
+        builder.load(verbose=False)
+
+
 def _autocast(settings: Settings, device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, torch.bfloat16) if settings.precision == "bf16" else nullcontext()
 
 
-def _loop(model: nn.Module, optimizer: Any, forward: Callable[[], AbstractContextManager[Any]], **clear: bool) -> Side:
+def _loop(
+    model: nn.Module, optimizer: Any, forward: Callable[[], AbstractContextManager[Any]], clip_norm: float,
+    **clear: bool,
+) -> Side:  # fmt: skip
     def compute(batch: Batch) -> Tensor:
         with forward():
             loss = model(*batch)
@@ -97,6 +127,8 @@ def _loop(model: nn.Module, optimizer: Any, forward: Callable[[], AbstractContex
         return loss.detach()
 
     def update() -> None:
+        if clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         optimizer.zero_grad(**clear)
 
@@ -106,7 +138,8 @@ def _loop(model: nn.Module, optimizer: Any, forward: Callable[[], AbstractContex
 def bare(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
     model.to(device)
     clear = {"set_to_none": False} if contender.option == "zeros" else {}
-    return _loop(model, optimizer_of(settings)(model.parameters()), partial(_autocast, settings, device), **clear)
+    optimizer = optimizer_of(settings)(model.parameters())
+    return _loop(model, optimizer, partial(_autocast, settings, device), settings.clip_norm, **clear)
 
 
 def ddp(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
@@ -121,12 +154,12 @@ def ddp(contender: Contender, settings: Settings, model: nn.Module, device: torc
         optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), cls, **make.keywords)
     else:
         optimizer = make(model.parameters())
-    return _loop(parallel, optimizer, partial(_autocast, settings, device))
+    return _loop(parallel, optimizer, partial(_autocast, settings, device), settings.clip_norm)
 
 
 def fully_shard(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
 
     narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -134,27 +167,35 @@ def fully_shard(contender: Contender, settings: Settings, model: nn.Module, devi
         "mesh": init_device_mesh(device.type, (settings.ranks,)),
         "mp_policy": narrow if settings.precision == "bf16" else MixedPrecisionPolicy(),
     }
-    model.to(device)
+    if contender.offload:
+        common["offload_policy"] = CPUOffloadPolicy(pin_memory=accelerator.has_streams(device))
+    else:
+        model.to(device)
     blocks: Any = model.blocks
     for block in blocks:
         shard(block, reshard_after_forward=contender.option != "keep", **common)
     shard(model, **common)
-    return _loop(model, optimizer_of(settings)(model.parameters()), nullcontext)
+    return _loop(model, optimizer_of(settings)(model.parameters()), nullcontext, settings.clip_norm)
 
 
 def deepspeed(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
     initialize = importlib.import_module("deepspeed").initialize
     narrow = settings.precision == "bf16"
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": settings.rows,
-        "gradient_clipping": 0,  # it would clip at 1
+        "gradient_clipping": settings.clip_norm,  # not told, it would clip at 1
         "zero_optimization": {"stage": int(contender.option)},
         "bf16": {"enabled": narrow},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # its own would be compiled first
     }
-    optimizer = optimizer_of(settings)(model.parameters())
-    engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+    if contender.offload:  # with its own optimizer of host memory
+        config["zero_optimization"]["offload_optimizer"] = _offload_optimizer(contender, device)
+        config["optimizer"] = _own_optimizer(settings)
+        engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        optimizer: Any = engine.optimizer.optimizer
+    else:
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        optimizer = optimizer_of(settings)(model.parameters())
+        engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
 
     def compute(batch: Batch) -> Tensor:
         if narrow:
@@ -163,7 +204,28 @@ def deepspeed(contender: Contender, settings: Settings, model: nn.Module, device
         engine.backward(loss)
         return loss.detach()
 
-    return Side(compute=compute, update=engine.step, optimizer=optimizer)
+    # Stage 3 keeps nothing in its optimizer's groups between steps.
+    master = getattr(engine.optimizer, "master_weights_and_grads_dtype", None)
+    return Side(compute=compute, update=engine.step, optimizer=optimizer, master=master)
+
+
+def _offload_optimizer(contender: Contender, device: torch.device) -> dict[str, Any]:
+    own: dict[str, Any] = {"device": contender.offload, "pin_memory": accelerator.has_streams(device)}
+    if contender.offload == "nvme":  # as its tutorials have it
+        own |= {"nvme_path": tempfile.mkdtemp(), "pipeline_read": True, "pipeline_write": True}
+    return own
+
+
+def _own_optimizer(settings: Settings) -> dict[str, Any]:
+    """The ``optimizer`` section that makes it DeepSpeedCPUAdam, with torch's defaults.
+
+    Raises:
+        SystemExit: the settings have another optimizer.
+    """
+    if settings.optimizer != "adamw":
+        raise SystemExit(f"DeepSpeed offloads its own Adam, and not {settings.optimizer}: leave out --optimizer.")
+    own = {"lr": LEARNING_RATE[settings.job], "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+    return {"type": "AdamW", "params": own}
 
 
 def engine(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
@@ -172,7 +234,7 @@ def engine(contender: Contender, settings: Settings, model: nn.Module, device: t
     mesh = {"inter": contender.nodes, "intra": settings.ranks // contender.nodes}
     own = Engine(
         model, optimizer=optimizer_of(settings), layout=contender.option, precision=settings.precision, mesh=mesh,
-        device=device,
+        device=device, offload=contender.offload or None, clip_norm=settings.clip_norm or None,
     )  # fmt: skip
 
     def compute(batch: Batch) -> Tensor:
@@ -184,7 +246,14 @@ def engine(contender: Contender, settings: Settings, model: nn.Module, device: t
         report = own.traffic()
         return report.sent + report.control
 
-    return Side(compute=compute, update=own.step, optimizer=own.optimizer, traffic=traffic)
+    def moved() -> tuple[float, float]:
+        rows = own.traffic().moved
+        return sum(row.program for row in rows), sum(row.moved for row in rows)
+
+    return Side(
+        compute=compute, update=own.step, optimizer=own.optimizer, traffic=traffic, moved=moved,
+        master=TORCH_DTYPES[own.layout.master.dtype],
+    )  # fmt: skip
 
 
 BUILDERS: dict[str, Callable[[Contender, Settings, nn.Module, torch.device], Side]] = {

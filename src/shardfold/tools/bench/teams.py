@@ -37,12 +37,13 @@ class ContenderFailed(Exception):
 class _Process:
     """One rank: its process and what it has answered so far."""
 
-    def __init__(self, contender: Contender, settings: Settings, rank: int, port: int) -> None:
+    def __init__(self, contender: Contender, settings: Settings, rank: int, port: int, folder: str) -> None:
         self.rank = rank
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
         environment = {
             **rank_environment(rank, settings.ranks, port),
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(settings.threads),
+            "TMPDIR": folder,  # where tiers on disk keep their files
             **contender.environment,
         }
         if contender.kind == "deepspeed" and settings.device == "cpu":
@@ -88,6 +89,13 @@ class _Process:
         line, self._partial = self._partial, b""
         return json.loads(line)
 
+    def end(self) -> str:
+        """How it ended, after it closed its pipe."""
+        try:
+            return how(self.process.wait(LEAVE))
+        except subprocess.TimeoutExpired:  # threads of a library keep it
+            return "closed its pipe, but did not end,"
+
     def said(self) -> str:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").splitlines()
@@ -117,12 +125,19 @@ class Team:
     def __init__(self, contender: Contender, settings: Settings) -> None:
         self.contender, self._settings = contender, settings
         port = free_port()
-        self._processes = [_Process(contender, settings, rank, port) for rank in range(settings.ranks)]
+        # Whatever a contender leaves there goes with it.
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="shardfold-bench-", dir=settings.folder, ignore_cleanup_errors=True
+        )
+        self._processes = [
+            _Process(contender, settings, rank, port, self._folder.name) for rank in range(settings.ranks)
+        ]
         for each in self._processes:
             each.tell(settings.as_json())
         answers = self._answers("start")
         self.needs: int = sum(answer["needs"] for answer in answers)  # bytes at their peak, so far
         self.optimizer: str = answers[0]["optimizer"]
+        self.master: str = answers[0]["master"]
         self.versions: dict[str, str] = answers[0]["versions"]
 
     def turn(self, steps: int) -> list[dict[str, Any]]:
@@ -137,6 +152,7 @@ class Team:
         for each in self._processes:
             each.close(patience)
         self._processes = []
+        self._folder.cleanup()
 
     def __enter__(self) -> Team:
         return self
@@ -167,7 +183,7 @@ class Team:
                         answer = each.read()
                     except EOFError:
                         culprit = self._culprit(each)
-                        self._fail(culprit, f"rank {culprit.rank} {how(culprit.process.wait(SETTLE))} in {doing!r}")
+                        self._fail(culprit, f"rank {culprit.rank} {culprit.end()} in {doing!r}")
                     if answer is not None:
                         answers[each.rank] = answer
                         selector.unregister(each.answers)

@@ -3,6 +3,9 @@
 The main thread's time belongs to its innermost operation. Where that is none of the known ones and a collective is
 under way on another thread, the main thread waits for it; what remains is Python and dispatch, and in no lane. Where
 ranks read each other's memory there is no other thread: the transport itself names what it does then (``NOTED``).
+
+Of a step whose states rest in slower tiers there are other lanes (``MOVES``): the main thread's time belongs to the
+program's operation that it is in, and below stand the threads of the drives.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["LANES", "Event", "Span", "lanes", "merged", "phases", "profiled"]
+__all__ = ["LANES", "LAYOUTS", "MOVES", "Event", "Lanes", "Span", "lanes", "merged", "moves", "phases", "profiled"]
 
 Span = tuple[float, float]
 """Begin and end."""
@@ -30,6 +33,21 @@ GATHER = (
 SENDS = ("gloo:", "nccl:")
 NOTED = {"near:gather": "gather", "near:reduce": "reduce", "near:wait": "waiting"}
 COMPUTE, UPDATE = "forward and backward", "optimizer step"  # as the two halves of a step are recorded
+
+
+#: Of a step with slower tiers, by the verb of the operation; and of the threads of drives.
+VERBS = {
+    "STORE": "STORE",
+    "FETCH": "FETCH",
+    "FILL": "FILL",
+    "UPDATE": "UPDATE",
+    "WAIT": "waiting",
+    "NORM": "collectives",
+    "ALL_GATHER": "collectives",
+    "ALL_REDUCE": "collectives",
+    "REDUCE_SCATTER": "collectives",
+}
+DRIVES = {"disk:read": "disk reads", "disk:written": "disk writes"}
 
 
 class Event(NamedTuple):
@@ -119,6 +137,29 @@ def lanes(trace: dict[str, Any]) -> dict[str, list[Span]]:
     return {name: merged(spans) for name, spans in found.items()}
 
 
+def moves(trace: dict[str, Any]) -> dict[str, list[Span]]:
+    """Spans by lane of a step whose states rest in slower tiers; those of one lane do not overlap."""
+    events = [Event(*each) for each in trace["events"]]
+    found: dict[str, list[Span]] = {name: [] for name in MOVES.names}
+    for event in events:
+        if lane := DRIVES.get(event.name):
+            found[lane].append((max(event.begin, 0.0), min(event.end, trace["length"])))
+    for begin, end, names in innermost((e for e in events if e.thread == trace["thread"]), trace["length"]):
+        if lane := _moving(names):
+            found[lane].append((begin, end))
+    return {name: merged(spans) for name, spans in found.items()}
+
+
+def _moving(names: tuple[str, ...]) -> str | None:
+    """The lane of what the main thread is in: an operation of the program, or what the model computes."""
+    for name in reversed(names):
+        if name in NOTED:
+            return "waiting" if name == "near:wait" else "collectives"
+        if lane := VERBS.get(name.partition(" ")[0]):
+            return lane
+    return "compute" if any(name.startswith("aten::") for name in names) else None
+
+
 def merged(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
     """The union of spans, where those at most ``gap`` apart are one."""
     union: list[Span] = []
@@ -136,6 +177,26 @@ def phases(trace: dict[str, Any]) -> dict[str, Span]:
     backward = min((e.begin for e in events if e.name.startswith("autograd::engine")), default=0.0)
     update = next(event.begin for event in events if event.name == UPDATE)
     return {"forward": (0.0, backward), "backward": (backward, update), "step": (update, trace["length"])}
+
+
+class Lanes(NamedTuple):
+    """How a picture sorts a step.
+
+    Attributes:
+        names: of the lanes, from the top.
+        own: how many of them are the main thread's.
+        sort: spans by lane, of a trace.
+    """
+
+    names: tuple[str, ...]
+    own: int
+    sort: Callable[[dict[str, Any]], dict[str, list[Span]]]
+
+
+LAYOUTS = Lanes(LANES, 4, lanes)
+MOVES = Lanes(
+    ("compute", "collectives", "waiting", "STORE", "FETCH", "UPDATE", "FILL", "disk reads", "disk writes"), 7, moves
+)
 
 
 def _common(one: list[Span], other: list[Span]) -> Iterator[Span]:

@@ -14,7 +14,17 @@ from rich.text import Text
 from shardfold.tools.observe.formats import format_bytes
 from shardfold.tools.observe.printable import printable
 
-__all__ = ["MemoryRow", "TrafficRow", "memory_table", "print_whole", "printable", "quality_table", "traffic_table"]
+__all__ = [
+    "MemoryRow",
+    "MovedRow",
+    "TrafficRow",
+    "memory_table",
+    "moved_table",
+    "print_whole",
+    "printable",
+    "quality_table",
+    "traffic_table",
+]
 
 BAR_WIDTH = 24
 WIDEST = 10_000  # columns; no table comes near it
@@ -50,6 +60,21 @@ class TrafficRow(Protocol):
     def program(self) -> float: ...
     @property
     def sent(self) -> int: ...
+
+
+class MovedRow(Protocol):
+    """Bytes that this rank moved between the device and a slower tier in a step, by the program and counted."""
+
+    @property
+    def tier(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def program(self) -> float: ...
+    @property
+    def moved(self) -> int: ...
 
 
 def new_table() -> Table:
@@ -114,7 +139,27 @@ def memory_table(rows: Sequence[MemoryRow]) -> Group:
     held = sum(row.held for row in rows)
     cells = [format_bytes(value) for value in (*sums, sum(sums))]
     table.add_row("total", "", *cells, exact(sum(sums), held), format_bytes(held), style="bold")
+    tiers: dict[str, list[float]] = {}
+    for row in rows:
+        sums = tiers.setdefault(str(row.tier), [0.0] * 3)
+        tiers[str(row.tier)] = [a + b for a, b in zip(sums, (row.table, row.padding, row.held), strict=True)]
+    for tier, (formula, padding, held) in tiers.items() if len(tiers) > 1 else ():
+        cells = [format_bytes(value) for value in (formula, padding, formula + padding)]
+        table.add_row("of it", tier, *cells, exact(formula + padding, held), format_bytes(held))
     return headed("Bytes per rank by state", table)
+
+
+def moved_table(rows: Sequence[MovedRow]) -> Group:
+    """Show bytes moved per step and rank between the device and slower tiers: by the program beside counted."""
+    table = new_table()
+    for name in ("memory", "operation"):
+        table.add_column(name)
+    for name in ("calls", "predicted", "", "moved"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = [str(row.calls), format_bytes(row.program), exact(row.program, row.moved), format_bytes(row.moved)]
+        table.add_row(row.tier, row.op, *cells)
+    return headed("Bytes moved per rank and step, between the device and slower memory", table)
 
 
 def traffic_table(rows: Sequence[TrafficRow], control: float) -> Group:

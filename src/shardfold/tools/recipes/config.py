@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
+from shardfold.plan.layout import Layout
+from shardfold.plan.offload import offloaded
 
 SHAPE = ("d_model", "layers", "heads", "context")
 
@@ -106,6 +108,11 @@ class TrainConfig(BaseModel):
         None, description="A file or folder of text; without it, the Python standard library's own sources."
     )
     layout: str = Field("zero3", description=f"How state is split over ranks: {', '.join(presets.PRESETS)}.")
+    offload: str | None = Field(
+        None,
+        description="Slower tier of gradients and optimizer states: host or disk; or a tier of each state, as "
+        "params=host,optimizer=disk.",
+    )
     precision: Literal["fp32", "bf16", "fp16", "bf16-pure", "bf16-autocast", "fp16-autocast"] = Field(
         "fp32",
         description="Arithmetic of forward and backward: fp32, bf16, fp16 (under a loss scale), bf16-autocast, "
@@ -137,7 +144,7 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         self.model_shape()
-        presets.named(self.layout)
+        self.table()
         if self.warmup and self.warmup >= self.steps and "warmup" in self.model_fields_set:
             raise ConfigError(f"warmup is {self.warmup} but the run has {self.steps} steps: warm up for fewer.")
         return self
@@ -146,6 +153,10 @@ class TrainConfig(BaseModel):
         """Return the shape that `size` and its overrides name."""
         overrides = {name: getattr(self, name) for name in SHAPE}
         return GPTConfig.named(self.size, **{name: value for name, value in overrides.items() if value is not None})
+
+    def table(self) -> Layout:
+        """Return the layout's table, with the tiers that `offload` names."""
+        return offloaded(presets.named(self.layout), self.offload)
 
     def warmup_steps(self) -> int:
         """Return `warmup`, or a tenth of a run that is too short for the default."""

@@ -34,6 +34,7 @@ from shardfold.comm.mesh import pick_device
 from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.launch import GRACE_AFTER_SIGTERM, INTERRUPTED, is_rank
 from shardfold.launch.death import memory_limit
+from shardfold.plan.layout import Tier
 from shardfold.tools.extras import sentence
 from shardfold.tools.observe import tables
 from shardfold.tools.observe.console import lenient_console
@@ -168,6 +169,7 @@ class Run:
             self.model,
             optimizer=partial(torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay),
             layout=config.layout,
+            offload=config.offload,
             precision=config.precision,
             accumulate=config.accumulate,
             clip_norm=config.clip_norm or None,
@@ -263,7 +265,7 @@ class Run:
             tokens_per_s=self.tokens_per_step / (now - began),
             seconds=now - self.began,
             # Walking live storages every step would cost time, and at rest between steps nothing changes.
-            memory_bytes=self.history[-1].memory_bytes if self.history else self.engine.memory().held,
+            memory_bytes=self.history[-1].memory_bytes if self.history else in_memory(self.engine.memory()),
             loss_scale=done.loss_scale if scaler is not None else None,
             skipped=scaler.skipped if scaler is not None else 0,
         )
@@ -326,7 +328,7 @@ class Run:
         return (
             f"GPT {config.size}, {format_count(shape.num_parameters)} parameters ({shape.layers} blocks of "
             f"{shape.d_model}, context {shape.context}); {config.layout} over {ranks(self)} on "
-            f"{self.engine.device.type}, {config.precision}\n"
+            f"{self.engine.device.type}, {config.precision}{elsewhere(self.engine.layout)}\n"
             f"{format_bytes(len(corpus.train))} of {corpus.source} ({files}{skipped}); "
             f"{format_bytes(len(corpus.held_out))} held out"
         )
@@ -360,11 +362,13 @@ def check_device(config: TrainConfig) -> None:
     ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     device = pick_device()
     available = accelerator.total_memory(device)
+    of_host = [Tier.HOST]
     if available is not None:
-        sharing, where = -(-here // accelerator.count(device)), "a GPU"
+        sharing = -(-here // accelerator.count(device))
+        check_memory(config, ranks=ranks, sharing=sharing, available=available, where="a GPU", tiers=[Tier.DEVICE])
     else:
-        available, sharing, where = memory_limit(), here, "this machine"
-    check_memory(config, ranks=ranks, sharing=sharing, available=available, where=where)
+        of_host.append(Tier.DEVICE)  # one memory
+    check_memory(config, ranks=ranks, sharing=here, available=memory_limit(), where="this machine", tiers=of_host)
 
 
 def run_and_report(run: Run, out: Path, writer: MetricsWriter | None, resumed: str | None) -> Result:
@@ -393,6 +397,20 @@ def run_and_report(run: Run, out: Path, writer: MetricsWriter | None, resumed: s
         out=out,
         sample=sample,
     )
+
+
+def in_memory(report: sf.MemoryReport) -> int:
+    """Return the bytes that are held in memory, whichever."""
+    return sum(num_bytes for tier, num_bytes in report.tiers.items() if tier != Tier.DISK)
+
+
+def elsewhere(layout: sf.Layout) -> str:
+    """Return which states rest in slower tiers, for the end of a line; nothing if none does."""
+    states: dict[Tier, list[str]] = {}
+    for state, cell in layout.cells().items():
+        states.setdefault(cell.tier, []).append(state)
+    places = {Tier.HOST: "in host memory", Tier.DISK: "on disk"}
+    return "".join(f"; {', '.join(states[tier])} {place}" for tier, place in places.items() if tier in states)
 
 
 def ranks(run: Run) -> str:
@@ -431,6 +449,7 @@ def write_results(run: Run, out: Path, bits: Mapping[str, float], seconds: float
         "bits_per_byte": {"model": model, **dict(counted)},
         "memory": [row._asdict() for row in memory.rows],
         "traffic": [row._asdict() for row in traffic.rows],
+        "moved": [row._asdict() for row in traffic.moved],
         "control_bytes": traffic.control,
         "skipped_files": list(run.corpus.skipped),
     }
@@ -468,6 +487,7 @@ def show(run: Run, out: Path, bits: Mapping[str, float], seconds: float, sample:
         tables.quality_table(bits),
         tables.memory_table(memory.rows),
         tables.traffic_table(traffic.rows, traffic.control),
+        *([tables.moved_table(traffic.moved)] if traffic.moved else []),
     )
     if sample:
         console.print("\n[bold]A sample[/bold]")
