@@ -66,6 +66,11 @@ BOTH: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
     ),
     "zero_optimization.offload_param.device": ("none", "cpu", {"zero_optimization": {"stage": 3}}),
+    "zero_optimization.offload_param.nvme_path": (
+        "/one",
+        "/other",
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+    ),
     "zero_optimization.cpu_offload": (False, True, {"zero_optimization": {"stage": 1}}),
     "zero_optimization.cpu_offload_param": (False, True, {"zero_optimization": {"stage": 3}}),
     "zero_optimization.zero_hpz_partition_size": (1, 2, {"zero_optimization": {"stage": 3}}),
@@ -217,6 +222,7 @@ SHOWS: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path], dict[s
 }  # fmt: skip
 ELSEWHERE: dict[str, str] = {
     "gradient_allreduce_op": "test_documented.py::test_gradients_are_summed_if_asked",
+    "zero_optimization.offload_optimizer.ratio": "test_offload.py::test_a_part_of_the_optimizer_stays_on_the_device",
     "checkpoint.use_node_local_storage": "test_saving.py::test_nodes_keep_their_own_parts",
     "checkpoint.tag_validation": "test_saving.py::test_tags_that_differ_between_ranks",
     **{

@@ -18,7 +18,7 @@ from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.initialize import initialize
 from shardfold.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from shardfold.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from shardfold.errors import LayoutError
+from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan.presets import PRESETS
 from shardfold.testing import Ranks
 from tests.support.deepspeed_training import adamw, batch, build, config, loss_of, weights
@@ -140,17 +140,21 @@ def test_the_optimizer_of_any_name_updates_on_the_host(kind: type[Optimizer]):
 
 
 @pytest.mark.usefixtures("alone")
-def test_moments_rest_in_a_file_of_the_folder(tmp_path: Any):
-    """Stage 3 with nvme: moments are on disk, and a folder that is not there is refused."""
-    nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+def test_states_rest_in_files_of_the_folder(tmp_path: Any):
+    """Stage 3 with nvme: the optimizer's states, gradients and parameters are on disk; a folder that is not there is
+    refused."""
+    nvme: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     wanted, on_device, _ = trained({"stage": 3})
     losses, values, where = trained(nvme)
-    assert losses == wanted and same(values, on_device) and where["moments"] == "disk"
+    assert losses == wanted and same(values, on_device)
+    assert where["moments"] == where["master"] == where["grads"] == "disk" and where["params"] == "device"
+    losses, values, where = trained({**nvme, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}})
+    assert losses == wanted and same(values, on_device) and set(where.values()) == {"disk"}
     engine = start(nvme)
     assert engine.zero_nvme_offload_optimizer() and not engine.zero_cpu_offload()
     engine.destroy()
     nvme["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path / "gone")}
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(ConfigError, match="gone"):
         start(nvme)
 
 
@@ -170,9 +174,10 @@ def test_what_does_not_act_is_listed_or_refused():
     assert "pinned" in notes({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}})
     assert "rests in host memory" in notes({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}})
     both = {"device": "nvme", "nvme_path": "/x"}
-    assert "rests in host memory" in notes({"stage": 3, "offload_optimizer": both, "offload_param": both})
+    assert not notes({"stage": 3, "offload_optimizer": both, "offload_param": both})
     for zero, words in (
-        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "nvme_path"),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer.nvme_path"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, "offload_param.nvme_path"),
         ({"stage": 2, "cpu_offload": True, "offload_optimizer": CPU}, "older word"),
         ({"stage": 2, "compute_grad_norm": False, "offload_optimizer": CPU}, "compute_grad_norm"),
     ):

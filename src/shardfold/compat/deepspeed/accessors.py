@@ -144,7 +144,7 @@ class ConfigAccessors:
 
     def zero_cpu_offload(self) -> bool:
         """Whether the optimizer's states rest in host memory."""
-        return self._settings.offload.get("moments") == "host"
+        return self._settings.offload.get("moments", "").startswith("host")
 
     def zero_use_cpu_optimizer(self) -> bool:
         """Whether the host updates the masters, because they rest there."""
@@ -152,7 +152,7 @@ class ConfigAccessors:
 
     def zero_nvme_offload_optimizer(self) -> bool:
         """Whether the optimizer's states rest in a file."""
-        return self._settings.offload.get("moments") == "disk"
+        return self._settings.offload.get("moments", "").startswith("disk")
 
     def postscale_gradients(self) -> bool:
         """The contrary of the config's ``prescale_gradients``."""

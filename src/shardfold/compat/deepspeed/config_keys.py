@@ -163,16 +163,17 @@ ZERO = (
     _noted("zero_optimization.sub_group_size", "integer", 1_000_000_000, "the update goes in blocks of its own size",
            low=0),
     _honoured("zero_optimization.offload_param.device", "string", "none", "cpu, at stage 3: parameters, gradients and "
-              "the optimizer's states rest in host memory; nvme likewise", choices=("none", "cpu", "nvme")),
-    _noted("zero_optimization.offload_param.nvme_path", "path", None, "parameters rest in host memory, in no file"),
+              "the optimizer's states rest in host memory; nvme: parameters in a file",
+              choices=("none", "cpu", "nvme")),
+    _honoured("zero_optimization.offload_param.nvme_path", "path", None, "the folder of that file"),
     _noted("zero_optimization.offload_param.buffer_count", "integer", 5, HOST_BUFFERS, low=0),
     _noted("zero_optimization.offload_param.buffer_size", "integer", 100_000_000, HOST_BUFFERS, low=0),
     _noted("zero_optimization.offload_param.max_in_cpu", "integer", 1_000_000_000, HOST_BUFFERS, low=0),
     _noted("zero_optimization.offload_param.pin_memory", "boolean", True, PINNED, off=(None, True)),
     _honoured("zero_optimization.offload_optimizer.device", "string", "none", "cpu: masters, moments and, at stages 2 "
-              "and 3, gradients rest in host memory, where they are updated; nvme: at stage 3 without offload_param, "
-              "moments rest in a file, else as cpu", choices=("none", "cpu", "nvme")),
-    _honoured("zero_optimization.offload_optimizer.nvme_path", "path", None, "the folder of that file"),
+              "and 3, gradients rest in host memory, where they are updated; nvme: at stage 3 they rest in files, "
+              "below as cpu", choices=("none", "cpu", "nvme")),
+    _honoured("zero_optimization.offload_optimizer.nvme_path", "path", None, "the folder of those files"),
     _noted("zero_optimization.offload_optimizer.buffer_count", "integer", 4, HOST_BUFFERS, low=0),
     _noted("zero_optimization.offload_optimizer.pin_memory", "boolean", True, PINNED, off=(None, True)),
     _noted("zero_optimization.offload_optimizer.pipeline_read", "boolean", False, "a file is always read ahead",

@@ -36,8 +36,8 @@ def older_words(given: dict[str, Any]) -> None:
         given[f"{section}device"] = "cpu"
 
 
-def offload_of(get: Get, stage: int, notes: list[Note], early: bool) -> tuple[dict[str, str], str | None]:
-    """The tier of each state that does not rest on the device, and the folder of a file.
+def offload_of(get: Get, stage: int, notes: list[Note], early: bool) -> tuple[dict[str, str], dict[str, str | None]]:
+    """The tier of each state that does not rest on the device, and the folder of each that rests in a file.
 
     Raises:
         DeepSpeedConfigError: a file is asked for and no folder is named, or an option does not go with it.
@@ -58,35 +58,37 @@ def offload_of(get: Get, stage: int, notes: list[Note], early: bool) -> tuple[di
         notes.append(Note(RATIO, 0, "no part of the optimizer's states rests there"))
         del asked[OPTIMIZER]
     elif part and PARAM in asked:
-        notes.append(Note(RATIO, get(RATIO), "with the parameters all of the optimizer's states rest in host memory"))
+        notes.append(Note(RATIO, get(RATIO), "with the parameters all of the optimizer's states rest in a slower tier"))
         part = ""
-    if asked.get(OPTIMIZER) == "nvme" and PARAM not in asked and stage == 3:
-        if get(f"{OPTIMIZER}nvme_path") is None and not early:
+    for path in [path for path, device in asked.items() if device == "nvme"]:
+        if stage < 3:  # as DeepSpeed does, which swaps at stage 3 only
+            notes.append(Note(f"{path}device", asked[path], "it rests in host memory: files are for stage 3"))
+            asked[path] = "cpu"
+        elif get(f"{path}nvme_path") is None and not early:
             raise DeepSpeedConfigError(
-                f"{OPTIMIZER}device is 'nvme' and there is no {OPTIMIZER}nvme_path: give the folder of the file."
+                f"{path}device is 'nvme' and there is no {path}nvme_path: give the folder of the file."
             )
-        why = "the optimizer's moments rest in a file there; masters stay on the device, where they are updated"
-        notes.append(Note(f"{OPTIMIZER}device", "nvme", why))
-        return {"moments": f"disk{part}"}, get(f"{OPTIMIZER}nvme_path")
-    for path in (path for path, device in asked.items() if device == "nvme"):
-        why = "it rests in host memory: of states that the host updates or gathers none rests in a file yet"
-        notes.append(Note(f"{path}device", "nvme", why))
     if not asked:
-        return {}, None
-    tiers = {"master": f"host{part}", "moments": f"host{part}"}
+        return {}, {}
+    there = {path: "disk" if device == "nvme" else "host" for path, device in asked.items()}
+    optimizer = there.get(OPTIMIZER, "host")
+    tiers = {"master": f"{optimizer}{part}", "moments": f"{optimizer}{part}"}
     if stage >= 2:
-        tiers["grads"] = "host"
+        tiers["grads"] = optimizer
     if PARAM in asked:
-        tiers["params"] = "host"
+        tiers["params"] = there[PARAM]
         if OPTIMIZER not in asked:
             why = "with parameters, gradients and the optimizer's states rest in host memory, where they are updated"
             notes.append(Note(f"{PARAM}device", asked[PARAM], why))
-    return tiers, None
+    filed = [state for state, tier in tiers.items() if tier.startswith("disk")]
+    return tiers, {state: get(f"{PARAM if state == 'params' else OPTIMIZER}nvme_path") for state in filed}
 
 
-def table_of(preset: str, tiers: Mapping[str, str], folder: str | None) -> str | Layout:
-    """The preset's name, or its table with these tiers; ``folder``: of a file."""
+def table_of(preset: str, tiers: Mapping[str, str], folders: Mapping[str, str | None]) -> str | Layout:
+    """The preset's name, or its table with these tiers; ``folders``: of the states in files."""
     if not tiers:
         return preset
     table = offloaded(named(preset), tiers)
-    return table if folder is None else table.edit("moments", folder=folder)
+    for state, folder in folders.items():
+        table = table.edit(state, folder=folder)
+    return table

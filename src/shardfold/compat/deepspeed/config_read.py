@@ -47,7 +47,7 @@ class Settings:
         precision, mesh, overlap: as :class:`shardfold.Engine` takes them.
         layout: the name of the stage's table; :attr:`table` is that with ``offload``.
         offload: tiers by state, of those that do not rest on the device.
-        offload_folder: of the disk tier.
+        offload_folders: of the states in files.
         scaling: of the loss, or None.
         optimizer, scheduler: type and arguments, or None.
         activations: as :class:`shardfold.Engine` takes it.
@@ -66,7 +66,7 @@ class Settings:
     precision: Precision
     layout: str
     offload: Mapping[str, str] = field(default_factory=dict)
-    offload_folder: str | None = None
+    offload_folders: Mapping[str, str | None] = field(default_factory=dict)
     mesh: dict[str, int] | None = None
     overlap: Overlap = field(default_factory=Overlap)
     scaling: Scaling | None = None
@@ -81,7 +81,7 @@ class Settings:
     @property
     def table(self) -> str | Layout:
         """The layout, as :class:`shardfold.Engine` takes it."""
-        return table_of(self.layout, self.offload, self.offload_folder)
+        return table_of(self.layout, self.offload, self.offload_folders)
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -152,7 +152,7 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
     optimizer = hyper("optimizer", get("optimizer.type"), get("optimizer.params"))
     _say_defaults(checked, early, optimizer)
     layout, mesh = layout_of(get, stage, ranks, notes, early)
-    offload, folder = offload_of(get, stage, notes, early)
+    offload, folders = offload_of(get, stage, notes, early)
     precision = precision_of(get, given, stage, notes)
     values, origins = _effective(checked, batch, precision)
     return Settings(
@@ -161,7 +161,7 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
         accumulate=batch.accumulate if batch else accumulate or 1,
         clip_norm=float(get("gradient_clipping")) or None,
         precision=precision, layout=layout, mesh=mesh,
-        offload=offload, offload_folder=folder, overlap=overlap_of(get), scaling=loss_scale_of(get),
+        offload=offload, offload_folders=folders, overlap=overlap_of(get), scaling=loss_scale_of(get),
         optimizer=optimizer,
         scheduler=hyper("scheduler", get("scheduler.type"), get("scheduler.params")),
         notes=tuple(notes),
