@@ -11,6 +11,7 @@ means, and raises a sentence of its own where it is used.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,6 +92,7 @@ __all__ = [
     "replace_backward",
     "replace_data_check",
     "set_versions",
+    "step_pre_hooks",
     "storage_key",
     "swap_impl",
     "top_saved_hooks",
@@ -187,6 +189,11 @@ INTERNALS: tuple[Internal, ...] = (
         "torch.distributed.distributed_c10d._get_default_store", "the one store that every rank shares", "several ranks"
     ),
     Internal("torch.distributed.distributed_c10d._world", "waking ranks that wait in groups of the user's", "that"),
+    Internal(
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+        "whether hooks of the user's see pieces before a step",
+        "Overlap(speculate=...)",
+    ),
     Internal("torch.autograd.profiler._is_profiler_enabled", "names for collectives in traces", "several ranks"),
     Internal("torch._C._profiler._ExperimentalConfig", "all threads in a trace", "shardfold bench --timeline"),
     Internal("torch._C._functorch.peek_interpreter_stack", "deepspeed.utils' name for it", "that call"),
@@ -238,6 +245,11 @@ ATTRIBUTES: tuple[Internal, ...] = (
         "DeepSpeed's schedules",
     ),
     Internal(
+        "torch.optim.Optimizer._optimizer_step_pre_hooks",
+        "whether hooks of the user's see pieces before a step",
+        "Overlap(speculate=...)",
+    ),
+    Internal(
         "torch.optim.Optimizer._opt_called", "no false warning of a schedule that runs ahead", "that warning comes"
     ),
     Internal("torch._ops.OpOverload._schema", "which operations write into their arguments", "selective recomputation"),
@@ -267,8 +279,9 @@ def _find(path: str) -> Any:
     """What is there, or None."""
     try:
         return reduce(getattr, path.split(".")[1:], torch)
-    except AttributeError:
-        return None
+    except AttributeError:  # of a module that its package does not show
+        module, _, name = path.rpartition(".")
+        return getattr(sys.modules.get(module), name, None)
 
 
 def missing() -> list[Internal]:
@@ -309,6 +322,11 @@ def _get(path: str) -> Any:
 
 
 check(missing())
+
+# -- optimizers
+
+step_pre_hooks: Any = _get("torch.optim.optimizer._global_optimizer_pre_hooks")
+"""What is called before the step of every optimizer."""
 
 # -- autograd
 

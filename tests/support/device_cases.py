@@ -60,7 +60,8 @@ class Case:
             ``early``: made under :func:`shardfold.sharded_init`.
         also: what else happens, one of :data:`EVENTS`; ``copies``, ``drops`` and ``sums`` are of the device alone.
         order: of units (see :class:`shardfold.Overlap`); with ``any`` no reduction is under way while others go on, and
-            ``beside`` is the recorded one with a thread of updates.
+            ``beside`` is the recorded one with a thread of updates, ``ahead`` one with updates before their step,
+            ``behind`` one with updates behind it.
         debug: freed memory is filled with NaN.
         gather, reduce: the format on the link; empty: as the elements lie.
         ranks: how many, in groups of two where there are four.
@@ -346,6 +347,8 @@ def _engine(case: Case, model: nn.Module, device: str) -> sf.Engine:
             "recorded": sf.Overlap(),
             "any": sf.Overlap(order="any", reduces_in_flight=0),
             "beside": sf.Overlap(update_thread=True),
+            "ahead": sf.Overlap(speculate="1GiB"),
+            "behind": sf.Overlap(delayed_update=True),
         }[case.order],
         device=device,
         debug=bool(case.debug),
@@ -373,7 +376,7 @@ OPTIONS: Mapping[str, Sequence[Any]] = {
     "onto": ("host", "disk"),
     "model": ("gpt", "twice", "norms", "early"),
     "also": EVENTS,
-    "order": ("recorded", "any", "beside"),
+    "order": ("recorded", "any", "beside", "ahead", "behind"),
     "debug": ("", "debug"),
     "ranks": (2, 4),
 }
@@ -399,6 +402,15 @@ def is_allowed(case: Mapping[str, Any]) -> bool:
             return False  # they rest as master does
     if case.get("layout", "hpz") not in ("hsdp", "hpz", "zero3") and case.get("ranks", 2) == 4:
         return False  # what four ranks add is a second group: the others are not worth the seconds
+    if case.get("order") == "behind" and (case.get("layout") == "fsdp2" or case.get("offload", "grads") == "params"):
+        return False  # they need params apart from master
+    if case.get("order") in ("ahead", "behind") and (
+        case.get("offload", "grads") not in ("grads", "params")
+        or case.get("optimizer", "adamw") not in ("adamw", "sgd")
+        or case.get("moments", "device") != "device"
+        or case.get("onto", "host") != "host"
+    ):
+        return False  # they need gradients and states in host memory, and the fused update
     if case.get("layout") in ("hsdp", "hpz") and case.get("ranks", 4) == 2:
         return False  # one group would be another layout
     if case.get("optimizer") == "adagrad" and case.get("model", "gpt") == "early":
@@ -470,6 +482,8 @@ CORE = (
     Case(offload="params", precision="bf16", ranks=1),
     Case("fsdp2", optimizer="adagrad", offload="master"),
     Case("zero3", "bf16", offload="params", onto="disk", accumulate=2, clip="2"),
+    Case("zero2", "bf16", offload="grads", accumulate=2, clip="2", order="ahead"),
+    Case("zero2", "bf16", offload="grads", clip="2", order="behind"),
 )
 """A mechanism in each: what `make test` runs."""
 

@@ -75,6 +75,10 @@ class Meter:
         self._forward.clear()
         self._forward_moved.clear()
 
+    def arrive(self) -> None:
+        """What an update behind its step gave comes to where it is read: the section is run."""
+        self._sections["arrive"] += 1
+
     def end_step(self, *, skipped: bool = False) -> None:
         self._sections["step"] += not skipped
         self._last, self._step = self._step, _counts()

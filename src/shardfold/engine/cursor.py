@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Condition
+from threading import Condition, get_ident
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Cursor:
         self._moved = Condition()
         self._ahead: dict[str, int] = {}  # operations of each unit that are not done yet
         self._error: BaseException | None = None
+        self._run: Future[None] | None = None
+        self._ident = 0
 
     @contextmanager
     def following(self, track: Track) -> Iterator[None]:
@@ -45,6 +47,15 @@ class Cursor:
         if not track.ops:
             yield
             return
+        self.begin(track)
+        try:
+            yield
+        finally:
+            self._wait()
+        self._raise()
+
+    def begin(self, track: Track) -> None:
+        """The second cursor begins to go through the track; :meth:`end` waits for it."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="shardfold-updates")
         track.restart()
@@ -52,15 +63,33 @@ class Cursor:
         for op in track.ops:
             self._ahead[op.unit] = self._ahead.get(op.unit, 0) + 1
         stream = accelerator.current_stream(self._device)
-        run: Future[None] = self._threads.submit(self._go, track, stream)
-        try:
-            yield
-        finally:
+        self._run = self._threads.submit(self._go, track, stream)
+
+    def end(self) -> None:
+        """All that was begun is done.
+
+        Raises:
+            BaseException: what an operation of the track raised.
+        """
+        self._wait()
+        self._raise()
+
+    def _wait(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
             run.result()  # it never raises
+
+    def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread is the second cursor's."""
+        return get_ident() == self._ident
+
     def _go(self, track: Track, stream: Any) -> None:
+        self._ident = get_ident()
         with accelerator.on(stream):  # updates are in the order of what reads gradients and gathers weights
             for op in track.ops:
                 try:
@@ -82,8 +111,7 @@ class Cursor:
         """
         with self._moved:
             self._moved.wait_for(lambda: self._error is not None or not self._ahead.get(unit))
-        if self._error is not None:
-            raise self._error
+        self._raise()
 
     def close(self) -> None:
         """Ends the thread."""

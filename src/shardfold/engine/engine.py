@@ -65,7 +65,14 @@ from shardfold.numerics.clipping import Clip, one_clip
 from shardfold.numerics.scaling import LossScale, make_scaler
 from shardfold.numerics.token_weights import Shares
 from shardfold.optim.fused import num_moments
-from shardfold.optim.sharded import ShardedOptimizer, build, check_rounding, check_tier
+from shardfold.optim.sharded import (
+    ShardedOptimizer,
+    build,
+    check_delayed,
+    check_rounding,
+    check_speculation,
+    check_tier,
+)
 from shardfold.plan import presets
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import Axis
@@ -241,6 +248,9 @@ class Engine:
             check_rounding(sharded.optimizer)
         if sharded.optimizer is not None:
             check_tier(sharded.optimizer, sharded.layout, self.device)
+        if sharded.optimizer is not None and self.overlap.speculate is not None:
+            clamps = self.clip is not None and self.clip.value is not None
+            check_speculation(sharded.optimizer, sharded.layout, clamps=clamps)
         alike = given(
             sharded.layout, [c.spec for c in cuts], comm.mesh.sizes, sharded.optimizer, sharded.run.lr_schedule,
             accumulate, self.clip, self.loss_scale.rule if self.loss_scale is not None else None,
@@ -262,25 +272,25 @@ class Engine:
         threads = share_of_cores(sharded.comm.agreement.exchange)
         updater = ShardedOptimizer(
             sharded.optimizer, sharded.units, moments, tiers, self.overlap.block, stochastic, threads,
-            self.overlap.compiled_update,
+            self.overlap.compiled_update, self.overlap.delayed_update,
         )  # fmt: skip
         held.callback(updater.close)
+        if self.overlap.delayed_update:
+            check_delayed(sharded.optimizer, sharded.layout, sharded.units)
+        if self.overlap.speculate is not None:
+            sharded.rows.append(updater.snapshots.row)
         sharded.updater = updater
         return updater
 
     def _make_passes(self, table: Layout, accumulate: int, held: ExitStack) -> None:
         """What runs forward, backward and step, and what tells of them."""
-        sharded, precision = self.sharded, self.sharded.rules.default
+        sharded, precision, shares = self.sharded, self.sharded.rules.default, Shares()
         handlers = Handlers(
             sharded.layout, sharded.comm, sharded.tiers, sharded.units, self._updater, self.clip,
-            scale=1.0 / (self.mesh.data_ranks * accumulate), loss_scale=self.loss_scale,
+            scale=1.0 / (self.mesh.data_ranks * accumulate), loss_scale=self.loss_scale, shares=shares,
         )  # fmt: skip
         held.callback(handlers.cursor.close)
-        self.alarm, shares, self._clock = (
-            Alarm(sharded, self.loss_scale, self.clip),
-            Shares(),
-            Clock(sharded.comm.agreement.waited),
-        )
+        self.alarm, self._clock = Alarm(sharded, self.loss_scale, self.clip), Clock(sharded.comm.agreement.waited)
         held.callback(self.alarm.close)
         runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=self.clip)
         #: Some parameters follow the policy of the model as a whole.
@@ -302,6 +312,8 @@ class Engine:
             sharded, self._updater, runner, self._changes, self.loss_scale, self.alarm, shares, self._replaced,
             self._clock,
         )  # fmt: skip
+        if self._stepper is not None:
+            gate.settle = self._stepper.settle
         self._reports = Reports(sharded, table, self._updater, runner, self._replaced, self._clock)
         self.saver, self._base, self._loads = Saver(sharded), Base(sharded), 0
         held.callback(self.saver.close)

@@ -28,6 +28,7 @@ class PassGate:
     def __init__(self, runner: Runner, hooks: Hooks, changes: Changes) -> None:
         self._runner, self._hooks, self._changes = runner, hooks, changes
         self._model = runner.model
+        self.settle: Callable[[], None] = lambda: None  # finishes what the last step began
 
     @property
     def under_way(self) -> bool:
@@ -51,7 +52,9 @@ class PassGate:
         if self._model.run.broken:
             raise UsageError(f"{call}: {self._model.run.broken}: load a checkpoint before going on.")
 
-    def meet(self, what: str, *, follow: bool = False, check: Callable[[], None] | None = None) -> None:
+    def meet(
+        self, what: str, *, follow: bool = False, settle: bool = False, check: Callable[[], None] | None = None
+    ) -> None:
         self.refuse_closed(what)
         self._runner.settle(what)
         self._runner.bring_back("params")  # they may be gathered
@@ -65,9 +68,12 @@ class PassGate:
             error = raised
         if self._runner.meet(what, flags=[error is not None])[0]:
             self._model.comm.agreement.refuse(what, error)
+        if follow or settle:
+            self.settle()
 
     def follow(self) -> None:
         if needed(self._changes):
+            self.settle()
             rebuild.apply(self._changes)
 
     def secure(self) -> None:
@@ -104,6 +110,7 @@ class PassGate:
             if refused:
                 self._model.comm.agreement.refuse(what, refusal)
             if by_hand:
+                self._runner.handlers.withdraw()
                 visible.compare(what)
             self._runner.reduce_late(late)
         finally:

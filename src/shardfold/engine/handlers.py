@@ -7,7 +7,7 @@ Handlers know how to do a thing and never when: the program says that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -21,6 +21,7 @@ from shardfold.engine.norms import Norms
 from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import Clip
 from shardfold.numerics.scaling import Scaler
+from shardfold.numerics.token_weights import Shares
 from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.axes import DATA_AXES, Mesh, Role
@@ -69,6 +70,7 @@ class Handlers:
         clip: Clip | None,
         scale: float,
         loss_scale: Scaler | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self.comm, self.layout, self.tiers = comm, layout, tiers
         self.units = {unit.name: unit for unit in units}
@@ -83,7 +85,7 @@ class Handlers:
         self.detours: set[str] = set()
         self.repeated: set[str] = set()
         self.backward_follows = True
-        self.scale, self.loss_scale = scale, loss_scale
+        self.scale, self.loss_scale, self._shares = scale, loss_scale, shares
         self.lifted = 1.0
         self.set_factors()
 
@@ -180,7 +182,7 @@ class Handlers:
 
     def fill_updated(self, unit: Unit, op: Op, num_bytes: int) -> None:
         """What an update on the host made of ``params`` comes to the device."""
-        if not any(map(any, self.used[unit.name])):
+        if not any(map(any, self.used[unit.name])):  # in the step whose update this was
             self.comm.meter.leave_out(op)
             return
         self.comm.meter.move(op, num_bytes)
@@ -290,6 +292,19 @@ class Handlers:
     def tier_seconds(self) -> TierSeconds:
         """What slower tiers have taken so far."""
         return TierSeconds(self.tiers.waited("host"), self.tiers.waited("disk"), self.updates.seconds)
+
+    def bind_speculate(self, op: Op) -> Call:
+        """Begins to update a unit before its step; not where the weights of micro-batches, which are added up in the
+        step, will multiply its gradients."""
+        assert self.optimizer is not None
+        unit, shares = self.units[op.unit], self._shares
+        begin = partial(self.optimizer.speculate, unit, str(op))
+        return lambda: None if shares is not None and shares.any else begin()
+
+    def withdraw(self, units: Iterable[Unit] | None = None) -> None:
+        """Updates before their step are undone (see :meth:`ShardedOptimizer.withdraw`)."""
+        if self.optimizer is not None:
+            self.optimizer.withdraw(units)
 
     def bind_move(self, op: Op) -> Call:
         """Brings a unit's state to where it is updated, or to where it rests; nothing moves of a unit that no rank
@@ -404,6 +419,7 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "UPDATE": Handlers.bind_update,
     "STORE": Handlers.bind_move,
     "JOIN": lambda do, op: partial(do.cursor.join, op.unit),
+    "SPECULATE": Handlers.bind_speculate,
 }
 """What binds an operation, by verb; all that are no markers."""
 

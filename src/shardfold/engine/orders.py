@@ -21,7 +21,7 @@ from shardfold.engine.track import Section, Track
 from shardfold.errors import OrderError
 from shardfold.numerics.clipping import Clip
 from shardfold.plan import passes, program
-from shardfold.plan.cost import fetched_bytes
+from shardfold.plan.cost import fetched_bytes, room_for, snapshot_bytes
 from shardfold.plan.layout import Layout
 from shardfold.plan.order import contradiction, describe, merge_orders, with_missing
 from shardfold.plan.passes import Overlap
@@ -114,6 +114,7 @@ class Orders:
         train = self._with_missing(self.found["train"], inner)
         back = self._with_missing(self.found["backward"], train[::-1])
         evaluation = self._with_missing(self.found["eval"], train)
+        lower = partial(lower, delayed=self._overlap.delayed_update, speculated=self._speculated(back, specs))
         shape = partial(
             passes.apply, overlap=self._overlap, late=frozenset(self.late | self._unplaced(inner)),
             fetched=partial(self._fetched_bytes, {spec.name: spec for spec in specs}),
@@ -123,7 +124,8 @@ class Orders:
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
             name: lower().section("forward" if name in ("train", "eval") else name) for name in SECTIONS
         }
-        sections = {name: self.program.section(name) for name in ("backward", "last", "quiet", "step", "beside")}
+        names = ("backward", "last", "quiet", "step", "beside", "behind", "arrive")
+        sections = {name: self.program.section(name) for name in names}
         sections["closing"] = passes.closing(self.program, self._overlap)
         sections["train"] = self.program.forward
         sections["eval"] = shape(lower(forward=evaluation)).forward
@@ -136,6 +138,19 @@ class Orders:
         optimizer = self._handlers.optimizer
         moments = optimizer.num_moments() if optimizer is not None else 0
         return fetched_bytes(op, self._layout, units[op.unit], self._comm.mesh.sizes, moments)
+
+    def _speculated(self, backward: Sequence[str], specs: Sequence[UnitSpec]) -> set[str]:
+        """Names of the units that are updated before their step; their snapshots get memory, those of the units that
+        backward is done with first, as far as there is room."""
+        optimizer, mesh, room = self._handlers.optimizer, self._comm.mesh.sizes, self._overlap.snapshot_bytes
+        if optimizer is None or not room:
+            return set()
+        by_name = {spec.name: spec for spec in specs}
+        order = [by_name[name] for name in (*dict.fromkeys(backward), *sorted(self.roots))]
+        moments = optimizer.num_moments()
+        sizes = room_for({spec.name: snapshot_bytes(self._layout, spec, mesh, moments) for spec in order}, room)
+        optimizer.snapshots.place(sizes)
+        return set(sizes)
 
     def _unplaced(self, inner: Sequence[str]) -> set[str]:
         """Units that had all their gradients in no recorded backward, where a rank shows the sums behind it: whenever

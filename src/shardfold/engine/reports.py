@@ -105,6 +105,8 @@ class Reports:
         specs = [unit.spec for unit in model.units]
         moments, kept = (updater.num_moments(), updater.kept_bytes()) if updater is not None else (0, None)
         held = resting_bytes(model.layout, specs, sizes, num_moments=moments, padded=True, kept=kept)
+        if updater is not None and updater.snapshots.planned:
+            held["snapshots", Tier.HOST] = float(updater.snapshots.planned)
         temporary = model.comm.transport.temporary
         return explain(
             self._table, model.layout, self._runner.orders.program, specs, sizes, held, self._runner.accumulate,

@@ -305,6 +305,7 @@ class Runner:
     @_uninterrupted
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
+        self.handlers.withdraw()
         self._state.micro_batch, self._state.gradients_ready = 0, False
         self._state.attempt += 1
         self.visible.forget()
@@ -317,6 +318,7 @@ class Runner:
 
     def _optimizer_zero_grad(self, set_to_none: bool) -> None:
         self.settle("optimizer.zero_grad()")
+        self.handlers.withdraw()
         self.visible.drop(zero=not set_to_none)
 
     # -- forward events
@@ -432,6 +434,7 @@ class Runner:
         if self._interrupted:
             self.reset()
         self.bring_back()
+        self.handlers.withdraw()  # of a step that this backward adds to
         self._delivered, self._boundary_before = False, self._state.gradients_ready
         nested = self._pass is not None
         last = self.last if self.last is not None else self._state.micro_batch + 1 >= self.accumulate
@@ -565,6 +568,7 @@ class Runner:
     def reduce_late(self, late: Sequence[Unit]) -> None:
         """[Note: late gradients]: one more reduction for these units, now and, from the next step on, at the end."""
         if late:
+            self.handlers.withdraw(late)
             with self.between(self.orders.late_track(late)) as track:
                 track.finish()
         if not self._asked_backward:

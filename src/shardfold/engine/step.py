@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardfold.activations.modes import Replacements
 from shardfold.engine.damage import Damage
+from shardfold.engine.delayed import Delayed
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock
 from shardfold.engine.track import Track
@@ -53,11 +54,15 @@ class Stepper:
         self._model, self._updater, self._runner, self._changes = model, updater, runner, changes
         self._scaler, self._alarm, self._shares, self._replaced, self._clock = scaler, alarm, shares, replaced, clock
         self._handlers, self._norms = runner.handlers, runner.handlers.norms
+        self._delayed: list[Delayed] = []  # updates of the last step that are still to arrive
 
     def step(self) -> StepReport:
         """See :meth:`Engine.step`; at the boundary, with gradients."""
         with self._model.comm.agreement.uninterrupted():
-            return self._step()
+            try:
+                return self._step()
+            finally:
+                self._handlers.withdraw()  # where no update was
 
     def _step(self) -> StepReport:
         model, run, runner, scaler = self._model, self._model.run, self._runner, self._scaler
@@ -74,6 +79,7 @@ class Stepper:
         if said[1]:
             self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX))
         if said[2]:
+            self._handlers.withdraw()  # of other gradients
             runner.visible.compare("engine.step()")
         scale = self._handlers.lifted
         updated = self._update()
@@ -120,6 +126,7 @@ class Stepper:
         for unit in model.units:
             unit.gradients.complete()  # one rank: nothing was sent, so nothing is complete
         used, weighed, overflowed = self._agree()
+        self.settle()
         if overflowed:
             for unit in model.units:
                 unit.forget_gradients()
@@ -136,19 +143,19 @@ class Stepper:
         if weighed:
             handlers.set_factors()
         runner.end_step()
-        self._refuse_half(handlers.damage)
+        self._refuse_half(handlers.damage, self._model.run.steps + 1)
         return True
 
-    def _refuse_half(self, damage: Damage) -> None:
+    def _refuse_half(self, damage: Damage, step: int) -> None:
         """
         Raises:
             StepError: on every rank: some rank could not do its part of the updates.
         """
         run = self._model.run
         if damage.unfinished:
-            run.broken = f"step {run.steps + 1} ended half-way ({damage.unfinished})"
+            run.broken = f"step {step} ended half-way ({damage.unfinished})"
             raise StepError(
-                f"step {run.steps + 1} ended half-way: {damage.unfinished}. Some weights and moments are of this step "
+                f"step {step} ended half-way: {damage.unfinished}. Some weights and moments are of this step "
                 "and others of the one before, or gone, so engine.step() and engine.save() are refused from now on: "
                 "engine.load() of a checkpoint puts all of them right."
             ) from damage.cause
@@ -193,7 +200,34 @@ class Stepper:
                     words = str(error).partition("\n")[0]
                     run.broken = f"step {run.steps + 1} ended half-way ({type(error).__name__}: {words})"
                 raise
-            damage.tell(self._model.comm)
+            if not self._delayed:
+                damage.tell(self._model.comm)
+
+    def settle(self) -> None:
+        """What the last step began to update is done, and what it gave comes to where it is read; all ranks do it.
+
+        Raises:
+            StepError: on every rank: some rank could not do its part of the updates.
+        """
+        if not self._delayed:
+            return
+        delayed, self._delayed = self._delayed, []
+        handlers, runner, model = self._handlers, self._runner, self._model
+        handlers.cursor.end()
+        for each in delayed:
+            each.settle()
+        handlers.damage.tell(model.comm)
+        assert handlers.optimizer is not None
+        with model.comm.agreement.uninterrupted(), torch.no_grad():
+            model.gate.secure()  # what users wrote into parameters that others come over now
+            handlers.optimizer.take_updated()
+            model.comm.meter.arrive()
+            with runner.between(runner.orders.tracks["arrive"]) as track:
+                track.finish()
+        for unit in model.units:
+            torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
+        self._changes.updated()
+        self._refuse_half(handlers.damage, model.run.steps)
 
     def _run(self, track: Track, used: dict[str, list[list[bool]]]) -> None:
         """The optimizer's step, with whatever hooks it has around it."""
@@ -202,6 +236,11 @@ class Stepper:
             host = self._model.layout.updates_on is Tier.HOST
             with torch.no_grad(), self._handlers.updating() if host else nullcontext():
                 self._updater.step_whole(self._model.units, used, self._norms.coefficient)
-        with self._handlers.cursor.following(self._runner.orders.tracks["beside"]):
+        cursor, tracks = self._handlers.cursor, self._runner.orders.tracks
+        with cursor.following(tracks["beside"]):
             track.finish()
         self._model.tiers.forget_spares()
+        if tracks["behind"].ops:
+            self._updater.hold(self._model.units, used, self._norms.coefficient(torch.device("cpu")))
+            cursor.begin(tracks["behind"])
+            self._delayed = Delayed.over(cursor, self._model.units)

@@ -14,7 +14,9 @@ Sources: Adam (arXiv 1412.6980), AdamW (arXiv 1711.05101), SGD with momentum as 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -25,17 +27,23 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from shardfold import accelerator
 from shardfold.optim.compiled import constants
+from shardfold.optim.speculation import Room, Speculation, Terms
 from shardfold.optim.threads import UpdateThreads
 from shardfold.plan.layout import Tier
 from shardfold.sharding.segment import Segment
 from shardfold.tiers.tier import Region
 from shardfold.torch_internals import fused_adam_, fused_adamw_, fused_sgd_
 
-__all__ = ["FusedShard", "fused_moments", "num_moments", "why_not_fused"]
+__all__ = ["FusedShard", "fused_moments", "num_moments", "options_of", "terms_of", "why_not_fused"]
 
 T = TypeVar("T")
 
 CPU_BLOCK = 64 * 1024  # with all that is read and written, 1.4 MB of fp32 states and 16-bit gradients and copies
+OPTIONS = (
+    "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay", "momentum", "dampening",
+    "nesterov",
+)  # fmt: skip
+"""What an update reads of its group."""
 DEVICE_BLOCK = 64 * 1024 * 1024
 COMPILED_BLOCK = 4 * 1024 * 1024  # it reads and writes every byte once, so cache sets no limit, and calls cost
 
@@ -119,11 +127,61 @@ class FusedShard:
         """Of all moments."""
         return sum(region.nbytes for region in self.moments.values())
 
-    def update(self, group: Mapping[str, Any], used: Sequence[bool], coefficient: Tensor | None, block: int) -> None:
+    def speculate(
+        self, terms: Terms, block: int, room: Room, begin: Callable[[Callable[[], None]], Future[None]], name: str
+    ) -> None:
+        """Begins the update of a step that is not known yet, in host memory, by ``begin``, behind a snapshot in
+        ``room``. The next :meth:`update` keeps or undoes it."""
+        segment, steps = self.segment, self.steps
+        dtypes = [segment.dtypes["master"], *(region.dtype for region in self.moments.values())]
+        copies = [room.take(segment.shard_numel, dtype) for dtype in dtypes]
+        out = room.take(segment.shard_numel, segment.dtype) if segment.keeps_copy else None
+        factor = None if terms.factor is None else torch.full((), terms.factor)
+
+        def update(terms: Terms, out: Tensor | None) -> None:
+            self._update(terms.options, terms.used, factor, block, out)
+
+        def states() -> list[Tensor]:
+            assert segment.master is not None
+            return [segment.master, *(region.values() for region in self.moments.values())]
+
+        def restore() -> None:
+            self.steps = steps
+
+        Speculation(segment, terms, update, states, restore, out, copies, name, begin)
+
+    def update(
+        self, group: Mapping[str, Any], used: Sequence[bool], coefficient: Tensor | None, block: int, *,
+        apart: bool = False,
+    ) -> None:  # fmt: skip
         """One step for the parameters that some rank used; ``coefficient`` (0-d) multiplies the gradients. One that
-        raises is not counted."""
+        raises is not counted. What was done of it before stands, if it is the same. ``apart``: the compute-dtype copy
+        waits in host memory until it is asked for (:meth:`take_updated`)."""
+        segment = self.segment
+        if isinstance(before := segment.under_way, Speculation):
+            if before.stands(terms_of(group, used, coefficient)):
+                self.take_updated()
+                return
+            before.settle()
         if not any(used):
             return
+        aside = self.empty(segment.shard_numel, segment.dtype) if apart and segment.keeps_copy else None
+        self._update(group, used, coefficient, block, aside)
+
+    def take_updated(self) -> None:
+        """Where no operation of the program brings to ``params`` what the update made of them, this does."""
+        segment, params = self.segment, self.segment.table.params
+        if segment.updated is not None and params is not None and params.tier is not Tier.DEVICE:
+            assert segment.compute_range is not None
+            segment.compute_range.copy_(segment.updated)
+            segment.updated = None
+
+    def _update(
+        self, group: Mapping[str, Any], used: Sequence[bool], coefficient: Tensor | None, block: int,
+        aside: Tensor | None,
+    ) -> None:  # fmt: skip
+        """``aside``: memory of the host that takes the compute-dtype copy; None: it goes where it rests, or on its way
+        there."""
         steps = [count + was_used for count, was_used in zip(self.steps, used, strict=True)]
         table = self.segment.table
         near = table.updates_on is Tier.DEVICE
@@ -132,7 +190,7 @@ class FusedShard:
             # What was fetched is waited for here, not before.
             self.here = [region.get() if comes else region.values() for region in self.moments.values()]
             runs = list(self._runs(used, steps))
-            out = self._out(whole=[run[:2] for run in runs] == [(0, self.segment.shard_numel)])
+            out = self._out(aside, whole=[run[:2] for run in runs] == [(0, self.segment.shard_numel)])
             for start, stop, step in runs:
                 self._update_run(start, stop, step, group, coefficient, block, out)
         except BaseException:
@@ -142,20 +200,21 @@ class FusedShard:
         if table.moments.tier is table.updates_on:
             self.here = []  # nothing stores them: the regions alone have their memory
 
-    def _out(self, *, whole: bool) -> Tensor | None:
+    def _out(self, aside: Tensor | None, *, whole: bool) -> Tensor | None:
         """Where the compute-dtype copy of the master range is written, ``(n,)``, if there is one: memory of the host,
         ``Segment.updated``, from which it goes to the device or a file, where the update is on the host and that copy
-        is not."""
+        is not, or where it goes ``aside``."""
         segment = self.segment
         out, master = segment.compute_range, segment.master
         if not segment.keeps_copy:
             return None
         assert master is not None
-        if out is not None and out.device == master.device:
+        near = out is not None and out.device == master.device
+        if near and aside is None:
             return out
-        segment.updated = self.empty(segment.shard_numel, segment.dtype)
+        segment.updated = self.empty(segment.shard_numel, segment.dtype) if aside is None else aside
         if not whole:
-            segment.updated.copy_(master)
+            segment.updated.copy_(out if near and out is not None else master)
         return segment.updated
 
     def _runs(self, used: Sequence[bool], steps: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -333,6 +392,16 @@ class FusedShard:
             grad_scale=None,
             found_inf=None,
         )
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What an update reads of a group, as it is now."""
+    return {name: copy.deepcopy(group[name]) for name in OPTIONS if name in group}
+
+
+def terms_of(group: Mapping[str, Any], used: Sequence[bool], coefficient: Tensor | None) -> Terms:
+    """What an update with these depends on."""
+    return Terms(options_of(group), tuple(used), None if coefficient is None else float(coefficient))
 
 
 def _batches(slots: Sequence[tuple[int, int, int]], block: int) -> list[list[tuple[int, int, int, int]]]:

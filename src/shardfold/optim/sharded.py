@@ -10,7 +10,7 @@ then updated by the fused pass of ``fused``; any other class by its own ``step``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -24,9 +24,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.optim.compiled import compiled_adam
-from shardfold.optim.fused import FusedShard, fused_moments, why_not_fused
+from shardfold.optim.fused import FusedShard, fused_moments, options_of, terms_of, why_not_fused
 from shardfold.optim.guard import Guard
 from shardfold.optim.parts import Link, PartOptimizer, Place
+from shardfold.optim.speculation import Snapshots, Speculation
 from shardfold.optim.threads import UpdateThreads
 from shardfold.plan.cost import Sent
 from shardfold.plan.layout import Cell, Layout, Tier
@@ -37,6 +38,7 @@ from shardfold.sharding.shard import Shard
 from shardfold.sharding.unit import Unit
 from shardfold.tiers.tier import Region
 from shardfold.tiers.tiers import Tiers
+from shardfold.torch_internals import step_pre_hooks
 
 __all__ = ["ShardedOptimizer", "build", "check_rounding", "check_tier"]
 
@@ -144,6 +146,56 @@ def check_compiled(optimizer: Optimizer, stochastic: int | None) -> None:
         )
 
 
+def check_speculation(optimizer: Optimizer, layout: Layout, *, clamps: bool) -> None:
+    """Whether units can be updated before their step.
+
+    Raises:
+        ConfigError: not with this optimizer, or where states rest; the message says why, and what would mend it.
+    """
+    call = "Overlap(speculate=...) updates units in host memory as their gradients come there"
+    _check_on_host(call, "speculate", optimizer, layout)
+    if clamps:
+        raise ConfigError(f"{call}, before Clip(value=...) cuts them: clip their norm, or leave speculate out.")
+
+
+def check_delayed(optimizer: Optimizer, layout: Layout, units: Sequence[Unit]) -> None:
+    """Whether updates can go on behind their step.
+
+    Raises:
+        ConfigError: not with this optimizer, or where states rest; the message says why, and what would mend it.
+    """
+    call = "Overlap(delayed_update=True) updates in host memory while the next step computes"
+    _check_on_host(call, "delayed_update", optimizer, layout)
+    for unit in units:
+        for segment in unit.trainable:
+            if segment.table.params is None or segment.master_is_rest:
+                raise ConfigError(
+                    f"{call}, which reads params meanwhile: they need a copy apart from master, as zero2 and zero3 "
+                    "have on the device; choose one of these, or leave delayed_update out."
+                )
+
+
+def _check_on_host(call: str, option: str, optimizer: Optimizer, layout: Layout) -> None:
+    """
+    Raises:
+        ConfigError: gradients and what the update writes are not in host memory, or it is not the fused one.
+    """
+    away = [name for name in ("grads", "master", "moments") if layout.cells()[name].tier is not Tier.HOST]
+    if away:
+        raise ConfigError(
+            f"{call}, but {away[0]} rest in the {layout.cells()[away[0]].tier} tier: give offload='host'."
+        )
+    if layout.share != 1.0:
+        raise ConfigError(
+            f"{call}, but with share={layout.share:g} some units' states stay on the device: let all of them rest in "
+            f"host memory, as offload='host' does, or leave {option} out."
+        )
+    if layout.params is not None and layout.params.tier is Tier.DISK:
+        raise ConfigError(f"{call}, but params rest in the disk tier: let them rest on the device or in host memory.")
+    if why := why_not_fused(optimizer):
+        raise ConfigError(f"{call}, which works for AdamW, Adam and SGD, but {why}, or leave {option} out.")
+
+
 @dataclass(frozen=True)
 class _Piece:
     """This rank's part of one parameter: ``start`` is its place in the master shard of the segment."""
@@ -167,6 +219,7 @@ class ShardedOptimizer:
         stochastic: the seed, where a bf16 master is rounded stochastically; None: to the nearest.
         threads: how many update what is in host memory.
         compiled: whether a compiled pass does.
+        delayed: whether updates go on behind their step (see :meth:`hold`).
 
     Raises:
         ConfigError: it cannot be compiled, or could not be.
@@ -174,7 +227,7 @@ class ShardedOptimizer:
 
     def __init__(
         self, optimizer: Optimizer, units: Sequence[Unit], moments: Cell, tiers: Tiers, block: int,
-        stochastic: int | None = None, threads: int = 1, compiled: bool = False,
+        stochastic: int | None = None, threads: int = 1, compiled: bool = False, delayed: bool = False,
     ) -> None:  # fmt: skip
         self.torch_optimizer = optimizer
         self.guard: Guard | None = None  # against calls of users'
@@ -186,7 +239,9 @@ class ShardedOptimizer:
         self._fused: dict[int, FusedShard] = {}
         self._names = fused_moments(optimizer)
         self._stochastic, self._threads = stochastic, UpdateThreads(threads)
-        self._compiled = compiled
+        self._compiled, self.delayed = compiled, delayed
+        self._held: dict[int, tuple[Mapping[str, Any], Sequence[bool], Tensor | None]] = {}  # by segment
+        self.snapshots = Snapshots(tiers.device.device)
         for unit in units:
             self.add(unit)
         if compiled and not any(shard.compiled for shard in self._fused.values()):
@@ -199,6 +254,8 @@ class ShardedOptimizer:
 
     def close(self) -> None:
         """The optimizer is its user's again."""
+        self.withdraw()
+        self.snapshots.close()
         self._threads.close()
         if self.guard is not None:
             self.guard.close()
@@ -225,6 +282,8 @@ class ShardedOptimizer:
         def step(optimizer: Optimizer) -> None:
             update()
 
+        if self._has_pre_hooks():  # which see the pieces, and may change them
+            self.withdraw()
         Optimizer.profile_hook_step(step)(self.torch_optimizer)
 
     def fetch(self, unit: Unit) -> None:
@@ -255,6 +314,63 @@ class ShardedOptimizer:
         """Of the state that :meth:`fetch` and :meth:`store` bring."""
         return sum(self._fused[id(segment)].nbytes for segment in unit.trainable)
 
+    def speculate(self, unit: Unit, name: str) -> None:
+        """Begins to update a unit's master ranges as its gradients are now, for a step whose norm is not known yet; the
+        next :meth:`update` keeps or undoes that. What has no room for its snapshot is left to that one.
+
+        Args:
+            unit: whose gradients are summed.
+            name: of the operation, for a trace.
+        """
+        room = self.snapshots.room(unit.name)
+        if room is None or self._has_pre_hooks():
+            return
+        for segment, used in zip(unit.trainable, unit.gradients.used, strict=True):
+            if any(used):
+                group = self.torch_optimizer.param_groups[segment.spec.group]
+                coefficient = None if segment.unscale == 1.0 else torch.full((), segment.unscale)
+                terms = terms_of(group, used, coefficient)
+                self._fused[id(segment)].speculate(terms, self._block, room, self.snapshots.begin, name)
+
+    def hold(self, units: Sequence[Unit], used: Mapping[str, Sequence[Sequence[bool]]], factor: Tensor | None) -> None:
+        """The next updates, which go on behind the step, are with hyper-parameters and factors as they are now: users
+        may change them meanwhile. Arguments are as of :meth:`update`."""
+        self._held = {
+            id(segment): (
+                options_of(self.torch_optimizer.param_groups[segment.spec.group]),
+                flags,
+                _factor(segment, factor),
+            )
+            for unit in units
+            for segment, flags in zip(unit.trainable, used[unit.name], strict=True)
+        }
+
+    def take_updated(self) -> None:
+        """What updates behind their step made of parameters that rest in host memory is there."""
+        for shard in self._fused.values():
+            shard.take_updated()
+
+    def withdraw(self, units: Iterable[Unit] | None = None) -> None:
+        """What was updated before its step, of these units or all, is as it was before: its gradients change, or are
+        dropped."""
+        segments = [s for unit in units for s in unit.trainable] if units is not None else self._segments()
+        for segment in segments:
+            if isinstance(segment.under_way, Speculation):
+                segment.under_way.settle()
+
+    def _has_pre_hooks(self) -> bool:
+        """Whether something of the user's is called before each step."""
+        return bool(step_pre_hooks or self.torch_optimizer._optimizer_step_pre_hooks)  # pyright: ignore
+
+    def _segments(self) -> Iterator[Segment]:
+        return (shard.segment for shard in self._fused.values())
+
+    def _shard(self, segment: Segment) -> FusedShard:
+        """The state of a segment, as it is after the last step."""
+        if segment.under_way is not None:
+            segment.under_way.settle()
+        return self._fused[id(segment)]
+
     def update(self, unit: Unit, used: Sequence[Sequence[bool]], coefficient: Tensor | None) -> None:
         """The step for one unit's master ranges; the compute copy of what changed is written too.
 
@@ -268,7 +384,9 @@ class ShardedOptimizer:
                 nothing.
         """
         for segment, flags in zip(unit.trainable, used, strict=True):
-            if self._names is not None:
+            if self.delayed:
+                self._fused[id(segment)].update(*self._held[id(segment)], self._block, apart=True)
+            elif self._names is not None:
                 group = self.torch_optimizer.param_groups[segment.spec.group]
                 self._fused[id(segment)].update(group, flags, _factor(segment, coefficient), self._block)
             elif segment.compute_range is not None and segment.keeps_copy:
@@ -360,6 +478,7 @@ class ShardedOptimizer:
 
     def drop(self, unit: Unit) -> None:
         """Forgets a unit that is no more, and its state."""
+        self.withdraw([unit])
         for segment in unit.trainable:
             if (shard := self._fused.pop(id(segment), None)) is not None:
                 for moment in shard.moments.values():
@@ -456,7 +575,7 @@ class ShardedOptimizer:
         """What is kept for each slot of which this rank has a piece: ``{slot: (elements, {name: value})}``, with
         :class:`PerElement` in place of what has a value for each element. The fused update knows it of every slot."""
         if self._names is not None:
-            shard = self._fused[id(segment)]
+            shard = self._shard(segment)
             each = {name: PerElement(moment.dtype) for name, moment in shard.moments.items()}
             return {slot: (1, {**each, "step": step}) for slot, step in enumerate(shard.steps)}
         said: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -474,7 +593,7 @@ class ShardedOptimizer:
     def stored(self, segment: Segment, slot: int) -> Iterator[tuple[str, int, Tensor | Shard]]:
         """``(name, elements per value, values)`` of this rank's piece of a parameter, as they are kept."""
         if self._names is not None:
-            for name, moment in self._fused[id(segment)].moments.items():
+            for name, moment in self._shard(segment).moments.items():
                 yield name, 1, Shard(moment, 0, segment.shard_numel).part(segment.own_piece(slot)[0])
             return
         for piece in self._pieces_of(segment, slot):
@@ -486,14 +605,14 @@ class ShardedOptimizer:
     def kept_once(self, segment: Segment, slot: int) -> dict[str, Any]:
         """What a parameter has once, such as its step count; where this rank has a piece of it."""
         if self._names is not None:
-            return {"step": self._fused[id(segment)].steps[slot]}
+            return {"step": self._shard(segment).steps[slot]}
         return {name: value for piece in self._pieces_of(segment, slot) for name, value in self._once(piece).items()}
 
     def state_shard(self, segment: Segment, name: str, dtype: torch.dtype) -> Tensor:
         """That state of this rank's master range on the device, ``(length / parts,)``, to be read; zeros where a class
         of the user's has none."""
         if self._names is not None:
-            return self._fused[id(segment)].moments[name].get()
+            return self._shard(segment).moments[name].get()
         shard = torch.zeros(segment.shard_numel, dtype=dtype, device=segment.update_device)
         for piece in self._pieces[id(segment)]:
             if name in self._dtypes(piece):
@@ -507,7 +626,7 @@ class ShardedOptimizer:
         """
         part = segment.own_piece(slot)
         if self._names is not None:
-            shard = self._fused[id(segment)]
+            shard = self._shard(segment)
             Shard(shard.moments[name], 0, segment.shard_numel).part(part[0]).write(values[part[1]])
             if changed and shard.kind is SGD:  # a first step would overwrite the momentum instead of reading it
                 shard.steps[slot] = max(1, shard.steps[slot])
@@ -532,7 +651,7 @@ class ShardedOptimizer:
         """The state of some parameters becomes what it is before their first step; that of all of a segment also where
         it cannot be read any more."""
         if self._names is not None:
-            shard = self._fused[id(segment)]
+            shard = self._shard(segment)
             for slot in slots:
                 shard.steps[slot] = 0
             for moment in shard.moments.values() if slots else ():
@@ -553,7 +672,7 @@ class ShardedOptimizer:
 
     def moment(self, segment: Segment, name: str) -> Region | None:
         """What that moment of the fused update rests in, ``(length / parts,)``; None: the state is kept in pieces."""
-        return self._fused[id(segment)].moments[name] if self._names is not None else None
+        return self._shard(segment).moments[name] if self._names is not None else None
 
     def take_piece(self, segment: Segment, slot: int, name: str, shard: Tensor) -> None:
         """Writes this rank's piece of a state from a shard of the master range, or makes it; 16-bit values stay so."""
@@ -568,7 +687,7 @@ class ShardedOptimizer:
         """Sets a state that a parameter has once, such as its step count."""
         if self._names is not None:
             if name == "step":
-                self._fused[id(segment)].steps[slot] = int(value)
+                self._shard(segment).steps[slot] = int(value)
             return
         if self._ours is not None and name == "step":
             value = int(value)

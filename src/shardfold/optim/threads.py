@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from threading import Barrier
+from threading import Barrier, Lock
 from typing import TypeVar
 
 import torch
@@ -32,6 +32,7 @@ class UpdateThreads:
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool: ThreadPoolExecutor | None = None
+        self._starting = Lock()
 
     def share(self, blocks: Iterable[T], work: Callable[[Iterator[T]], object]) -> None:
         """Returns when every block was taken: each thread calls ``work`` with an iterator over those that it gets.
@@ -57,7 +58,8 @@ class UpdateThreads:
                     left.clear()
                     raise
 
-        pool = self._pool = self._pool or _started(self.count)
+        with self._starting:
+            pool = self._pool = self._pool or _started(self.count)
         runs: list[Future[None]] = []
         try:
             for _ in range(count):

@@ -28,7 +28,9 @@ __all__ = [
     "peak_bytes",
     "resting_bytes",
     "ring_bytes",
+    "room_for",
     "section_traffic",
+    "snapshot_bytes",
     "state_bytes",
     "step_of",
     "summed_bytes",
@@ -198,6 +200,31 @@ def _resting_bytes(op: Op, layout: Layout, segment: SegmentSpec, mesh: Sizes) ->
     return held.get(op.source, held.get("params", 0.0))
 
 
+def snapshot_bytes(layout: Layout, unit: UnitSpec, mesh: Sizes, num_moments: int = 2) -> int:
+    """Bytes that one rank needs to update a unit before it is known whether that stands: copies of what the update
+    writes, and what it makes of ``params``, which waits there."""
+    total = 0.0
+    for segment in unit.segments:
+        if segment.trainable:
+            table = segment.table_or(layout)
+            size = ITEMSIZE[segment.dtype_for("master", layout)]
+            size += num_moments * ITEMSIZE[segment.dtype_for("moments", layout)]
+            if table.params is not None and "master" not in table.aliases(own=segment.own):
+                size += ITEMSIZE[segment.dtype]
+            total += segment.length * size / table.master.parts(mesh)
+    return int(total)
+
+
+def room_for(sizes: Mapping[str, int], room: int) -> dict[str, int]:
+    """Those of ``sizes``, by name, that have room together, the first ones first."""
+    found: dict[str, int] = {}
+    for name, num_bytes in sizes.items():
+        if 0 < num_bytes <= room:
+            found[name] = num_bytes
+            room -= num_bytes
+    return found
+
+
 def ring_bytes(verb: str, full: float, ranks: int) -> float:
     """Bytes one rank sends for a collective whose whole tensor has ``full`` bytes (ZeRO, section 7)."""
     if ranks == 1:
@@ -232,7 +259,7 @@ def traffic(
 
 def step_of(micro_batches: int) -> dict[str, int]:
     """How often each section runs in a step."""
-    return {"forward": micro_batches, "backward": micro_batches - 1, "last": 1, "step": 1}
+    return {"forward": micro_batches, "backward": micro_batches - 1, "last": 1, "step": 1, "arrive": 1}
 
 
 def section_traffic(
@@ -269,7 +296,7 @@ def in_use(
     """
     by_name = {unit.name: unit for unit in units}
     held: dict[tuple[str, str], float] = {}
-    for section in ("forward", "backward", "forward", "last", "step", "beside"):
+    for section in ("forward", "backward", "forward", "last", "arrive", "step", "beside", "behind"):
         for number, op in enumerate(program.section(section)):
             if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target == "flat":
                 flats = sum(s.length * ITEMSIZE[s.dtype] for s in by_name[op.unit].segments)

@@ -14,6 +14,7 @@ from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_integer
 from shardfold.plan.layout import Tier
 from shardfold.plan.program import MARKERS, REDUCTIONS, Op, Program
+from shardfold.plan.sizes import parse_bytes
 
 __all__ = ["Overlap", "apply", "closing", "defer_reduce", "delay_waits", "late", "prefetch", "updates_beside"]
 
@@ -43,6 +44,13 @@ class Overlap:
             gathered behind their update is gathered while the next one is updated.
         compiled_update: whether the update of 16-bit parameters by AdamW or Adam in host memory is one pass made by
             ``torch.compile``. It needs a C++ compiler, and up to a minute when the engine is made, once per machine.
+        speculate: bytes of host memory, as in ``"2GiB"``, for snapshots of units that are updated in host memory while
+            backward still computes, before the norm and overflows are known. Where the step turns out to be another
+            (clipped, skipped, with another learning rate), the snapshot is restored and the unit updated again: every
+            step is the same to the bit. Units whose snapshot has no room are updated in the step. None: all are.
+        delayed_update: whether updates in host memory go on behind their step, while the next one's forward and
+            backward run, which read the parameters of the step before (ZeRO-Offload, arXiv 2101.06840, section 5). It
+            changes the maths.
 
     Raises:
         ConfigError: a value is negative or unknown.
@@ -54,9 +62,20 @@ class Overlap:
     order: str = "recorded"
     update_thread: bool = False
     compiled_update: bool = False
+    speculate: str | None = None
+    delayed_update: bool = False
 
     def __post_init__(self) -> None:
-        check_flags("Overlap", update_thread=self.update_thread, compiled_update=self.compiled_update)
+        check_flags(
+            "Overlap", update_thread=self.update_thread, compiled_update=self.compiled_update,
+            delayed_update=self.delayed_update,
+        )  # fmt: skip
+        for name in ("speculate", "update_thread"):
+            if self.delayed_update and getattr(self, name):
+                raise ConfigError(
+                    f"Overlap(delayed_update=True, {name}={getattr(self, name)!r}): updates are behind their step, or "
+                    "in it and before: give one of the two."
+                )
         if self.order not in ("recorded", "any"):
             raise ConfigError(f"Overlap.order is {self.order!r}: it is 'recorded' or 'any'.")
         if self.reduces_in_flight is not None and not is_integer(self.reduces_in_flight, 0, 1):
@@ -66,6 +85,16 @@ class Overlap:
                 raise ConfigError(
                     f"Overlap.{name} is {described(getattr(self, name))}: it is an integer and cannot be negative."
                 )
+        if self.speculate is not None and not self.snapshot_bytes:
+            raise ConfigError(
+                f"Overlap.speculate is {described(self.speculate)}: it is a number of bytes, as '2GiB' or '500MB', or "
+                "None."
+            )
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes for snapshots; 0: no unit is updated before its step."""
+        return parse_bytes(self.speculate) or 0 if isinstance(self.speculate, str) else 0
 
 
 def prefetch(
@@ -169,6 +198,8 @@ def apply(
         backward=backward(program.backward),
         last=backward(program.last),
         step=prefetch(program.step, overlap.prefetch, ("FETCH",), ("UPDATE",), fetched),
+        arrive=program.arrive,
+        behind=program.behind,
     )
     return updates_beside(made) if overlap.update_thread else made
 

@@ -1,8 +1,10 @@
 """WHEN things happen: a layout lowered to lists of operations that print as text and parse back.
 
-A program has four sections, or five. ``forward`` and ``backward`` run once per micro-batch, ``last`` replaces
-``backward`` in the last micro-batch of a step, ``step`` is the optimizer step. What is in ``beside`` a second thread
-does while the first does ``step``; there are no collectives in it. ``F u``, ``B u``, ``END`` and ``STEP`` are markers:
+A program has four sections, and others where something asks for them. ``forward`` and ``backward`` run once per
+micro-batch, ``last`` replaces ``backward`` in the last micro-batch of a step, ``step`` is the optimizer step. What is
+in ``beside`` a second thread does while the first does ``step``. Where updates are delayed, it does what is in
+``behind`` behind the step, while the next one computes, and ``arrive`` brings what that gave, before the next updates
+begin. There are no collectives in ``beside`` and ``behind``. ``F u``, ``B u``, ``END`` and ``STEP`` are markers:
 the model's and the optimizer's own work happens there, and everything up to a marker is done before it.
 
     verb            what the engine does
@@ -32,6 +34,8 @@ the model's and the optimizer's own work happens there, and everything up to a m
     FILL            this rank's shard of a state that rests in a slower tier comes to the device, in the dtype of what
                     is filled
     JOIN            the first thread waits until all operations of the unit in ``beside`` are done
+    SPECULATE       a thread begins to update this rank's shard before the norm is known, behind a snapshot of it;
+                    ``UPDATE`` keeps that, or restores the snapshot and updates again
 
 All that handlers and sums of bytes need to know of an operation is in its operands (:class:`Op`), so neither asks
 where in the program it stands. :data:`VERBS` says which operands a verb has.
@@ -41,7 +45,7 @@ No collective is chosen by hand: :func:`redistribute` derives it from how a tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,7 +74,7 @@ __all__ = [
 ]
 
 REDUCTIONS = ("REDUCE_SCATTER", "ALL_REDUCE")
-SUMS = (*REDUCTIONS, "WAIT", "STORE", "DROP")
+SUMS = (*REDUCTIONS, "WAIT", "STORE", "DROP", "SPECULATE")
 """Of a backward: what a unit's gradients go through once all are there."""
 COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
 MARKERS = ("F", "B", "END", "STEP")
@@ -123,13 +127,14 @@ VERBS: Mapping[str, Verb] = {
     "UPDATE": Verb(source="grads", target="master", may=("tier",)),
     "STORE": Verb(("unit", "source", "tier")),
     "JOIN": Verb(),
+    "SPECULATE": Verb(("unit", "tier"), source="grads", target="master"),
 }
 """All verbs. A verb that is not here neither parses nor runs."""
 
 UPDATED = ("master", "moments")
 """States that an update reads and writes."""
 MARK = "   <-- here"
-SECTIONS = ("forward", "backward", "last", "step", "beside")
+SECTIONS = ("forward", "backward", "last", "step", "beside", "behind", "arrive")
 
 PARTIAL = None
 """How a tensor lies whose sum over all ranks is still to be taken."""
@@ -227,6 +232,8 @@ class Program:
     last: tuple[Op, ...] = ()
     step: tuple[Op, ...] = ()
     beside: tuple[Op, ...] = ()
+    behind: tuple[Op, ...] = ()
+    arrive: tuple[Op, ...] = ()
 
     def section(self, name: str) -> tuple[Op, ...]:
         return getattr(self, name)
@@ -243,7 +250,8 @@ class Program:
         """The text form; ``mark = (section, index)`` points at the operation that failed."""
         return "\n".join(
             render_section(name, self.section(name), mark[1] if mark is not None and mark[0] == name else None)
-            for name in (SECTIONS if self.beside else SECTIONS[:-1])
+            for name in SECTIONS
+            if name in SECTIONS[:4] or self.section(name)
         )
 
 
@@ -299,6 +307,8 @@ def lower(
     clamp: bool = False,
     forward: Sequence[str] | None = None,
     backward: Sequence[str] | None = None,
+    speculated: Collection[str] = (),
+    delayed: bool = False,
 ) -> Program:
     """The program of one optimizer step of a bound layout (see :meth:`Layout.bind`).
 
@@ -311,13 +321,17 @@ def lower(
         forward: names of the units that are not roots in the order in which they run, a unit that runs several times
             as often (but never twice in a row: it stays gathered until another begins); None: definition order.
         backward: the same for backward; None: ``forward`` reversed.
+        speculated: names of units that are updated before the norm is known.
+        delayed: updates go on behind their step.
     """
-    lowering = _Lowering(layout, units, mesh, forward, backward)
+    lowering = _Lowering(layout, units, mesh, forward, backward, speculated)
     return Program(
         forward=tuple(lowering.one_pass(True, False)),
         backward=tuple(lowering.one_pass(False, False)),
         last=tuple(lowering.one_pass(False, True)),
-        step=tuple(lowering.step(clip=clip, clamp=clamp)),
+        step=tuple(lowering.step(clip=clip, clamp=clamp, delayed=delayed)),
+        behind=tuple(lowering.behind()) if delayed else (),
+        arrive=tuple(op for op in lowering.updates() if op.verb != "UPDATE") if delayed else (),
     )
 
 
@@ -331,8 +345,9 @@ class _Lowering:
         mesh: Sizes,
         forward: Sequence[str] | None,
         backward: Sequence[str] | None,
+        speculated: Collection[str],
     ) -> None:
-        self._layout, self._units = layout, units
+        self._layout, self._units, self._speculated = layout, units, speculated
         self._mesh = Mesh.of(mesh)
         self._roots = [unit for unit in units if unit.root]
         inner = {unit.name: unit for unit in units if not unit.root}
@@ -403,6 +418,8 @@ class _Lowering:
         if away:
             yield Op("STORE", unit.name, source="grads", tier=str(grads.tier))
             yield Op("DROP", unit.name)
+        if last and unit.name in self._speculated:
+            yield Op("SPECULATE", unit.name, tier=str(unit.table_or(self._layout).updates_on))
 
     def one_pass(self, forward: bool, last: bool) -> Iterator[Op]:
         for unit in self._roots:
@@ -420,12 +437,23 @@ class _Lowering:
         for unit in self._roots:
             yield from self._leave(unit, forward=forward, reduce=() if forward else self._reduces(unit, last))
 
-    def step(self, *, clip: bool, clamp: bool) -> Iterator[Op]:
+    def step(self, *, clip: bool, clamp: bool, delayed: bool) -> Iterator[Op]:
         if clamp:
             yield Op("CLAMP")
         if clip:
             yield Op("NORM")
         yield Op("STEP")
+        if not delayed:
+            yield from self.updates()
+
+    def behind(self) -> Iterator[Op]:
+        """Updates alone, in the order in which the next backward needs the memory of the gradients."""
+        for unit in (*dict.fromkeys(self._back), *self._roots):
+            if unit.trainable:
+                yield from (op for op in self._update(unit) if op.verb == "UPDATE")
+
+    def updates(self) -> Iterator[Op]:
+        """The updates of all units, and what brings what they give to where it is read."""
         waits: list[Op] = []
         for unit in self._units:
             if unit.trainable:

@@ -91,7 +91,7 @@ def gathered(
         yield asked[names[0]] if len(names) == 1 else asked
         return
     if write or of != "params" or not all(home.unit.pins for home in homes):  # else nothing is sent
-        model.gate.meet(what)
+        model.gate.meet(what, settle=of == "params")
     lent: Lent
     with model.comm.agreement.uninterrupted():
         if of == "params":
@@ -396,6 +396,8 @@ class _States:
         if self._of == "master":
             home.segment.take(home.slot, values)
         elif self._of == "grads":
+            if home.segment.under_way is not None:
+                home.segment.under_way.settle()
             piece, part = home.segment.own_piece(home.slot)
             shard = home.segment.shard("grads")
             assert shard is not None

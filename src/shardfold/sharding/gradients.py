@@ -208,6 +208,8 @@ class Gradients:
             raise problem
 
     def _store_one(self, segment: Segment, values: Tensor, note: Callable[[Segment, Tensor], None]) -> None:
+        if segment.under_way is not None and segment.under_way.owns_grads:
+            segment.under_way.settle()
         region = segment.regions["grads"]
         if region.resting is not None:
             if self.sums is Sums.OWN:

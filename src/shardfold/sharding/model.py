@@ -39,9 +39,12 @@ class Gate(Protocol):
         """Whether a pass runs, or was interrupted and is not settled."""
         ...
 
-    def meet(self, what: str, *, follow: bool = False, check: Callable[[], None] | None = None) -> None:
+    def meet(
+        self, what: str, *, follow: bool = False, settle: bool = False, check: Callable[[], None] | None = None
+    ) -> None:
         """All ranks are about to do ``what`` between passes, or all raise, also where ``check`` raises on one only: it
-        sends nothing. ``follow`` the model first if it changed."""
+        sends nothing. ``follow`` the model first if it changed. To follow, or to ``settle``, what the last step began
+        is finished."""
         ...
 
     def follow(self) -> None:

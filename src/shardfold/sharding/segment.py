@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,21 @@ def check_dtype(call: str, dtype: Any) -> None:
 def dtype_name(dtype: torch.dtype) -> str | None:
     """The table's name of a dtype, or None if it has none."""
     return next((name for name, value in TORCH_DTYPES.items() if value == dtype), None)
+
+
+class UnderWay(Protocol):
+    """An update of a segment's shard on another thread, before its step is known or behind it.
+
+    Attributes:
+        owns_grads: whether gradients are not to be written meanwhile.
+    """
+
+    owns_grads: bool
+
+    def settle(self) -> None:
+        """Master and moments are as they are to be read: one before its step is undone, one behind it is waited for.
+        Its own thread, which reads them too, does nothing."""
+        ...
 
 
 class Segment:
@@ -100,6 +115,7 @@ class Segment:
         self._gradient_flat: Tensor | None = None  # ``grads``, behind what is adopted
         self.sent_grads: Region | None = None  # the same, gone to where the update is
         self.updated: Tensor | None = None  # host: what the update made of ``params``, on its way to where they rest
+        self.under_way: UnderWay | None = None  # an update on another thread: whoever reads what it writes settles it
         self.here: dict[str, Tensor] = {}  # by state: what came from its file to host memory
         self.noted: list[Tensor] | None = (
             None  # 0-d: what a step asks of gradients that went to a file; None: not known
@@ -259,13 +275,25 @@ class Segment:
 
     def _at_rest(self, memory: Tensor | None, state: str) -> Tensor | None:
         """The memory of a state, once nothing is on its way to or from it."""
+        self._settle(state)
         if self._slower and memory is not None:
             (self.regions.get(state) or self.regions["params"]).values(slice(0, 0))
         return memory
 
+    def _settle(self, state: str) -> None:
+        """No update on another thread writes this state meanwhile, or reads it while it is to be written."""
+        under_way = self.under_way
+        if under_way is not None and (
+            state == "master"
+            or (state == "params" and self.master_is_rest)
+            or (state == "grads" and under_way.owns_grads)
+        ):
+            under_way.settle()
+
     def shard(self, state: str) -> Shard | None:
-        """``params``, ``held``, ``master`` or ``grads`` of this rank, wherever that rests: ``rest_range``,
-        ``held_range`` and, of the last two, ``master_range``; None: there is no such state."""
+        """``params``, ``held``, ``master`` or ``grads`` of this rank, wherever that rests, as it is to be read:
+        ``rest_range``, ``held_range`` and, of the last two, ``master_range``; None: there is no such state."""
+        self._settle(state)
         if state == "held":
             return None if self.held is None else Shard(self.regions["held"], 0, self.held.numel())
         region = self.regions.get(state)
@@ -320,6 +348,7 @@ class Segment:
         """The segment is no more: nothing here keeps memory."""
         self.forget_fetched()
         self._rest = self.held = self._gradient_flat = self._master = self.sent_grads = self.updated = None
+        self.under_way = None
         self.regions.clear()
         self.flat = self.flat.new_empty(0)
         self.parameters = []
@@ -451,6 +480,9 @@ class Segment:
                 gathered = self._as_gathered(target.read())[piece] if self._rounds is not None else old.to(self.dtype)
                 new = torch.where(gathered == new, old, new.to(old.dtype))
             own.write(new)
+        if self.updated is not None and (copy := self.compute_range) is not None:  # it would otherwise come over it
+            piece, _ = self._overlap(slot, self.master_range)
+            self.updated[piece].copy_(copy[piece])
 
     def copies(self) -> Iterator[tuple[str, Shard, tuple[int, int]]]:
         """The states that mirror the parameters, each with its range of the segment; what shares bytes once."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from threading import Lock
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class HostRegion:
         self._back: Tensor | None = None
         self._event: Any = None  # streams: when what was begun last is over
         self._arriving: HostRegion | None = None  # streams: values that are still to be added
+        self._waiting = Lock()
 
     def store(self, values: Tensor) -> None:
         self._back = self._arriving = None
@@ -144,13 +146,16 @@ class HostRegion:
         return self.resting.view(-1)[part]
 
     def _wait(self) -> None:
-        if self._event is not None:
-            with self._owner.waits.timed():
-                self._event.synchronize()  # the host reads, or writes, what the copy under way writes or reads
-            self._event = None
-        if self._arriving is not None:
-            arrived, self._arriving = self._arriving, None
-            self.resting.add_(arrived.values().view_as(self.resting))
+        if self._event is None and self._arriving is None:
+            return
+        with self._waiting:  # two threads may read what comes: neither goes on before it is there
+            if self._event is not None:
+                with self._owner.waits.timed():
+                    self._event.synchronize()  # the host reads, or writes, what the copy under way writes or reads
+                self._event = None
+            if self._arriving is not None:
+                self.resting.add_(self._arriving.values().view_as(self.resting))
+                self._arriving = None
 
     def drop(self) -> None:  # who is on the way holds the memory: PyTorch gives back what is pinned behind its copies
         self._back = self._arriving = None
