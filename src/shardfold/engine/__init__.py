@@ -7,7 +7,6 @@
     orders       in which units run; track, cursor            gate        what may be done between passes
     handlers     one for each verb                            reports     memory, traffic, times; stats
     damage       updates that failed on some rank             arguments, alike, tf32: what an engine is given
-    room         of all that will rest on disk
 
 It imports every room below it; nothing but the doors imports it.
 """

@@ -176,7 +176,7 @@ def fetched_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, num_momen
     """Bytes of one rank's part of the state that ``op``, one of ``MOVES``, moves."""
     table = unit.table_or(layout)
     if op.verb == "READ" or (not op.target and op.source in ("params", "master")):
-        return sum(_resting_bytes(op, layout, segment, mesh) for segment in op.moves(unit))
+        return sum(_shard_bytes(op, layout, segment, mesh) for segment in op.moves(unit))
     if op.target in ("flat", "params"):  # as what it becomes there
         cell = table.master if op.target == "params" else table.cells()[op.source]
         return sum(segment.length * ITEMSIZE[segment.dtype] for segment in op.moves(unit)) / cell.parts(mesh)
@@ -188,7 +188,7 @@ def fetched_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, num_momen
     )
 
 
-def _resting_bytes(op: Op, layout: Layout, segment: SegmentSpec, mesh: Sizes) -> float:
+def _shard_bytes(op: Op, layout: Layout, segment: SegmentSpec, mesh: Sizes) -> float:
     """Bytes of one rank's part of ``params`` or ``master`` of a segment that comes or goes as it rests. Where both are
     the same bytes, an update reads and writes them as ``master``; what is frozen has only the compute dtype."""
     table = segment.table_or(layout)
