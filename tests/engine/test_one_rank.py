@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +117,41 @@ def _memory() -> tuple[int, float]:
 def test_what_is_held_is_still_what_the_table_says(ranks: Ranks) -> None:
     held, said = ranks.run(_memory, world_size=1)[0]
     assert held == said
+
+
+HEAP = """
+import torch
+from shardfold.tiers.disk import DiskTier
+from shardfold.tiers.pages import keep
+
+def is_mapped(tensor):
+    [heap] = [line.split()[0] for line in open("/proc/self/maps") if "[heap]" in line]
+    first, stop = (int(word, 16) for word in heap.split("-"))
+    return not first <= tensor.data_ptr() < stop
+
+class Owner: ...
+
+owner = Owner()
+keep(owner)
+before = torch.empty(2**21)
+tier = DiskTier(torch.device("cpu"), FOLDER)
+during = torch.empty(2**21)
+tier.close()
+after = torch.empty(2**21)
+print(is_mapped(before), is_mapped(during), is_mapped(after))
+"""
+
+
+@pytest.mark.skipif(exact._mallopt is None, reason="needs glibc")
+def test_what_is_freed_beside_files_goes_back_to_the_system(tmp_path: Path) -> None:
+    """While states rest in files, large blocks are no part of the heap, whose holes make memory grow with the number of
+    units; before and behind they are, and may be kept."""
+    words = [sys.executable, "-c", HEAP.replace("FOLDER", repr(str(tmp_path)))]
+    assert subprocess.run(words, capture_output=True, check=True, text=True).stdout.split() == [
+        "False",
+        "True",
+        "False",
+    ]
 
 
 def test_one_rank_keeps_a_gigabyte_for_its_next_step_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

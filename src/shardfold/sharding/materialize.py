@@ -39,17 +39,12 @@ from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
 from shardfold.sharding.slices import slices_on
 from shardfold.sharding.unit import Unit
+from shardfold.tiers.pages import let_go, spare
 from shardfold.tiers.tiers import Tiers
 
 __all__ = ["Weights", "buffer_dtypes", "make_units", "meta_init", "move_buffers"]
 
 FIRST = "the broadcast of the first values of {}"
-
-
-LOST = (
-    "which has no memory inside of meta_init(), so they would be lost: pass them as weights= (a state dict or a path) "
-    "when making the engine, or build and load the model inside of sf.sharded_init()."
-)
 
 
 LOST = (
@@ -81,11 +76,14 @@ def meta_init() -> Iterator[None]:
             param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
+    copies = _RefuseCopies()
     nn.Module.register_parameter, nn.Module.load_state_dict = on_meta, refuse
+    spare(copies)  # what a constructor makes, and is then let go, leaves no hole of a model's size in the heap
     try:
-        with _RefuseCopies():
+        with copies:
             yield
     finally:
+        let_go(copies)
         nn.Module.register_parameter, nn.Module.load_state_dict = register, load
 
 

@@ -27,6 +27,7 @@ from shardfold.sharding.freed import FreedParameter, apart, seal, unseal
 from shardfold.sharding.partitioned import TOUCHED, EarlyShard, ShardRanks, early_shard, gather, release
 from shardfold.sharding.registry import model_of
 from shardfold.sharding.segment import check_dtype
+from shardfold.tiers.pages import let_go, spare
 
 __all__ = ["shard_module", "sharded_init"]
 
@@ -71,9 +72,13 @@ def sharded_init(
     place, kept = pick_device(device), parse_device("shard_device", shard_device) if shard_device is not None else None
     ranks = ShardRanks(place, kept, desync_timeout, timeout, hollow=hollow)
     construction = _Construction(ranks, dtype)
-    with _watching_constructors(construction, apply):
-        yield
-        construction.finish()
+    spare(ranks)  # whole values that come and go leave no holes in the heap
+    try:
+        with _watching_constructors(construction, apply):
+            yield
+            construction.finish()
+    finally:
+        let_go(ranks)
 
 
 def shard_module(

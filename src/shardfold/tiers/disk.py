@@ -38,6 +38,7 @@ from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.tiers.drive import Drive, blocks
+from shardfold.tiers.pages import let_go, spare
 from shardfold.tiers.staging import BLOCK, Buffer, Staging
 from shardfold.tiers.waits import Waits
 
@@ -79,6 +80,7 @@ class DiskTier:
         except OSError:
             self._close_drives()
             raise
+        spare(self)
         streams = accelerator.has_streams(device)
         readers = threads * len(names)
         count = max(staging // chunk, 2 * readers)
@@ -170,6 +172,7 @@ class DiskTier:
         """Ends the threads and gives the files' space back; what was stored is lost."""
         self._close_drives()
         self.pending.clear()
+        let_go(self)
 
     def _close_drives(self) -> None:
         for drive in self.drives:

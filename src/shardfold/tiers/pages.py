@@ -3,7 +3,8 @@
 glibc's ``malloc`` keeps what is freed below a threshold that grows to 32 MiB, in the hope of a similar request. For
 flats that come and go that hope costs up to a quarter of the resident set: kept ranges fit neither the next unit nor
 its gradients. Inside :func:`exact` blocks of 512 KiB and more are mapped one by one and unmapped when freed, whoever
-frees them; outside, the threshold stands at its largest, as it would after the first few steps anyway.
+frees them; outside, the threshold stands at its largest, as it would after the first few steps anyway. Where states
+rest in files, memory is what there is too little of: :func:`spare` lets it stand at the smallest outside, too.
 
 Fresh memory costs a page fault for every 4 KiB that is written, more than the writing itself. :func:`huge` asks for
 pages of 2 MiB, of which a thousand times fewer are needed (filling 14 MiB: 1.1 ms when the pages are there, 5.8 ms when
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["exact", "huge", "keep", "let_go", "trim", "vacate"]
+__all__ = ["exact", "huge", "keep", "let_go", "spare", "trim", "vacate"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 SMALL, LARGE, TRIM = 512 * 1024, 32 * 1024 * 1024, 16 * 1024 * 1024
@@ -62,21 +63,36 @@ def keep(owner: object) -> None:
     """Until :func:`let_go`, or until ``owner`` is collected, what is allocated outside of :func:`exact` and freed stays
     with the process, to be used again: for one rank, where nothing is split and each step needs what the last one
     did."""
-    if owner not in _keepers:
-        weakref.finalize(owner, _settle).atexit = False
-        _keepers.add(owner)  # behind it, because of two weak references the younger tells first
-        _settle()
+    _own(_keepers, owner)
+
+
+def spare(owner: object) -> None:
+    """Until :func:`let_go`, or until ``owner`` is collected, blocks of 512 KiB and more are mapped one by one wherever
+    they are allocated, and :func:`keep` does nothing: for states in files. Else what comes from the files and goes back
+    leaves holes between small blocks that live on, which are too small for the next: the heap of 228 units of 2 MiB
+    grew to four times what was used of it."""
+    _own(_sparing, owner)
 
 
 def let_go(owner: object) -> None:
-    """Takes back :func:`keep`; with the last owner the threshold is as before, and what is free goes to the system."""
-    if owner in _keepers:
+    """Takes back :func:`keep` and :func:`spare`; with the last owner the thresholds are as before, and what is free
+    goes to the system."""
+    if owner in _keepers or owner in _sparing:
         _keepers.discard(owner)
+        _sparing.discard(owner)
+        _settle()
+
+
+def _own(owners: weakref.WeakSet[Any], owner: object) -> None:
+    if owner not in owners:
+        weakref.finalize(owner, _settle).atexit = False
+        owners.add(owner)  # behind it, because of two weak references the younger tells first
         _settle()
 
 
 def _settle() -> None:
-    _outside[M_TRIM_THRESHOLD] = KEPT if _keepers else TRIM
+    _outside[M_TRIM_THRESHOLD] = KEPT if _keepers and not _sparing else TRIM
+    _outside[M_MMAP_THRESHOLD] = SMALL if _sparing else LARGE
     if _mallopt is not None:
         with _EXACT:
             pass
@@ -99,6 +115,7 @@ def trim() -> None:
 
 
 _keepers: weakref.WeakSet[Any] = weakref.WeakSet()
+_sparing: weakref.WeakSet[Any] = weakref.WeakSet()
 _outside = {M_MMAP_THRESHOLD: LARGE, M_TRIM_THRESHOLD: TRIM}
 
 
