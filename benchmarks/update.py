@@ -30,6 +30,8 @@ from torch import nn
 from shardfold.optim.compiled import compiled_adam
 from shardfold.optim.fused import FusedShard
 from shardfold.optim.threads import UpdateThreads
+from shardfold.plan.layout import PRECISIONS
+from shardfold.plan.presets import ddp
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.tier import Region
 from shardfold.torch_internals import fused_adamw_
@@ -61,7 +63,10 @@ class OneSegment:
 
     def __init__(self, held: Held) -> None:
         self.adopted, self.master_is_rest = {}, False
-        self.master, self.master_grads, self.compute_range = held.master, held.gradients, held.copy
+        self.under_way = self.updated = None
+        self.keeps_copy, self.shard_numel, self.dtype = True, held.master.numel(), held.copy.dtype
+        self.table = ddp.bind(PRECISIONS["bf16"], {"data": 1})
+        self.master, self.update_grads, self.compute_range = held.master, held.gradients, held.copy
         self.master_range = (0, held.master.numel())
         self.spec = self
         self.slots = [None]
