@@ -17,9 +17,10 @@ python benchmarks/disk.py striped --rates 50
                 is tried. Nothing can be beside the first read and the last write, so what can be reached is that of a
                 pipeline of three stages: (regions - 1) x the longest stage + one of each. The bytes that the kernel
                 counted are the tier's own count. Needs root.
-    step        steps of training with moments on disk under the same limits: forward and backward, beside which what is
-                left of the last step's writes goes on, and updates, beside which moments are read and written. Its
-                computation is measured with moments in memory. The bytes that the kernel counted are those of
+    step        steps of training with moments and master on disk under the same limits: forward and backward, beside
+                which what is left of the last step's writes goes on, and updates, beside which states are read and
+                written; or, with ``delayed_update``, beside all of it. Its computation, next to none and as long as
+                bytes / rate, is measured with states in host memory. The bytes that the kernel counted are those of
                 ``traffic()``.
     striped     two drives (images of ext4 on loop devices) with a limit each: a loop without computation, on each alone
                 and on both. Needs root and loop devices.
@@ -28,6 +29,7 @@ python benchmarks/disk.py striped --rates 50
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import mmap
 import os
@@ -279,18 +281,20 @@ def throttled(folder: str, rates: list[int], mib: int, count: int, ahead: int) -
 # -- steps of training
 
 
-def stepping(folder: str, units: int, width: int, batch: int) -> None:
-    """Steps with moments in memory and on disk, in the group: prints what was found."""
+def stepping(folder: str, units: int, width: int, passes: float, *, delayed: bool) -> None:
+    """Steps with moments and master in host memory and on disk, whose forward and backward take so many seconds, in the
+    group: prints what was found."""
     group = joined()
-    rows, timed = torch.rand(batch, width), 3
+    rows, timed = torch.rand(256, width), 4
 
     def made(tier: str) -> sf.Engine:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(units)])
-        where = {"tier": tier, "folder": folder} if tier == "disk" else {}
-        table = sf.PRESETS["zero2"].edit("moments", **where)
-        engine = sf.Engine(model, optimizer=partial(torch.optim.AdamW, lr=1e-3), layout=table)
-        for _ in range(2):  # moments are zero at first, which are not read
+        where = {"tier": tier, "folder": folder} if tier == "disk" else {"tier": tier}
+        table = sf.PRESETS["zero2"].edit("grads", tier="host").edit("master", "moments", **where)
+        overlap = sf.Overlap(delayed_update=delayed and tier == "disk")
+        engine = sf.Engine(model, optimizer=partial(torch.optim.AdamW, lr=1e-3), layout=table, overlap=overlap)
+        for _ in range(3 if delayed else 2):  # moments are zero at first, which are not read
             pass_(engine)
             engine.step()
         return engine
@@ -298,23 +302,31 @@ def stepping(folder: str, units: int, width: int, batch: int) -> None:
     def pass_(engine: sf.Engine) -> None:
         engine.backward(engine(rows).square().mean())
 
-    near = made("device")
+    near = made("host")
+    once = median(seconds(lambda: pass_(near)) for _ in range(3))
+    near.zero_grad()
+    rows = torch.rand(max(16, int(256 * passes / once)), width)
     spent = [(seconds(lambda: pass_(near)), seconds(near.step)) for _ in range(timed)]
     near.close()
     engine = made("disk")
     tier = engine.sharded.tiers.named("disk", folder)
     assert isinstance(tier, DiskTier)
 
-    def steps() -> None:
-        for _ in range(timed):
+    def finish() -> None:
+        engine._runner.handlers.cursor.end()  # updates behind the step
+        tier.look(patient=True)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
             pass_(engine)
             engine.step()
-        tier.look(patient=True)  # what is left of the writes
 
-    tier.look(patient=True)
+    finish()
     before = served(group, [folder])
-    taken = seconds(steps) / timed
-    kernel = [(now - then) / timed for now, then in zip(served(group, [folder]), before, strict=True)]
+    steps(2)  # from then on as much is on its way to the files when a step begins as when it ends
+    taken = seconds(lambda: steps(timed)) / timed
+    finish()
+    kernel = [(now - then) / (timed + 2) for now, then in zip(served(group, [folder]), before, strict=True)]
     own = {row.op: row.moved for row in engine.traffic().moved}
     engine.close()
     passes, updates = (median(each) for each in zip(*spent, strict=True))
@@ -324,23 +336,26 @@ def stepping(folder: str, units: int, width: int, batch: int) -> None:
 
 
 def step(folder: str, rates: list[int], units: int, width: int) -> None:
-    group = Group()
-    print(f"AdamW's moments of {units} layers of {width} x {width}, {units * width**2 * 8 / MB:.0f} MB, one rank")
+    group, size = Group(), units * width**2 * 12
+    print(f"AdamW's moments and fp32 masters of {units} layers of {width} x {width}, {size / MB:.0f} MB, one rank")
     print(
-        "| limit, MB/s | rows | forward and backward, s | updates, s | bytes / rate, s | larger, s | taken, s | ratio "
-        "| passes + larger of updates and I/O, s | ratio | kernel's bytes = the program's |\n" + "|---" * 11 + "|"
+        "| limit, MB/s | updates are | forward and backward, s | updates, s | bytes / rate, s | larger, s | taken, s "
+        "| ratio | kernel's bytes = the program's |\n" + "|---" * 9 + "|"
     )
     try:
         for rate in rates:
             group.limit(folder, rate * MB)
-            for batch in (16, 512):
-                found = group.run("stepping", folder=folder, count=units, width=width, batch=batch)
+            for share, delayed in itertools.product((0, 1), (0, 1)):
+                found = group.run(
+                    "stepping", folder=folder, count=units, width=width, seconds=share * size / (rate * MB),
+                    delayed=delayed,
+                )  # fmt: skip
                 io, passes, updates = max(found["own"]) / (rate * MB), found["passes"], found["updates"]
-                larger, apart, taken = max(passes + updates, io), passes + max(updates, io), found["seconds"]
+                larger, taken = max(passes + updates, io), found["seconds"]
                 same = "yes" if found["kernel"] == found["own"] else f"{found['kernel']} {found['own']}"
                 print(
-                    f"| {rate} | {batch} | {passes:.2f} | {updates:.2f} | {io:.2f} | {larger:.2f} | {taken:.2f} "
-                    f"| {taken / larger:.2f} | {apart:.2f} | {taken / apart:.2f} | {same} |",
+                    f"| {rate} | {'behind' if delayed else 'in'} the step | {passes:.2f} | {updates:.2f} | {io:.2f} "
+                    f"| {larger:.2f} | {taken:.2f} | {taken / larger:.2f} | {same} |",
                     flush=True,
                 )
     finally:
@@ -408,13 +423,14 @@ def main() -> None:
     parser.add_argument("--rates", type=int, nargs="+", default=[50, 100], help="MB/s")
     parser.add_argument("--ahead", type=int, default=2, help="regions that are read ahead, as the engine does")
     parser.add_argument("--share", type=float, default=1.0, help=argparse.SUPPRESS)
-    parser.add_argument("--batch", type=int, default=16, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--delayed", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     folder, mib = given.folder[0], given.mib or 16
     if given.what == "limited":
         limited(given.folder, given.rates[0] * MB, given.share, mib * 1024 * 1024, given.count, given.ahead)
     if given.what == "stepping":
-        stepping(folder, given.count, given.width, given.batch)
+        stepping(folder, given.count, given.width, given.seconds, delayed=bool(given.delayed))
     try:
         if given.what in ("all", "rate"):
             rate(folder, given.gib, given.rounds, given.threads, given.mib or 32)

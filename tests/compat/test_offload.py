@@ -141,8 +141,8 @@ def test_the_optimizer_of_any_name_updates_on_the_host(kind: type[Optimizer]):
 
 @pytest.mark.usefixtures("alone")
 def test_states_rest_in_files_of_the_folder(tmp_path: Any):
-    """Stage 3 with nvme: the optimizer's states, gradients and parameters are on disk; a folder that is not there is
-    refused."""
+    """Stage 3 with nvme: the optimizer's states, gradients and parameters are on disk. A folder that is not there is
+    made, as DeepSpeed does; what cannot be one is refused, and an optimizer that steps over all states at once."""
     nvme: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     wanted, on_device, _ = trained({"stage": 3})
     losses, values, where = trained(nvme)
@@ -153,8 +153,14 @@ def test_states_rest_in_files_of_the_folder(tmp_path: Any):
     engine = start(nvme)
     assert engine.zero_nvme_offload_optimizer() and not engine.zero_cpu_offload()
     engine.destroy()
-    nvme["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path / "gone")}
-    with pytest.raises(ConfigError, match="gone"):
+    nvme["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path / "new" / "er")}
+    start(nvme, optimizer={"type": "SGD", "params": {"lr": 0.01}}).destroy()
+    assert (tmp_path / "new" / "er").is_dir()
+    with pytest.raises(ConfigError, match=r"offload_optimizer.device is 'nvme'.* LAMB .*device: 'cpu'"):
+        start(nvme, optimizer={"type": "Lamb", "params": {"lr": 0.01}})
+    (tmp_path / "file").touch()
+    nvme["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path / "file")}
+    with pytest.raises(ConfigError, match=r"offload_optimizer.nvme_path is '.*file', where no file can be made: "):
         start(nvme)
 
 

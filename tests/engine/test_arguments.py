@@ -138,6 +138,8 @@ SENTENCES: dict[str, tuple[Callable[[], Any], type[ShardfoldError], str]] = {
     "a seed": (lambda: sf.Sampler(8, 2, seed=1.5), ConfigError, "the sampler's seed is 1.5"),  # pyright: ignore
     "a decay": (lambda: sf.Average(engine(), decay="x"), ConfigError, r"decay='x'\)"),  # pyright: ignore
     "averaged": (lambda: sf.Average(None), ConfigError, "the engine is None"),  # pyright: ignore
+    "deepspeed's offload": (lambda: engine(offload_optimizer="cpu"), ConfigError, "Did you mean 'offload'"),
+    "deepspeed's drive": (lambda: engine(nvme_path="/mnt/a"), ConfigError, "Did you mean 'offload'"),
     "a loader's order": (lambda: loader(shuffle=True), ConfigError, "the order of samples is the sampler's"),
     "a loader's option": (lambda: loader(num_worker=1), ConfigError, "Did you mean 'num_workers'"),
 }  # fmt: skip

@@ -411,13 +411,13 @@ def test_gradient_buffers_and_sums_on_their_way_begin_and_end_by_operations(
                 local.add(op.unit)
             elif op.verb == "B":
                 trained = {u.name for u in units if u.trainable}
-                assert (op.unit in local) == (bool(layout.grads.over) and op.unit in trained)
+                assert (op.unit in local) == (layout.buffered and op.unit in trained)
                 assert len(under_way) <= in_flight
                 if not late:
                     assert len(local - roots) <= in_flight + 1
             elif op.verb in REDUCTIONS:
                 assert op.unit not in under_way
-                assert op.source != "local" or (op.unit in local) == bool(layout.grads.over)
+                assert op.source != "local" or (op.unit in local) == layout.buffered
                 under_way.append(op.unit)
                 assert len(under_way) <= max(1, in_flight)
             elif op.verb == "WAIT":

@@ -243,15 +243,15 @@ def test_the_next_step_computes_while_units_are_updated(ranks: Ranks) -> None:
 # -- what others see
 
 
-def _go_on(folder: str) -> list[bool]:
-    engine = delayed(precision="bf16", clip_norm=2.0)
+def _go_on(folder: str, offload: Any = SUMS) -> list[bool]:
+    engine = delayed(precision="bf16", clip_norm=2.0, offload=offload)
     train(engine, [1.0] * 3)
     engine.save(f"{folder}/step", wait=True)
     before = values(engine)
     expected = train(engine, [1.0] * 3, first=3)
     behind = values(engine)
     engine.close()
-    other = delayed(precision="bf16", clip_norm=2.0)
+    other = delayed(precision="bf16", clip_norm=2.0, offload=offload)
     other.load(f"{folder}/step")
     found = [all(map(torch.equal, values(other), before)), train(other, [1.0] * 3, first=3) == expected]
     found.append(all(map(torch.equal, values(other), behind)))
@@ -266,8 +266,8 @@ def test_a_run_that_loads_goes_on_as_the_one_that_saved(ranks: Ranks, tmp_path: 
     assert ranks.run(_go_on, str(tmp_path), world_size=world) == [[True] * 3] * world
 
 
-def _see() -> list[bool]:
-    plain, engine = Plain("fp32", engine_size(), None, 1.0), delayed()
+def _see(offload: Any = SUMS) -> list[bool]:
+    plain, engine = Plain("fp32", engine_size(), None, 1.0), delayed(offload=offload)
     found: list[bool] = []
     train(engine, [1.0] * 2)
     plain.train([1.0] * 2)
@@ -296,10 +296,10 @@ def test_who_asks_for_values_gets_the_last_steps(ranks: Ranks, world: int) -> No
     assert ranks.run(_see, world_size=world) == [[True] * 3] * world
 
 
-def _written() -> list[bool]:
+def _written(offload: Any = SUMS) -> list[bool]:
     found: list[bool] = []
     for how in ("data", "gathered"):
-        engine = delayed()
+        engine = delayed(offload=offload)
         train(engine, [1.0] * 2)
         if how == "data":
             with torch.no_grad():
@@ -371,9 +371,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"overlap": lambda: sf.Overlap(delayed_update=True, speculate="1MB")}, "give one of the two"),
     "a thread": ({"overlap": lambda: sf.Overlap(delayed_update=True, update_thread=True)}, "give one of the two"),
     "no flag": ({"overlap": lambda: sf.Overlap(delayed_update="yes")}, "it is True or False"),  # type: ignore[arg-type]
-    "on the device": ({"offload": None}, "but grads rest in the device tier: give offload='host'"),
+    "on the device": ({"offload": None}, "but grads rest in the device tier: give offload='host', or"),
     "a part": ({"offload": "host:0.5"}, "with share=0.5 some units' states stay on the device"),
-    "on disk": ({"offload": {"optimizer": "disk", "grads": "host"}}, "but master rest in the disk tier"),
+    "gradients on disk": ({"offload": {"optimizer": "disk", "grads": "disk"}}, "of those that an update still reads"),
+    "parameters on disk": (
+        {"layout": "zero3", "offload": {**SUMS, "params": "disk"}},
+        "params rest in the disk tier: let them rest on the device or in host memory",
+    ),
     "an optimizer": ({"optimizer": partial(torch.optim.Adagrad, lr=1e-2)}, "leave delayed_update out"),
     "no copy": ({"layout": "zero3", "offload": ALL}, "params meanwhile: they need a copy apart from master"),
 }

@@ -261,6 +261,59 @@ def test_no_checkpoint_is_written_of_what_cannot_be_read(ranks: Ranks, tmp_path:
         assert not there and not training
 
 
+ALL_ON_DISK = {"optimizer": "disk", "grads": "disk", "params": "disk"}
+
+
+def _unreadable(folder: str) -> list[Any]:
+    engine = make("disk", "zero3", offload=ALL_ON_DISK)
+    average = sf.Average(engine, decay=0.5)
+    step(engine, 0)
+    state = engine.state_dict()
+    engine.save(f"{folder}/before", wait=True)
+    part = [t.chunk(engine.world_size)[engine.rank] for t in models.batches(2)[1]]
+    engine.backward(engine(*part))
+    tier = engine.sharded.tiers.named("disk")
+    assert isinstance(tier, DiskTier)
+    tier.look(patient=True)  # what is not in the file yet would come from memory
+
+    def lend(*names: str, **options: Any) -> None:
+        with engine.gathered(*names, **options) as values, torch.no_grad():
+            if options.get("write"):
+                values.add_(1.0)
+
+    def apply() -> None:
+        with average.applied():
+            raise AssertionError("the average was lent")
+
+    calls: list[Callable[[], Any]] = [
+        lend, partial(lend, of="master"), partial(lend, of="exp_avg"), engine.state_dict,
+        partial(lend, "head.weight", write=True), apply, lambda: engine.save(f"{folder}/after", wait=True),
+        engine.release,
+    ]  # fmt: skip
+    with wrong(engine, "broken", "preadv") if engine.rank == 1 else nullcontext():
+        found = [said(partial(lend, of="grads"))[:2]]
+        engine.zero_grad()
+        found += [said(call)[:2] for call in calls]
+    again = engine.state_dict()
+    mended = [all(torch.equal(again[name], state[name]) for name in state)]
+    engine.load(f"{folder}/before")
+    step(engine, 1)
+    mended.append(not differ(everything(engine), plain(2)))
+    engine.close()
+    return [found, mended, Path(folder, "after").exists()]
+
+
+def test_what_cannot_be_read_between_steps_is_told_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """All states on disk, of which one rank's cannot be read: whoever asks for values hears on every rank which rank
+    could not read, and why, and nothing hangs. Where the disk reads again, all is as before."""
+    for rank, (found, mended, there) in enumerate(ranks.run(_unreadable, str(tmp_path), world_size=2)):
+        for number, (kind, words) in enumerate(found):
+            assert kind and "Input/output error" in words, (number, kind, words)
+            assert "rank 1: " in words or rank == 1, (number, words)
+            assert "load a checkpoint before going on" in words or kind == "CheckpointError", (number, words)
+        assert mended == [True, True] and not there
+
+
 # -- every way to fail, in every operation
 
 

@@ -70,10 +70,11 @@ def _no_folder(folder: str) -> int:
 
 FAULTS: list[tuple[Any, str, Any, str]] = [
     (Drive, "free_space", lambda self: 8191,
-     "a file in {} needs ## bytes more than the 0 it has, and there are 8,191 free: No space left on device; make room "
-     "there, or name another folder"),
+     "The ## bytes of states that rest on disk on each rank have no room there: {who}a file in {} needs ## bytes more "
+     "than the 0 it has, and there are 8,191 free: No space left on device; make room there, or name another folder."),
     (drives, "_unnamed", _no_folder,
-     "no file can be made in {}: No such file or directory; name a folder that can be written to"),
+     "{who}no file can be made in {}: No such file or directory; name a folder that can be written to, for the ## "
+     "bytes of states that rest on disk."),
 ]  # fmt: skip
 """What is wrong on one rank, and what is said of it."""
 
@@ -103,9 +104,9 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(ranks: Ranks, tmp_path:
     for said, same, steps in ranks.run(_refused, str(tmp_path), world - 1, world_size=world):
         for words, (*_, why) in zip(said, FAULTS, strict=True):
             who = "rank 1: " if world == 2 else ""
-            expected = re.escape(f"{who}{why.format(tmp_path)}.").replace(r"\#\#", "[0-9,]+")
-            pattern = rf"The [0-9,]+ bytes of states that rest on disk on each rank have no room there: {expected}"
-            assert re.fullmatch(pattern, words), words
+            sentence = why.format(tmp_path, who=who)
+            expected = re.escape(f"{sentence[0].upper()}{sentence[1:]}").replace(r"\#\#", "[0-9,]+")
+            assert re.fullmatch(expected, words), words
         assert same and steps == 1
 
 

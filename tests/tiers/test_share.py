@@ -126,7 +126,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ShardfoldError], str]] = {
     "none of it": ({"offload": "host:0"}, ConfigError, "behind 'host:' comes which part .* and not '0'"),
     "no number": ({"offload": {"optimizer": "disk:half"}}, ConfigError, "as in 'disk:0.7', and not 'half'"),
     "a tier": ({"offload": "hots:0.5"}, ConfigError, "Did you mean 'host'"),
-    "of gradients": ({"offload": {"optimizer": "host", "grads": "host:0.5"}}, LayoutError, "grads has share=0.5"),
+    "of gradients": ({"offload": {"optimizer": "host", "grads": "host:0.5"}}, ConfigError, "where its master is, so"),
+    "of parameters": ({"offload": {"params": "host:0.5"}}, ConfigError, "whole or not at all, so .* write 'host'"),
     "of moments alone": (
         {"offload": {"master": "host", "moments": "host:0.5"}},
         LayoutError,

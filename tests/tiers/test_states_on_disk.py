@@ -31,6 +31,7 @@ CASES: list[tuple[str, Mapping[str, str], dict[str, Any]]] = [
     ("fsdp2", SUMS, {"precision": "bf16", "clip_norm": 0.05, "overlap": sf.Overlap(update_thread=True)}),
     ("ddp", SUMS, {"clip": sf.Clip(value=1e-3), "overlap": sf.Overlap(order="any")}),
     ("zero3", {"optimizer": "host", "params": "disk", "grads": "disk"}, {"precision": "bf16"}),
+    ("zero2", SUMS, {"optimizer": partial(torch.optim.SGD, lr=1e-2)}),  # which has no moments
     (
         "infinity",
         {"master": "disk"},
@@ -105,6 +106,97 @@ def test_files_are_read_and_written_as_the_program_says(ranks: Ranks, accumulate
             assert program == counted > 0, way
 
 
+class Half(nn.Module):
+    """Two layers, of which the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        return self.two(self.one(x)) if whole else self.one(x)
+
+
+def _half(options: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Half()
+    groups = [{"params": model.one.parameters()}, {"params": model.two.parameters(), "weight_decay": 0.5}]
+    engine = sf.Engine(model, optimizer=torch.optim.AdamW(groups, lr=1e-2), **options)
+    for whole in (True, False, True):
+        engine.backward(engine(torch.ones(2, 8) * (engine.rank + 1), whole).square().mean())
+        engine.step()
+    found = states(engine)
+    engine.close()
+    return found
+
+
+def _halves() -> list[str]:
+    late = {"overlap": sf.Overlap(delayed_update=True), "layout": "zero2"}
+    wrong: list[str] = []
+    for near, fars in (
+        ({"layout": "zero3"}, [{"moments": "host"}, {"moments": "disk"}, SUMS, ALL]),
+        ({**late, "offload": {"optimizer": "host", "grads": "host"}}, [{"optimizer": "disk", "grads": "host"}]),
+    ):
+        expected = _half(near)
+        for far in fars:
+            found = _half({**near, "offload": far})
+            wrong += [f"{far}: {name}" for name in expected if not torch.equal(found[name], expected[name])]
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_part_of_a_unit_that_no_rank_used_stays_as_it_is(ranks: Ranks, world: int) -> None:
+    """A unit has two groups of the optimizer, of which one has no gradients in a step: what was fetched of it goes back
+    unchanged, to the bit, to host memory and to files, in the step and behind it."""
+    assert ranks.run(_halves, world_size=world) == [[]] * world
+
+
+class Either(nn.Module):
+    """Two layers in one order or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, swapped: bool) -> Tensor:
+        return self.one(self.two(x)) if swapped else self.two(self.one(x))
+
+
+def _late(offload: Any) -> tuple[dict[str, Tensor], list[tuple[float, float, float]]]:
+    """Values, and of each step bytes that were read: of gradients and of all as the engine counts them, and by the
+    tier."""
+    torch.manual_seed(0)
+    engine = sf.Engine(Either(), optimizer=ADAMW, layout="zero2", offload=offload, units=[nn.Linear])
+    tier = engine.sharded.tiers.named("disk")
+    assert isinstance(tier, DiskTier)
+    found: list[tuple[float, float, float]] = []
+    for swapped in (False, False, False, True):
+        before = tier.bytes_read
+        engine.backward(engine(torch.ones(2, 64) * (engine.rank + 1), swapped).square().mean())
+        tier.look(patient=True)  # what is still on its way to the file would come from memory
+        engine.step()
+        tier.look(patient=True)
+        rows = {row.op: row.moved for row in engine.traffic().moved}
+        found.append((rows.get("ADD", 0), rows.get("ADD", 0) + rows.get("FETCH", 0), tier.bytes_read - before))
+    values = states(engine)
+    engine.close()
+    return values, found
+
+
+def _late_both() -> tuple[list[str], list[tuple[float, float, float]]]:
+    (near, _), (far, found) = _late(None), _late(SUMS)
+    return [name for name in near if not torch.equal(near[name], far[name])], found
+
+
+def test_gradients_that_come_late_are_counted_too(ranks: Ranks) -> None:
+    """Of a unit whose backward comes behind its reduction, as layers ran in another order: what is in the file of its
+    gradients is read once more, and the engine counts that."""
+    for wrong, found in ranks.run(_late_both, world_size=2):
+        assert not wrong
+        assert [adds for adds, _, _ in found] == [0, 0, 0, 64 * 64 * 4 / 2]
+        assert all(counted == read for _, counted, read in found[1:]), found
+
+
 def _save(folder: str, offload: Any) -> None:
     """Trains, saves with states as they rest, and leaves whole values beside the checkpoint."""
     engine = make("zero3", offload=offload, precision="bf16")
@@ -142,6 +234,31 @@ def test_any_tier_loads_any_checkpoint(
     is trained on is the same to the bit."""
     ranks.run(_save, str(tmp_path), saved, world_size=worlds[0])
     assert ranks.run(_load, str(tmp_path), loaded or ALL, world_size=worlds[1]) == [[]] * worlds[1]
+
+
+def _load_over(folder: str) -> list[int]:
+    """Bytes that a load reads from the files of the states that it replaces, of one and of several dtypes."""
+    read: list[int] = []
+    for options in ({"precision": "bf16"}, {"optimizer": MOMENTUM}):
+        engine = make("zero3", **{"offload": ALL, **options})
+        tier = engine.sharded.tiers.named("disk")
+        assert isinstance(tier, DiskTier)
+        train(engine, 2)
+        engine.save(f"{folder}/step", wait=True)
+        tier.look(patient=True)
+        before = tier.bytes_read
+        engine.load(f"{folder}/step")
+        read.append(tier.bytes_read - before)
+        train(engine, 1, first=2)
+        assert tier.bytes_read > before
+        engine.close()
+    return read
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_load_reads_nothing_of_what_it_replaces(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    """No byte comes from the files of parameters, masters and moments: what is there may be lost."""
+    assert ranks.run(_load_over, str(tmp_path), world_size=world) == [[0, 0]] * world
 
 
 def _beside(layout: str, offload: Any) -> list[Any]:

@@ -92,6 +92,7 @@ BAD = [
     (["train", "--warmup", "9", "--steps", "5"], "warm up for fewer"),
     (["explain", "zero9"], "Did you mean"),
     (["explain", "--ranks", "3", "--nodes", "2"], "choose --ranks"),
+    (["explain", "--offload", "cpu"], "Did you mean 'host'?"),
 ]
 
 

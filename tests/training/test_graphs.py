@@ -272,6 +272,8 @@ GIVEN_APART: dict[str, dict[str, Any]] = {
     "the schedule": {"lr_schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
     "accumulate=": {"accumulate": 2},
     "the loss scale": {"precision": "fp16", "loss_scale": 8.0},
+    "overlap=": {"overlap": sf.Overlap(prefetch=0)},
+    "overlap= (delayed)": {"layout": "offload", "precision": "bf16", "overlap": sf.Overlap(delayed_update=True)},
 }
 
 
@@ -280,7 +282,9 @@ def _given_apart() -> dict[str, str]:
     usual: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, lr=0.01), "layout": "ddp"}
     for what, other in GIVEN_APART.items():
         mine = (
-            other if dist.get_rank() == 1 else {k: v for k, v in other.items() if k == "precision" and len(other) > 1}
+            other
+            if dist.get_rank() == 1
+            else {k: v for k, v in other.items() if k in ("precision", "layout") and len(other) > 1}
         )
         try:
             sf.Engine(nn.Linear(2, 2), **{**usual, **mine}).close()
@@ -294,10 +298,11 @@ def test_ranks_that_are_given_different_arguments_are_told_which(ranks: Ranks) -
     """Rates, optimizers, precisions, clipping and the like that differ between ranks would train them apart."""
     for said in ranks.run(_given_apart, world_size=2):
         for what, text in said.items():
-            assert text.startswith(f"{what} of rank 1 differ from rank 0's"), (what, text)
+            assert text.startswith(f"{what.split(' (')[0]} of rank 1 differ from rank 0's"), (what, text)
         layout = said["the layout or the precision"]  # the first cell that differs
         assert "(params=Cell(over=(), dtype='bf16'" in layout and "params=Cell(over=(), dtype='fp32'" in layout, layout
         assert "lr=0.02" in said["the optimizer's settings"] and "lr=0.01" in said["the optimizer's settings"]
+        assert "(delayed_update=True and delayed_update=False)" in said["overlap= (delayed)"], said
 
 
 def test_narrow_compute_casts_inputs() -> None:

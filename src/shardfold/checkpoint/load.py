@@ -120,7 +120,7 @@ def load(
         agreed(work.outcome)
         if weights_only:
             report.notes.append("The optimizer, its schedule, the loss scale, averages and the step count stay.")
-        model.run.broken = mends
+        model.run.broken, model.run.unwritten = mends, None
         if words := _narrower(model, checkpoint):
             report.notes.append(words)
             if model.rank == 0:
@@ -356,6 +356,7 @@ class _Work:
             self._fill(segment, state, shard, bounds, over)
         wanted: dict[str, list[tuple[int, str]]] = {}
         self.attempt(lambda: update.forget(segment, [slot for slot, _ in here]))
+        every = len(here) == len(segment.spec.slots)  # then all moments are zeros, which no file is read for
         for slot, old in here:
             needed = update.needs(segment, slot)
             for state in checkpoint.states(old) if segment.spec.slots[slot].name in fit.trained else ():
@@ -364,7 +365,7 @@ class _Work:
         for state, having in sorted(wanted.items()):
             region = update.moment(segment, state)
             if region is not None:
-                target = self.attempt(region.get)
+                target = self.attempt(region.get) if region.resting is not None or not every else None
                 if target is None:  # the others wait for this rank all the same
                     target = torch.zeros(segment.shard_numel, dtype=region.dtype, device=segment.flat.device)
                 self._fill(segment, state, target, bounds, over, {slot for slot, _ in having})

@@ -12,13 +12,48 @@ from shardfold.plan.layout import Axes
 from shardfold.plan.program import Op
 from shardfold.plan.report import MovedRow, TrafficReport, TrafficRow
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "Moves"]
 
 Counts = defaultdict[Sent, list[int]]  # [calls, bytes]
 
 
 def _counts() -> Counts:
     return defaultdict(lambda: [0, 0])
+
+
+class Moves:
+    """Operations between the device and slower tiers.
+
+    Attributes:
+        counts: calls and bytes, by kind.
+        left_out: operations of units that the step does not update: nothing moves.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[Moved, list[int]] = {}
+        self.left_out: set[Op] = set()
+
+    def move(self, op: Op, num_bytes: int) -> None:
+        """One operation."""
+        counted = self.counts.setdefault(Moved(op.tier, op.verb), [0, 0])
+        counted[0] += 1
+        counted[1] += num_bytes
+
+    def leave_out(self, op: Op) -> None:
+        """One that there is no need of."""
+        self.left_out.add(op)
+
+    def take(self, other: Moves) -> None:
+        """What the other has counted, which has nothing then."""
+        for kind, each in other.counts.items():
+            counted = self.counts.setdefault(kind, [0, 0])
+            counted[:] = [a + b for a, b in zip(counted, each, strict=True)]
+        self.left_out |= other.left_out
+        other.clear()
+
+    def clear(self) -> None:
+        """Nothing was counted."""
+        self.counts, self.left_out = {}, set()
 
 
 class Meter:
@@ -28,18 +63,14 @@ class Meter:
 
     Attributes:
         last_sections: how often each section of the program ran for the last step.
-        last_left_out: operations between tiers that it had no need of.
+        behind: what updates behind the last step move, on another thread; it is of the step that they arrive in.
     """
 
     def __init__(self, mesh: DataMesh) -> None:
         self._mesh = mesh
         self._forward, self._step, self._last = _counts(), _counts(), _counts()
         self._known: dict[tuple[Op, int], tuple[Sent, int]] = {}  # what operations on so many elements count as
-        self._moved: dict[Moved, list[int]] = {}
-        self._forward_moved: dict[Moved, list[int]] = {}
-        self._last_moved = self._moved
-        self._left_out: set[Op] = set()
-        self.last_left_out = self._left_out
+        self._moves, self._forward_moves, self._last_moves, self.behind = Moves(), Moves(), Moves(), Moves()
         self._sections: Counter[str] = Counter()
         self._control = self._asked = self._asked_calls = 0
         self._last_control = self._last_asked = self._last_asked_calls = 0
@@ -58,11 +89,8 @@ class Meter:
         self._sections[section] += 1
         for kind, (calls, sent) in self._forward.items():
             self._add(self._step, kind, calls, sent)
-        for kind, each in self._forward_moved.items():
-            counted = self._moved.setdefault(kind, [0, 0])
-            counted[:] = [a + b for a, b in zip(counted, each, strict=True)]
         self._forward.clear()
-        self._forward_moved.clear()
+        self._moves.take(self._forward_moves)
 
     def begin_step(self) -> None:
         """A forward that no backward followed was asked for; what comes now is the step's."""
@@ -73,17 +101,18 @@ class Meter:
         self._asked += sum(sent for _, sent in self._forward.values())
         self._asked_calls += sum(calls for calls, _ in self._forward.values())
         self._forward.clear()
-        self._forward_moved.clear()
+        self._forward_moves.clear()
 
     def arrive(self) -> None:
-        """What an update behind its step gave comes to where it is read: the section is run."""
-        self._sections["arrive"] += 1
+        """Updates behind their step are done, and what they gave comes to where it is read: both sections are run."""
+        for section in ("behind", "arrive"):
+            self._sections[section] += 1
+        self._moves.take(self.behind)
 
     def end_step(self, *, skipped: bool = False) -> None:
         self._sections["step"] += not skipped
         self._last, self._step = self._step, _counts()
-        self._last_moved, self._moved = self._moved, {}
-        self.last_left_out, self._left_out = self._left_out, set()
+        self._last_moves, self._moves = self._moves, Moves()
         self.last_sections, self._sections = self._sections, Counter()
         self._last_control, self._control = self._control, 0
         self._last_asked, self._asked = self._asked, 0
@@ -91,8 +120,12 @@ class Meter:
 
     def forget_last(self) -> None:
         """The program is another one now: what the last step sent cannot be compared with it."""
-        self._last, self._last_moved, self.last_sections = _counts(), {}, Counter()
-        self.last_left_out = set()
+        self._last, self._last_moves, self.last_sections = _counts(), Moves(), Counter()
+
+    @property
+    def last_left_out(self) -> set[Op]:
+        """Operations between tiers that the last step had no need of."""
+        return self._last_moves.left_out
 
     def count(self, op: Op, length: int) -> None:
         """One collective by ``op`` on a whole tensor of so many elements."""
@@ -115,14 +148,11 @@ class Meter:
 
     def move(self, op: Op, num_bytes: int) -> None:
         """One operation between the device and a slower tier."""
-        moved = self._forward_moved if self._in_forward else self._moved
-        counted = moved.setdefault(Moved(op.tier, op.verb), [0, 0])
-        counted[0] += 1
-        counted[1] += num_bytes
+        (self._forward_moves if self._in_forward else self._moves).move(op, num_bytes)
 
     def leave_out(self, op: Op) -> None:
         """The same, of a unit that the step does not update: nothing moves."""
-        self._left_out.add(op)
+        self._moves.leave_out(op)
 
     def control(self, num_bytes: int) -> None:
         """A small reduction of that many bytes; a ring sends them about twice."""
@@ -143,8 +173,8 @@ class Meter:
             program = predicted[kind][1] if kind in predicted else 0.0
             rows.append(TrafficRow(*kind, calls, program, sent))
         moved: list[MovedRow] = []
-        for kind in sorted({*self._last_moved, *moves}):
-            calls, num_bytes = self._last_moved.get(kind, [0, 0])
+        for kind in sorted({*self._last_moves.counts, *moves}):
+            calls, num_bytes = self._last_moves.counts.get(kind, [0, 0])
             moved.append(MovedRow(*kind, calls, moves[kind][1] if kind in moves else 0.0, num_bytes))
         return TrafficReport(tuple(rows), self._last_control, self._last_asked, self._last_asked_calls, tuple(moved))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardfold.comm.agreement import ALIKE, Claim
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Layout
+from shardfold.plan.passes import Overlap
 from shardfold.plan.placement import UnitSpec
 from shardfold.sharding.compared import PARTS, SLICES, UNEQUAL, parts, slices
 
@@ -27,11 +28,12 @@ def given(
     accumulate: int,
     clip: Any,
     loss_scale: Any,
+    overlap: Overlap,
 ) -> dict[str, Claim | str]:
     """By what it is, a text that is equal on two ranks exactly if they were given the same.
 
-    Functions are left out: nothing tells whether those of two processes do the same. So is where activations are kept,
-    in which ranks may differ.
+    Functions are left out: nothing tells whether those of two processes do the same. So is that in which ranks may
+    differ: where activations are kept, the folders of states on disk, and into how large blocks an update is cut.
     """
     groups = [] if optimizer is None else [_settings(group) for group in optimizer.param_groups]
     return {
@@ -44,12 +46,17 @@ def given(
         "accumulate=": str(accumulate),
         "the clipping": str(clip),
         "the loss scale": str(loss_scale),
+        "overlap=": Claim(
+            [f"{each.name}={getattr(overlap, each.name)!r}" for each in fields(overlap) if each.name != "block"]
+        ),
     }
 
 
 def _entries(layout: Layout) -> list[str]:
     """A text for each entry of a table; the dtypes of a bound one are those of the precision."""
-    return [f"{each.name}={getattr(layout, each.name)}" for each in fields(layout) if each.name != "activations"]
+    entries = {each.name: getattr(layout, each.name) for each in fields(layout) if each.name != "activations"}
+    cells = {state: replace(cell, folder=None) for state, cell in layout.cells().items()}
+    return [f"{name}={value}" for name, value in {**entries, **cells}.items()]
 
 
 def _sliced(units: Sequence[UnitSpec | None]) -> bool:

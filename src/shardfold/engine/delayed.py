@@ -11,8 +11,8 @@ __all__ = ["Delayed"]
 
 
 class Delayed:
-    """The update of a unit on the second cursor. Whoever reads what it writes, or writes the gradients that it reads,
-    waits for it (``Segment.under_way``).
+    """The update of a unit on the second cursor, and what brings its states from their files and back. Whoever reads
+    what it writes, or writes the gradients that it reads, waits for it (``Segment.under_way``).
 
     Args:
         cursor: goes through the updates.

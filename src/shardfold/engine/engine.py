@@ -131,7 +131,8 @@ class Engine:
             :class:`Activations`, or ordered rules of these, as of ``precision``. None: as the layout says.
         offload: short for the tiers of ``layout``: ``"host"`` lets gradients and the optimizer's states rest in host
             memory, where they are updated, and ``{state: tier}`` says it of ``params``, ``grads`` and ``optimizer``
-            each; with ``"host:0.7"`` the optimizer's states of some units stay on the device. None: as the layout says.
+            each; with ``"host:0.7"`` the optimizer's states of some units stay on the device. ``folder`` beside the
+            states, or as in ``"disk,folder=/mnt/a"``, says where files are. None: as the layout says.
         accumulate: micro-batches per optimizer step.
         clip_norm: the largest norm of all gradients, short for ``clip=Clip(norm=...)``; None does not clip.
         clip: by another norm, or by value; see :class:`Clip`.
@@ -162,7 +163,7 @@ class Engine:
         layout: str | Layout = "zero3",
         precision: str | Precision | Mapping[Any, str | Precision] | Sequence[tuple[Any, str | Precision]] = "fp32",
         activations: str | Activations | Mapping[Any, str | Activations] | Sequence[Any] | None = None,
-        offload: str | Mapping[str, str] | None = None,
+        offload: str | Mapping[str, Any] | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
         clip: Clip | None = None,
@@ -253,7 +254,7 @@ class Engine:
             check_speculation(sharded.optimizer, sharded.layout, clamps=clamps)
         alike = given(
             sharded.layout, [c.spec for c in cuts], comm.mesh.sizes, sharded.optimizer, sharded.run.lr_schedule,
-            accumulate, self.clip, self.loss_scale.rule if self.loss_scale is not None else None,
+            accumulate, self.clip, self.loss_scale.rule if self.loss_scale is not None else None, self.overlap,
         )  # fmt: skip
         values = Weights(readable(weights), model) if weights is not None else None
         agreement.same(alike)
@@ -277,6 +278,7 @@ class Engine:
         held.callback(updater.close)
         if self.overlap.delayed_update:
             check_delayed(sharded.optimizer, sharded.layout, sharded.units)
+            sharded.rows.append(updater.updated_row)
         if self.overlap.speculate is not None:
             sharded.rows.append(updater.snapshots.row)
         sharded.updater = updater

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from shardfold.comm.comm import Comm
+from shardfold.comm.meter import Meter, Moves
 from shardfold.comm.transport import Pending, drain
 from shardfold.engine.cursor import Cursor
 from shardfold.engine.damage import Damage
@@ -127,6 +128,11 @@ class Handlers:
         if op.verb not in HANDLERS:
             raise ValueError(f"the program has {op.verb!r}, which no handler does.")
         return HANDLERS[op.verb](self, op)
+
+    def bind_behind(self, op: Op) -> Call | None:
+        """The same of an operation behind the step, on the second cursor: what it moves is apart until it arrives."""
+        moves = op.verb in ("FETCH", "STORE")
+        return self.bind_move(op, self.comm.meter.behind) if moves else self.bind(op)
 
     # -- parameters
 
@@ -306,9 +312,10 @@ class Handlers:
         if self.optimizer is not None:
             self.optimizer.withdraw(units)
 
-    def bind_move(self, op: Op) -> Call:
+    def bind_move(self, op: Op, meter: Meter | Moves | None = None) -> Call:
         """Brings a unit's state to where it is updated, or to where it rests; nothing moves of a unit that no rank
-        used."""
+        used. ``meter``: counts it, in place of that of the step under way."""
+        meter = meter or self.comm.meter
         unit, optimizer = self.units[op.unit], self.optimizer
         num_bytes = partial(self._moved_bytes, op)
         rests = unit.spec.table_or(self.layout).grads.tier
@@ -327,10 +334,10 @@ class Handlers:
 
         def call() -> None:
             if any(map(any, self.used[unit.name])):
-                self.comm.meter.move(op, num_bytes())
+                meter.move(op, num_bytes())
                 move()
             else:
-                self.comm.meter.leave_out(op)
+                meter.leave_out(op)
 
         return partial(self.damage.attempt, op, call)
 

@@ -129,7 +129,10 @@ class Orders:
         sections["closing"] = passes.closing(self.program, self._overlap)
         sections["train"] = self.program.forward
         sections["eval"] = shape(lower(forward=evaluation)).forward
-        self.tracks = {name: Track(_title(name), ops, self._handlers.bind) for name, ops in sections.items()}
+        bind, behind = self._handlers.bind, self._handlers.bind_behind
+        self.tracks = {
+            name: Track(_title(name), ops, behind if name == "behind" else bind) for name, ops in sections.items()
+        }
         moving = (*COLLECTIVES, *MOVES)
         self._moving = {name: any(op.verb in moving for op in ops) for name, ops in sections.items()}
 

@@ -107,6 +107,8 @@ class Reports:
         held = resting_bytes(model.layout, specs, sizes, num_moments=moments, padded=True, kept=kept)
         if updater is not None and updater.snapshots.planned:
             held["snapshots", Tier.HOST] = float(updater.snapshots.planned)
+        if updater is not None and updater.delayed:
+            held["updated", Tier.HOST] = updater.updated_row().table
         temporary = model.comm.transport.temporary
         return explain(
             self._table, model.layout, self._runner.orders.program, specs, sizes, held, self._runner.accumulate,

@@ -102,12 +102,9 @@ class Stepper:
         for call in run.after_step:
             call()
         took = self._clock.end_step(model.comm.agreement.waited, self._handlers.tier_seconds)
-        if unwritten := self._handlers.damage.unwritten:
-            raise StepError(
-                f"step {run.steps} is done, but not all states are back where they rest: {unwritten}. Nothing is lost: "
-                "what is not in the file stays in host memory. Make room there and go on, or save and start again with "
-                "TMPDIR set to a folder that has room."
-            ) from self._handlers.damage.cause
+        behind, run.unwritten = run.unwritten, None
+        if (problem := behind or self._not_back(run.steps)) is not None:
+            raise problem
         norm = self._norms.norm
         return StepReport(run.steps, updated=True, lr=lr, loss_scale=scale, norm=norm, findings=findings, tiers=took)
 
@@ -145,6 +142,19 @@ class Stepper:
         runner.end_step()
         self._refuse_half(handlers.damage, self._model.run.steps + 1)
         return True
+
+    def _not_back(self, step: int) -> StepError | None:
+        """What is to be raised on every rank where some rank's states of that step are not where they rest."""
+        damage = self._handlers.damage
+        if not damage.unwritten:
+            return None
+        error = StepError(
+            f"step {step} is done, but not all states are back where they rest: {damage.unwritten}. Nothing is lost: "
+            "what is not in the file stays in host memory. Make room there and go on, or save and start again with "
+            "TMPDIR set to a folder that has room."
+        )
+        error.__cause__ = damage.cause
+        return error
 
     def _refuse_half(self, damage: Damage, step: int) -> None:
         """
@@ -214,9 +224,12 @@ class Stepper:
         delayed, self._delayed = self._delayed, []
         handlers, runner, model = self._handlers, self._runner, self._model
         handlers.cursor.end()
+        model.tiers.forget_spares()
         for each in delayed:
             each.settle()
         handlers.damage.tell(model.comm)
+        if not handlers.damage.unfinished:
+            model.run.unwritten = model.run.unwritten or self._not_back(model.run.steps)
         assert handlers.optimizer is not None
         with model.comm.agreement.uninterrupted(), torch.no_grad():
             model.gate.secure()  # what users wrote into parameters that others come over now

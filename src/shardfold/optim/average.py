@@ -18,12 +18,13 @@ from shardfold.comm.coalesced import complete
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import check_flags, described, is_number
-from shardfold.plan.layout import Axes
+from shardfold.plan.layout import Axes, Tier
 from shardfold.plan.report import MemoryRow
 from shardfold.sharding.loans import Loan, refuse_during
 from shardfold.sharding.model import Owner, ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
+from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.unit import Unit
 from shardfold.sharding.whole_segments import whole_segments
 from shardfold.sharding.whole_state import named_state
@@ -196,18 +197,24 @@ class Average:
 
     def _update(self) -> None:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
-        with torch.no_grad():
+
+        def average() -> None:
             for segment, shard in zip(self._segments, self._shards, strict=True):
                 if self.updates:
                     shard.lerp_(_master(segment).float(), 1 - decay)
                 else:
                     shard.copy_(_master(segment))
+
+        with torch.no_grad():
+            files = self._model.layout.master.tier is Tier.DISK
+            together(self._model.comm, "the average behind engine.step()", average, files=files)
         self.updates += 1
 
     def _put_in(self, kept: list[tuple[Shard, Tensor]]) -> None:
         """Writes the average into every state that forward reads or that is saved; ``kept`` gets what was there."""
         rests: dict[Axes, list[Tensor]] = {}  # by the axes over which they are to be completed
-        with torch.no_grad():
+
+        def put() -> None:
             for segment, shard in zip(self._segments, self._shards, strict=True):
                 for state, copy, bounds in segment.copies():
                     values = copy.read()
@@ -217,6 +224,9 @@ class Average:
                         copy.part(slice(a, b)).write(shard)
                 if segment.rest is not None and (params := segment.table.params) is not None:
                     rests.setdefault(segment.table.master.over[len(params.over) :], []).append(segment.rest)
+
+        with torch.no_grad():
+            together(self._model.comm, "average.applied()", put, files=on_disk(self._model.layout))
         for over, flats in rests.items():
             complete(self._model.comm, flats, over, "average.applied()")
         self._mark_written()

@@ -151,21 +151,23 @@ class FusedShard:
         Speculation(segment, terms, update, states, restore, out, copies, name, begin)
 
     def update(
-        self, group: Mapping[str, Any], used: Sequence[bool], coefficient: Tensor | None, block: int, *,
-        apart: bool = False,
+        self, group: Mapping[str, Any], used: Sequence[bool], coefficient: Tensor | None, block: int,
+        aside: Tensor | None = None,
     ) -> None:  # fmt: skip
         """One step for the parameters that some rank used; ``coefficient`` (0-d) multiplies the gradients. One that
-        raises is not counted. What was done of it before stands, if it is the same. ``apart``: the compute-dtype copy
-        waits in host memory until it is asked for (:meth:`take_updated`)."""
+        raises is not counted. What was done of it before stands, if it is the same. ``aside``: memory of the host in
+        which the compute-dtype copy waits until it is asked for (:meth:`take_updated`)."""
         segment = self.segment
         if isinstance(before := segment.under_way, Speculation):
             if before.stands(terms_of(group, used, coefficient)):
                 self.take_updated()
                 return
             before.settle()
-        if not any(used):
+        if not any(used):  # of a unit of which others were: what was fetched goes back as it is
+            table = segment.table
+            if table.moments.tier is not table.updates_on:
+                self.here = [region.get() for region in self.moments.values()]
             return
-        aside = self.empty(segment.shard_numel, segment.dtype) if apart and segment.keeps_copy else None
         self._update(group, used, coefficient, block, aside)
 
     def take_updated(self) -> None:

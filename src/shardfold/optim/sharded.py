@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -32,6 +32,7 @@ from shardfold.optim.threads import UpdateThreads
 from shardfold.plan.cost import Sent
 from shardfold.plan.layout import Cell, Layout, Tier
 from shardfold.plan.placement import SegmentSpec
+from shardfold.plan.report import MemoryRow
 from shardfold.sharding.groups import PerElement
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
 from shardfold.sharding.shard import Shard
@@ -153,6 +154,9 @@ def check_speculation(optimizer: Optimizer, layout: Layout, *, clamps: bool) -> 
         ConfigError: not with this optimizer, or where states rest; the message says why, and what would mend it.
     """
     call = "Overlap(speculate=...) updates units in host memory as their gradients come there"
+    for name in ("grads", "master", "moments"):
+        if (tier := layout.cells()[name].tier) is not Tier.HOST:
+            raise ConfigError(f"{call}, but {name} rest in the {tier} tier: give offload='host'.")
     _check_on_host(call, "speculate", optimizer, layout)
     if clamps:
         raise ConfigError(f"{call}, before Clip(value=...) cuts them: clip their norm, or leave speculate out.")
@@ -165,6 +169,19 @@ def check_delayed(optimizer: Optimizer, layout: Layout, units: Sequence[Unit]) -
         ConfigError: not with this optimizer, or where states rest; the message says why, and what would mend it.
     """
     call = "Overlap(delayed_update=True) updates in host memory while the next step computes"
+    for name in ("grads", "master", "moments"):
+        tier = layout.cells()[name].tier
+        if name == "grads" and tier is Tier.DISK:
+            raise ConfigError(
+                f"{call}, but grads rest in the disk tier, where the next backward would need the room of those that "
+                "an update still reads: let them rest in host memory, as in offload={'optimizer': 'disk', 'grads': "
+                "'host'}."
+            )
+        if tier is Tier.DEVICE:
+            raise ConfigError(
+                f"{call}, but {name} rest in the device tier: give offload='host', or offload={{'optimizer': 'disk', "
+                "'grads': 'host'}."
+            )
     _check_on_host(call, "delayed_update", optimizer, layout)
     for unit in units:
         for segment in unit.trainable:
@@ -178,13 +195,8 @@ def check_delayed(optimizer: Optimizer, layout: Layout, units: Sequence[Unit]) -
 def _check_on_host(call: str, option: str, optimizer: Optimizer, layout: Layout) -> None:
     """
     Raises:
-        ConfigError: gradients and what the update writes are not in host memory, or it is not the fused one.
+        ConfigError: what the update reads and writes is not in host memory for all units, or it is not the fused one.
     """
-    away = [name for name in ("grads", "master", "moments") if layout.cells()[name].tier is not Tier.HOST]
-    if away:
-        raise ConfigError(
-            f"{call}, but {away[0]} rest in the {layout.cells()[away[0]].tier} tier: give offload='host'."
-        )
     if layout.share != 1.0:
         raise ConfigError(
             f"{call}, but with share={layout.share:g} some units' states stay on the device: let all of them rest in "
@@ -204,6 +216,16 @@ class _Piece:
     slot: int
     start: int
     tensor: nn.Parameter
+
+
+class _Held(NamedTuple):
+    """What an update behind its step is made with: options of its group, which parameters some rank used, what
+    gradients are multiplied by, and memory of the host for the compute-dtype copy, ``(n,)``."""
+
+    options: Mapping[str, Any]
+    used: Sequence[bool]
+    factor: Tensor | None
+    aside: Tensor | None
 
 
 class ShardedOptimizer:
@@ -240,7 +262,7 @@ class ShardedOptimizer:
         self._names = fused_moments(optimizer)
         self._stochastic, self._threads = stochastic, UpdateThreads(threads)
         self._compiled, self.delayed = compiled, delayed
-        self._held: dict[int, tuple[Mapping[str, Any], Sequence[bool], Tensor | None]] = {}  # by segment
+        self._held: dict[int, _Held] = {}  # by segment
         self.snapshots = Snapshots(tiers.device.device)
         for unit in units:
             self.add(unit)
@@ -334,21 +356,27 @@ class ShardedOptimizer:
 
     def hold(self, units: Sequence[Unit], used: Mapping[str, Sequence[Sequence[bool]]], factor: Tensor | None) -> None:
         """The next updates, which go on behind the step, are with hyper-parameters and factors as they are now: users
-        may change them meanwhile. Arguments are as of :meth:`update`."""
-        self._held = {
-            id(segment): (
-                options_of(self.torch_optimizer.param_groups[segment.spec.group]),
-                flags,
-                _factor(segment, factor),
-            )
-            for unit in units
-            for segment, flags in zip(unit.trainable, used[unit.name], strict=True)
-        }
+        may change them meanwhile. What they make of ``params`` has its memory from now on. Arguments are as of
+        :meth:`update`."""
+        for unit in units:
+            for segment, flags in zip(unit.trainable, used[unit.name], strict=True):
+                options = options_of(self.torch_optimizer.param_groups[segment.spec.group])
+                copies = segment.keeps_copy and any(flags)
+                aside = self._host_memory(segment.shard_numel, segment.dtype) if copies else None
+                self._held[id(segment)] = _Held(options, flags, _factor(segment, factor), aside)
 
     def take_updated(self) -> None:
         """What updates behind their step made of parameters that rest in host memory is there."""
+        self._held.clear()
         for shard in self._fused.values():
             shard.take_updated()
+
+    def updated_row(self) -> MemoryRow:
+        """Of what updates behind their step make of ``params``, for a report of memory: it is there from a step until
+        the next one, but of what no rank used."""
+        copies = sum(s.shard_numel * s.dtype.itemsize for s in self._segments() if s.keeps_copy)
+        held = sum(each.aside.nbytes for each in self._held.values() if each.aside is not None)
+        return MemoryRow("updated", "host", copies, 0.0, held)
 
     def withdraw(self, units: Iterable[Unit] | None = None) -> None:
         """What was updated before its step, of these units or all, is as it was before: its gradients change, or are
@@ -385,7 +413,8 @@ class ShardedOptimizer:
         """
         for segment, flags in zip(unit.trainable, used, strict=True):
             if self.delayed:
-                self._fused[id(segment)].update(*self._held[id(segment)], self._block, apart=True)
+                held = self._held[id(segment)]
+                self._fused[id(segment)].update(held.options, held.used, held.factor, self._block, held.aside)
             elif self._names is not None:
                 group = self.torch_optimizer.param_groups[segment.spec.group]
                 self._fused[id(segment)].update(group, flags, _factor(segment, coefficient), self._block)

@@ -14,6 +14,14 @@ __all__ = ["keywords", "known_arguments", "meant", "unknown"]
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 ELSEWHERE: Mapping[str, Collection[str]] = {
+    "offload": (
+        "cpu_offload",
+        "offload_optimizer",
+        "offload_param",
+        "offload_parameters",
+        "nvme_path",
+        "nvme_offload_dir",
+    ),
     "layout": (
         "stage",
         "zero_stage",
@@ -44,8 +52,12 @@ ELSEWHERE: Mapping[str, Collection[str]] = {
     "compute": ("param_dtype",),
     "reduce": ("reduce_dtype",),
     "lr": ("learning_rate",),
+    "host": ("cpu", "ram"),
+    "disk": ("nvme", "ssd"),
+    "device": ("gpu", "cuda"),
 }
-"""What DeepSpeed, FSDP, Accelerate and Megatron-LM call what is an argument here."""
+"""What DeepSpeed, FSDP, Accelerate and Megatron-LM call what is an argument, or a word of one, here. Of those that a
+call knows the first is meant."""
 
 
 def known_arguments(target: Target) -> Target:
@@ -84,7 +96,7 @@ def unknown(call: str, given: Iterable[str], known: Sequence[str]) -> str:
 
 def meant(name: str, known: Sequence[str]) -> str:
     """The one of the ``known`` that others call ``name`` or that is nearest to it, as a question; else all of them."""
-    ours = next((ours for ours in known if name in ELSEWHERE.get(ours, ())), None)
+    ours = next((ours for ours, names in ELSEWHERE.items() if ours in known and name in names), None)
     if ours is not None:
         return f" Did you mean {ours!r}?"
     return did_you_mean(name, known) if known else ""

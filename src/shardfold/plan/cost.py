@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from math import prod
 from typing import NamedTuple
 
+from shardfold.plan.folders import Folders
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec
@@ -125,12 +126,10 @@ def tier_bytes(resting: Mapping[tuple[str, Tier], float]) -> dict[Tier, float]:
     return total
 
 
-def on_disk(
-    layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, num_moments: int
-) -> dict[str | tuple[str, ...] | None, list[int]]:
+def on_disk(layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, num_moments: int) -> dict[Folders, list[int]]:
     """Bytes of each region that rests on disk on one rank, by the folder of its cell; moments are behind the others, as
     they are made last."""
-    found: dict[str | tuple[str, ...] | None, list[tuple[bool, int]]] = {}
+    found: dict[Folders, list[tuple[bool, int]]] = {}
     for unit in units:
         for segment in unit.segments:
             table = segment.table_or(layout)
@@ -139,7 +138,8 @@ def on_disk(
                 if state != "format" and cell.tier is Tier.DISK:
                     last = state == "moments"
                     count = num_moments if last else 1
-                    found.setdefault(cell.folder, []).extend([(last, int(nbytes) // count)] * count)
+                    if count:  # SGD without momentum has no moments
+                        found.setdefault(cell.folder, []).extend([(last, int(nbytes) // count)] * count)
     return {folder: [size for _, size in sorted(sizes, key=lambda each: each[0])] for folder, sizes in found.items()}
 
 
@@ -259,7 +259,7 @@ def traffic(
 
 def step_of(micro_batches: int) -> dict[str, int]:
     """How often each section runs in a step."""
-    return {"forward": micro_batches, "backward": micro_batches - 1, "last": 1, "step": 1, "arrive": 1}
+    return {"forward": micro_batches, "backward": micro_batches - 1, "last": 1, "step": 1, "behind": 1, "arrive": 1}
 
 
 def section_traffic(

@@ -26,9 +26,10 @@ from os import PathLike
 from typing import Any
 
 from shardfold.errors import ConfigError, LayoutError, did_you_mean
-from shardfold.plan.arguments import known_arguments
+from shardfold.plan.arguments import known_arguments, meant
 from shardfold.plan.axes import DATA_AXES, Axes, Mesh, Sizes
 from shardfold.plan.checks import described, is_integer, is_number
+from shardfold.plan.folders import FOLDERS, Folders, are_folders, folders_of
 from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE
 from shardfold.plan.sizes import parse_bytes
 
@@ -156,17 +157,19 @@ PRECISIONS: dict[str, Precision] = {
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """How one state rests on each rank: ``over=()`` means that every rank holds all of it. A tier's name will do.
-    ``folder``: of the disk tier, where the file is; None: the system's folder for temporary files. ``share``: of
-    master and moments in a slower tier: at least which part of their bytes rests there, in whole units; the others are
-    as if all tiers were the device's (see :meth:`Layout.near`)."""
+    ``folder``: of the disk tier, where the file is, or several, one for each drive, over which values are spread; ``~``
+    is the user's home, and ``{local_rank}`` the rank's number on its node; None: the system's folder for temporary
+    files. ``share``: of master and moments in a slower tier: at least which part of their bytes rests there, in whole
+    units; the others are as if all tiers were the device's (see :meth:`Layout.near`)."""
 
     over: Axes = ()
     dtype: str
     tier: Tier = Tier.DEVICE
-    folder: str | None = None
+    folder: Folders = None
     share: float = 1.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", folders_of(self.folder))
         if self.tier in list(Tier):  # what is none is told by the table, which knows the state
             object.__setattr__(self, "tier", Tier(self.tier))
 
@@ -397,15 +400,15 @@ class Layout:
                 )
             _check_dtype(name, cell.dtype)
             if cell.tier not in list(Tier):
-                near = did_you_mean(str(cell.tier), map(str, Tier))
+                near = meant(str(cell.tier), [str(tier) for tier in Tier])
                 raise LayoutError(f"{name} {rests(name)} in tier {cell.tier!r}, which is unknown.{near}")
             if cell.folder is not None and cell.tier is not Tier.DISK:
                 raise LayoutError(
                     f"the cell of {name} has a folder, but {name} {rests(name)} in the {cell.tier} tier: it is of the "
                     "disk tier; leave it out."
                 )
-            if cell.folder is not None and not isinstance(cell.folder, (str, PathLike)):  # pyright: ignore
-                raise LayoutError(f"{name} has folder={described(cell.folder)}: it is the path of a folder, or None.")
+            if not are_folders(cell.folder):
+                raise LayoutError(f"{name} has folder={described(cell.folder)}: it is {FOLDERS}.")
             if not is_number(cell.share, 0, 1) or not cell.share:
                 raise LayoutError(f"{name} has share={described(cell.share)}: it is a part, above 0 and at most 1.")
         for name, wire in (("gather", self.gather), ("reduce", self.reduce)):

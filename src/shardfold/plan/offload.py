@@ -1,13 +1,16 @@
-"""``offload=``: which states of a table rest in a slower tier, as one word or by name."""
+"""``offload=``: which states of a table rest in a slower tier, as one word or by name, and in which folders."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.plan.arguments import meant
 from shardfold.plan.checks import described
+from shardfold.plan.folders import FOLDERS, are_folders, folders_of
 from shardfold.plan.layout import Layout, Tier
 
 __all__ = ["offloaded"]
@@ -22,13 +25,18 @@ WORDS: Mapping[str, tuple[str, ...]] = {
 """What each name stands for."""
 UPDATE = ("grads", "master", "moments")
 """What rests in a slower tier where only a tier is named: all that an update reads but the parameters."""
-
-
 SHARED = ("master", "moments")
 """Of which a part may stay on the device."""
+UNDIVIDED: Mapping[str, str] = {
+    "params": "parameters rest there whole or not at all",
+    "grads": "gradients of a unit are where its master is",
+}
+"""Of which none may, and why."""
+FOLDER = "folder"
+"""The word that stands beside the states."""
 
 
-def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout:
+def offloaded(layout: Layout, offload: str | Mapping[str, Any] | None) -> Layout:
     """The table with other tiers.
 
     Args:
@@ -37,19 +45,19 @@ def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout
             or tiers by state, as ``{"optimizer": "host", "grads": "host"}``, where ``optimizer`` is master and moments;
             the same as text is ``"optimizer=host,grads=host"``; None: no change. Of the optimizer's states a part may
             stay on the device: with ``"host:0.7"`` at least 0.7 of them rest in host memory (see ``Cell.share``).
+            ``folder`` beside the states is where all that rests on disk is, or a list of folders, one for each drive
+            (see ``Cell.folder``); as text ``"disk,folder=/mnt/a"`` or ``"optimizer=disk,folder=/mnt/a:/mnt/b"``.
 
     Raises:
-        ConfigError: a state or tier is unknown.
+        ConfigError: a state or tier is unknown, or a folder is named and nothing rests on disk.
         LayoutError: the table that this gives contradicts itself.
     """
     if offload is None:
         return layout
     if isinstance(offload, str) and "=" in offload:
-        offload = _by_state(offload)
+        offload = _by_state(offload, layout)
     if isinstance(offload, (str, Tier)):
-        tier, share = _tier("offload=", offload)
-        slower = [state for state, cell in layout.cells().items() if cell.tier is not Tier.DEVICE]
-        return layout.edit(*dict.fromkeys((*UPDATE, *slower)), tier=tier).edit(*SHARED, share=share)
+        offload = _alike(layout, offload)
     if not isinstance(offload, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
             f"offload= is {described(offload)}: it is 'host', 'disk', or a dict of tiers by state, as "
@@ -57,9 +65,17 @@ def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout
         )
     tiers: dict[str, tuple[Tier, float]] = {}
     for word, tier in offload.items():
+        if word == FOLDER:
+            continue
         if word not in WORDS:
-            raise ConfigError(f"offload= names {word!r}, which is no state.{did_you_mean(str(word), WORDS)}")
-        tiers.update(dict.fromkeys(WORDS[word], _tier(f"offload={{{word!r}: ...}}", tier)))
+            raise ConfigError(f"offload= names {word!r}, which is no state.{did_you_mean(str(word), [*WORDS, FOLDER])}")
+        found, share = _tier(f"offload={{{word!r}: ...}}", tier)
+        if share != 1 and word in UNDIVIDED:
+            raise ConfigError(
+                f"offload={{{word!r}: {tier!r}}}: {UNDIVIDED[word]}, so a part is of 'optimizer' only: write "
+                f"{str(found)!r} for {word}."
+            )
+        tiers.update(dict.fromkeys(WORDS[word], (found, share)))
     cells = layout.cells()
     missing = [state for state in tiers if state not in cells]
     if missing:
@@ -67,23 +83,46 @@ def offloaded(layout: Layout, offload: str | Mapping[str, str] | None) -> Layout
             f"offload= names {', '.join(missing)}, of which this table keeps no copy: its master is what is gathered, "
             "so name 'optimizer'."
         )
-    return layout.replace(
-        **{state: replace(cells[state], tier=tier, share=share) for state, (tier, share) in tiers.items()}
-    )
-
-
-def _by_state(text: str) -> dict[str, str]:
-    """What ``"optimizer=host,grads=disk"`` says, by state."""
-    tiers: dict[str, str] = {}
-    for part in text.split(","):
-        state, equals, tier = (word.strip() for word in part.partition("="))
-        if not equals:
+    for state, (tier, share) in tiers.items():
+        folder = cells[state].folder if tier is Tier.DISK else None
+        cells[state] = replace(cells[state], tier=tier, share=share, folder=folder)
+    if FOLDER in offload:
+        filed = [state for state, cell in cells.items() if cell.tier is Tier.DISK]
+        if not filed:
             raise ConfigError(
-                f"offload= is {text!r}, but {part.strip()!r} names no tier: write {state or 'grads'}=host."
+                f"offload= names the folder {described(offload[FOLDER])}, but nothing rests on disk: say what does, as "
+                "in {'optimizer': 'disk', 'folder': ...}, or leave it out."
             )
+        if not are_folders(folders := folders_of(offload[FOLDER])):
+            raise ConfigError(f"offload= has folder={described(offload[FOLDER])}: it is {FOLDERS}.")
+        cells.update({state: replace(cells[state], folder=folders) for state in filed})
+    return layout.replace(**cells)
+
+
+def _alike(layout: Layout, given: str) -> dict[str, str]:
+    """Tiers by state where one is named for all."""
+    tier, share = _tier("offload=", given)
+    slower = [state for state, cell in layout.cells().items() if cell.tier is not Tier.DEVICE]
+    part = f"{tier}:{share!r}"
+    return {state: part if state in SHARED else str(tier) for state in dict.fromkeys((*UPDATE, *slower))}
+
+
+def _by_state(text: str, layout: Layout) -> dict[str, Any]:
+    """What ``"optimizer=host,grads=disk"`` says, by state; ``"disk,folder=/mnt/a"`` too."""
+    tiers: dict[str, Any] = {}
+    for number, part in enumerate(parts := text.split(",")):
+        state, equals, tier = (word.strip() for word in part.partition("="))
+        if not equals and not number and all(each.partition("=")[0].strip() == FOLDER for each in parts[1:]):
+            tiers.update(_alike(layout, state))
+            continue
+        if not equals:
+            why = f"names no tier: write {state or 'grads'}=host"
+            if state.partition(":")[0] in list(Tier):
+                why = f"names no state: write optimizer={state}, or 'folder=' alone behind a tier of all"
+            raise ConfigError(f"offload= is {text!r}, but {part.strip()!r} {why}.")
         if state in tiers:
             raise ConfigError(f"offload= is {text!r}, which names {state} twice.")
-        tiers[state] = tier
+        tiers[state] = tier.split(os.pathsep) if state == FOLDER and os.pathsep in tier else tier
     return tiers
 
 
@@ -91,7 +130,7 @@ def _tier(where: str, given: Any) -> tuple[Tier, float]:
     """The tier, and which part of a state rests there."""
     tier, colon, part = given.partition(":") if isinstance(given, str) and given not in list(Tier) else (given, "", "")
     if tier not in list(Tier):
-        raise ConfigError(f"{where}: {described(tier)} is no tier.{did_you_mean(str(tier), [str(t) for t in Tier])}")
+        raise ConfigError(f"{where}: {described(tier)} is no tier.{_meant(str(tier))}")
     if not colon:
         return Tier(tier), 1.0
     try:
@@ -99,8 +138,15 @@ def _tier(where: str, given: Any) -> tuple[Tier, float]:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
+        folder = " A folder is named beside it, as in 'disk,folder=/mnt/nvme0'." if os.sep in part else ""
         raise ConfigError(
             f"{where}: behind '{tier}:' comes which part of the bytes rests there at least, above 0 and at most 1, as "
-            f"in '{tier}:0.7', and not {part!r}."
+            f"in '{tier}:0.7', and not {part!r}.{folder}"
         )
     return Tier(tier), share
+
+
+def _meant(given: str) -> str:
+    if os.sep in given:
+        return " A folder is named beside the tier, as in 'disk,folder=/mnt/nvme0'."
+    return meant(given, [str(tier) for tier in Tier])

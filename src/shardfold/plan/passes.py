@@ -50,7 +50,7 @@ class Overlap:
             step is the same to the bit. Units whose snapshot has no room are updated in the step. None: all are.
         delayed_update: whether updates in host memory go on behind their step, while the next one's forward and
             backward run, which read the parameters of the step before (ZeRO-Offload, arXiv 2101.06840, section 5). It
-            changes the maths.
+            changes the maths. Master and moments may rest on disk: they are read and written there meanwhile, too.
 
     Raises:
         ConfigError: a value is negative or unknown.
@@ -103,8 +103,8 @@ def prefetch(
 ) -> tuple[Op, ...]:  # fmt: skip
     """Moves what brings each unit's values ``depth`` markers earlier; never before the pass begins or the unit is
     freed. What comes from a file to fill what is gathered moves one more, so that it is there when that is filled. In a
-    step ``FETCH`` moves, past the updates of other units; ``from_disk`` gives the bytes of one, and with it it moves
-    past more of them while all that is on its way has at most :data:`AHEAD` bytes."""
+    step, or behind it, ``FETCH`` moves, past the updates of other units; ``from_disk`` gives the bytes of one, and with
+    it it moves past more of them while all that is on its way has at most :data:`AHEAD` bytes."""
     if depth == 0:
         return ops
     groups = _between(ops, markers)
@@ -193,13 +193,16 @@ def apply(
     def backward(ops: tuple[Op, ...]) -> tuple[Op, ...]:
         return delay_waits(defer_reduce(prefetch(ops, overlap.prefetch), late), overlap.reduces_in_flight or 0)
 
+    def updates(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        return prefetch(ops, overlap.prefetch, ("FETCH",), ("UPDATE",), fetched)
+
     made = Program(
         forward=prefetch(program.forward, overlap.prefetch),
         backward=backward(program.backward),
         last=backward(program.last),
-        step=prefetch(program.step, overlap.prefetch, ("FETCH",), ("UPDATE",), fetched),
+        step=updates(program.step),
+        behind=updates(program.behind),
         arrive=program.arrive,
-        behind=program.behind,
     )
     return updates_beside(made) if overlap.update_thread else made
 
@@ -212,8 +215,15 @@ def closing(program: Program, overlap: Overlap) -> tuple[Op, ...]:
 
 
 def late(program: Program, units: frozenset[str]) -> tuple[Op, ...]:
-    """A section before the step: one more reduction of ``units``, whose gradients came behind the one in backward."""
-    return _awaited(op for op in program.last if op.is_sum and op.unit in units)
+    """A section before the step: one more reduction of ``units``, whose gradients came behind the one in backward; what
+    is in a file of them comes first, unit by unit."""
+    adds = {op.unit: op for op in program.last if op.verb == "ADD"}
+    out: list[Op] = []
+    for op in _awaited(op for op in program.last if op.is_sum and op.unit in units):
+        if op.unit in adds:
+            out.append(adds.pop(op.unit))
+        out.append(op)
+    return tuple(out)
 
 
 def _awaited(sums: Iterable[Op]) -> tuple[Op, ...]:

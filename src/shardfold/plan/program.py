@@ -2,10 +2,11 @@
 
 A program has four sections, and others where something asks for them. ``forward`` and ``backward`` run once per
 micro-batch, ``last`` replaces ``backward`` in the last micro-batch of a step, ``step`` is the optimizer step. What is
-in ``beside`` a second thread does while the first does ``step``. Where updates are delayed, it does what is in
-``behind`` behind the step, while the next one computes, and ``arrive`` brings what that gave, before the next updates
-begin. There are no collectives in ``beside`` and ``behind``. ``F u``, ``B u``, ``END`` and ``STEP`` are markers:
-the model's and the optimizer's own work happens there, and everything up to a marker is done before it.
+in ``beside`` a second thread does while the first does ``step``. Where updates are delayed, it does them, and what
+brings their states, in ``behind`` behind the step, while the next one computes, and ``arrive`` brings what that gave,
+before the next updates begin. There are no collectives in ``beside`` and ``behind``. ``F u``, ``B u``, ``END`` and
+``STEP`` are markers: the model's and the optimizer's own work happens there, and everything up to a marker is done
+before it.
 
     verb            what the engine does
     CAST            write this rank's master shard into its place of the gathered buffer, in the wire's dtype
@@ -331,7 +332,7 @@ def lower(
         last=tuple(lowering.one_pass(False, True)),
         step=tuple(lowering.step(clip=clip, clamp=clamp, delayed=delayed)),
         behind=tuple(lowering.behind()) if delayed else (),
-        arrive=tuple(op for op in lowering.updates() if op.verb != "UPDATE") if delayed else (),
+        arrive=tuple(lowering.updates(behind=True)) if delayed else (),
     )
 
 
@@ -447,17 +448,20 @@ class _Lowering:
             yield from self.updates()
 
     def behind(self) -> Iterator[Op]:
-        """Updates alone, in the order in which the next backward needs the memory of the gradients."""
+        """Updates, in the order in which the next backward needs the memory of the gradients."""
         for unit in (*dict.fromkeys(self._back), *self._roots):
             if unit.trainable:
-                yield from (op for op in self._update(unit) if op.verb == "UPDATE")
+                yield from self._update(unit)
 
-    def updates(self) -> Iterator[Op]:
-        """The updates of all units, and what brings what they give to where it is read."""
+    def updates(self, *, behind: bool = False) -> Iterator[Op]:
+        """The updates of all units, and what brings what they give to where it is read; only that of those that are
+        done ``behind`` their step."""
         waits: list[Op] = []
         for unit in self._units:
             if unit.trainable:
-                yield from self._update(unit)
+                if not behind:
+                    yield from self._update(unit)
+                yield from self._give(unit)
                 whole = unit.table_or(self._layout).params is not None
                 for op in self._turn(unit, "master", "params") if whole else ():
                     yield op
@@ -478,7 +482,12 @@ class _Lowering:
             yield Op("STORE", unit.name, source="grads", tier=str(on))
         yield Op("UPDATE", unit.name, tier=str(on) if host else "")
         yield from (Op("STORE", unit.name, source=name, tier=str(tier)) for name, tier in away)
-        if host and table.params is not None:
+
+    def _give(self, unit: UnitSpec) -> Iterator[Op]:
+        """What brings the new ``params`` of this rank from where they were updated to where they rest."""
+        table = unit.table_or(self._layout)
+        on = table.updates_on
+        if on is not Tier.DEVICE and table.params is not None:
             if table.params.tier is Tier.DEVICE:
                 yield Op("FILL", unit.name, source="master", target="params", tier=str(on))
             elif table.params.tier is Tier.DISK and any(self._copies(segment) for segment in unit.segments):

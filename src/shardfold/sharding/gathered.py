@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from logging import getLogger
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +33,7 @@ from shardfold.plan.layout import Tier
 from shardfold.sharding.loans import Loan
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import TORCH_DTYPES, Segment, dtype_name
+from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.unit import Life, Unit
 from shardfold.sharding.whole_segments import Slice, gather_slices
 
@@ -256,9 +258,13 @@ class _Parameters:
     def write(self, changed: set[str], source: int) -> None:
         views = [home.segment.views_of(home.segment.flat)[home.slot] for home in self._homes]
         spread(self._model.comm, views, self._what, source)
-        with torch.no_grad():
+
+        def take() -> None:
             for home, view in zip(self._homes, views, strict=True):
                 home.segment.take(home.slot, view, exact=home.name in changed)
+
+        with torch.no_grad():
+            together(self._model.comm, self._what, take, files=on_disk(self._model.layout))
         _mark_written(self._model, [home.parameter for home in self._homes])
 
     def keep(self, changed: Sequence[str]) -> None:
@@ -291,13 +297,18 @@ def _pin(model: ShardedModel, units: Sequence[Unit], what: str) -> None:
             unit.end_gather(model.comm.agreement.wait)
         elif unit.life is Life.RESTING:
             resting.append(unit)
-    with torch.no_grad():
+    for unit in resting:
+        unit.begin_gather()
+    split = [segment for unit in resting for segment in unit.segments if segment.split]
+
+    def fill() -> None:
         for unit in resting:
-            unit.begin_gather()
             for segment in unit.segments:
                 segment.fill_own_range()
-    split = [segment for unit in resting for segment in unit.segments if segment.split]
+
     try:
+        with torch.no_grad():
+            together(model.comm, what, fill, files=any(s.table.rest.tier is Tier.DISK for s in split))
         for over in dict.fromkeys(segment.table.rest.over for segment in split):
             complete(model.comm, [s.flat for s in split if s.table.rest.over == over], over, what)
     except BaseException:
@@ -340,7 +351,8 @@ class _States:
         else:
             there, dtype = _has_state(model, homes, of)
         self._homes = [home for home, is_there in zip(homes, there, strict=True) if is_there]
-        shards = self._shards(dtype)
+        files = model.layout.cells().get(of, model.layout.moments).tier is Tier.DISK
+        shards = together(model.comm, what, partial(self._shards, dtype), files=files)
         slices = [Slice(home.segment, home.slot, shards[id(home.segment)]) for home in self._homes]
         with torch.no_grad():
             whole = gather_slices(model.comm, slices, what)
@@ -352,22 +364,10 @@ class _States:
         """This rank's part of the state, by segment.
 
         Raises:
-            ShardfoldError: on all ranks: some rank could not read it from the tier that it rests in.
+            OSError: it could not be read from its file.
         """
-        model, shards = self._model, dict[int, Tensor]()
-        problem: UsageError | None = None
-        try:
-            for home in self._homes:
-                if id(home.segment) not in shards:
-                    shards[id(home.segment)] = self._shard(home.segment, dtype)
-        except OSError as error:
-            problem = UsageError(f"{self._what}: {error}: load a checkpoint before going on.")
-            problem.__cause__ = error
-        cells = model.layout.cells()
-        away = cells.get(self._of, model.layout.moments).tier is not Tier.DEVICE
-        if away and model.comm.any_rank([problem is not None], self._what)[0]:
-            model.comm.agreement.refuse(self._what, problem)
-        return shards
+        segments = {id(home.segment): home.segment for home in self._homes}
+        return {name: self._shard(segment, dtype) for name, segment in segments.items()}
 
     def _shard(self, segment: Segment, dtype: torch.dtype) -> Tensor:
         if self._of == "grads":
@@ -386,9 +386,13 @@ class _States:
 
     def write(self, changed: set[str], source: int) -> None:
         spread(self._model.comm, list(self.watched.values()), self._what, source)
-        with torch.no_grad():
+
+        def take() -> None:
             for home in self._homes:
                 self._take(home, self.watched[home.name].view(-1), home.name in changed)
+
+        with torch.no_grad():
+            together(self._model.comm, self._what, take, files=on_disk(self._model.layout))
         if self._of == "master":
             _mark_written(self._model, [home.parameter for home in self._homes])
 

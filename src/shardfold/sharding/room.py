@@ -14,6 +14,7 @@ from shardfold.tiers.disk import DiskTier
 __all__ = ["take_room"]
 
 WHAT = "room for the states on disk"
+NO_FILE = "no file can be made in"
 
 
 def take_room(model: ShardedModel, units: Sequence[UnitSpec], num_moments: int, gone: Sequence[UnitSpec] = ()) -> None:
@@ -44,7 +45,7 @@ def take_room(model: ShardedModel, units: Sequence[UnitSpec], num_moments: int, 
         try:
             tier = model.tiers.named("disk", folder)
         except OSError as error:
-            problem = f"no file can be made in {error.filename}: {error.strerror}; name a folder that can be written to"
+            problem = f"{NO_FILE} {error.filename}: {error.strerror}; name a folder that can be written to"
             break
         assert isinstance(tier, DiskTier)
         try:
@@ -57,4 +58,6 @@ def take_room(model: ShardedModel, units: Sequence[UnitSpec], num_moments: int, 
         said = agreement.exchange(WHAT, problem)
         ranks = by_rank(dict(zip(agreement.peers.ranks, said, strict=True))).rstrip(".")
         total = sum(map(sum, wanted.values()))
+        if any(each.startswith(NO_FILE) for each in said):
+            raise ConfigError(f"{ranks[0].upper()}{ranks[1:]}, for the {total:,} bytes of states that rest on disk.")
         raise ConfigError(f"The {total:,} bytes of states that rest on disk on each rank have no room there: {ranks}.")

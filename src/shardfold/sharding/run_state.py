@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shardfold.errors import StepError
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 
@@ -63,6 +64,7 @@ class RunState:
         averages: copies that follow the updates.
         after_step: called after each update.
         broken: why the values are of no run, if they are not.
+        unwritten: what the next step has to tell of updates behind the last one.
     """
 
     lr_schedule: LRSchedule | None = None
@@ -74,3 +76,4 @@ class RunState:
     averages: list[Mirror] = field(default_factory=list[Mirror])
     after_step: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     broken: str = ""
+    unwritten: StepError | None = None

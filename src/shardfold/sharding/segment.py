@@ -265,6 +265,7 @@ class Segment:
     @property
     def master(self) -> Tensor | None:
         """The memory of ``master``, or what came of it from its file; None: there is none."""
+        self._settle("master")
         if "master" in self.here:
             return self.here["master"]
         return self._at_rest(self._master, "master")

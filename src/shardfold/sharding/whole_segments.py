@@ -10,10 +10,11 @@ from torch import Tensor
 
 from shardfold.comm.coalesced import BATCH, Stretch, as_bytes, complete, exchange
 from shardfold.comm.comm import Comm
-from shardfold.plan.layout import Axes
+from shardfold.plan.layout import Axes, Tier
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard, values_of
+from shardfold.sharding.together import together
 
 __all__ = ["Slice", "gather_slices", "whole_segments"]
 
@@ -83,8 +84,9 @@ def _whole_batch(
     over = batch[0][2]
     index = shard_index(over, comm.mesh.sizes, comm.mesh.coords)
     flats: list[Tensor] = []
-    for segment, given, _ in batch:
-        shard = values_of(given)
+    files = any(isinstance(given, Shard) and given.region.tier == Tier.DISK for _, given, _ in batch)
+    shards = together(comm, what, lambda: [values_of(given) for _, given, _ in batch], files=files)
+    for (segment, _, _), shard in zip(batch, shards, strict=True):
         if shard.numel() == segment.spec.length:
             flats.append(shard.detach())
             continue

@@ -13,6 +13,7 @@ from shardfold.sharding.loans import refuse_during
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
+from shardfold.sharding.together import on_disk, together
 from shardfold.sharding.whole_segments import whole_segments
 
 __all__ = [
@@ -82,8 +83,9 @@ def load_state(model: ShardedModel, state: Mapping[str, Tensor]) -> None:
     """See :meth:`Engine.load_state_dict`; the state has been looked at."""
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
     buffers = every_buffer(model.module)
-    with torch.no_grad():
-        by_id = {id(parameters[name]): state[name] for name in state.keys() & parameters.keys()}
+    by_id = {id(parameters[name]): state[name] for name in state.keys() & parameters.keys()}
+
+    def take() -> None:
         for unit in model.units:
             unit.let_go()
             for segment in unit.segments:
@@ -91,6 +93,9 @@ def load_state(model: ShardedModel, state: Mapping[str, Tensor]) -> None:
                     if id(parameter) in by_id:
                         segment.take(slot, by_id[id(parameter)])
             torch.autograd.graph.increment_version([parameter for _, parameter in unit.parameters()])
+
+    with torch.no_grad():
+        together(model.comm, "engine.load_state_dict()", take, files=on_disk(model.layout))
         for name in state.keys() & buffers.keys():
             buffers[name].copy_(state[name])
 

@@ -23,12 +23,14 @@ have not begun, and waits for those that have. A place in a file is free again w
 from __future__ import annotations
 
 import ctypes
+import os
 import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
+from logging import getLogger
 from math import prod
 from threading import Lock, RLock
 from typing import Any, NamedTuple
@@ -43,6 +45,8 @@ from shardfold.tiers.staging import BLOCK, Buffer, Staging
 from shardfold.tiers.waits import Waits
 
 __all__ = ["DiskRegion", "DiskTier"]
+
+LOG = getLogger("shardfold")
 
 CHUNK = 4 * 1024 * 1024
 """Bytes that are read or written at once: large enough for a drive's full rate, small enough that several threads have
@@ -72,7 +76,7 @@ class DiskTier:
         chunk: int = CHUNK, staging: int = STAGING, direct: bool = True,
     ) -> None:  # fmt: skip
         self.device, self.chunk = device, chunk
-        names = (folders,) if isinstance(folders, str) else tuple(folders or (tempfile.gettempdir(),))
+        names = (folders,) if isinstance(folders, str) else tuple(folders or (_temporary(),))
         self.drives: list[Drive] = []
         try:
             for name in names:
@@ -177,6 +181,20 @@ class DiskTier:
     def _close_drives(self) -> None:
         for drive in self.drives:
             drive.close()
+
+
+def _temporary() -> str:
+    """The system's folder for temporary files. One that is named by ``TMPDIR`` and cannot be written to is passed over
+    by Python in silence."""
+    found, asked = tempfile.gettempdir(), os.environ.get("TMPDIR")
+    if asked and not os.path.samefile(found, asked if os.path.isdir(asked) else os.devnull):
+        LOG.warning(
+            "States and activations on disk are in %s, as TMPDIR names %s, in which no file could be made: name a "
+            "folder that can be written to.",
+            found,
+            asked,
+        )
+    return found
 
 
 class Room:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from shardfold.plan.folders import Folders, on_this_rank
 from shardfold.tiers.device import DeviceTier
 from shardfold.tiers.disk import DiskTier
 from shardfold.tiers.host import HostTier
@@ -30,11 +32,11 @@ class Tiers:
 
     def __init__(self, device: DeviceTier) -> None:
         self.device = device
-        self._made: dict[tuple[str, str | tuple[str, ...] | None], HostTier | DiskTier] = {}
+        self._made: dict[tuple[str, Folders], HostTier | DiskTier] = {}
 
-    def named(self, tier: str, folder: str | tuple[str, ...] | None = None) -> Tier:
-        """The tier of that name; ``folder``: of a disk, or one of each drive, None for the system's folder for
-        temporary files.
+    def named(self, tier: str, folder: Folders = None) -> Tier:
+        """The tier of that name; ``folder``: of a disk, or one of each drive, as a cell has it, None for the
+        system's folder for temporary files.
 
         Raises:
             OSError: a folder cannot be written to.
@@ -43,7 +45,10 @@ class Tiers:
             return self.device
         key = (str(tier), folder)
         if key not in self._made:
-            self._made[key] = SLOWER[str(tier)](self.device.device, folder)
+            local_rank = os.environ.get("LOCAL_RANK", "0")
+            names = (folder,) if isinstance(folder, str) else folder
+            here = names and [on_this_rank(name, local_rank) for name in names]
+            self._made[key] = SLOWER[str(tier)](self.device.device, here)
         return self._made[key]
 
     @property

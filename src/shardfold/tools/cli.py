@@ -18,6 +18,7 @@ import shardfold
 from shardfold import launch
 from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
 from shardfold.plan import presets
+from shardfold.plan.offload import offloaded
 from shardfold.tools import cli_ckpt, cli_run, extras
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.recipes.config import TrainConfig, read_settings, resumed_settings
@@ -124,12 +125,20 @@ def explain(
     nodes: Annotated[int, typer.Option(min=1, help="Machines that the ranks are spread over evenly.")] = 1,
     precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",
     params: Annotated[float, typer.Option(help="Number of parameters.")] = 1e9,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            help="Slower tier of gradients and optimizer states: host or disk; or of each state, as in train."
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A DeepSpeed JSON: what it becomes, instead of a layout and a precision.")
     ] = None,
 ) -> None:
     """Show a layout's table and program, and what they cost; or every value that a DeepSpeed config sets."""
-    presets.named(layout)
+    table = offloaded(presets.named(layout), offload)
+    if config is not None and offload is not None:
+        raise ConfigError("--offload goes with a layout; a DeepSpeed config says itself what is offloaded: give one.")
     if not 1 <= params <= MOST_PARAMS:
         raise ConfigError(f"--params {params:g}: it is a number of parameters, from 1 to {MOST_PARAMS:g}.")
     if ranks % nodes:
@@ -142,7 +151,7 @@ def explain(
         return
     from shardfold.plan.explain import explain_preset
 
-    print(explain_preset(layout, mesh=mesh, precision=precision, params=int(params)))
+    print(explain_preset(layout if offload is None else table, mesh=mesh, precision=precision, params=int(params)))
 
 
 @app.command(epilog="For example: shardfold bench gpt --params 46e6 --only torch-ddp,'zero*' --rounds 5")

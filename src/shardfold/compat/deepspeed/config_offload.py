@@ -11,7 +11,7 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.plan.presets import named
 
-__all__ = ["offload_of", "older_words", "table_of"]
+__all__ = ["offload_of", "older_words", "path_of", "table_of"]
 
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
 RATIO = f"{OPTIMIZER}ratio"
@@ -81,7 +81,12 @@ def offload_of(get: Get, stage: int, notes: list[Note], early: bool) -> tuple[di
             why = "with parameters, gradients and the optimizer's states rest in host memory, where they are updated"
             notes.append(Note(f"{PARAM}device", asked[PARAM], why))
     filed = [state for state, tier in tiers.items() if tier.startswith("disk")]
-    return tiers, {state: get(f"{PARAM if state == 'params' else OPTIMIZER}nvme_path") for state in filed}
+    return tiers, {state: get(f"{path_of(state)}nvme_path") for state in filed}
+
+
+def path_of(state: str) -> str:
+    """The section that says where a state rests, as the beginning of its keys."""
+    return PARAM if state == "params" else OPTIMIZER
 
 
 def table_of(preset: str, tiers: Mapping[str, str], folders: Mapping[str, str | None]) -> str | Layout:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shardfold.compat.deepspeed.batches import Batches
 from shardfold.compat.deepspeed.config import DeepSpeedConfig
+from shardfold.compat.deepspeed.config_files import check_files
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.observers import Observers
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer, optimizer_class
@@ -100,7 +101,8 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         self.dist_backend = dist.get_backend() if dist.is_initialized() else None
         self.data_parallel_group = dist.group.WORLD if dist.is_initialized() else None
         self._add_parts()
-        with together("the training_data of deepspeed.initialize()"):
+        with together("deepspeed.initialize()"):
+            check_files(settings, optimizer, self.local_rank)
             self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         limit = settings.clip_norm or (math.inf if self.zero_compute_grad_norm() else None)  # pyright: ignore
         take_over(model)

@@ -111,7 +111,7 @@ class TrainConfig(BaseModel):
     offload: str | None = Field(
         None,
         description="Slower tier of gradients and optimizer states: host or disk; or a tier of each state, as "
-        "params=host,optimizer=disk.",
+        "params=host,optimizer=disk; with folder=/mnt/a or folder=/mnt/a:/mnt/b where files are.",
     )
     precision: Literal["fp32", "bf16", "fp16", "bf16-pure", "bf16-autocast", "fp16-autocast"] = Field(
         "fp32",
