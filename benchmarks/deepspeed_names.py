@@ -195,9 +195,10 @@ AREAS = {
     "pinned buffers",
     "runtime.superoffload runtime.zenflow ops.adam.zenflow": "optimizers on the host beside the device",
     "runtime.data_pipeline ops.random_ltd": "data efficiency: sort the data in a sampler",
-    "runtime.domino runtime.tensor_parallel": "tensor parallelism",
+    "runtime.domino runtime.tensor_parallel": "AutoTP's own layers and parser: a plan cuts modules as they are",
     "runtime.rollout runtime.hybrid_engine": "generation by kernels: gather and call generate()",
-    "sequence runtime.sequence_parallel runtime.chunked_cross_entropy": "sequence parallelism",
+    "sequence runtime.sequence_parallel runtime.chunked_cross_entropy": "parts of Ulysses that its classes call, tiles "
+    "and chunks of long sequences, FPDT and AutoSP",
     "moe": "expert parallelism",
     "ops.op_builder ops.compile ops.deepspeed4science ops.triton_ops ops.csrc": "compiled operators: builders answer, "
     "and nothing is built",

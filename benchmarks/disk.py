@@ -291,7 +291,7 @@ def stepping(folder: str, units: int, width: int, passes: float, *, delayed: boo
         torch.manual_seed(0)
         model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(units)])
         where = {"tier": tier, "folder": folder} if tier == "disk" else {"tier": tier}
-        table = sf.PRESETS["zero2"].edit("grads", tier="host").edit("master", "moments", **where)
+        table = sf.PRESETS["zero2"].edit("master", "moments", **where).edit("grads", tier="host")
         overlap = sf.Overlap(delayed_update=delayed and tier == "disk")
         engine = sf.Engine(model, optimizer=partial(torch.optim.AdamW, lr=1e-3), layout=table, overlap=overlap)
         for _ in range(3 if delayed else 2):  # moments are zero at first, which are not read
@@ -327,7 +327,7 @@ def stepping(folder: str, units: int, width: int, passes: float, *, delayed: boo
     taken = seconds(lambda: steps(timed)) / timed
     finish()
     kernel = [(now - then) / (timed + 2) for now, then in zip(served(group, [folder]), before, strict=True)]
-    own = {row.op: row.moved for row in engine.traffic().moved}
+    own = {row.op: row.moved for row in engine.traffic().moved if row.tier == "disk"}
     engine.close()
     passes, updates = (median(each) for each in zip(*spent, strict=True))
     print(json.dumps(

@@ -34,7 +34,7 @@ from shardfold.plan.presets import PRESETS
 from shardfold.plan.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from shardfold import checkpoint, compat, nn, numerics, optim
+    from shardfold import checkpoint, compat, nn, numerics, optim, parallel
     from shardfold.checkpoint import Checkpoint, load_model
     from shardfold.checkpoint.rng import rng_state, set_rng_state
     from shardfold.data import Loader, Sampler
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardfold.numerics.clipping import Clip
     from shardfold.numerics.scaling import LossScale
     from shardfold.optim.average import Average
+    from shardfold.parallel.sequence import sequence_shard
     from shardfold.plan.report import MemoryReport, StepReport, TrafficReport
     from shardfold.sharding.forwards import register_forward
     from shardfold.sharding.materialize import meta_init
@@ -82,8 +83,10 @@ __all__ = [
     "nn",
     "numerics",
     "optim",
+    "parallel",
     "register_forward",
     "rng_state",
+    "sequence_shard",
     "set_rng_state",
     "sharded_init",
     "whole",
@@ -99,6 +102,7 @@ _LAZY = {
     "load_model": "shardfold.checkpoint",
     "mark_slice": "shardfold.sharding.slices",
     "meta_init": "shardfold.sharding.materialize",
+    "sequence_shard": "shardfold.parallel.sequence",
     "sharded_init": "shardfold.sharding.sharded_init",
     "engine_of": "shardfold.engine.engine",
     "register_forward": "shardfold.sharding.forwards",
@@ -117,7 +121,7 @@ def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is first asked for, so that a command's help does not wait for it."""
     import importlib
 
-    if name in ("checkpoint", "compat", "nn", "numerics", "optim"):
+    if name in ("checkpoint", "compat", "nn", "numerics", "optim", "parallel"):
         return importlib.import_module(f"shardfold.{name}")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)

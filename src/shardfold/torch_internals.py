@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import reduce, wraps
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -101,11 +101,26 @@ __all__ = [
     "tree_unflatten",
     "unflatten_dense",
     "untraced",
+    "untraced_from_call",
     "weak_storage",
 ]
 
 TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of PyTorch that were tried; docs/versions.md says with what."""
+
+
+def untraced_from_call(function: Any) -> Any:
+    """As :data:`untraced`, which imports the compiler, from the first call on: for what decorates as a module is
+    imported."""
+    hidden: list[Any] = []
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not hidden:
+            hidden.append(untraced(function))
+        return hidden[0](*args, **kwargs)
+
+    return run
 
 
 class Internal(NamedTuple):
@@ -218,6 +233,7 @@ INTERNALS: tuple[Internal, ...] = (
 
 ATTRIBUTES: tuple[Internal, ...] = (
     Internal("torch.Tensor._version", "whether values were changed", _NOTHING),
+    Internal("torch.Tensor._backward_hooks", "whether a hook wants a gradient", "gathers of layers before a copy"),
     Internal("torch.nn.Module._parameters", "parameters as a module has them", _NOTHING),
     Internal("torch.nn.Module._buffers", "buffers as a module has them", _NOTHING),
     Internal("torch.nn.Module._modules", "changes of the structure", _NOTHING),

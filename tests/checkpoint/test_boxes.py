@@ -35,7 +35,7 @@ SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 
 
 def _cut(values: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
-    return values[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))]
+    return values[box.slices]
 
 
 @st.composite

@@ -44,7 +44,7 @@ def test_overlaps_are_those_of_the_elements(given: tuple[tuple[int, ...], Piece]
     whole = np.arange(numel).reshape(shape)
     cut = whole
     if piece.box is not None:
-        cut = whole[tuple(slice(a, a + n) for a, n in zip(*piece.box, strict=True))]
+        cut = whole[piece.box.slices]
     held = cut.reshape(-1)[piece.start : piece.stop]  # the number in the whole of each value of the piece
     runs = list(overlaps(piece, shape, start, stop))
     found = [(run.one + i, run.other + i) for run in runs for i in range(run.numel)]

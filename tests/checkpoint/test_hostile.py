@@ -153,6 +153,8 @@ INDEXES: dict[str, tuple[Change, str]] = {
     "a box of other dims": (boxed([[0], [12]]), "its box is not within its shape"),
     "a buffer's box": (boxed([[0], [1]], kind="buffer"), "its box is not within its shape"),
     "a box that is none": (boxed("x"), "box is not [starts, sizes]"),
+    "a box of too few blocks": (boxed([[0, 0, 0], [2, 2, 4], [0, 2, 2]]), "its box is stacked as [0, 2, 2]"),
+    "a box of half a word": (boxed([[0, 0], [3, 4], [1]]), "box is stacked as [1], which is not [dim, count, length]"),
     "blocks of nothing": (put("pieces/0/block", 0), "block is 0, which is no number of elements"),
     "sums of numbers": (put("pieces/0/sums", [1]), "sums is no list of texts"),
     "a rank of text": (put("pieces/0/rank", "x"), "rank is 'x', which is no whole number"),

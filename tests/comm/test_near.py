@@ -100,6 +100,30 @@ def test_what_is_read_is_bit_for_bit_what_gloo_brings(ranks: Ranks, world_size: 
     assert ranks.run(_compare, world_size=world_size) == [[]] * world_size
 
 
+def _exchanged() -> bool:
+    """Parts of other lengths for each rank, none of them too, and its own."""
+    _, wire, group, mesh = _wires()
+    right = True
+    for unit, dtype in ((1, torch.float32), (1000, torch.bfloat16), (near.BLOCK // 4, torch.float64)):
+        lengths = [
+            [(sender + 2 * receiver) % 3 * unit for receiver in range(mesh.world)] for sender in range(mesh.world)
+        ]
+        whole = [_values(sum(row), dtype, sender) for sender, row in enumerate(lengths)]
+        received = torch.empty(sum(row[mesh.rank] for row in lengths), dtype=dtype)
+        by = [row[mesh.rank] for row in lengths]
+        wire.exchange(whole[mesh.rank].clone(), lengths[mesh.rank], received, by, group).wait(_wait)
+        expected = [each.split(row)[mesh.rank] for each, row in zip(whole, lengths, strict=True)]
+        right &= torch.equal(received, torch.cat(expected))
+    mesh.close()
+    return right
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_exchange_brings_each_rank_its_parts(ranks: Ranks, world_size: int) -> None:
+    """Whatever the others have for it, in their order."""
+    assert ranks.run(_exchanged, world_size=world_size) == [True] * world_size
+
+
 def _many() -> bool:
     _, wire, group, mesh = _wires()
     right = True

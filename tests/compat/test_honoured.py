@@ -75,10 +75,17 @@ BOTH: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "zero_optimization.cpu_offload_param": (False, True, {"zero_optimization": {"stage": 3}}),
     "zero_optimization.zero_hpz_partition_size": (1, 2, {"zero_optimization": {"stage": 3}}),
     "zero_optimization.mics_shard_size": (-1, 2, {"zero_optimization": {"stage": 3}}),
-}
+    "tensor_parallel.autotp_size": (0, 2, {}),
+    "sequence_parallel_size": (1, 2, {}),
+    "seq_parallel_communication_data_type": (
+        "fp32", "bf16", {"sequence_parallel_size": 2, "zero_optimization": {"stage": 2}, **BF16},
+    ),
+}  # fmt: skip
 
 # Keys whose contrary is refused.
 ONE_WAY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tensor_parallel.tp.tp_size": (4, {"tensor_parallel": {"autotp_size": 2}}),
+    "data_parallel_size": (2, {"sequence_parallel_size": 2}),
     "data_types.param_dtype": ("bf16", FP16),
     "bf16.bf16_master_weights_and_grads": (False, {"bf16": BF16_STATES, "zero_optimization": {"stage": 1}}),
     "bf16.bf16_optimizer_states": (False, {"bf16": BF16_STATES, "zero_optimization": {"stage": 1}}),
@@ -221,10 +228,25 @@ SHOWS: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path], dict[s
     "csv_monitor.job_name": (lambda f: _csv("", None, f), lambda f: _csv("job_name", "mine", f), "mine/"),
 }  # fmt: skip
 ELSEWHERE: dict[str, str] = {
+    "tensor_parallel.partition_config": "test_tensor.py::test_other_ways_to_ask_for_it",
+    "tensor_parallel.vocab_parallel_lm_head": "test_tensor.py::test_the_head_may_stay_whole",
     "gradient_allreduce_op": "test_documented.py::test_gradients_are_summed_if_asked",
     "zero_optimization.offload_optimizer.ratio": "test_offload.py::test_a_part_of_the_optimizer_stays_on_the_device",
     "checkpoint.use_node_local_storage": "test_saving.py::test_nodes_keep_their_own_parts",
     "checkpoint.tag_validation": "test_saving.py::test_tags_that_differ_between_ranks",
+    **{
+        f"activation_checkpointing.{name}": "test_modules.py::test_checkpointed_arguments_are_divided"
+        for name in (
+            "partition_activations",
+            "cpu_checkpointing",
+            "contiguous_memory_optimization",
+            "number_checkpoints",
+        )
+    },
+    **{
+        f"activation_checkpointing.{name}": "test_modules.py::test_checkpointed_gradients_are_the_plain_ones"
+        for name in ("synchronize_checkpoint_boundary", "profile")
+    },
     **{
         f"comms_logger.{name}": "test_observers.py::test_everything_that_can_be_observed"
         for name in ("enabled", "verbose", "prof_all", "prof_ops")

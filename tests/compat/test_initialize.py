@@ -226,7 +226,7 @@ def refusals() -> None:
         (dict(model=model, optimizer=lambda p: p, config=config()), "made a list: it has to return a torch.optim"),
         (dict(model=model, model_parameters=[], config=section), "is empty, so there is nothing to optimize"),
         (dict(model=model, optimizer=inner, lr_scheduler=other, config=config()), "a StepLR of another optimizer"),
-        (dict(model=model, config=section, mesh_param=(1, 2)), "sequence parallelism is not here"),
+        (dict(model=model, config=section, mesh_param=(1, 3)), "(data-parallel, sequence-parallel) sizes"),
         (dict(model=model, config=section, training_data=3), "was given a int: give a torch Dataset."),
         (dict(model=model, config={**section, "gradient_clipp1ng": 1}), "gradient_clipp1ng"),
     ]  # fmt: skip

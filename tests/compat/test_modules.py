@@ -509,6 +509,66 @@ def test_checkpointing_reads_a_configuration(tmp_path: Path):
             checkpointing.configure(None, contiguous_checkpointing=True)
 
 
+class _Shares:
+    """An ``mpu``: all ranks share layers."""
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        return torch.distributed.group.WORLD
+
+
+def _partitioned(options: dict[str, Any]) -> tuple[bool, int, int, str]:
+    """Whether gradients are the plain ones; bytes of one argument, and of what is kept of it; what is refused."""
+    torch.manual_seed(3)
+    model, x, shift = Dropping(), torch.randn(3, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    kept: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    def gradients(call: Any) -> list[torch.Tensor]:
+        checkpointing.model_parallel_cuda_manual_seed(5)
+        for _ in range(3):
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                first, second = call(model, x, 2.0, shift=shift)
+            found = torch.autograd.grad((first * second).sum(), [x, shift, *model.parameters()])
+        return list(found)
+
+    with keeping_checkpointing():
+        plain = gradients(lambda module, *args, **kwargs: module(*args, **kwargs))
+        kept.clear()
+        checkpointing.configure(_Shares(), deepspeed_config={"activation_checkpointing": options})
+        again = gradients(checkpointing.checkpoint)
+        largest = max(tensor.untyped_storage().nbytes() for tensor in kept)
+        said = ""
+        try:
+            for _ in range(2):
+                y = x.detach() + torch.distributed.get_rank() if not options.get("number_checkpoints") else x + 0.0
+                kept += checkpointing.checkpoint(model, y, 2.0, shift=shift)
+                checkpointing._State.compared.clear()
+        except UsageError as error:
+            said = str(error)
+    return all(map(torch.equal, plain, again)), x.nbytes, largest, said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"partition_activations": True}, "Dropping, is called with other tensors on each of the 2 ranks"),
+        ({"partition_activations": True, "cpu_checkpointing": True}, "is called with other tensors"),
+        (
+            {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 1},
+            "for the inputs of 1 checkpoints, and one more",
+        ),
+    ],
+)
+def test_checkpointed_arguments_are_divided(ranks: Ranks, options: dict[str, Any], said: str) -> None:
+    """Each rank that shares layers keeps half of an argument, and gradients are the plain ones, with tracked
+    generators; arguments that differ on these ranks are refused, and more checkpoints than contiguous memory is for."""
+    for same, whole, kept, refused in ranks.run(_partitioned, options, world_size=2):
+        assert same and kept == whole // 2 and said in refused
+
+
 def test_tracked_generators_refuse_what_would_be_the_same():
     tracker = checkpointing.CudaRNGStatesTracker()
     tracker.add("a", 1)

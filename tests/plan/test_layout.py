@@ -285,7 +285,7 @@ def test_activations_are_a_cell_that_every_layout_may_have(mode: str, tier: Tier
 def test_activations_that_can_not_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'recompute'"):
         zero1.replace(activations="recomputed")
-    with pytest.raises(LayoutError, match="the cell of activations has no field 'over'"):
+    with pytest.raises(ConfigError, match="it is the name of an axis, as 'tensor'"):
         zero1.edit("activations", over=("intra",))
     with pytest.raises(LayoutError, match="Did you mean 'activations'"):
         zero1.edit("activation", mode="host")

@@ -41,9 +41,9 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
-def on_ranks(function: Any, *args: Any) -> list[Any]:
+def on_ranks(function: Any, *args: Any, ranks: int = RANKS) -> list[Any]:
     """Run ``function(*args)`` in fresh processes under the face of DeepSpeed; the clients' own warnings are theirs."""
-    return run_ranks(_with_face, RANKS, function, *args, timeout=280, warnings_as_errors=False)
+    return run_ranks(_with_face, ranks, function, *args, timeout=280, warnings_as_errors=False)
 
 
 def _with_face(function: Any, *args: Any) -> Any:

@@ -34,6 +34,7 @@ from shardfold.checkpoint import job
 from shardfold.checkpoint.files import Part
 from shardfold.comm.comm import Comm
 from shardfold.comm.transport import Pending, drain
+from shardfold.parallel import Attention
 from shardfold.plan.program import Op
 from shardfold.testing import Ranks, RanksFailed
 from shardfold.testing.simulated import simulated
@@ -50,7 +51,8 @@ class Case:
     """One training.
 
     Attributes:
-        layout, precision, activations, accumulate: of the engine.
+        layout, precision, activations, accumulate: of the engine; ``sliced`` and ``sliced_on_host``: recomputed, with
+            inputs in slices over the axis of tensor.
         optimizer: one of :data:`OPTIMIZERS`.
         clip: by which norm; empty: none.
         moments: the tier that they rest in.
@@ -64,6 +66,7 @@ class Case:
             ``behind`` one with updates behind it.
         debug: freed memory is filled with NaN.
         gather, reduce: the format on the link; empty: as the elements lie.
+        axis: ``tensor``, or ``ring`` or ``ulysses`` along an axis of sequence: all ranks are along it.
         ranks: how many, in groups of two where there are four.
     """
 
@@ -82,6 +85,7 @@ class Case:
     debug: str = ""
     gather: str = ""
     reduce: str = ""
+    axis: str = ""
     ranks: int = 2
 
     @property
@@ -125,6 +129,7 @@ class Layer(nn.Module):
 
     def __init__(self, norms: bool) -> None:
         super().__init__()
+        self.attend = Attention(heads=2)
         self.n1, self.n2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         # What adds one vector to all that a BatchNorm reads has gradients of rounding and nothing else, which Adam
         # scales up, and which show in evaluation.
@@ -135,7 +140,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, d = x.shape
         q, k, v = self.qkv(self.n1(x)).view(b, t, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = self.attend(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
         if self.batch is not None:
             x = self.batch(x.flatten(0, 1)).view(b, t, d)
@@ -290,7 +295,7 @@ def train(
             model = Transformer(case.model)
         engine = _engine(case, model, device)
         average = sf.Average(engine, 0.9) if case.also == "averages" else None
-        draw = torch.Generator().manual_seed(100 + rank)
+        draw = torch.Generator().manual_seed(100 + engine.data_rank)
         # On the device before the first step: a copy from pageable memory stops the host, and hides races.
         shape = (steps * case.accumulate, BATCH, LENGTH + 1)
         batches = list(torch.randint(0, WORDS, shape, generator=draw).to(device))
@@ -319,6 +324,9 @@ def train(
         return Outcome(values, [str(race) for race in found.races], mixed, waits, time.perf_counter() - begun)
 
 
+TENSOR = {"emb": "vocabulary", "*.up": "column", "*.down": "row", "head": "gathered"}
+
+
 def _engine(case: Case, model: nn.Module, device: str) -> sf.Engine:
     layout = sf.PRESETS[case.layout]
     if case.moments != "device":
@@ -331,8 +339,13 @@ def _engine(case: Case, model: nn.Module, device: str) -> sf.Engine:
     if case.reduce:
         layout = layout.replace(reduce=case.reduce)
     mode = case.activations
-    activations = sf.Activations(mode=mode, smallest=0) if mode in ("host", "disk") else mode
+    activations: Any = sf.Activations(mode=mode, smallest=0) if mode in ("host", "disk") else mode
+    if mode.startswith("sliced"):
+        rest = "host" if mode == "sliced_on_host" else "device"
+        activations = sf.Activations(mode="recompute", over="tensor", inputs=rest, smallest=0)
     mesh = {"intra": 2, "inter": case.ranks // 2} if case.ranks > 2 else None
+    if case.axis:
+        mesh = {"tensor" if case.axis == "tensor" else "sequence": case.ranks}
     return sf.Engine(
         model,
         optimizer=OPTIMIZERS[case.optimizer],
@@ -342,6 +355,8 @@ def _engine(case: Case, model: nn.Module, device: str) -> sf.Engine:
         accumulate=case.accumulate,
         clip=sf.Clip(norm=0.5, p=float(case.clip)) if case.clip else None,
         mesh=mesh,
+        tensor=TENSOR if case.axis == "tensor" else None,
+        attention=case.axis if case.axis in ("ring", "ulysses") else None,
         units=[Layer],
         overlap={
             "recorded": sf.Overlap(),
@@ -356,7 +371,10 @@ def _engine(case: Case, model: nn.Module, device: str) -> sf.Engine:
 
 
 def _micro_batch(engine: sf.Engine, ids: torch.Tensor) -> torch.Tensor:
-    loss = F.cross_entropy(engine(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+    if engine.sequence is not None:
+        batch = sf.sequence_shard(batch)
+    loss = F.cross_entropy(engine(batch["tokens"]).float().flatten(0, 1), batch["targets"].flatten())
     engine.backward(loss)
     engine.step()
     return loss.detach()
@@ -484,6 +502,8 @@ CORE = (
     Case("zero3", "bf16", offload="params", onto="disk", accumulate=2, clip="2"),
     Case("zero2", "bf16", offload="grads", accumulate=2, clip="2", order="ahead"),
     Case("zero2", "bf16", offload="grads", clip="2", order="behind"),
+    Case("zero3", "bf16", axis="tensor", clip="2", activations="sliced_on_host"),
+    Case("zero3", axis="ring", activations="recompute"),
 )
 """A mechanism in each: what `make test` runs."""
 
@@ -502,6 +522,8 @@ SINGLE = (
     Case(offload="params", onto="disk", debug="debug"),
     Case(model="twice", also="leaves_out", order="any"), Case(also="copies"), Case(also="drops"),
     Case(also="sums"), Case(offload="params", ranks=1),
+    Case("ddp", axis="tensor"), Case("zero3", axis="tensor", activations="sliced"),
+    Case("ddp", axis="ring"), Case("ddp", axis="ulysses"),
 )  # fmt: skip
 """Of one mechanism each, for what is taken out of the sources."""
 
@@ -540,6 +562,11 @@ KNOWN = (
         "whether other ranks have a gradient where this one has none decides what .grad shows",
     ),
     (lambda case: case.also == "copies", "checkpoint/job.py", "what a save copies is there before it is hashed"),
+    (
+        lambda case: case.axis in ("ring", "ulysses"),
+        "parallel/",
+        "the host counts the labels of a batch that is on the device, and compares it between ranks",
+    ),
     (lambda case: bool(case.debug), "sharding/segment.py", "debug compares what is freed with what rests"),
 )
 """Of which cases, where, and why the host may wait behind the first steps."""

@@ -159,7 +159,7 @@ def _others(folder: str) -> list[Any]:
     return [_go_on(folder, DISK), _see(DISK), _written(DISK)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_who_asks_behind_a_step_has_it_finished(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """Checkpoints, whole values, and what users write: as with states in host memory."""
     expected = [[True] * 3, [True] * 3, [True] * 4]
@@ -216,7 +216,7 @@ def _cannot_read(folder: str) -> list[Any]:
     return [*found, same]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_what_cannot_be_read_behind_a_step_is_told_by_the_next(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """The step that begins the updates says nothing; the next one raises one sentence on every rank. A checkpoint puts
     all right."""
@@ -252,7 +252,7 @@ def _cannot_write(folder: str) -> list[Any]:
     return [*found, same]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_what_cannot_be_written_behind_a_step_is_told_by_the_next(ranks: Ranks, tmp_path: Path, world: int) -> None:
     """Nothing is lost: a save behind it has all, the next step tells of it in one sentence on every rank and is done,
     and training goes on."""

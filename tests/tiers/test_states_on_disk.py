@@ -22,7 +22,7 @@ OPTIMIZER = {"optimizer": "disk"}
 SUMS = {**OPTIMIZER, "grads": "disk"}
 ALL = {**SUMS, "params": "disk"}
 MOMENTUM = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
-OVERFLOWS = {"precision": "fp16", "loss_scale": sf.LossScale(initial=2.0**40)}
+OVERFLOWS = {"precision": "fp16", "loss_scale": sf.LossScale(initial=2.0**40, backoff=2.0**-30)}  # the first step
 
 CASES: list[tuple[str, Mapping[str, str], dict[str, Any]]] = [
     ("zero3", OPTIMIZER, {"precision": "bf16"}),

@@ -69,7 +69,7 @@ def test_every_setting_has_an_option_with_its_default(
     help_text = capsys.readouterr().out
     for name, field in TrainConfig.model_fields.items():
         (line,) = [line for line in help_text.splitlines() if re.match(rf"\W+{name.replace('_', '-')}\s", line)]
-        assert field.default is None or f"(default {field.default})" in line
+        assert field.default in (None, False) or f"(default {field.default})" in line
 
 
 BAD = [

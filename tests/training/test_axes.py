@@ -178,7 +178,7 @@ def test_unmarked_parameters_must_be_equal(ranks: Ranks) -> None:
 def _what_is_not_built() -> list[str]:
     texts = [
         _refused(lambda axis=axis: sf.Engine(nn.Linear(2, 2), mesh={axis: 2}), ConfigError)
-        for axis in ("pipeline", "expert", "sequence")
+        for axis in ("pipeline", "expert")
     ]
     lamb = partial(sf.optim.LAMB, lr=0.1)
     texts.append(_refused(lambda: sf.Engine(build(dist.get_rank(), 2), optimizer=lamb, mesh=TENSOR), ConfigError))
@@ -197,10 +197,10 @@ def test_what_is_not_built_is_refused(ranks: Ranks) -> None:
     """Roles, optimizers and early parameters that do not fit an axis of slices yet are refused, each with
     a sentence; a sampler made beside such an engine gives ranks that read alike the same samples."""
     said = ranks.run(_what_is_not_built, world_size=2)
-    assert said[0] == said[1] or said[0][4] == said[1][4]
+    assert said[0] == said[1] or said[0][3] == said[1][3]
     for text, words in zip(
         said[0],
-        ("role pipeline", "role expert", "role sequence", "LAMB needs all of", "sharded_init()"),
+        ("role pipeline", "role expert", "LAMB needs all of", "sharded_init()"),
         strict=True,
     ):
         assert words in text

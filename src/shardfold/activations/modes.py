@@ -6,6 +6,8 @@
     host        copies in (pinned) host memory, which come back one unit ahead of backward
     disk        copies in a file, written and read by a thread
     fit:12GiB   one of these for each unit, by what the first passes measure (see ``fit``)
+    tile:1024   of a module that works token by token: its inputs are kept, and what it saves exists for so many tokens
+                at a time, in backward too (see ``tiles``)
 
 A mode holds for a unit, or for a module that a rule of its own names. It takes the place of the module's ``forward``,
 so that hooks run once, outside of it; in backward the engine has gathered the unit by the time its forward runs again,
@@ -29,7 +31,10 @@ from shardfold.activations.offload import Movers, counted, held
 from shardfold.activations.profile import Spot
 from shardfold.activations.recompute import KEPT, recomputing, without_filling
 from shardfold.activations.replaced import ReplacedForward
+from shardfold.activations.slices import Along, Room, Slicer, tensor_axis
+from shardfold.activations.tiles import tiling
 from shardfold.errors import ConfigError, ModelError
+from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import MODES, Activations, Layout
 from shardfold.plan.report import SavedReport, SavedRow
 from shardfold.plan.rules import EVERYTHING, Patterns, pairs, text_of
@@ -69,13 +74,15 @@ class Replacements:
         model: whose modules are meant.
         given: the engine's argument: a mode, an :class:`Activations`, or ordered rules of these.
         tiers: that what autograd saves may rest in.
+        mesh: the axes that inputs may be split over.
 
     Raises:
         ConfigError: the rules are none, or a mode is unknown.
+        LayoutError: inputs are to be split over an axis that is none of tensor.
         ModelError: a rule matches no module.
     """
 
-    def __init__(self, model: nn.Module, given: Any, tiers: Tiers) -> None:
+    def __init__(self, model: nn.Module, given: Any, tiers: Tiers, mesh: Mesh) -> None:
         rules = pairs(given, "activations", (str, Activations), "mode")
         self._model = model
         self._values = [Activations.named(value) for _, value in rules]
@@ -85,7 +92,11 @@ class Replacements:
         self._movers = Movers(model, tiers)
         self._units: Sequence[Unit] = ()
         self._needs: Callable[[Unit], None] = lambda unit: None
-        self._device = tiers.device.device
+        self._device, self._debug = tiers.device.device, tiers.device.debug
+        axes = {value.over: tensor_axis(value.over, mesh) for value in self._values if value.over}
+        self._axes = {over: axis for over, axis in axes.items() if mesh[axis] > 1}
+        self._slicers: dict[str, Slicer] = {}
+        self._rooms: dict[Activations, Room] = {}
         self._planner: Planner | None = None
         if budgets := {value.budget: value.mode for value in self._values if value.budget is not None}:
             if len(budgets) > 1:
@@ -95,6 +106,13 @@ class Replacements:
                 )
             self._planner = Planner(*budgets.popitem(), self._device, self._movers.tally)
             self._planner.renewed = self._put
+
+    def follow_ranks(self, along: Callable[[str], Along]) -> None:
+        """From now on inputs are split over the ranks along an axis that ``along`` gives for its name."""
+        self._slicers = {
+            over: Slicer(along(axis), self._movers.moves, self._device, always=self._debug)
+            for over, axis in self._axes.items()
+        }
 
     def attach(self, units: Sequence[Unit], needs: Callable[[Unit], None]) -> None:
         """Puts forwards in place of those of these units, and takes away what was there.
@@ -112,7 +130,7 @@ class Replacements:
         self._movers.follow([storage for unit in units for storage in unit.storages()])
         if self._planner is not None:
             for place in self.places:
-                place.spot = self._spot(place)
+                place.spot = self._spot(place) if place.given.tile is None else None
             self._planner.follow([place.spot for place in self.places if place.spot], self._movers.stays)
         self._put()
 
@@ -149,8 +167,15 @@ class Replacements:
             if place.current.mode in MOVED:
                 replace_forward(place.module, _moving(place, own, self._movers))
             elif place.current.mode in RECOMPUTED:
-                again = recomputing(place, own, self._needs, self._movers, whole=measuring)
+                given = place.current
+                room = self._rooms.setdefault(given, Room(given.contiguous)) if given.contiguous else None
+                again = recomputing(
+                    place, own, self._needs, self._movers,
+                    whole=measuring, slicer=self._slicers.get(given.over), room=room,
+                )  # fmt: skip
                 replace_forward(place.module, again)
+            elif place.current.tile is not None:
+                replace_forward(place.module, tiling(place, own, place.current.tile, self._needs))
             elif place.spot is not None:
                 replace_forward(place.module, own)
 
@@ -179,6 +204,7 @@ class Replacements:
         for place in self.places:
             restore_forward(place.module)
         self.places = []
+        self._rooms.clear()
 
     # -- a budget
 
@@ -234,10 +260,10 @@ class Replacements:
         """What happens in each unit, by its name, where that is not ``keep``."""
         said: dict[str, list[str]] = {}
         for place in self.places:
-            mode = place.current.mode
+            mode = str(place.current)
             if mode == "keep" and not place.left:
                 continue
-            if place.left or (mode in RECOMPUTED and place.leaves):
+            if place.left or (place.current.mode in RECOMPUTED and place.leaves):
                 mode = "left to the model's own checkpointing"
             whole = any(place.module is module for module in place.unit.modules)
             said.setdefault(place.unit.name, []).append(mode if whole else f"{place.path}: {mode}")
@@ -271,7 +297,7 @@ class Replacements:
                 continue
             value, enclosing = self._values[number], _enclosing(found, path)
             above = enclosing.current if enclosing is not None else None
-            if enclosing is not None and above is not None and (above.mode in RECOMPUTED or above.budget is not None):
+            if enclosing is not None and above is not None and _excludes(above, value):
                 raise ModelError(
                     f"activations= has {value.mode!r} for {path!r} by its rule for "
                     f"{text_of(self._patterns.patterns[number])}, and {above.mode!r} for {enclosing.path!r}, "
@@ -285,6 +311,14 @@ class Replacements:
                 continue
             found[path] = ReplacedForward(path, module, unit_of[id(module)], value)
         yield from found.values()
+
+
+def _excludes(above: Activations, value: Activations) -> bool:
+    """Whether nothing inside of what has ``above`` may have ``value``. Tiles go with a recomputation: it keeps their
+    inputs as it keeps its own; but ``select`` would keep the products of all tiles."""
+    if above.mode == "recompute" and value.tile is not None:
+        return False
+    return above.mode in RECOMPUTED or above.budget is not None or above.tile is not None
 
 
 def _enclosing(places: dict[str, ReplacedForward], path: str) -> ReplacedForward | None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardfold.activations.offload import Movers, Results
 from shardfold.activations.replaced import ReplacedForward
+from shardfold.activations.slices import Room, Sliced, Slicer
 from shardfold.errors import UsageError
 from shardfold.sharding.autograd import inside_checkpoint
 from shardfold.sharding.freed import FreedParameter
@@ -51,9 +52,18 @@ KEPT: frozenset[Any] = frozenset(
 
 
 def recomputing(
-    place: ReplacedForward, forward: Callable[..., Any], needs: Callable[[Unit], None], movers: Movers, *, whole: bool
+    place: ReplacedForward,
+    forward: Callable[..., Any],
+    needs: Callable[[Unit], None],
+    movers: Movers,
+    *,
+    whole: bool,
+    slicer: Slicer | None = None,
+    room: Room | None = None,
 ) -> Callable[..., Any]:
-    """``whole``: torch.compile does not look into it."""
+    """``whole``: torch.compile does not look into it. ``slicer``: cuts what is kept of inputs, None: it is kept whole.
+    ``room``: where slices lie, None: each for itself."""
+    given = place.current
     kept = KEPT | set(place.current.kept) if place.current.mode == "select" else frozenset[Any]()
     contexts: dict[str, Any] = {"context_fn": partial(_selective, kept), **SELECTS} if kept else {}
     statistics = any(isinstance(module, NormBase) for module in place.inner)
@@ -68,6 +78,8 @@ def recomputing(
         if place.left or place.leaves or any(_holds_something(value) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)
         again = _Again(place, forward, needs, (args, kwargs))
+        if slicer is not None:
+            again.cut(slicer, room)
         counter = movers.counter if kept else None
 
         def note(tensor: Tensor) -> None:  # as held while it is noted
@@ -75,13 +87,22 @@ def recomputing(
                 again.counted.append(counter.count(place.unit.name, tensor))
 
         before = _weights(place.inner)
-        with Results(kept, note) if counter is not None else nullcontext():
-            result = checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
+        away = None
+        if given.inputs != "device":  # what a checkpoint saves before its function runs: the inputs
+            away = movers.begin(place.unit.name, given.inputs, given.folder, given.smallest, again.leaves)
+        try:
+            with Results(kept, note) if counter is not None else nullcontext():
+                result = checkpoint(again, *again.leaves, use_reentrant=False, **contexts)
+        finally:
+            again.leaves = []
+            if away is not None:
+                movers.end(away, place.unit.name)
         _refuse_written(place, before, _weights(place.inner))
         return result
 
     # A graph of torch.compile would count a batch in running statistics once more as it recomputes.
-    return torch.compiler.disable(run) if statistics or whole else run
+    apart = bool(slicer) or given.inputs != "device"  # nor would it slice, or move, what it keeps
+    return torch.compiler.disable(run) if statistics or whole or apart else run
 
 
 def _selective(kept: frozenset[Any]) -> Any:
@@ -123,8 +144,9 @@ class _Again:
     """One forward, which runs now and once more in each backward.
 
     Attributes:
-        leaves: the arguments, flat: a checkpoint looks for tensors, and so for the devices whose random numbers it
-            keeps, among positional arguments only.
+        leaves: the arguments, flat, or what is kept of them: a checkpoint looks for tensors, and so for the devices
+            whose random numbers it keeps, among positional arguments only. Gone once it has run, as the checkpoint has
+            them and may have moved them.
         counted: what is counted of results that are not made again.
     """
 
@@ -135,8 +157,25 @@ class _Again:
         self.leaves, self._shape = tree_flatten(call)
         self.counted: list[Any] = []
         self._before: list[_Buffer] | None = None  # until it has run
+        self._originals: list[Any] = []  # of what is sliced, until it has run
+        self._sliced: Sliced | None = None
+
+    def cut(self, slicer: Slicer, room: Room | None) -> None:
+        """What is kept of the arguments is this rank's slices; the first run has the originals."""
+        place = self._place
+        who = repr(place.path) if place.path else "the model"
+        self._originals = self.leaves
+        self.leaves, self._sliced = slicer.cut(
+            self.leaves, place.current.smallest, who, compare=not place.compared, room=room
+        )
+        place.compared = True
 
     def __call__(self, *leaves: Any) -> Any:
+        if self._before is not None:
+            self._needs(self._place.unit)
+        if self._sliced is not None:
+            leaves = tuple(self._originals if self._before is None else self._sliced.whole(leaves))
+            self._originals = []
         # Each run fills an empty cache of its own, as running twice would fill one twice.
         args, kwargs = tree_unflatten([_own(leaf) for leaf in leaves], self._shape)
         if self._before is None:
@@ -145,7 +184,6 @@ class _Again:
                 return self._forward(*args, **kwargs)
             finally:
                 self._before = [buffer for buffer in buffers if buffer.changed()]
-        self._needs(self._place.unit)
         with _as_they_were(self._before):
             return self._forward(*args, **kwargs)
 

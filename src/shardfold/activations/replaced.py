@@ -25,6 +25,7 @@ class ReplacedForward:
         given: what the rules say for it.
         current: what holds now: the same, or what a budget chose.
         spot: where there is a budget: what is planned for it.
+        compared: ranks that its inputs are split over have compared them.
     """
 
     path: str
@@ -34,6 +35,7 @@ class ReplacedForward:
     inner: list[nn.Module] = field(default_factory=list[nn.Module])
     left: bool = False
     spot: Spot | None = None
+    compared: bool = False
 
     def __post_init__(self) -> None:
         self.inner = list(self.module.modules())

@@ -135,7 +135,12 @@ def _named_once(said: Sequence[Mapping[str, Any]], place: str) -> None:
 
 
 def _fits(box: Sequence[Sequence[int]], shape: Sequence[int], where: str) -> None:
-    starts, sizes = box
+    starts, sizes, *stacked = box
+    if stacked:
+        dim, count, length = stacked[0]
+        if dim >= len(shape) or shape[dim] != count * length:
+            raise ValueError(f"{where}its box is stacked as {stacked[0]!r}, which its shape is not")
+        shape = (*shape[:dim], count, length, *shape[dim + 1 :])
     if len(starts) != len(shape) or any(a + n > all_ for a, n, all_ in zip(starts, sizes, shape, strict=True)):
         raise ValueError(f"{where}its box is not within its shape")
 
@@ -179,8 +184,10 @@ def _range(said: Mapping[str, Any], where: str) -> tuple[int, int]:
 
 def _box(said: Any, stop: int, where: str) -> None:
     sides: list[Any] = said if isinstance(said, list) else []
-    if len(sides) != 2 or not all(isinstance(side, list) for side in sides) or len(sides[0]) != len(sides[1]):
+    if len(sides) not in (2, 3) or not all(isinstance(side, list) for side in sides) or len(sides[0]) != len(sides[1]):
         raise ValueError(f"{where}box is not [starts, sizes]")
+    if len(sides) == 3 and len(sides[2]) != 3:
+        raise ValueError(f"{where}box is stacked as {sides[2]!r}, which is not [dim, count, length]")
     if any(type(each) is not int or not 0 <= each <= ELEMENTS for side in sides for each in side):
         raise ValueError(f"{where}box is {said!r}, which no tensor has")
     if stop > math.prod(sides[1]):

@@ -120,7 +120,8 @@ class Piece:
         if self.kind == "block":
             said["block"] = self.block
         if self.box is not None:
-            said["box"] = [list(self.box.starts), list(self.box.sizes)]
+            stacked = [list(self.box.stacked)] if self.box.stacked else []
+            said["box"] = [list(self.box.starts), list(self.box.sizes), *stacked]
         if self.rank is not None:
             said["rank"] = self.rank
         return said
@@ -128,7 +129,7 @@ class Piece:
     @staticmethod
     def from_json(said: Mapping[str, Any]) -> Piece:
         start, stop = said.get("range", (0, 0))
-        box = Box(tuple(said["box"][0]), tuple(said["box"][1])) if "box" in said else None
+        box = Box(*map(tuple, said["box"])) if "box" in said else None
         return Piece(
             said["of"], said["state"], said["kind"], said["dtype"], tuple(said["shape"]), start, stop, box,
             said.get("block", 1), said["file"], said["at"], tuple(said["sums"]), said.get("rank"),

@@ -207,6 +207,17 @@ class Agreement:
 
     def issue(self, what: Any, detail: str = "") -> None:
         """Gives the next collective its number; ``what`` prints as its name, which is the same on every rank."""
+        self._begin_sending(what)
+        self.sequence += 1
+        self._log.append((self.sequence, what))
+        self._detail, self._needs_help = detail, False
+
+    def aside(self, what: str) -> None:
+        """Some ranks do what others do not, or another number of times, as inside ``gathered()``: it gets no number."""
+        self._begin_sending(what)
+        self._detail, self._needs_help = what, False
+
+    def _begin_sending(self, what: Any) -> None:
         self.refuse_given_up()
         if getpid() != self._process:
             raise UsageError(
@@ -214,9 +225,6 @@ class Agreement:
                 "it cannot use; make an engine in each process that trains."
             )
         self._confirm()
-        self.sequence += 1
-        self._log.append((self.sequence, what))
-        self._detail, self._needs_help = detail, False
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:

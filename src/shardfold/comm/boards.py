@@ -30,6 +30,7 @@ __all__ = [
     "DONE",
     "READY",
     "SLOTS",
+    "WORD",
     "Group",
     "Mark",
     "give_back",

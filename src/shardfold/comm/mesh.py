@@ -182,6 +182,8 @@ class DataMesh:
         data: the axes on which ranks read other things, of more than one rank.
         data_rank: this rank's number among those that it shares parameters with and that read other things.
         data_ranks: how many these are.
+        sample_rank: this rank's number among those that read other samples, and not other parts of the same.
+        sample_ranks: how many these are.
         device: of the tensors that collectives carry.
         name: of this mesh among those of the process, equal on all ranks.
         store: a key-value store shared by all ranks, private to this mesh; None for one rank.
@@ -229,8 +231,11 @@ class DataMesh:
         self.data: Axes = self.sizes.reading
         self.data_rank = shard_index(self.data, self.sizes, self.coords)
         self.data_ranks = self.sizes.divisor
-        if self.data_ranks < self.world:
-            ranks_read_alike(self, self.data_rank, self.data_ranks)
+        sampling = self.sizes.sampling
+        self.sample_rank = shard_index(sampling, self.sizes, self.coords)
+        self.sample_ranks = self.sizes.parts(sampling)
+        if self.sample_ranks < self.world:
+            ranks_read_alike(self, self.sample_rank, self.sample_ranks)
         if self.world > 1:
             self._make_groups(timeout)
 
@@ -331,9 +336,8 @@ class DataMesh:
         return self._groups[tuple(axis for axis in axes if self.sizes[axis] > 1)]
 
     def groups(self) -> list[tuple[Any, list[int]]]:
-        """Every group that parameters and gradients go over, with its ranks; in one order on all ranks."""
-        carry = [group for axes, group in self._groups.items() if set(axes) <= set(self.data)]
-        return [(group, dist.get_process_group_ranks(group)) for group in carry]
+        """Every group that parameters, gradients and activations go over, with its ranks; in one order on all ranks."""
+        return [(group, dist.get_process_group_ranks(group)) for group in self._groups.values()]
 
     def parts(self, axes: Iterable[str]) -> int:
         return self.sizes.parts(axes)

@@ -12,7 +12,10 @@ from shardfold.plan.layout import Axes
 from shardfold.plan.program import Op
 from shardfold.plan.report import MovedRow, TrafficReport, TrafficRow
 
-__all__ = ["Meter", "Moves"]
+__all__ = ["LAYERS", "Meter", "Moves"]
+
+LAYERS = "layers"
+"""The journey of what layers send by themselves."""
 
 Counts = defaultdict[Sent, list[int]]  # [calls, bytes]
 
@@ -146,6 +149,10 @@ class Meter:
         """One collective of the step in which this rank sends that many bytes to others."""
         self._add(self._step, kind, 1, num_bytes)
 
+    def layer(self, kind: Sent, num_bytes: int) -> None:
+        """One collective of a layer's own, in which this rank sends that many bytes to others."""
+        self._add(self._forward if self._in_forward else self._step, kind, 1, num_bytes)
+
     def move(self, op: Op, num_bytes: int) -> None:
         """One operation between the device and a slower tier."""
         (self._forward_moves if self._in_forward else self._moves).move(op, num_bytes)
@@ -171,6 +178,8 @@ class Meter:
         for kind in sorted({*self._last, *predicted}):
             calls, sent = self._last.get(kind, [0, 0])
             program = predicted[kind][1] if kind in predicted else 0.0
+            if kind.journey == LAYERS:  # by the model, not by the program
+                program = float(sent)
             rows.append(TrafficRow(*kind, calls, program, sent))
         moved: list[MovedRow] = []
         for kind in sorted({*self._last_moves.counts, *moves}):

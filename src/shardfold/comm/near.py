@@ -33,6 +33,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from time import sleep
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from torch import Tensor
 from shardfold.comm.boards import (
     DONE,
     READY,
+    WORD,
     Group,
     Mark,
     give_back,
@@ -77,10 +79,10 @@ class _Reading(Pending):
     """
 
     def __init__(
-        self, group: Group, phases: Sequence[_Phase], read: Tensor, *, resident: bool = False, at_once: bool = False
+        self, group: Group, phases: Sequence[_Phase], read: Any, *, resident: bool = False, at_once: bool = False
     ) -> None:
         super().__init__([])
-        self._read: Tensor | None = read
+        self._read: Any = read
         self.group, self._phases, self._resident = group, list(phases), resident
         self._mark = None if at_once else Mark(group, phases[0][0], READY)
         self._lock = threading.Lock()
@@ -388,7 +390,24 @@ class NearTransport(Transport):
         return self._begin(_Reading(near, [(first, sum_own), (second, read_sums)], tensor))
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int], group: Any) -> Pending:
-        return self._gloo.exchange(sent, to, received, by, group)
+        near = self._near.get(id(group))
+        if near is None:
+            return self._gloo.exchange(sent, to, received, by, group)
+        size, number = sent.itemsize, near.number()
+        starts = [0, *accumulate(to)]
+        places = torch.tensor([sent.data_ptr() + start * size for start in starts])  # of what is for each rank
+        near.post(number, places.data_ptr())
+
+        def read_parts(number: int) -> None:
+            addresses, place = near.addresses(number), torch.empty(1, dtype=torch.int64)
+            for other, part in enumerate(received.split(list(by))):
+                if other == near.me:
+                    part.copy_(sent[starts[other] : starts[other + 1]])
+                elif part.numel():
+                    near.read(other, addresses[other] + near.me * WORD, place.data_ptr(), WORD)
+                    near.read(other, int(place), part.data_ptr(), part.nbytes)
+
+        return self._begin(_Reading(near, [(number, read_parts)], (sent, places)))
 
     def fence(self, waiter: Waiter, resident: Tensor | None = None) -> None:
         self._residents.fence(waiter, resident)

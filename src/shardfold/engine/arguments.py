@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Container, Sequence, Set
+from math import inf
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "check_numbers",
     "check_schedule",
     "check_settings",
+    "check_weight",
     "make_schedule",
     "missing",
 ]
@@ -70,7 +72,14 @@ def _of_torch(kind: type) -> bool:
 
 
 def check_settings(
-    *, units: Any, overlap: Any, seed: Any, desync_timeout: Any, timeout: Any, debug: Any
+    *,
+    units: Any,
+    overlap: Any,
+    seed: Any,
+    desync_timeout: Any,
+    timeout: Any,
+    debug: Any,
+    sequence_parallel: Any,
 ) -> None:  # what no other file looks at
     """
     Raises:
@@ -88,7 +97,7 @@ def check_settings(
     if not is_integer(seed):
         raise ConfigError(f"seed= is {described(seed)}: it is an integer.")
     check_times("Engine", desync_timeout=desync_timeout, timeout=timeout)
-    check_flags("Engine", debug=debug)
+    check_flags("Engine", debug=debug, sequence_parallel=sequence_parallel)
 
 
 def check_accumulate(accumulate: Any) -> None:
@@ -224,6 +233,16 @@ def check_number(call: str, value: Any) -> None:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
     raise ConfigError(f"{call}: the value is {described(value)}: give a number, or a tensor of one.")
+
+
+def check_weight(call: str, weight: Any) -> None:
+    """
+    Raises:
+        ConfigError: it is no finite number >= 0, and no tensor of one.
+    """
+    check_number(call, weight)
+    if not 0 <= float(weight) < inf:
+        raise ConfigError(f"{call}: the weight is {float(weight)}: give a number >= 0, such as a count of tokens.")
 
 
 def missing(engine: object, name: str, model: nn.Module | None, optimizer: object) -> AttributeError:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,6 +47,7 @@ from shardfold.engine.arguments import (
     check_numbers,
     check_schedule,
     check_settings,
+    check_weight,
     make_schedule,
     missing,
 )
@@ -73,9 +75,14 @@ from shardfold.optim.sharded import (
     check_speculation,
     check_tier,
 )
+from shardfold.parallel.attention import follow, open_sequence
+from shardfold.parallel.link import MeshLink, bind_links
+from shardfold.parallel.plan import Traced, split_model
+from shardfold.parallel.sequence import SequenceAxis, check_choice
+from shardfold.parallel.split import hear_gradients
 from shardfold.plan import presets
 from shardfold.plan.arguments import known_arguments
-from shardfold.plan.axes import Axis
+from shardfold.plan.axes import Axis, Role
 from shardfold.plan.checks import check_flags
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.offload import offloaded
@@ -139,8 +146,16 @@ class Engine:
         loss_scale: a number, or a :class:`LossScale`, which moves; None: ``LossScale()`` where compute or autocast is
             fp16, else none.
         lr_schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer, or is one of it; stepped after each update.
-        mesh: sizes of ``inter``, ``intra`` and ``tensor``, e.g. ``{"intra": 8}``, or a list of :class:`Axis`; None:
-            ``intra`` is the ranks of one node.
+        mesh: sizes of ``inter``, ``intra``, ``sequence`` and ``tensor``, e.g. ``{"intra": 8}``, or a list of
+            :class:`Axis`; None: ``intra`` is the ranks of one node.
+        tensor: how modules are cut along the axis of tensor: ``"auto"``, by the model's own plan, or words by patterns
+            of module paths, as ``{"*.q_proj": "column", "*.o_proj": "row"}``; see ``parallel.plan``. A model without a
+            plan is traced by ``"auto"``, on inputs that are guessed, or on those of ``Traced(tokens)``. None: not at
+            all.
+        sequence_parallel: what flows between the layers that ``tensor=`` cuts is divided along its sequence, over the
+            same ranks: norms, dropout, residuals (arXiv 2205.05198).
+        attention: how it crosses an axis of sequence: ``"ulysses"`` (by heads), ``"ring"`` (keys travel), or
+            ``"auto"``, which None is too: by heads where ranks divide them. See :func:`shardfold.sequence_shard`.
         units: which modules are units, by path pattern or class; None finds them.
         weights: a state dict, safetensors (a file or a folder) or a checkpoint, read into the shards tensor by tensor.
         overlap: how far ahead units are gathered.
@@ -170,6 +185,9 @@ class Engine:
         loss_scale: float | LossScale | None = None,
         lr_schedule: Any = None,
         mesh: Mapping[str, int] | Sequence[Axis] | None = None,
+        tensor: str | Traced | Mapping[str, str | tuple[str, int]] | None = None,
+        sequence_parallel: bool = False,
+        attention: str | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         weights: Any = None,
         overlap: Overlap | None = None,
@@ -181,9 +199,11 @@ class Engine:
     ) -> None:
         check_model(model)
         check_settings(
-            units=units, overlap=overlap, seed=seed, desync_timeout=desync_timeout, timeout=timeout, debug=debug
-        )
+            units=units, overlap=overlap, seed=seed, desync_timeout=desync_timeout, timeout=timeout, debug=debug,
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
         check_accumulate(accumulate)
+        check_choice(attention)
         check_schedule(lr_schedule, optimizer)
         table, activations = in_table(offloaded(presets.named(layout), offload), activations)
         place = pick_device(device)
@@ -194,20 +214,33 @@ class Engine:
             held.push(self._forget_failed)
             ownership.claim(model, agreement)
             with agreement.told("making an engine"):
+                sizes, coords = data_mesh.sizes, data_mesh.coords
+                split_model(model, tensor, sizes, coords, sequence_parallel=sequence_parallel)
                 rules = self._read_rules(model, precision, table, data_mesh, held)
                 tiers = Tiers(DeviceTier(place, debug=debug))
                 held.callback(tiers.close)
-                self._replaced = Replacements(model, activations, tiers)
+                self._replaced = Replacements(model, activations, tiers, data_mesh.sizes)
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
                 comm = Comm.of(data_mesh, agreement, tiers.device)
                 held.callback(comm.close)
                 made = build(optimizer, model) if optimizer is not None else None
                 run = RunState(make_schedule(lr_schedule, made), self.loss_scale)
                 self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, tiers, run, made, owner=self)
+                loans = self.sharded.loans
+                held.callback(bind_links(model, comm, lambda: bool(loans)))
+                self._replaced.follow_ranks(lambda axis: MeshLink(axis, comm, lambda: bool(loans)))
+                shares = comm.mesh.sizes.parts(comm.mesh.sizes.of_role(Role.TENSOR)) if tensor is not None else 1
+                #: The axis of sequence, or None.
+                self.sequence: SequenceAxis | None = open_sequence(
+                    model, comm, attention, shares=shares, apart=lambda: bool(loans)
+                )
+                if self.sequence is not None:
+                    held.callback(follow(model, self.sequence))
                 made_here = not isinstance(optimizer, torch.optim.Optimizer)
                 self._changes = Changes(self.sharded, units, seed, made_here=made_here)
                 held.callback(self._changes.close)
                 self._make_units(weights, accumulate, seed)
+                held.callback(hear_gradients(model))
                 self._updater = self._make_updater(seed, held)
                 self._make_passes(table, accumulate, held)
                 for unit in self.units:  # the root was kept until all ties were made
@@ -366,12 +399,12 @@ class Engine:
     @property
     def data_rank(self) -> int:
         """This rank's number among those that read other samples; :attr:`rank` where all do."""
-        return self.mesh.data_rank
+        return self.mesh.sample_rank
 
     @property
     def data_ranks(self) -> int:
-        """Among how many ranks samples are shared out: what gradients are divided by."""
-        return self.mesh.data_ranks
+        """Among how many ranks samples are shared out."""
+        return self.mesh.sample_ranks
 
     @property
     def units(self) -> list[Unit]:
@@ -425,16 +458,29 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's forward."""
         self._gate.refuse_closed("engine(...)")
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            if self.sequence is not None:
+                self.sequence.forget()
+            raise
 
     def backward(self, loss: Tensor, *, weight: float | None = None, retain_graph: bool = False) -> None:
         """Runs backward; without a loss scale the same as ``loss.backward()``, which under one is refused.
 
         The loss is not divided: gradients are, as they arrive. With a ``weight``, such as the number of tokens that a
-        mean was taken over, the step's gradient is the weighted mean over all micro-batches of all ranks.
+        mean was taken over, the step's gradient is the weighted mean over all micro-batches of all ranks. On a mesh
+        with an axis of sequence that is the number of labels of this rank that count, unless another is given.
         """
         self._gate.refuse_closed("engine.backward()")
-        self._backward.run(loss, weight, retain_graph)
+        if self.sequence is None:
+            self._backward.run(loss, weight, retain_graph)
+            return
+        weight = self.sequence.weight() if weight is None else weight
+        try:
+            self._backward.run(loss, weight, retain_graph)
+        finally:
+            self.sequence.forget()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a ``backward()`` of your own; the same loss where there is no scale."""
@@ -457,6 +503,8 @@ class Engine:
         self._gate.refuse_closed("engine.step()")
         runner = self._runner
         runner.settle("engine.step()")
+        if self.sequence is not None:
+            self.sequence.check_step()
         self._gate.refuse_broken("engine.step()")
         self.saver.tell()
         if self.micro_batch == 0:
@@ -706,14 +754,22 @@ class Engine:
         """The table, the units and the program, as text."""
         return self._reports.explained()
 
-    def mean(self, value: float | Tensor) -> float:
-        """The mean of a number over all ranks; a control message.
+    def mean(self, value: float | Tensor, weight: float | Tensor = 1.0) -> float:
+        """The mean of a number over all ranks, weighed by a number >= 0 of each, such as its tokens; a control message.
+        A value of weight 0 does not count, whatever it is; NaN if all weights are 0.
 
         Raises:
-            ConfigError: on all ranks: it is no number on one of them.
+            ConfigError: on all ranks: one of them is no number, or a weight is less than 0, on one of them.
         """
-        self._gate.meet("engine.mean()", check=lambda: check_number("engine.mean()", value))
-        return self.sharded.comm.control([float(value)], dist.ReduceOp.SUM)[0] / self.world_size
+
+        def check() -> None:
+            check_number("engine.mean()", value)
+            check_weight("engine.mean()", weight)
+
+        self._gate.meet("engine.mean()", check=check)
+        share = float(weight)
+        total, weights = self.sharded.comm.control([float(value) * share if share else 0.0, share], dist.ReduceOp.SUM)
+        return total / weights if weights else nan
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """The largest of each number over all ranks; a control message.

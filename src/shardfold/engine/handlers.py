@@ -438,10 +438,10 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
         ConfigError: with one sentence.
     """
     for axis in mesh.axes:
-        if axis.size > 1 and axis.role not in (Role.DATA, Role.TENSOR):
+        if axis.size > 1 and axis.role not in (Role.DATA, Role.SEQUENCE, Role.TENSOR):
             raise ConfigError(
                 f"mesh= has {axis.size} ranks on {axis.name!r}, an axis of role {axis.role}, which this version's "
-                "engine does not run; use axes of data and tensor."
+                "engine does not run; use axes of data, sequence and tensor."
             )
     for name, cell in layout.cells().items():
         if len(cell.over) > 1 and cell.over != tuple(axis for axis in DATA_AXES if axis in cell.over):

@@ -9,12 +9,14 @@ from shardfold.activations.modes import Replacements
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.parallel.costs import described
 from shardfold.plan.cost import STATES, moves, resting_bytes, section_traffic, step_of
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
 from shardfold.plan.presets import PRESETS
 from shardfold.plan.report import MemoryReport, MemoryRow, TrafficReport
 from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.tiers.tier import Region
 from shardfold.torch_internals import storage_key
 
@@ -114,6 +116,7 @@ class Reports:
             self._table, model.layout, self._runner.orders.program, specs, sizes, held, self._runner.accumulate,
             updater.traffic() if updater is not None else None,
             parts=model.rules.described(), activations=self._replaced.explained(),
+            layers=described(model.module, TORCH_DTYPES[model.rules.default.compute].itemsize),
             moved=moves(
                 self._runner.orders.program, model.layout, specs, sizes, step_of(self._runner.accumulate),
                 num_moments=moments,

@@ -8,16 +8,18 @@ Losses (arXiv 2411.09009) cuts the vocabulary as well, for a fourth matrix produ
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.nn.ranks import Ranks
 from shardfold.plan.arguments import known_arguments
-from shardfold.torch_internals import keeps_graph, untraced
+from shardfold.torch_internals import keeps_graph, untraced_from_call
 
-__all__ = ["chunked_cross_entropy"]
+__all__ = ["REDUCTIONS", "Head", "Margin", "check_head", "chunked_cross_entropy", "losses_of", "rows_at_once"]
 
 CHUNK_BYTES = {"cpu": 64 * 2**20}
 """Of a chunk's logits, by type of device. The more, the seldomer the weight and its gradient are read."""
@@ -64,7 +66,7 @@ def chunked_cross_entropy(
         ConfigError: an option, a shape or a dtype does not fit.
         UsageError: in backward with ``create_graph=True``: there are no gradients of these gradients.
     """
-    _check(hidden, weight, targets, bias, chunk, label_smoothing, reduction, softcap)
+    check_head("chunked_cross_entropy", hidden, weight, targets, bias, chunk, label_smoothing, reduction, softcap)
     device = hidden.device.type
     dtype = hidden.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
@@ -73,8 +75,8 @@ def chunked_cross_entropy(
         given = f"{dtype}, weight {weight.dtype}" + (f", bias {bias.dtype}" if bias is not None else "")
         raise ConfigError(f"chunked_cross_entropy takes tensors of one dtype, but hidden is {given}: cast them.")
     grads = torch.is_grad_enabled()
-    plan = _Plan(
-        rows=chunk or _rows(targets.numel(), weight.shape[0], dtype, device),
+    plan = Head(
+        rows=chunk or rows_at_once(targets.numel(), weight.shape[0], dtype, device),
         dtype=dtype,
         ignore_index=ignore_index,
         smoothing=label_smoothing,
@@ -84,20 +86,61 @@ def chunked_cross_entropy(
     )
     # Through a torch operation, at which an engine gathers a weight that it has split.
     whole = weight.view_as(weight)
-    losses = _apply(hidden.reshape(-1, hidden.shape[-1]), whole, bias, targets.reshape(-1), plan)
+    flat = targets.reshape(-1)
+    columns = flat.where(flat != ignore_index, 0).long()
+    losses = losses_of(hidden.reshape(-1, hidden.shape[-1]), whole, bias, flat, columns, plan)
     return losses.view(targets.shape) if reduction == "none" else losses
 
 
-class _Plan(NamedTuple):
+class Margin(NamedTuple):
+    """Makes of cosines logits: ``scale * cosine``, but of a row's own class ``scale * (cos(angle + more) - less)``.
+
+    Where ``angle + more`` would pass pi the cosine goes on as a straight line, ``cosine - more * sin(more)``.
+    """
+
+    scale: float
+    more: float
+    less: float
+
+    def bend(self, logits: Tensor, column: Tensor, here: Tensor) -> Tensor:
+        """Cosines ``(rows, classes)`` become logits in place; returns by what gradients of cosines are multiplied
+        besides ``scale`` where the own class is, ``(rows, 1)``."""
+        near = 1 - torch.finfo(logits.dtype).eps
+        cosine = logits.gather(1, column).clamp_(-near, near)
+        sine = (1 - cosine.square()).sqrt_()
+        inside = cosine > -math.cos(self.more)
+        bent = cosine * math.cos(self.more) - sine * math.sin(self.more)
+        bent = bent.where(inside, cosine - self.more * math.sin(self.more)) - self.less
+        slope = (math.cos(self.more) + cosine / sine * math.sin(self.more)).where(inside, 1)
+        logits.scatter_(1, column, bent.where(here, logits.gather(1, column)))
+        logits.mul_(self.scale)
+        return slope.where(here, 1)
+
+
+class Head(NamedTuple):
+    """How losses are made of rows.
+
+    Attributes:
+        rows: whose logits exist at once.
+        wanted: gradients of hidden, weight, bias.
+        dtype: of logits and matrix products.
+        ranks: that have the other classes; None: all are here.
+        classes: on all of them.
+        margin: where products are cosines.
+        summed: whether the gradient of hidden is summed over the ranks.
+    """
+
     rows: int
     dtype: torch.dtype
-    """Of logits and matrix products."""
     ignore_index: int
     smoothing: float
     reduction: str
     softcap: float | None
     wanted: tuple[bool, ...]
-    """Gradients of hidden, weight, bias."""
+    ranks: Ranks | None = None
+    classes: int = 0
+    margin: Margin | None = None
+    summed: bool = True
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -107,12 +150,14 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, columns: Tensor, plan: Head
+    ) -> Tensor:
         ctx.plan = plan
         if plan.reduction == "none":
-            ctx.save_for_backward(hidden, weight, bias, targets)
-            return _by_chunks(hidden, weight, bias, targets, plan._replace(wanted=(False,) * 3))[0]
-        losses, grads = _by_chunks(hidden, weight, bias, targets, plan)
+            ctx.save_for_backward(hidden, weight, bias, targets, columns)
+            return _by_chunks(hidden, weight, bias, targets, columns, plan._replace(wanted=(False,) * 3))[0]
+        losses, grads = _by_chunks(hidden, weight, bias, targets, columns, plan)
         count = (targets != plan.ignore_index).sum() if plan.reduction == "mean" else losses.new_ones(())
         ctx.save_for_backward(*grads, count.clamp(min=1))
         return losses.sum() / count
@@ -124,23 +169,42 @@ class _CrossEntropy(torch.autograd.Function):
                 "chunked_cross_entropy has no gradients of its gradients (create_graph=True): take "
                 "F.cross_entropy(F.linear(hidden, weight), targets)."
             )
+        ranks: Ranks | None = ctx.plan.ranks if ctx.plan.summed else None
         if ctx.plan.reduction == "none":
-            hidden, weight, bias, targets = ctx.saved_tensors
-            return *_by_chunks(hidden, weight, bias, targets, ctx.plan, outputs[0])[1], None, None
+            hidden, weight, bias, targets, columns = ctx.saved_tensors
+            grads = _by_chunks(hidden, weight, bias, targets, columns, ctx.plan, outputs[0])[1]
+            return *_summed(grads, ranks), None, None, None
         *grads, count = ctx.saved_tensors
+        grads = _summed(grads, ranks)
         scale = outputs[0] / count
         again = keeps_graph()
         scaled = (each if each is None else each * scale if again else each.mul_(scale) for each in grads)
-        return *scaled, None, None
+        return *scaled, None, None, None
 
 
-@untraced
-def _apply(*args: Any) -> Any:
-    return _CrossEntropy.apply(*args)
+def _summed(grads: Sequence[Tensor | None], ranks: Ranks | None) -> list[Tensor | None]:
+    """Of the gradient of hidden each rank has what its classes contribute."""
+    of_hidden, *rest = grads
+    return [of_hidden if ranks is None or of_hidden is None else ranks.all_reduce(of_hidden), *rest]
+
+
+@untraced_from_call
+def losses_of(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, columns: Tensor, head: Head
+) -> Tensor:
+    """The losses of ``hidden`` ``(rows, d)``; ``columns`` ``(rows,)``: the row of ``weight`` that each target has,
+    negative where another rank has it."""
+    return _CrossEntropy.apply(hidden, weight, bias, targets, columns, head)  # pyright: ignore[reportReturnType]
 
 
 def _by_chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan, scales: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    columns: Tensor,
+    plan: Head,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Losses ``(rows,)`` and the gradients of their sum, each row's scaled by ``scales`` ``(rows,)``."""
     of_hidden, of_weight, of_bias = plan.wanted
@@ -168,39 +232,49 @@ def _by_chunks(
                 torch.addmm(bias, part, weight.t(), out=product)
             if logits is not product:
                 logits.copy_(product)
-            losses[rows] = _rows_loss(logits, targets[rows], plan, None if scales is None else scales[rows])
+            counts = targets[rows] != plan.ignore_index
+            losses[rows] = _rows_loss(logits, counts, columns[rows], plan, None if scales is None else scales[rows])
             if any(plan.wanted):
                 slope = logits if logits is product else product.copy_(logits)
                 _add(grads, rows, part, weight, slope, logits)
     return losses, grads
 
 
-def _rows_loss(logits: Tensor, targets: Tensor, plan: _Plan, scales: Tensor | None) -> Tensor:
+def _rows_loss(logits: Tensor, counts: Tensor, columns: Tensor, plan: Head, scales: Tensor | None) -> Tensor:
     """Losses ``(rows,)`` of ``logits`` ``(rows, vocab)``, in whose place are then the gradients of the products."""
-    certain = 1 - plan.smoothing
-    bend = None
+    certain, classes = 1 - plan.smoothing, plan.classes or logits.shape[1]
+    here = (counts & (columns >= 0)).unsqueeze(1)
+    column = (columns if plan.ranks is None else columns.clamp(min=0)).unsqueeze(1)
+    bend = slope = None
     if plan.softcap is not None:
         logits.div_(plan.softcap).tanh_()
         bend = 1 - logits.square() if any(plan.wanted) else None
         logits.mul_(plan.softcap)
-    counts = targets != plan.ignore_index
-    column = targets.where(counts, 0).long().unsqueeze(1)
+    if plan.margin is not None:
+        slope = plan.margin.bend(logits, column, here)
     expected = logits.gather(1, column).mul_(certain)
+    if plan.ranks is not None:
+        expected = expected.where(here, 0)
     if plan.smoothing:
-        expected += logits.mean(1, keepdim=True) * plan.smoothing
+        expected += logits.sum(1, keepdim=True) * (plan.smoothing / classes)
     top = logits.amax(1, keepdim=True)
+    if plan.ranks is not None:
+        top = plan.ranks.max(top)
     total = logits.sub_(top).exp_().sum(1, keepdim=True)
+    if plan.ranks is not None:
+        expected, total = plan.ranks.all_reduce(torch.stack((expected, total))).unbind()
     losses = (total.log() + top - expected).squeeze(1).where(counts, 0)
     if any(plan.wanted):
         scale = (counts.to(losses.dtype) if scales is None else scales.where(counts, 0)).unsqueeze(1)
         logits.mul_(scale / total)
-        logits.scatter_(
-            1, column, logits.gather(1, column) - certain * scale
-        )  # scatter_add_ is not deterministic on CUDA
+        own = logits.gather(1, column) - (certain * scale).where(here, 0)
+        logits.scatter_(1, column, own)  # scatter_add_ is not deterministic on CUDA
         if plan.smoothing:
-            logits.sub_(scale * (plan.smoothing / logits.shape[1]))
+            logits.sub_(scale * (plan.smoothing / classes))
         if bend is not None:
             logits.mul_(bend)
+        if plan.margin is not None and slope is not None:
+            logits.scatter_(1, column, logits.gather(1, column) * slope).mul_(plan.margin.scale)
     return losses
 
 
@@ -221,14 +295,15 @@ def _add(
         of_bias += wide_slope.sum(0)
 
 
-def _rows(number: int, vocab: int, dtype: torch.dtype, device: str) -> int:
+def rows_at_once(number: int, vocab: int, dtype: torch.dtype, device: str) -> int:
     """The largest number of rows whose logits fit, evened out over the chunks."""
     each = vocab * (6 if dtype in SIXTEEN_BITS else dtype.itemsize)
     most = max(CHUNK_BYTES.get(device, OTHER_CHUNK_BYTES) // max(each, 1), 1)
     return max(math.ceil(number / math.ceil(number / most)), 1) if number else 1
 
 
-def _check(
+def check_head(
+    who: str,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -240,7 +315,7 @@ def _check(
 ) -> None:
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ConfigError(
-            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit: chunked_cross_entropy takes "
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit: {who} takes "
             "hidden (..., d) and weight (vocab, d)."
         )
     if targets.shape != hidden.shape[:-1] or targets.is_floating_point():

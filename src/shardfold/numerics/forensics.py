@@ -24,11 +24,12 @@ from shardfold.plan.arguments import known_arguments
 from shardfold.plan.report import KINDS, Finding
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.pickling import copy_without_hooks, forget_hooks
+from shardfold.sharding.replicas import differing
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 from shardfold.torch_internals import in_backward
 
-__all__ = ["ActivationWatch", "NumericsReport", "UnitNumbers", "check", "examine"]
+__all__ = ["ActivationWatch", "NumericsReport", "UnitNumbers", "check", "examine", "replicas"]
 
 
 class UnitNumbers(NamedTuple):
@@ -187,6 +188,14 @@ def check(engine: Watched) -> NumericsReport:
     model.gate.meet("sf.numerics.check()")
     with model.gate.gradients_hidden():
         return examine(model, engine.alarm)
+
+
+@known_arguments
+def replicas(engine: Watched) -> list[str]:
+    """The names of parameters that should be equal on the ranks along an axis of tensor, and are not; the same on every
+    rank, empty where all is well. Every rank calls it, between passes."""
+    engine.sharded.gate.meet("sf.numerics.replicas()")
+    return differing(engine.sharded)
 
 
 def examine(model: ShardedModel, notes: Notes, *, only_gradients: bool = False) -> NumericsReport:

@@ -775,7 +775,8 @@ def _factor(segment: Segment, coefficient: Tensor | None) -> Tensor | None:
     """What a step multiplies a segment's gradients by, 0-d; None: nothing."""
     if segment.unscale == 1.0:
         return coefficient
-    unscale = torch.full((), segment.unscale, device=segment.update_device)
+    # In fp64, whatever gradients are in: the factor of weights is no power of two, and fp32 would round it.
+    unscale = torch.full((), segment.unscale, dtype=torch.float64, device=segment.update_device)
     return unscale if coefficient is None else coefficient.to(unscale.device) * unscale
 
 

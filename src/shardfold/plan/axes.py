@@ -65,7 +65,10 @@ class Role(str, Enum):
         return self.value
 
 
-READING = (Role.DATA, Role.EXPERT, Role.SEQUENCE)
+SAMPLING = (Role.DATA, Role.EXPERT)
+"""Roles of the axes on which ranks read other samples."""
+
+READING = (*SAMPLING, Role.SEQUENCE)
 """Roles of the axes on which ranks read other things."""
 
 LINKS = (Role.PIPELINE, Role.DATA, Role.EXPERT, Role.SEQUENCE, Role.TENSOR)
@@ -191,6 +194,11 @@ class Mesh(Mapping[str, int]):
     def reading(self) -> Axes:
         """The axes on which ranks read other things."""
         return self.of_role(*READING)
+
+    @property
+    def sampling(self) -> Axes:
+        """The axes on which ranks read other samples."""
+        return self.of_role(*SAMPLING)
 
     @property
     def divisor(self) -> int:

@@ -15,14 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from shardfold.errors import LayoutError
+
 __all__ = ["Box", "Extent", "shared"]
 
 
 class Box(NamedTuple):
-    """A block of a tensor: ``starts`` and ``sizes`` on each dimension."""
+    """A block of a tensor: ``starts`` and ``sizes`` on each dimension.
+
+    ``stacked``: ``(dim, count, length)`` of a tensor that is several along ``dim``, one behind the other, of that
+    length each, as of queries, keys and values in one matrix. The box is then of the tensor with two dimensions, count
+    and length, in place of that one: the same part of each. Elements are in one order either way.
+    """
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
+    stacked: tuple[int, ...] = ()
 
     @staticmethod
     def of(shape: Sequence[int]) -> Box:
@@ -35,11 +43,42 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What the tensor is indexed with to have the block."""
+        """What the tensor is indexed with to have the block, where it is not stacked; else see :meth:`view`."""
         return tuple(slice(at, at + size) for at, size in zip(self.starts, self.sizes, strict=True))
+
+    def view(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole that :attr:`slices` index: ``shape``, or with two dimensions in place of one."""
+        if not self.stacked:
+            return tuple(shape)
+        dim, count, length = self.stacked
+        return (*shape[:dim], count, length, *shape[dim + 1 :])
+
+    def seen(self, other: Box) -> Box:
+        """This box as one of the tensor as ``other`` sees it.
+
+        Raises:
+            LayoutError: it begins or ends inside of another part than it ends or begins in.
+        """
+        if self.stacked == other.stacked or not other.stacked:
+            return self
+        dim, _, length = other.stacked
+        start, size = self.starts[dim], self.sizes[dim]
+        if not self.stacked and start % length == 0 and size % length == 0:
+            first, within, parts, rows = start // length, 0, size // length, length
+        elif not self.stacked and start % length + size <= length:
+            first, within, parts, rows = start // length, start % length, 1, size
+        else:
+            raise LayoutError(
+                f"rows {start} to {start + size} are no part of matrices of {length} rows each, one behind the other: "
+                "read what was written by one plan of tensor by another on one rank of tensor."
+            )
+        starts = (*self.starts[:dim], first, within, *self.starts[dim + 1 :])
+        return Box(starts, (*self.sizes[:dim], parts, rows, *self.sizes[dim + 1 :]), other.stacked)
 
     def meets(self, other: Box) -> bool:
         """Whether they share an element."""
+        if self.stacked != other.stacked:
+            return self.seen(other).meets(other.seen(self)) if other.stacked else other.meets(self)
         return self.numel > 0 < other.numel and all(
             max(a, b) < min(a + m, b + n)
             for a, m, b, n in zip(self.starts, self.sizes, other.starts, other.sizes, strict=True)
@@ -62,6 +101,7 @@ def shared(one: Box, within: tuple[int, int], other: Box, of: tuple[int, int]) -
         within: elements ``[start, stop)`` of ``one`` that count.
         of: elements ``[start, stop)`` of ``other`` that count.
     """
+    one, other = one.seen(other), other.seen(one)
     if not one.meets(other):
         return
     dims = range(len(one.sizes))

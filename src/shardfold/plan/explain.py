@@ -41,13 +41,15 @@ def explain(
     moved: Mapping[Moved, tuple[int, float]] | None = None,
     temporary: Callable[[float, Axes], float] | None = None,
     streams: bool = True,
+    layers: Sequence[str] = (),
 ) -> str:
     """The table, the units, what they cost and the program, as text.
 
     ``update`` is what the optimizer itself sends, ``parts`` what rules of ``precision=`` give to parts of the model,
-    ``activations`` what happens to what autograd saves in units, in lines, ``moved`` what travels between tiers,
-    ``temporary`` the transport's (see :func:`in_use`). ``streams``: the device has them, so that sums that go to a
-    slower tier are on the device until they are there.
+    ``activations`` what happens to what autograd saves in units, in lines, ``layers`` how layers are cut along an axis
+    and what they send, in lines, ``moved`` what travels between tiers, ``temporary`` the transport's (see
+    :func:`in_use`). ``streams``: the device has them, so that sums that go to a slower tier are on the device until
+    they are there.
     """
     lines = [f"mesh: {' x '.join(f'{axis}={size}' for axis, size in mesh.items())}", "", str(table)]
     lines += ["", "on this mesh and in this precision:", str(bound)]
@@ -68,6 +70,8 @@ def explain(
         lines.append(f"{unit.name:<28}{numel:>14,}{padding:>10,}  {kinds}{held_long}{stays}")
     if activations:
         lines += ["", *activations]
+    if layers:
+        lines += ["", *layers]
     lines += ["", "bytes at rest on each rank:"]
     for (state, tier), num_bytes in held.items():
         lines.append(f"  {state:<9}{num_bytes:>18,.0f}{'' if tier is Tier.DEVICE else f'  ({tier})'}")

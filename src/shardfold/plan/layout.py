@@ -186,10 +186,17 @@ class Activations:
 
     Attributes:
         mode: one of :data:`MODES`; or ``"fit:12GiB"``: for each unit the one with which what autograd saves takes at
-            most so many bytes of the device at once, on each rank, and the least time.
+            most so many bytes of the device at once, on each rank, and the least time; or, by a rule for modules that
+            work token by token, ``"tile:1024"``: inputs are kept, and the forward runs for so many tokens at a time,
+            and again in backward.
         among: of ``fit``: the modes to choose from; none: ``keep``, ``recompute`` and ``select``, and on CUDA ``host``.
         kept: of ``select``: operations whose results are kept too, e.g. ``torch.ops.aten.silu.default``.
-        smallest: of ``host`` and ``disk``: bytes of the smallest tensor that is moved.
+        over: of ``recompute`` and ``select``: the axis of tensor whose ranks keep a slice each of inputs, which are the
+            same on them; one gather brings an input back (arXiv 1910.02054, section 6.1). Empty: each keeps all.
+        inputs: of ``recompute`` and ``select``: the tier in which what is kept of inputs rests.
+        contiguous: with ``over``: slices lie in memory for so many units, one behind the other, which is used again in
+            each step; 0: each for itself.
+        smallest: bytes of the smallest tensor that is moved or sliced.
         folder: of ``disk``: where the file is; None: the system's folder for temporary files.
 
     Raises:
@@ -199,11 +206,14 @@ class Activations:
     mode: str = "keep"
     among: tuple[str, ...] = ()
     kept: tuple[Any, ...] = ()
+    over: str = ""
+    inputs: str = "device"
+    contiguous: int = 0
     smallest: int = 64 * 1024
     folder: str | None = None
 
     def __post_init__(self) -> None:
-        fits = self.budget is not None
+        fits, tiles = self.budget is not None, self.tile is not None
         for name in ("among", "kept"):
             if not isinstance(getattr(self, name), tuple):
                 raise ConfigError(f"Activations.{name} is {described(getattr(self, name))}: it is a tuple.")
@@ -212,17 +222,44 @@ class Activations:
                 raise ConfigError(
                     f"Activations.among has {mode!r}, but names what 'fit:...' chooses from.{did_you_mean(mode, MODES)}"
                 )
-        if self.mode not in MODES and not fits:
+        if self.mode not in MODES and not fits and not tiles:
             raise ConfigError(f"activations={self.mode!r} is unknown.{did_you_mean(str(self.mode), MODES)}")
         if self.kept and self.mode != "select" and not fits:
             raise ConfigError(f"Activations.kept says what 'select' keeps, but mode is {self.mode!r}: leave it out.")
-        if self.folder is not None and self.mode != "disk" and "disk" not in self.among:
+        self._check_inputs()
+        if self.folder is not None and "disk" not in (self.mode, self.inputs, *self.among):
             raise ConfigError(f"Activations.folder is for 'disk', but mode is {self.mode!r}: leave it out.")
         if self.folder is not None and not isinstance(self.folder, (str, PathLike)):  # pyright: ignore
             raise ConfigError(f"Activations.folder is {described(self.folder)}: it is the path of a folder, or None.")
         if not is_integer(self.smallest, 0):
             raise ConfigError(
                 f"Activations.smallest is {described(self.smallest)}: it is a number of bytes, 0 or more."
+            )
+
+    def _check_inputs(self) -> None:
+        """
+        Raises:
+            ConfigError: what becomes of a recomputed unit's inputs is unknown, or the mode keeps no inputs.
+        """
+        if not isinstance(self.over, str):  # pyright: ignore
+            raise ConfigError(f"Activations.over is {described(self.over)}: it is the name of an axis, as 'tensor'.")
+        if self.inputs not in list(Tier):
+            raise ConfigError(
+                f"Activations.inputs is {described(self.inputs)}, which is no tier."
+                f"{did_you_mean(str(self.inputs), map(str, Tier))}"
+            )
+        if not is_integer(self.contiguous, 0):
+            raise ConfigError(f"Activations.contiguous is {described(self.contiguous)}: it is a number of units, or 0.")
+        if (self.over or self.inputs != "device") and self.mode not in ("recompute", "select"):
+            name = "over" if self.over else "inputs"
+            raise ConfigError(
+                f"Activations.{name} says what becomes of the inputs of what is recomputed, but mode is {self.mode!r}: "
+                "take 'recompute' or 'select', or leave it out."
+            )
+        if self.contiguous and (not self.over or self.inputs != "device"):
+            raise ConfigError(
+                "Activations.contiguous is for slices of inputs that stay on the device: it goes with over= and "
+                "without inputs=."
             )
 
     @property
@@ -242,6 +279,20 @@ class Activations:
             )
         return found
 
+    @property
+    def tile(self) -> int | None:
+        """Tokens at a time, of ``tile``.
+
+        Raises:
+            ConfigError: there is no such number.
+        """
+        word, _, tokens = str(self.mode).partition(":")
+        if word != "tile":
+            return None
+        if not tokens.isdecimal() or not int(tokens):
+            raise ConfigError(f"activations={self.mode!r}: behind 'tile:' comes a number of tokens, as in 'tile:1024'.")
+        return int(tokens)
+
     def chosen(self, mode: str) -> Activations:
         """The value for a unit for which that mode was chosen."""
         kept, folder = self.kept if mode == "select" else (), self.folder if mode == "disk" else None
@@ -256,7 +307,14 @@ class Activations:
     def fate(self) -> str:
         """What becomes of it between forward and backward, as a table says it."""
         words = {"recompute": "recomputed", "select": "recomputed, but products"}
-        return words.get(self.mode, str(self.tier or self.mode))
+        return words.get(self.mode, str(self.tier or self.mode)) + self._whereabouts
+
+    def __str__(self) -> str:
+        return self.mode + (f" over {self.over}" if self.over else "") + self._whereabouts
+
+    @property
+    def _whereabouts(self) -> str:
+        return f", inputs on {self.inputs}" if self.inputs != "device" else ""
 
     @staticmethod
     def named(given: str | Activations) -> Activations:
@@ -383,6 +441,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activations", Activations.named(self.activations))  # a mode's name does too
+        if self.activations.tile is not None:
+            raise LayoutError(
+                f"activations={self.activations.mode!r} is for modules that work token by token: name them, as in "
+                f"activations={{'*.mlp': {self.activations.mode!r}, '*': 'keep'}}."
+            )
         for name in ("gather", "reduce"):  # and a format's
             object.__setattr__(self, name, Wire.named(getattr(self, name)))
         for names, kind, optional in ((STATES, Cell, ("params", "held")), (("gather", "reduce"), Wire, ())):
@@ -608,7 +671,7 @@ class Layout:
                 part = "" if cell.share == 1.0 else f", {cell.share:g} of it or more"
                 lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}{part}")
         saved = self.activations
-        lines.append(f"{'activations':<13}{_axes(()):<16}{'as made':<10}{saved.fate}")
+        lines.append(f"{'activations':<13}{saved.over or _axes(()):<16}{'as made':<10}{saved.fate}")
         lines.append(f"communication: gather as {self.gather}, reduce as {self.reduce}")
         return "\n".join(lines)
 

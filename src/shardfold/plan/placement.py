@@ -34,6 +34,7 @@ class Slot(NamedTuple):
         shape: of what ranks have here, which may be a box of a larger parameter.
         larger: the shape of that; empty: this is the whole, and ranks have no others.
         starts: where the box begins in it, on each dimension; empty: at its first element.
+        stacked: of the box (see :class:`Box`).
     """
 
     name: str
@@ -41,6 +42,7 @@ class Slot(NamedTuple):
     offset: int
     larger: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
+    stacked: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -54,7 +56,13 @@ class Slot(NamedTuple):
     @property
     def box(self) -> Box | None:
         """What of the whole parameter lies here, which is all of it where other ranks have nothing; None: all of it."""
-        return Box(self.starts or (0,) * len(self.shape), self.shape) if self.larger else None
+        if not self.larger:
+            return None
+        if self.stacked:
+            dim, count, _ = self.stacked
+            sizes = (*self.shape[:dim], count, self.shape[dim] // count, *self.shape[dim + 1 :])
+            return Box(self.starts, sizes, self.stacked)
+        return Box(self.starts or (0,) * len(self.shape), self.shape)
 
 
 class SlotRange(NamedTuple):
@@ -152,11 +160,11 @@ def pack(
     shapes: Mapping[str, Sequence[int]],
     parts: int,
     align: int,
-    boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+    boxes: Mapping[str, tuple[tuple[int, ...], ...]] | None = None,
 ) -> tuple[tuple[Slot, ...], int]:
     """Slots for parameters in the given order, and the padded length, both in elements.
 
-    ``boxes``: of those that are a box of a larger one, its shape and where in it they begin.
+    ``boxes``: of those that are a box of a larger one, its shape, where in it they begin, and how it is stacked.
 
     Each slot starts at a multiple of ``align``; the length is a multiple of ``parts * align`` and never 0. Padding is
     therefore below ``align`` per parameter plus ``parts * align`` (just that for a segment of nothing).

@@ -58,7 +58,7 @@ def _which(slot: Slot) -> str:
 
 def _ranges(box: Box) -> str:
     """As an index of Python's: ``[4:8, 0:6]``."""
-    return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(*box, strict=True))}]"
+    return f"[{', '.join(f'{at}:{at + size}' for at, size in zip(box.starts, box.sizes, strict=True))}]"
 
 
 def _more(segment: SegmentSpec) -> str:

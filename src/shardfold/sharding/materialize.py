@@ -27,15 +27,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardfold import accelerator
-from shardfold.comm.coalesced import as_bytes
 from shardfold.comm.comm import Comm
 from shardfold.errors import ModelError, UsageError, did_you_mean
 from shardfold.plan.arguments import known_arguments
+from shardfold.plan.box import Box
 from shardfold.plan.layout import Layout
 from shardfold.plan.rules import Rules
 from shardfold.sharding.buffers import take_first_rank
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.partitioned import hand_over
+from shardfold.sharding.replicas import differing_in
 from shardfold.sharding.segment import TORCH_DTYPES, Segment
 from shardfold.sharding.slices import slices_on
 from shardfold.sharding.unit import Unit
@@ -166,12 +167,8 @@ def _check_replicas(segment: Segment, flat: Tensor, comm: Comm) -> None:
         ModelError: on every rank: parameters that are not marked as distinct on an axis differ there.
     """
     for axis in comm.mesh.sizes.replicas(segment.spec.distinct):
-        first = flat.clone()
-        comm.broadcast(first, f"the comparison of replicas on {axis}", over=(axis,))
-        pairs = zip(segment.views_of(flat), segment.views_of(first), strict=True)
-        flags = [not torch.equal(as_bytes(mine), as_bytes(other)) for mine, other in pairs]
-        differ = comm.any_rank(flags, f"what is replicated on {axis}")
-        if names := [slot.name for slot, other in zip(segment.spec.slots, differ, strict=True) if other]:
+        pieces = [slice(slot.offset, slot.offset + slot.numel) for slot in segment.spec.slots]
+        if names := differing_in(segment, flat, pieces, axis, comm):
             raise ModelError(
                 f"{', '.join(map(repr, names))} differ{'s' * (len(names) == 1)} between ranks along the axis {axis!r}: "
                 f"give them equal values there, or say which slice each rank has with mark_slice(module, 'name', "
@@ -255,17 +252,14 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
         ModelError: some get none; all are named.
     """
     values = dict(unit.parameters())
+    boxes = {slot.name: (slot.whole, slot.box) for s in unit.segments for slot in s.spec.slots}
     with torch.no_grad():
         for name in empty:
             if values[name].is_floating_point():
                 values[name].fill_(float("nan"))  # so that what nobody initializes is found
         if weights is not None:
-            boxes = {slot.name: (slot.whole, slot.box) for s in unit.segments for slot in s.spec.slots}
             for name, parameter in values.items():
-                value = weights.read(weights.name_of(name))
-                whole, box = boxes[name]
-                if box is not None and tuple(value.shape) == whole:
-                    value = value[box.slices]
+                value = weights.read(weights.name_of(name), *boxes[name])
                 if value.shape != parameter.shape:
                     raise ModelError(
                         f"weights give {name!r} the shape {tuple(value.shape)}, but the model's is "
@@ -277,7 +271,9 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
             wanted = {id(values[name]) for name in empty}
             slices = slices_on(model, comm.mesh.sizes, comm.mesh.coords)
             apart = {key: found.axes for key, found in slices.items()}
-            _reset(model, wanted, f"{seed}", comm.memory.device)
+            ours = {id(values[name]): (whole, box) for name, (whole, box) in boxes.items() if name in empty and box}
+            apart = {key: axes for key, axes in apart.items() if key not in ours}
+            _reset(model, wanted, f"{seed}", comm.memory.device, ours)
             for axes in dict.fromkeys(apart[key] for key in wanted if key in apart):  # each rank has others of these
                 place = "".join(f"/{axis}={comm.mesh.coords[axis]}" for axis in axes)
                 of_axes = {key for key in wanted if apart.get(key) == axes}
@@ -293,17 +289,42 @@ def _initialize(unit: Unit, model: nn.Module, empty: set[str], weights: Weights 
         )
 
 
-def _reset(model: nn.Module, wanted: set[int], seed: str, device: torch.device) -> None:
+_Boxes = Mapping[int, tuple[tuple[int, ...], Box]]
+"""By the ``id`` of a parameter the shape of the whole, and which box of it is here."""
+
+
+def _reset(model: nn.Module, wanted: set[int], seed: str, device: torch.device, boxes: _Boxes | None = None) -> None:
     of_model = getattr(model, "_init_weights", None)
     for path, module in model.named_modules():
         if not any(id(p) in wanted for p in module._parameters.values() if p is not None):
             continue
         own = getattr(module, "reset_parameters", None)
-        with accelerator.seeded(device, zlib.crc32(f"{seed}/{path}".encode())):
+        with (
+            accelerator.seeded(device, zlib.crc32(f"{seed}/{path}".encode())),
+            _made_whole(module, boxes or {}),
+        ):
             if callable(of_model):
                 of_model(module)
             elif callable(own):
                 own()
+
+
+@contextmanager
+def _made_whole(module: nn.Module, boxes: _Boxes) -> Iterator[None]:
+    """Inside, the module's own parameters that are boxes are whole, so that they are initialized as where nothing is
+    cut; their boxes of that are kept."""
+    mine = {name: p for name, p in module._parameters.items() if p is not None and id(p) in boxes}
+    for name, parameter in mine.items():
+        whole = parameter.new_full(boxes[id(parameter)][0], float("nan"))
+        module._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for name, parameter in mine.items():
+            (_, box), made = boxes[id(parameter)], module._parameters[name]
+            assert made is not None
+            module._parameters[name] = parameter
+            parameter.data.copy_(_box_of(made.detach(), box))
 
 
 class Weights:
@@ -346,13 +367,18 @@ class Weights:
         assert stored is not None
         return stored
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, whole: tuple[int, ...] = (), box: Box | None = None) -> Tensor:
+        """A value; where it is of the shape ``whole``, this ``box`` of it."""
         if self._source is not None:
-            return self._source[name]
+            value = self._source[name]
+            return value if box is None or tuple(value.shape) != whole else _box_of(value, box)
         from safetensors import safe_open
 
         with safe_open(self._files[name], framework="pt") as opened:
-            return opened.get_tensor(name)
+            part = opened.get_slice(name)
+            if box is None or tuple(part.get_shape()) != whole:
+                return opened.get_tensor(name)
+            return _box_of(opened.get_tensor(name), box) if box.stacked else part[box.slices]
 
     def load_buffers(self, model: nn.Module) -> None:
         """Gives values to the buffers that have any stored."""
@@ -366,6 +392,12 @@ class Weights:
                     module._buffers[name] = self.read(path).to(buffer.dtype, copy=True)
                 else:
                     buffer.copy_(self.read(path))
+
+
+def _box_of(value: Tensor, box: Box) -> Tensor:
+    """In the shape of the parameter that it is of."""
+    values = value.reshape(box.view(value.shape))[box.slices]
+    return values.flatten(box.stacked[0], box.stacked[0] + 1) if box.stacked else values
 
 
 def _find_files(path: Path) -> dict[str, Path]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 import torch
@@ -85,14 +85,14 @@ def cut(
             yet, elements share memory, or a tied parameter follows several rules.
     """
     _check_memory(model)
-    chosen = _named(model, units) if units is not None else _found(model)
+    slices = slices_on(model, Mesh.of(mesh), coords or dict.fromkeys(mesh, 0))
+    chosen = _named(model, units) if units is not None else _found(model, slices)
     cuts = [Cut(name, [module]) for name, module in chosen]
     root = Cut(ROOT, [model])
     _assign(model, cuts, root)
     found = [c for c in (root, *cuts) if c.parameters]
     number = rule_numbers(model, rules)
     main = main_dtypes(model, rules)
-    slices = slices_on(model, Mesh.of(mesh), coords or dict.fromkeys(mesh, 0))
     for c in found:
         _lay_out(c, groups, rules, number, mesh, keeps or (lambda p, rule: p.dtype != main.get(rule)), align, slices)
     if rules.near:
@@ -159,7 +159,7 @@ def _named(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> list[tup
     return ordered
 
 
-def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _found(model: nn.Module, slices: Mapping[int, Slice]) -> list[tuple[str, nn.Module]]:
     whole = {name for module in model.modules() for name in _as_names(getattr(module, "_no_split_modules", None))}
     chosen: list[tuple[str, nn.Module]] = []
     taken: set[int] = set()
@@ -182,7 +182,7 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 visit(path, child)
 
     visit("", model)
-    chosen.extend(_large_leaves(model, chosen))
+    chosen.extend(_large_leaves(model, chosen, slices))
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return sorted(chosen, key=lambda pair: order[pair[0]])
 
@@ -196,13 +196,19 @@ def _is_plain_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
 
 
-def _large_leaves(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+def _large_leaves(
+    model: nn.Module, chosen: list[tuple[str, nn.Module]], slices: Mapping[int, Slice]
+) -> list[tuple[str, nn.Module]]:
+    def numel(p: nn.Parameter) -> int:  # of the whole: ranks may have slices of other sizes, and have to cut alike
+        box = slices.get(id(p), WHOLE).box
+        return p.numel() if box is None else prod(box[0])
+
     inside = {id(m) for _, unit in chosen for m in unit.modules()}
-    total = sum(p.numel() for p in model.parameters())
+    total = sum(map(numel, model.parameters()))
     leaves = []
     for name, module in model.named_modules():
         plain = type(module) in (nn.Embedding, nn.Linear)  # a subclass may be used in another way than by its forward
-        size = sum(p.numel() for p in module.parameters(recurse=False))
+        size = sum(map(numel, module.parameters(recurse=False)))
         if name and plain and id(module) not in inside and size * 16 >= total:
             leaves.append((name, module))
     return leaves

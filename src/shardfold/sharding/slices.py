@@ -33,11 +33,11 @@ class Slice(NamedTuple):
     Attributes:
         axes: of more than one rank, on which the parameter is distinct.
         box: the shape of the whole, and where this rank's part begins in it; None: it is the whole on every rank, or
-            nothing says what the whole is.
+            nothing says what the whole is. With a third entry it is stacked (see ``plan.box.Box``).
     """
 
     axes: Axes
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    box: tuple[tuple[int, ...], ...] | None
 
 
 class _Mark(NamedTuple):
@@ -45,6 +45,7 @@ class _Mark(NamedTuple):
 
     dim: int | None
     box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    blocks: int = 1
 
 
 @known_arguments
@@ -55,6 +56,7 @@ def mark_slice(
     dim: int | None = None,
     whole: Sequence[int] | None = None,
     start: Sequence[int] | None = None,
+    blocks: int = 1,
 ) -> None:
     """Says that each rank along ``axis`` has another slice of these parameters of ``module``. Call it in the
     constructor of the layer that holds slices.
@@ -66,8 +68,10 @@ def mark_slice(
 
     ``dim`` is PyTorch's ``Shard(dim)`` and Megatron-LM's ``partition_dim``: along that dimension the ranks have equal
     parts of the whole, in their order on the axis; with a mark for each of several axes the parts are divided again, by
-    the slowest axis first. ``whole`` and ``start`` say the same of parts that are not equal. Without either the
-    parameter trains, but checkpoints refuse it: nothing says what its elements are of the whole.
+    the slowest axis first. With ``blocks=3`` the whole is three matrices, one behind the other along ``dim``, each of
+    which is divided so, as queries, keys and values in one; on one axis only. ``whole`` and ``start`` say the same of
+    parts that are not equal. Without either the parameter trains, but checkpoints refuse it: nothing says what its
+    elements are of the whole.
 
     What is not marked is replicated: an engine refuses it where it differs, and counts it once in the norm of all
     gradients. The model's own collectives must make gradients of what is replicated equal on the axis. On a mesh that
@@ -80,6 +84,7 @@ def mark_slice(
         dim: the dimension that is divided over the axis; from the last one where it is negative.
         whole: the shape of the whole parameter.
         start: the index in it of this rank's first element, one number for each dimension.
+        blocks: how many matrices the parameter is along ``dim``.
 
     Raises:
         ConfigError: the module has no such parameter, the axis is no word, or the slice does not lie in the parameter.
@@ -108,7 +113,11 @@ def mark_slice(
                 f"mark_slice(): an engine has {name!r} already: mark it before the engine is made, in the constructor "
                 "of its layer."
             )
-    mark = _Mark(dim, None if whole is None and start is None else _as_box(dim, whole, start))
+    if not is_integer(blocks, 1) or (blocks > 1 and dim is None):
+        raise ConfigError(
+            f"mark_slice(blocks={described(blocks)}): it is a number of matrices along dim=, which has to be given."
+        )
+    mark = _Mark(dim, None if whole is None and start is None else _as_box(dim, whole, start), blocks)
     # In the module's own attributes, so that copies and pickles have it.
     marks = {name: dict(by_axis) for name, by_axis in _marks(module).items()}
     for name in parameters:
@@ -220,6 +229,12 @@ def _check_marks(what: str, parameter: nn.Parameter | None, marks: Mapping[str, 
                 f"{what} has the shape {shape}, and dim={described(mark.dim)} is none of its dimensions: give one, as "
                 "0 for rows."
             )
+        if mark.dim is not None and shape[mark.dim] % mark.blocks:
+            raise ConfigError(
+                f"{what} has the shape {shape}, of which dimension {mark.dim} is not {mark.blocks} equal blocks."
+            )
+    if len(marks) > 1 and any(mark.blocks > 1 for mark in marks.values()):
+        raise ConfigError(f"{what} is marked on {len(marks)} axes, and blocks= divides along one axis only.")
     for box in boxes - {None}:
         assert box is not None
         whole, start = box
@@ -240,7 +255,7 @@ def _check_marks(what: str, parameter: nn.Parameter | None, marks: Mapping[str, 
 
 def _box(
     name: str, parameter: nn.Parameter, marks: Mapping[str, _Mark], mesh: Mesh, coords: Mapping[str, int]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+) -> tuple[tuple[int, ...], ...] | None:
     """The shape of the whole, and where the part of the rank at ``coords`` begins; None: that is the whole on
     every rank, or unknown.
 
@@ -259,6 +274,14 @@ def _box(
         if mark.dim is not None:
             start[mark.dim] += coords[axis] * whole[mark.dim]
             whole[mark.dim] *= mesh[axis]
+    stacked = next(((axis, mark) for axis, mark in marks.items() if mark.blocks > 1 and mesh.get(axis, 1) > 1), None)
+    if stacked is not None:
+        axis, mark = stacked
+        dim, count = mark.dim % len(shape) if mark.dim is not None else 0, mark.blocks
+        length = whole[dim] // count
+        start = [0] * (len(shape) + 1)
+        start[dim + 1] = coords[axis] * (shape[dim] // count)
+        return tuple(whole), tuple(start), (dim, count, length)
     given = next((mark.box for mark in marks.values() if mark.box is not None), (tuple(whole), tuple(start)))
     # All of it, beside ranks that have none, is a part too; where nobody has another one there is nothing to say.
     return None if given[0] == shape and all(mesh.get(axis, 1) == 1 for axis in marks) else given

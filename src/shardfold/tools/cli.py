@@ -84,7 +84,7 @@ def train(
         with claimed(settings.out) as folder:
             # Resolved once, here: every rank then reads the same settings, whatever file or clock they came from.
             resolved = {**given, "out": folder}
-            arguments = [f"{option_name(name)}={value}" for name, value in resolved.items() if name != "procs"]
+            arguments = [argument(name, value) for name, value in resolved.items() if name != "procs"]
             debug = ["--debug"] if invocation.obj else []
             raise typer.Exit(launch.launch_local(["train", recipe, *arguments, *debug], settings.procs))
     from shardfold.tools.recipes import lm
@@ -96,11 +96,27 @@ def option_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def argument(field: str, value: Any) -> str:
+    """Return the option that sets a field."""
+    if isinstance(value, bool):
+        return option_name(field) if value else off_name(field)
+    return f"{option_name(field)}={value}"
+
+
+def off_name(field: str) -> str:
+    return "--no-" + field.replace("_", "-")
+
+
 def with_settings(command: Any) -> Any:
     """Give the command one option per field of TrainConfig, so that each is written down once, beside its meaning."""
     signature = inspect.signature(command, eval_str=True)
     parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     for name, field in TrainConfig.model_fields.items():
+        if field.annotation is bool:
+            flag = typer.Option(f"{option_name(name)}/{off_name(name)}", help=field.description, show_default=False)
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, keyword, default=None, annotation=Annotated[bool | None, flag]))
+            continue
         default = "" if field.default is None else f" (default {field.default})"
         words = [word for kind, word in METAVARS.items() if kind in str(field.annotation)]
         # Values stay text: TrainConfig judges them, in the same words as those of a config file.

@@ -34,6 +34,8 @@ __getattr__, __dir__ = attach(
         "initialize": "initialize",
         "log_dist": "utils.logging",
         "logger": "utils.logging",
+        "set_autotp_mode": "tensor",
+        "tp_model_init": "tensor",
     },
     (
         "accelerator",
@@ -47,6 +49,7 @@ __getattr__, __dir__ = attach(
         "pipe",
         "profiling",
         "runtime",
+        "sequence",
         "utils",
         "zero",
     ),

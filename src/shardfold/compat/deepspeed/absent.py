@@ -17,8 +17,6 @@ _EXPERTS = (
     "expert parallelism is not here; experts train right as ordinary modules, with stage 3 of zero_optimization to "
     "make them fit"
 )
-_TENSOR = "tensor parallelism is not here; stage 3 of zero_optimization makes a model fit on data-parallel ranks"
-_SEQUENCE = "sequence parallelism is not here; activation checkpointing makes long sequences fit"
 _KERNEL = "the kernel is not here; use torch.nn.functional.scaled_dot_product_attention and torch.nn's layers"
 _COMPRESSION = "compression is not here; use torch.ao.quantization or torch.nn.utils.prune on engine.module"
 _TUNING = "the autotuner is not here; shardfold explain shows what a configuration holds and sends"
@@ -38,9 +36,6 @@ ABSENT: dict[str, str] = {
     "inference.config.DeepSpeedInferenceConfig": _INFERENCE,
     "replace_transformer_layer": _INFERENCE,
     "module_inject.replace_transformer_layer": _INFERENCE,
-    "tp_model_init": _TENSOR,
-    "set_autotp_mode": _TENSOR,
-    "module_inject.set_autotp_mode": _TENSOR,
     "PipelineModule": _PIPELINE,
     "PipelineEngine": _PIPELINE,
     "pipe.PipelineModule": _PIPELINE,
@@ -76,9 +71,6 @@ ABSENT: dict[str, str] = {
     "compression.compress.init_compression": _COMPRESSION,
     "compression.compress.redundancy_clean": _COMPRESSION,
     "autotuning.Autotuner": _TUNING,
-    "sequence.layer.DistributedAttention": _SEQUENCE,
-    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": _SEQUENCE,
-    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": _SEQUENCE,
     "checkpoint.DeepSpeedCheckpoint": _CHECKPOINT,
     "runtime.data_pipeline.data_sampling.data_analyzer.DataAnalyzer": _DATA,
     "runtime.data_pipeline.data_routing.basic_layer.RandomLayerTokenDrop": _DATA,

@@ -88,7 +88,6 @@ NO_SECTION = (
     "curriculum_params_legacy",
     "pld_params",
     "swap_tensor_config",
-    "tensor_parallel_config",
     "zenflow_config",
 )
 #: Sections that would choose what is trained on: all of it is off.
@@ -234,9 +233,9 @@ class ConfigAccessors:
         names = (path for path in self._settings.values if path.startswith("aio.") and path != "aio.thread_count")
         return {name[4:]: self._setting(name) for name in names}
 
-    def autotp_size(self) -> int:
-        """0: there is no tensor parallelism."""
-        return 0
+    def tensor_parallel_config(self) -> Section:
+        """That section of the config."""
+        return Section(self._settings, "tensor_parallel")
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Of the model's parameters, and in which gradients accumulate."""

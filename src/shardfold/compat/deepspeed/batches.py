@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from shardfold.compat.deepspeed.config import DeepSpeedConfig, Settings
+from shardfold.compat.deepspeed.ranks import NOW, Ways
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 
@@ -25,8 +26,7 @@ class Batches:
     _core: Engine
     _settings: Settings
     _config: DeepSpeedConfig
-    dp_world_size: int
-    global_rank: int
+    _ways: Ways
     local_rank: int
     tput_timer: ThroughputTimer
     collate_fn: Callable[[list[Any]], Any] | None
@@ -39,7 +39,7 @@ class Batches:
         """So many micro-batches are in a step, or losses come divided by their number."""
         self._core.accumulate = accumulate
         if self._settings["gradient_allreduce_op"] == "sum":
-            self._core._runner.handlers.scale *= self.dp_world_size
+            self._core._runner.handlers.scale *= self._core.mesh.data_ranks
             self._core._runner.handlers.set_factors()
 
     def train_batch_size(self) -> int:
@@ -66,11 +66,12 @@ class Batches:
         Raises:
             WrongArgument: a ``ValueError``: it is no multiple of the ranks' micro-batches.
         """
-        part = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        ranks = self._settings.world_size
+        part = self.train_micro_batch_size_per_gpu() * ranks
         if train_batch_size <= 0 or train_batch_size % part:
             raise WrongArgument(
                 f"engine.set_train_batch_size({train_batch_size}): it must be divisible by the micro-batches of all "
-                f"ranks, {self.train_micro_batch_size_per_gpu()} x {self.dp_world_size} = {part}."
+                f"ranks, {self.train_micro_batch_size_per_gpu()} x {ranks} = {part}."
             )
         self._config.train_batch_size = train_batch_size
         self._config.gradient_accumulation_steps = train_batch_size // part
@@ -80,7 +81,7 @@ class Batches:
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the size of micro-batches, and with it that of the batch; their number stays."""
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
-        self._config.train_batch_size = micro_batch_size * self._core.accumulate * self.dp_world_size
+        self._config.train_batch_size = micro_batch_size * self._core.accumulate * self._settings.world_size
 
     def deepspeed_io(
         self,
@@ -92,7 +93,8 @@ class Batches:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader of this rank's share of a dataset.
+        """A loader of this rank's share of a dataset; ranks that share layers, or sequences by other means than
+        ``UlyssesSPDataLoaderAdapter``, read the same.
 
         Args:
             dataset: of map or iterable style.
@@ -103,7 +105,9 @@ class Batches:
             collate_fn: None: the one given to ``initialize``, or PyTorch's.
             num_local_io_workers: processes that read.
         """
-        ranks = (self.dp_world_size, self.global_rank)
+        ways = self._ways
+        apart = NOW.sharing > 1  # the adapter wants a batch of each rank
+        ranks = (ways.data * ways.sequence, ways.reading_rank) if apart else (ways.data, ways.data_rank)
         if data_sampler is None and route != "train":
             data_sampler = DistributedSampler(dataset, *ranks, shuffle=False)
         return DeepSpeedDataLoader(

@@ -46,7 +46,7 @@ class Checked:
 BY_NAME = {f"{key.path.rpartition('.')[0]}.{alias}".lstrip("."): key for key in KEYS.values() for alias in key.aliases}
 BY_NAME.update(KEYS)
 SECTIONS = {".".join(path.split(".")[:n]) for path in KEYS for n in range(1, path.count(".") + 1)}
-OTHER_SECTION_NAMES = {"bfloat16": "bf16"}
+OTHER_SECTION_NAMES = {"bfloat16": "bf16", "tensor_parallel.tensor_parallel": "tensor_parallel.tp"}
 
 
 def check(config: Mapping[str, Any], where: str) -> Checked:
@@ -68,7 +68,7 @@ def _walk(section: Mapping[str, Any], prefix: str, found: Checked, where: str) -
     for name, value in section.items():
         if not isinstance(name, str):
             raise DeepSpeedConfigError(f"{where} has the key {name!r}, which is no string: keys of JSON are strings.")
-        path = prefix + (OTHER_SECTION_NAMES.get(name, name) if not prefix else name)
+        path = OTHER_SECTION_NAMES.get(prefix + name, prefix + name)
         if "." in name:
             found.notes.append(Note(path, value, "a key with dots is read by no version of DeepSpeed: nest it"))
         elif path in SECTIONS:

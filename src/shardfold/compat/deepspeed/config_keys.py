@@ -134,8 +134,8 @@ PRECISION = (
     _honoured("communication_data_type", "string", "fp32", "in which gradients are reduced. Absent, it is fp32 here "
               "and the model's dtype in DeepSpeed", choices=DTYPES),
     _honoured("fp32_allreduce", "boolean", False, "older word for communication_data_type fp32"),
-    _noted("seq_parallel_communication_data_type", "string", "fp32", "there is no sequence parallelism",
-           choices=DTYPES),
+    _honoured("seq_parallel_communication_data_type", "string", "fp32", "in which gradients are reduced where "
+              "sequence_parallel_size is more than 1", choices=DTYPES),
     _noted("prescale_gradients", "boolean", False, "gradients are divided as they arrive, in the dtype they travel in"),
     _noted("gradient_predivide_factor", "number", 1.0, "the same mean either way", off=(None, 1)),
     _honoured("gradient_allreduce_op", "string", "mean", "of the ranks' gradients: their mean or their sum",
@@ -242,13 +242,37 @@ ZERO = (
                                    ("name_suffixes", [], "names that end so"))),
 )  # fmt: skip
 
+CUT_BY_ITSELF = "the model's own plan says how it is cut, or it is found by tracing: the same numbers"
+TENSOR_RANKS = "ranks of tensor are those that follow each other, as many as autotp_size says"
+
 PARALLEL = (
-    _refused("tensor_parallel", "object", None, "there is no automatic tensor parallelism", switch="autotp_size"),
+    _honoured("tensor_parallel.autotp_size", "integer", 0, "so many ranks share every layer: an axis of tensor",
+              low=0),
+    _honoured("tensor_parallel.partition_config", "object", {}, "which layers are cut, and how, by patterns of the "
+              "names of their weights, beside the model's own plan or (use_default_specs false) in its place"),
+    _honoured("tensor_parallel.vocab_parallel_lm_head", "boolean", None, "false: each rank has all of the head and of "
+              "the embedding of words"),
+    _noted("tensor_parallel.vocab_parallel_ce_backend", "string", "torch", "the loss is the model's",
+           choices=("torch", "liger"), off=("torch",)),
+    _noted("tensor_parallel.preset_model", "string", None, CUT_BY_ITSELF),
+    _noted("tensor_parallel.injection_policy_tuple", "any", None, CUT_BY_ITSELF),
+    _noted("tensor_parallel.tp_overlap_comm", "boolean", False, "a layer's sum is waited for where it is used"),
+    _noted("tensor_parallel.keep_module_on_host", "boolean", False, "the model stays where it is until it is cut"),
+    _noted("tensor_parallel.replace_with_kernel_inject", "boolean", False, "layers are PyTorch's own",
+           aliases=("kernel_inject",)),
+    _noted("tensor_parallel.dtype", "any", None, "bf16 and fp16 say it"),
+    _honoured("tensor_parallel.tp.tp_size", "integer", 1, "must be autotp_size, or 1", low=1),
+    _noted("tensor_parallel.tp.tp_grain_size", "integer", 1, "layers are cut between heads and rows", low=1,
+           off=(None, 1)),
+    _noted("tensor_parallel.tp.tp_group", "any", None, TENSOR_RANKS),
+    _noted("tensor_parallel.tp.mpu", "any", None, TENSOR_RANKS),
+    _honoured("sequence_parallel_size", "integer", 1, "so many ranks have parts of the same sequences; attention "
+              "crosses them by deepspeed.runtime.sequence_parallel or deepspeed.sequence.layer", low=1),
+    _honoured("data_parallel_size", "integer", None, "must be all ranks / those of tensor and of sequence", low=1),
     _refused("expert_parallel", "object", None, "there is no automatic expert parallelism", switch="enabled"),
     _refused("pipeline", "object", None, "there is no PipelineModule", off=(None, {})),
-    _refused("sequence_parallel_size", "integer", 1, "there is no sequence parallelism", low=1, off=(None, 1)),
     _noted("use_data_before_expert_parallelism", "boolean", False, "there is no expert parallelism"),
-)
+)  # fmt: skip
 
 OBSERVERS = (
     _honoured("steps_per_print", "number", None, "a line of progress every so many steps, at the level INFO of "
@@ -323,12 +347,15 @@ CHECKPOINT = (
 
 OTHERS = (
     *(
-        _noted(f"activation_checkpointing.{name}", type, default, "it configures deepspeed.checkpointing.checkpoint, "
-               "which the model must call and which recomputes as torch.utils.checkpoint does: the same numbers")
-        for name, type, default in (
-            ("partition_activations", "boolean", False), ("cpu_checkpointing", "boolean", False),
-            ("contiguous_memory_optimization", "boolean", False), ("number_checkpoints", "integer", None),
-            ("synchronize_checkpoint_boundary", "boolean", False), ("profile", "boolean", False),
+        _honoured(f"activation_checkpointing.{name}", type, default, f"deepspeed.checkpointing.configure reads it, for "
+                  f"functions that the model calls by deepspeed.checkpointing.checkpoint: {why}")
+        for name, type, default, why in (
+            ("partition_activations", "boolean", False, "each rank of tensor keeps a slice of their arguments"),
+            ("cpu_checkpointing", "boolean", False, "what is kept of their arguments waits in host memory"),
+            ("contiguous_memory_optimization", "boolean", False, "slices lie in memory that each step uses again"),
+            ("number_checkpoints", "integer", None, "as many as that memory is for"),
+            ("synchronize_checkpoint_boundary", "boolean", False, "waits for the device before and after each"),
+            ("profile", "boolean", False, "prints the time of each"),
         )
     ),
     *(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_hyper import hyper, idle
 from shardfold.compat.deepspeed.config_keys import KEYS
 from shardfold.compat.deepspeed.config_offload import offload_of, older_words, table_of
+from shardfold.compat.deepspeed.config_parallel import AUTOTP, Said, Sizes, mesh_of, sizes_of
 from shardfold.compat.deepspeed.config_precision import Scaling, layout_of, loss_scale_of, overlap_of, precision_of
 from shardfold.compat.deepspeed.config_source import load
 from shardfold.plan.layout import Layout, Precision
@@ -40,7 +41,9 @@ class Settings:
         values: every key by its path, with its effective value.
         origins: of each of these: ``"given"``, ``"derived"`` or ``"default"``.
         notes: what to say once at start.
-        world_size: number of ranks that the triad was solved for.
+        world_size: number of ranks that the triad was solved for: all but that those which share sequences count as
+            one. Those of tensor count each, as they do in DeepSpeed.
+        sizes: ranks along each axis.
         stage: 0 to 3.
         train_batch_size, micro_batch, accumulate: the triad; with ``early``, as given, and 1 for ``accumulate``.
         clip_norm: None does not clip.
@@ -58,6 +61,7 @@ class Settings:
     origins: Mapping[str, str]
     notes: tuple[Note, ...]
     world_size: int
+    sizes: Sizes
     stage: int
     train_batch_size: int | None
     micro_batch: int | None
@@ -118,7 +122,14 @@ class Settings:
         return self["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
 
 
-def read(config: Any, *, world_size: int | None = None, early: bool = False) -> Settings:
+def read(
+    config: Any,
+    *,
+    world_size: int | None = None,
+    early: bool = False,
+    data_ranks: int | None = None,
+    told: Mapping[str, Sequence[Said]] | None = None,
+) -> Settings:
     """Reads a config.
 
     Args:
@@ -126,6 +137,9 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
         world_size: number of ranks; None: of ``torch.distributed`` if it runs, else of the environment, else 1.
         early: before clients have filled in their ``"auto"`` values: these count as absent, and the batch triad is not
             solved.
+        data_ranks: that the triad is solved for; None: as ``world_size`` and the config say.
+        told: ranks of ``"tensor"`` and ``"sequence"``, as far as they were said beside the config, and of
+            ``"autotp"``: those of tensor of a model that is cut by itself.
 
     Raises:
         DeepSpeedConfigError: it cannot be honoured; one sentence says what, where and how to mend it.
@@ -148,19 +162,30 @@ def read(config: Any, *, world_size: int | None = None, early: bool = False) -> 
     if not early:
         _check_stage(get, given, stage)
     train, micro, accumulate = (given.get(name) for name in TRIAD)
-    batch = None if early else solve(train, micro, accumulate, ranks, ranks_from)
+    told = told or {}
+    sizes = Sizes(1, 1, ranks) if early else sizes_of(get, given, ranks, told)
+    if told.get("autotp"):
+        given[AUTOTP] = sizes.tensor
+    if data_ranks is not None:
+        readers, ranks_from = data_ranks, "as given"
+    else:
+        readers = ranks // sizes.sequence
+        ranks_from += f", of which {sizes.sequence} share sequences" * (sizes.sequence > 1)
+    batch = None if early else solve(train, micro, accumulate, readers, ranks_from)
     optimizer = hyper("optimizer", get("optimizer.type"), get("optimizer.params"))
     _say_defaults(checked, early, optimizer)
-    layout, mesh = layout_of(get, stage, ranks, notes, early)
+    layout, mesh = layout_of(get, stage, ranks // sizes.tensor, notes, early)
     offload, folders = offload_of(get, stage, notes, early)
+    if sizes.sequence > 1 and "seq_parallel_communication_data_type" in given:
+        given["communication_data_type"] = given["seq_parallel_communication_data_type"]
     precision = precision_of(get, given, stage, notes)
     values, origins = _effective(checked, batch, precision)
     return Settings(
-        raw=raw, values=values, origins=origins, world_size=ranks, stage=stage,
+        raw=raw, values=values, origins=origins, world_size=readers, sizes=sizes, stage=stage,
         train_batch_size=batch.train if batch else train, micro_batch=batch.micro if batch else micro,
         accumulate=batch.accumulate if batch else accumulate or 1,
         clip_norm=float(get("gradient_clipping")) or None,
-        precision=precision, layout=layout, mesh=mesh,
+        precision=precision, layout=layout, mesh=mesh_of(sizes, mesh),
         offload=offload, offload_folders=folders, overlap=overlap_of(get), scaling=loss_scale_of(get),
         optimizer=optimizer,
         scheduler=hyper("scheduler", get("scheduler.type"), get("scheduler.params")),

@@ -49,7 +49,9 @@ def explain_config(config: Path, *, mesh: Mapping[str, int], params: int) -> str
     ranks = mesh["inter"] * mesh["intra"]
     settings = read(config, world_size=ranks)
     if settings.mesh is not None:
-        mesh = {"inter": ranks // settings.mesh["intra"], "intra": settings.mesh["intra"]}
+        of_data = ranks // settings.sizes.tensor
+        intra = settings.mesh.get("intra", of_data)
+        mesh = {"inter": of_data // intra, "intra": intra}
     parts = [
         f"{config} on {ranks} ranks: layout {settings.layout}{_tiers(settings)}",
         explain_preset(settings.table, mesh=mesh, precision=settings.precision, params=params),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardfold.compat.deepspeed.config_check import BY_NAME, SECTIONS
 from shardfold.compat.deepspeed.config_keys import KEYS
+from shardfold.compat.deepspeed.config_parallel import Said
 from shardfold.compat.deepspeed.config_read import Settings, read
 from shardfold.compat.deepspeed.config_text import effective
 from shardfold.errors import did_you_mean
@@ -74,20 +75,30 @@ class DeepSpeedConfig:
 
     Args:
         config: a dict, the path of a JSON file, or a file's content in urlsafe base64.
-        mpu: tells the number of data-parallel ranks, if given.
-        mesh_device: likewise, a device mesh with a dim ``"data_parallel"``.
+        mpu: tells the number of data-parallel ranks, or of those that share sequences, if given.
+        mesh_device: likewise, a device mesh with dims ``"data_parallel"`` and ``"sequence_parallel"``.
+        told: as of ``config_read.read``.
 
     Raises:
         DeepSpeedConfigError: it cannot be honoured; one sentence says what, where and how to mend it.
     """
 
-    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        mpu: Any = None,
+        mesh_device: Any = None,
+        *,
+        told: Mapping[str, Sequence[Said]] | None = None,
+    ) -> None:
         ranks: int | None = None
         if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
             ranks = int(mpu.get_data_parallel_world_size())
+        elif mpu is not None and hasattr(mpu, "get_sequence_parallel_world_size"):
+            told = told or {"sequence": [Said(int(mpu.get_sequence_parallel_world_size()), "mpu=")]}
         elif mesh_device is not None:
             ranks = int(mesh_device.get_group(mesh_dim="data_parallel").size())
-        self.settings = read(config, world_size=ranks)
+        self.settings = read(config, data_ranks=ranks, told=told)
         settings = self.settings
         self._param_dict = settings.raw
         self.world_size, self.global_rank = settings.world_size, _rank()

@@ -26,6 +26,7 @@ from shardfold.compat.deepspeed.observers import Observers
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer, optimizer_class
 from shardfold.compat.deepspeed.parts import Parts
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
+from shardfold.compat.deepspeed.sharing import Sharing
 from shardfold.compat.deepspeed.takeover import made_here, take_over
 from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.zero.offload import DeepSpeedZeRoOffload
@@ -41,7 +42,7 @@ def _saving():
     return saving
 
 
-class DeepSpeedEngine(Parts, Batches, nn.Module):
+class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
     """What ``deepspeed.initialize`` returns first; it makes them.
 
     Attributes that the engine does not have are the model's.
@@ -53,7 +54,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         args: its ``device_rank`` is the GPU to use, if it has one.
         training_data: a dataset, or None.
         collate_fn: of its loader.
-        mpu: whose data-parallel ranks are all ranks.
+        mpu: says how ranks are shared out; layers of tensor that a model has by itself have their marks from it.
         monitor: the config's monitors, made already; None: they are made.
 
     Attributes:
@@ -96,23 +97,23 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.dp_world_size = self.seq_dp_world_size = self.world_size
-        self.mp_world_size = 1
         self.dist_backend = dist.get_backend() if dist.is_initialized() else None
-        self.data_parallel_group = dist.group.WORLD if dist.is_initialized() else None
+        self._share_out()
         self._add_parts()
         with together("deepspeed.initialize()"):
             check_files(settings, optimizer, self.local_rank)
             self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         limit = settings.clip_norm or (math.inf if self.zero_compute_grad_norm() else None)  # pyright: ignore
         take_over(model)
+        tensor = self._tensor_plan(model)
         self._core = Engine(
             model, optimizer=optimizer, layout=settings.table, precision=settings.precision,
             activations=settings.activations, accumulate=settings.accumulate,
             clip=Clip(norm=limit) if limit is not None else None,
             loss_scale=settings.loss_scale if optimizer is not None else None,
-            mesh=settings.mesh, overlap=settings.overlap, device=_device(args),
+            mesh=settings.mesh, tensor=tensor, overlap=settings.overlap, device=_device(args),
         )  # fmt: skip
+        self._cross(model)
         self._core._runner.visible.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
         made_here(self._core)
         self.device = self._core.device
@@ -151,7 +152,12 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
     # -- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the model's forward."""
+        """Runs the model's forward; the first time, ranks that share layers compare what they read.
+
+        Raises:
+            WrongCall: on all of these: they read other things.
+        """
+        self._compare_batch(inputs, kwargs)
         if self.module.training:
             self.tput_timer.start()
         with self.observers.phase("forward"):
@@ -384,19 +390,6 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
             return self._config.optimizer_name
         return type(self.basic_optimizer).__name__
 
-    def get_data_parallel_rank(self) -> int:
-        """This rank."""
-        return self.global_rank
-
-    def get_model_parallel_rank(self) -> int:
-        """0: there is no model parallelism."""
-        return 0
-
-    get_tensor_parallel_rank = get_model_parallel_rank
-
-    def get_sequence_parallel_group(self) -> None:
-        """None: there is no sequence parallelism."""
-
     # -- saving
 
     def save_checkpoint(
@@ -468,7 +461,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole values in the compute dtype on the CPU of rank 0, None on others; every rank calls it."""
-        if not self.zero_optimization_partition_weights():
+        if not self.zero_optimization_partition_weights() and self._ways.tensor == 1:
             raise WrongArgument("_zero3_consolidated_16bit_state_dict() needs ZeRO stage 3: use module_state_dict().")
         return _saving().consolidated(self, exclude_frozen_parameters)
 
@@ -481,6 +474,7 @@ class DeepSpeedEngine(Parts, Batches, nn.Module):
         ``zero.Init``, and another engine takes them over. Every rank calls it; again it does nothing."""
         if not self._destroyed:
             self._destroyed = True
+            self._uncross()
             _saving().give_back(self)
 
 

@@ -11,9 +11,13 @@ from torch import nn
 from shardfold.compat.deepspeed import comm
 from shardfold.compat.deepspeed.choosing import check_scheduler, chosen_optimizer, chosen_scheduler
 from shardfold.compat.deepspeed.config import DeepSpeedConfig, Note, Settings, said
+from shardfold.compat.deepspeed.config_parallel import Said
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
+from shardfold.compat.deepspeed.mpu import told_by
+from shardfold.compat.deepspeed.ranks import NOW
 from shardfold.compat.deepspeed.refused import WrongArgument
+from shardfold.compat.deepspeed.tensor import check_dtype, told_of
 from shardfold.compat.deepspeed.together import together
 from shardfold.compat.deepspeed.utils.logging import log_dist, set_log_level_from_string
 from shardfold.compat.deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
@@ -47,11 +51,12 @@ def initialize(
         training_data: a dataset, of which the engine makes a loader.
         lr_scheduler: a schedule, or a callable that makes one of the optimizer; None: the config's.
         distributed_port: of rank 0, where no launcher says it.
-        mpu: whose data-parallel ranks are all ranks.
+        mpu: says how ranks are shared out, in Megatron's words: those of tensor, by layers of the model's own, or of
+            sequence.
         dist_init_required: False: ``torch.distributed`` must be initialized already.
         collate_fn: of the loader.
         config: a dict, or the path of a JSON file.
-        mesh_param: ``(data-parallel, sequence-parallel)`` sizes, of which the second is 1.
+        mesh_param: ``(data-parallel, sequence-parallel)`` sizes.
         config_params: the older name of ``config``.
 
     Returns:
@@ -65,10 +70,10 @@ def initialize(
         if not isinstance(model, nn.Module):
             given = "no model" if model is None else f"a {type(model).__name__}"
             raise WrongArgument(f"initialize(model=...) was given {given}: it requires a torch.nn.Module.")
-        view = DeepSpeedConfig(_config(args, config, config_params))
+        view = DeepSpeedConfig(_config(args, config, config_params), told=_told(model, mpu, mesh_param))
         settings = view.settings
         comm.configure(view)
-        _check_parallelism(mpu, mesh_param)
+        check_dtype(model, settings)
         monitor = MonitorMaster(settings)  # whose packages only rank 0 imports
         basic = chosen_optimizer(optimizer, settings, model, model_parameters)
         if basic is not None:
@@ -76,6 +81,10 @@ def initialize(
     if settings["log_level"] is not None:
         set_log_level_from_string(settings["log_level"])
     apply_zero_leaf_module_config(model, view.zero_config.leaf_module)
+    NOW.enter(settings.sizes.tensor, settings.sizes.sequence)
+    NOW.mpu, NOW.mesh_device = mpu, None
+    if mesh_param is not None and settings.sizes.tensor == 1:
+        NOW.mesh_device = comm.initialize_mesh_device(tuple(mesh_param), ("data_parallel", "sequence_parallel"))
     engine = DeepSpeedEngine(model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu)
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     try:
@@ -124,14 +133,23 @@ def _without_optimizer(optimizer: Any, settings: Settings, lr_scheduler: Any) ->
     return [Note("scheduler.type", settings.scheduler[0], why)] if settings.scheduler is not None else []
 
 
-def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
-    ranks = comm.get_world_size()
-    if mpu is not None and mpu.get_data_parallel_world_size() != ranks:
-        raise WrongArgument(
-            f"initialize(mpu=...) has {mpu.get_data_parallel_world_size()} data-parallel ranks of {ranks}: model "
-            "parallelism is not here; stage 3 of zero_optimization makes a model fit."
-        )
-    if mesh_param is not None and tuple(mesh_param) != (ranks, 1):
-        raise WrongArgument(
-            f"initialize(mesh_param={mesh_param!r}): sequence parallelism is not here, so it is ({ranks}, 1) or None."
-        )
+def _told(model: nn.Module, mpu: Any, mesh_param: Any) -> dict[str, list[Said]]:
+    """How many ranks of tensor and of sequence there are, as far as it is said beside the config.
+
+    Raises:
+        WrongArgument: ``mesh_param`` is no mesh of all ranks, or ``mpu`` is not one that is here.
+    """
+    told: dict[str, list[Said]] = {"autotp": told_of(model), "tensor": [], "sequence": []}
+    for axis, sizes in told_by(mpu).items():
+        told[axis] += sizes
+    if mesh_param is not None:
+        ranks = comm.get_world_size()
+        if len(mesh_param) != 2 or mesh_param[0] * mesh_param[1] != ranks:
+            raise WrongArgument(
+                f"initialize(mesh_param={mesh_param!r}): it is (data-parallel, sequence-parallel) sizes, which "
+                f"multiply up to the {ranks} rank{'s' if ranks > 1 else ''} there are."
+            )
+        told["sequence"].append(Said(mesh_param[1], "initialize(mesh_param=...)"))
+    if NOW.sharing > 1:
+        told["sequence"].append(Said(NOW.sharing, "initialize_sequence_parallel()"))
+    return told

@@ -54,9 +54,7 @@ class Parts(ConfigAccessors):
     client_lr_scheduler: Any = None
     dont_change_device = use_ds_comm = pipeline_parallelism = has_moe_layers = False
     warn_unscaled_loss = True
-    sequence_parallel_size = 1
-    checkpoint_mp_rank = 0
-    losses = checkpoint_engine = all_to_all_group = local_all_to_all_group = mesh_device = None
+    losses = checkpoint_engine = all_to_all_group = local_all_to_all_group = None
     flatten, unflatten = staticmethod(flatten_dense), staticmethod(unflatten_dense)
 
     def _add_parts(self) -> None:

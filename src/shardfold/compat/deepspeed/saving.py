@@ -28,6 +28,7 @@ from shardfold.checkpoint.trees import encode
 from shardfold.checkpoint.trust import dump_object, load_object
 from shardfold.compat.deepspeed.checkpoint.ds_to_universal import LATEST_UNIVERSAL
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall, check_client_state, check_folder, loading_state
+from shardfold.compat.deepspeed.tensor import Joining
 from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.engine.engine import Engine
@@ -421,7 +422,7 @@ def module_state_dict(
     exclude_frozen_parameters: bool,
 ) -> dict[str, Any]:
     """See :meth:`DeepSpeedEngine.module_state_dict`."""
-    if engine.zero_optimization_partition_weights():
+    if engine.zero_optimization_partition_weights() or engine.mp_world_size > 1:
         state: dict[str, Any] = {} if destination is None else destination
         whole = _whole(engine, exclude_frozen_parameters, everywhere=True)
         assert whole is not None
@@ -441,7 +442,7 @@ def consolidated(engine: SavedEngine, exclude_frozen_parameters: bool) -> dict[s
 
 
 def _whole(engine: SavedEngine, exclude_frozen: bool, *, everywhere: bool) -> dict[str, Tensor] | None:
-    """16 MiB, or one segment, are whole on the device at a time."""
+    """16 MiB, or one segment, are whole on the device at a time, and one parameter of which ranks have parts."""
     core = engine._core
     core.sharded.gate.meet("a consolidated state dict", follow=True)
     keeps = everywhere or core.rank == 0
@@ -453,13 +454,14 @@ def _whole(engine: SavedEngine, exclude_frozen: bool, *, everywhere: bool) -> di
         else (s, s.shard("master"), core.layout.master.over)
         for s in segments
     ]
+    joining = Joining(core, lambda text: _everyone(engine, text))
     values: dict[int, Tensor] = {}
     for segment, flat in whole_segments(core.sharded.comm, shards, "a consolidated state dict"):  # pyright: ignore
-        if keeps:
-            whole = flat.cpu()
-            for parameter, view in zip(segment.parameters, segment.views_of(whole), strict=True):
-                if parameter.requires_grad or not exclude_frozen:
-                    values[id(parameter)] = view.clone()
+        for parameter, view in zip(segment.parameters, segment.views_of(flat), strict=True):
+            if parameter.requires_grad or not exclude_frozen:
+                whole = joining.whole(parameter, view)
+                if keeps:
+                    values[id(parameter)] = whole.cpu().clone()
     return named_state(engine.module, values) if keeps else None
 
 
@@ -471,6 +473,13 @@ def load_module_state_dict(
     may_miss: Iterable[str] | None = None,
 ) -> None:
     """See :meth:`DeepSpeedEngine.load_module_state_dict`."""
+    if engine.mp_world_size > 1:
+        joining = Joining(engine._core, lambda text: _everyone(engine, text))
+        named = dict(engine.module.named_parameters(remove_duplicate=False))
+        state = {
+            name: joining.part(named[name], value) if name in named and isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
     if custom is None:
         names = set(engine.module.state_dict()) if may_miss is not None else set()
         allowed = {name for name in may_miss or () if name in names and name not in state}

@@ -113,6 +113,19 @@ class TrainConfig(BaseModel):
         description="Slower tier of gradients and optimizer states: host or disk; or a tier of each state, as "
         "params=host,optimizer=disk; with folder=/mnt/a or folder=/mnt/a:/mnt/b where files are.",
     )
+    tensor: int = Field(1, ge=1, le=4096, description="Ranks that share each layer: heads, columns and words.")
+    sequence_parallel: bool = Field(
+        False, description="Between layers that are shared, each of the --tensor ranks has some of the tokens."
+    )
+    sequence: int = Field(
+        1,
+        ge=1,
+        le=4096,
+        description="Processes that cut each sequence among them; they divide the number of processes.",
+    )
+    attention: Literal["auto", "ulysses", "ring"] = Field(
+        "auto", description="How attention crosses them: ulysses (by heads), ring (keys travel), auto."
+    )
     precision: Literal["fp32", "bf16", "fp16", "bf16-pure", "bf16-autocast", "fp16-autocast"] = Field(
         "fp32",
         description="Arithmetic of forward and backward: fp32, bf16, fp16 (under a loss scale), bf16-autocast, "
@@ -143,7 +156,22 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        self.model_shape()
+        if self.model_shape().heads % self.tensor:
+            raise ConfigError(
+                f"tensor is {self.tensor}, which does not divide the {self.model_shape().heads} heads: give --tensor a "
+                "number that does, or the model other --heads."
+            )
+        if self.sequence_parallel and self.tensor == 1:
+            raise ConfigError(
+                "sequence_parallel divides activations over the ranks of --tensor, of which there is 1: give --tensor "
+                "2, or leave --sequence-parallel out; --sequence cuts sequences over ranks of their own."
+            )
+        if self.sequence_parallel and self.model_shape().context % (self.sequence * self.tensor):
+            raise ConfigError(
+                f"sequence_parallel cuts the context of {self.model_shape().context} bytes into {self.tensor} parts"
+                f"{f', each of {self.sequence} once more' if self.sequence > 1 else ''}, which do not come out even: "
+                "give another --context."
+            )
         self.table()
         if self.warmup and self.warmup >= self.steps and "warmup" in self.model_fields_set:
             raise ConfigError(f"warmup is {self.warmup} but the run has {self.steps} steps: warm up for fewer.")
@@ -157,6 +185,10 @@ class TrainConfig(BaseModel):
     def table(self) -> Layout:
         """Return the layout's table, with the tiers that `offload` names."""
         return offloaded(presets.named(self.layout), self.offload)
+
+    def axes(self) -> dict[str, int]:
+        """Return how many processes there are on each axis but those of data."""
+        return {"sequence": self.sequence, "tensor": self.tensor}
 
     def warmup_steps(self) -> int:
         """Return `warmup`, or a tenth of a run that is too short for the default."""

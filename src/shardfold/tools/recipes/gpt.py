@@ -6,12 +6,18 @@ built without memory and materialized module by module.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
-from shardfold.nn import chunked_cross_entropy
+from shardfold.nn import parallel_cross_entropy
+from shardfold.parallel import Attention as Attend
+from shardfold.parallel.functions import copy
+from shardfold.parallel.link import link_of
 from shardfold.tools.recipes.config import SIZES, GPTConfig
 
 __all__ = ["GPT", "SIZES", "GPTConfig", "generate"]
@@ -84,16 +90,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, residual_std: float) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_dim = config.head_dim
+        self.attend = Attend(config.heads)
         self.qkv = Linear(config.d_model, 3 * config.d_model)
         self.out = Linear(config.d_model, config.d_model, std=residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, time, d_model = x.shape
-        qkv = self.qkv(x).view(batch, time, 3, self.heads, d_model // self.heads)
+        batch, time, _ = x.shape
+        qkv = self.qkv(x).view(batch, time, 3, -1, self.head_dim)  # of all heads, or of this rank's
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, head_dim)
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, time, d_model))
+        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
 
 
 class SwiGLU(nn.Module):
@@ -127,10 +134,24 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The decoder: tokens (batch, time) to logits (batch, time, vocab), or to the mean loss where targets are given."""
+    """The decoder: tokens (batch, time) to logits (batch, time, vocab), or to the mean loss where targets are given.
+
+    `positions` (batch, time) are those of the tokens in their text; without them they count from 0.
+    """
 
     cos: Tensor
     sin: Tensor
+    tensor_plan: Mapping[str, Any] = {
+        "embedding": "vocabulary",
+        "*.attention.qkv": ("column", 3),
+        "*.attention.out": "row",
+        "*.feed_forward.gate_up": ("column", 2),
+        "*.feed_forward.down": "row",
+        "head": "vocabulary",
+        "*.attention": "collected",
+        "blocks.*_norm": "sequence",
+        "norm": "joined",
+    }
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -141,24 +162,30 @@ class GPT(nn.Module):
         self.head = Linear(config.d_model, config.vocab)
         if config.tied:
             self.head.weight = self.embedding.weight
+        self.ranks = link_of(self.head, "tensor")
         # Derived from the config alone, hence not part of a checkpoint.
         cos, sin = rotary_tables(config.context, config.head_dim)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         time = tokens.shape[1]
         if time > self.config.context:
             raise ConfigError(f"{time} tokens do not fit a context of {self.config.context}: give a shorter sequence.")
         x = self.embedding(tokens)
-        cos, sin = self.cos[:time].to(x.dtype), self.sin[:time].to(x.dtype)
+        at = slice(time) if positions is None else positions.unsqueeze(1)  # (batch, 1, time): the same for all heads
+        cos, sin = self.cos[at].to(x.dtype), self.sin[at].to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin)
         x = self.norm(x)
         if targets is None:
             return self.head(x)
-        weight = self.head.weight
-        return chunked_cross_entropy(x.to(weight.dtype), weight, targets)  # a head may have a precision of its own
+        # A head may have a precision of its own, and be split over ranks.
+        weight, classes = self.head.weight, self.config.vocab
+        x = x.to(weight.dtype)
+        if len(weight) < classes:
+            x = copy(x, self.ranks)
+        return parallel_cross_entropy(x, weight, targets, ranks=self.ranks, classes=classes, summed=False)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
 
 import shardfold as sf
 from shardfold import accelerator
@@ -170,6 +171,10 @@ class Run:
             optimizer=partial(torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay),
             layout=config.layout,
             offload=config.offload,
+            mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
+            tensor="auto" if config.tensor > 1 else None,
+            sequence_parallel=config.sequence_parallel,
+            attention=config.attention if config.sequence > 1 else None,
             precision=config.precision,
             accumulate=config.accumulate,
             clip_norm=config.clip_norm or None,
@@ -235,19 +240,29 @@ class Run:
         while True:
             yield from self.sampler
 
+    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        """Return the mean loss of this rank's part of a micro-batch, and of how many tokens it is the mean."""
+        batch = {"tokens": tokens.to(self.engine.device), "targets": targets.to(self.engine.device)}
+        if self.engine.sequence is not None:
+            batch = sf.sequence_shard(batch)
+        return self.engine(**batch), batch["targets"].numel()
+
+    def whole_sequences(self) -> AbstractContextManager[None]:
+        """Inside, each rank attends to the sequences that it has by itself."""
+        return nullcontext() if self.engine.sequence is None else self.engine.sequence.local()
+
     def step(self, batches: Iterator[list[int]]) -> StepMetrics:
         """Do one optimizer step, over as many micro-batches as it accumulates."""
         began = time.perf_counter()
         loss = torch.zeros((), device=self.engine.device)
-        done = None
+        done, number = None, 1
         for indices in islice(batches, self.config.accumulate):
-            tokens, targets = self.text.batch(indices)
-            value = self.engine(tokens.to(self.engine.device), targets.to(self.engine.device))
+            value, number = self.loss(*self.text.batch(indices))
             self.engine.backward(value)
             done = self.engine.step()
             loss += value.detach()
         assert done is not None and done.lr is not None
-        mean = self.engine.mean(loss.item() / self.config.accumulate)
+        mean = self.engine.mean(loss.item() / self.config.accumulate, weight=number)
         scaler = self.engine.loss_scale
         if not math.isfinite(mean) and scaler is None:  # a loss scale skips such steps, and gives up by itself
             raise ShardfoldError(
@@ -273,13 +288,14 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return bits per byte on the held-out windows, which the ranks share out."""
-        mine = self.windows[self.engine.data_rank :: self.engine.data_ranks]
+        mesh = self.engine.mesh
+        mine = self.windows[mesh.data_rank :: mesh.data_ranks]
         nats = 0.0
-        with self.engine.gathered():
+        with self.engine.gathered(), self.whole_sequences():
             for part in mine.split(EVAL_BATCH):
                 part = part.to(self.engine.device)
                 nats += self.model(part[:, :-1], part[:, 1:]).item() * len(part) * self.shape.context
-        everyone = self.engine.mean(nats) * self.engine.data_ranks
+        everyone = self.engine.mean(nats) * mesh.data_ranks
         return everyone / (len(self.windows) * self.shape.context) / LN2
 
     def train(self, progress: Progress, out: Path, writer: MetricsWriter | None) -> None:
@@ -312,8 +328,9 @@ class Run:
         """Return generated text, on rank 0."""
         prompt = b"def " if self.config.data is None else b"\n"
         length = min(self.config.sample, HASTY_SAMPLE) if self.interrupted else self.config.sample
-        with self.engine.gathered():
-            if not (self.leads and length):
+        with self.engine.gathered(), self.whole_sequences():
+            # Ranks that share layers generate together.
+            if not length or not (self.leads or self.config.tensor > 1):
                 return b""
             return prompt + generate(
                 self.model, prompt, length, temperature=self.config.temperature, seed=self.config.seed

@@ -17,8 +17,8 @@ __all__ = ["check_memory", "saved_bytes", "states_bytes"]
 def states_bytes(config: TrainConfig, shape: GPTConfig, ranks: int, tiers: Collection[Tier] = tuple(Tier)) -> float:
     """Return the bytes that parameters, gradients and optimizer states take in `tiers`, between steps on each rank."""
     policy = Precision.named(config.precision)
-    mesh = {"inter": 1, "intra": ranks}
-    numel = shape.num_parameters
+    mesh = {"inter": 1, "intra": max(ranks // config.tensor, 1)}
+    numel = shape.num_parameters // config.tensor
     segment = SegmentSpec((Slot("all", (numel,), 0),), numel, policy.compute)
     bound = config.table().bind(policy, mesh)
     held = tier_bytes(resting_bytes(bound, [UnitSpec("(root)", (segment,), True)], mesh))
@@ -28,8 +28,8 @@ def states_bytes(config: TrainConfig, shape: GPTConfig, ranks: int, tiers: Colle
 def saved_bytes(config: TrainConfig, shape: GPTConfig) -> float:
     """Return bytes that backward needs of a micro-batch at least: the inputs of what each block multiplies."""
     itemsize = 4 if config.precision == "fp32" else 2
-    tokens = config.micro_batch * shape.context
-    return tokens * (16.0 + itemsize * shape.layers * (7 * shape.d_model + 3 * shape.d_ff))
+    tokens = config.micro_batch * shape.context / config.sequence
+    return tokens * (16.0 + itemsize * shape.layers * (7 * shape.d_model + 3 * shape.d_ff) / config.tensor)
 
 
 def check_memory(
@@ -48,7 +48,7 @@ def check_memory(
         ConfigError: model and optimizer alone, or what backward needs besides, take more than there is.
     """
     shape = config.model_shape()
-    states = sharing * states_bytes(config, shape, ranks, tiers)
+    states = sharing * states_bytes(config, shape, max(ranks // config.sequence, 1), tiers)
     needed = states + (sharing * saved_bytes(config, shape) if Tier.DEVICE in tiers else 0.0)
     if not available or needed <= available:
         return

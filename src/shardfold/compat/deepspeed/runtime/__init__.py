@@ -19,6 +19,7 @@ __getattr__, __dir__ = attach(
         "lr_schedules",
         "pipe",
         "precision_config",
+        "sequence_parallel",
         "utils",
         "zero",
     ),

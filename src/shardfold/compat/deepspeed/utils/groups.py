@@ -1,10 +1,13 @@
-"""Which ranks are parallel in which way: here all are data-parallel."""
+"""Which ranks are parallel in which way: see :mod:`shardfold.compat.deepspeed.ranks`."""
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 from shardfold.compat.deepspeed.comm import world
+from shardfold.compat.deepspeed.ranks import NOW
 from shardfold.errors import UsageError
 
 __all__ = [
@@ -21,8 +24,6 @@ __all__ = [
     "initialize",
 ]
 
-mpu = None
-
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """Experts are not split over ranks.
@@ -38,31 +39,34 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def get_data_parallel_group() -> Any:
-    return world.get_world_group()
+    """Of the ranks that read other samples."""
+    return NOW.ways.data_group
 
 
 def get_data_parallel_world_size() -> int:
-    return world.get_world_size()
+    return NOW.ways.data
 
 
 def get_data_parallel_rank() -> int:
-    return world.get_rank()
+    return NOW.ways.data_rank
 
 
 def get_tensor_model_parallel_group() -> Any:
-    """None: this rank alone."""
+    """Of the ranks that share layers; None: this rank alone."""
+    return NOW.ways.tensor_group
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    return 1
+    return NOW.ways.tensor
 
 
 def get_tensor_model_parallel_rank() -> int:
-    return 0
+    return NOW.ways.tensor_rank
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    return world.get_rank()
+    """The first of the ranks that share layers with this one."""
+    return world.get_rank() - NOW.ways.tensor_rank
 
 
 get_model_parallel_group = get_tensor_model_parallel_group
@@ -73,9 +77,44 @@ _get_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = get_data_parallel_world_size
 _get_data_parallel_rank = get_data_parallel_rank
 _get_model_parallel_world_size = get_tensor_model_parallel_world_size
-_get_sequence_parallel_group = get_tensor_model_parallel_group
-_get_sequence_parallel_world_size = get_tensor_model_parallel_world_size
-_get_sequence_parallel_rank = get_tensor_model_parallel_rank
-_get_sequence_data_parallel_group = get_data_parallel_group
-_get_sequence_data_parallel_world_size = get_data_parallel_world_size
-_get_sequence_data_parallel_rank = get_data_parallel_rank
+
+
+def _get_sequence_parallel_group() -> Any:
+    """Of the ranks that have parts of the same sequences; None: this rank alone."""
+    return NOW.ways.sequence_group
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return NOW.ways.sequence
+
+
+def _get_sequence_parallel_rank() -> int:
+    return NOW.ways.sequence_rank
+
+
+def _get_sequence_data_parallel_group() -> Any:
+    """Of the ranks that read other samples, or other parts of the same: those that share parameters."""
+    return NOW.ways.reading_group
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    return NOW.ways.data * NOW.ways.sequence
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    return NOW.ways.reading_rank
+
+
+class _Groups(ModuleType):
+    """What changes as engines are made is asked for each time."""
+
+    @property
+    def mpu(self) -> Any:
+        return NOW.mpu
+
+    @property
+    def mesh_device(self) -> Any:
+        return NOW.mesh_device
+
+
+sys.modules[__name__].__class__ = _Groups

@@ -29,6 +29,9 @@ class Init:
     They keep their shapes; reading or writing one outside of a constructor needs ``GatheredParameters``.
     ``deepspeed.initialize`` takes the model over unit by unit, under any stage. A block inside another joins it.
 
+    A model whose layers ranks share (``tensor_parallel.autotp_size`` of the config) is built whole on each of them, and
+    is cut when the engine is made.
+
     Args:
         module: an existing model, to be split as if it had been built inside; ``Init(module=model)`` is the model, and
             no block.
@@ -79,13 +82,15 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        self.enabled = enabled
+        if config_dict_or_path is None and config is not None:
+            logger.warning("zero.Init: `config` is deprecated, use `config_dict_or_path`.")
+            config_dict_or_path = config
+        settings = _read(config_dict_or_path) if enabled else None
+        whole = settings is not None and settings["tensor_parallel.autotp_size"] > 1
+        self.enabled = enabled = enabled and not whole
         self._block: AbstractContextManager[None] | None = None
         if not enabled:
             return
-        if config is not None:
-            logger.warning("zero.Init: `config` is deprecated, use `config_dict_or_path`.")
-            config_dict_or_path = config
         if sequence_data_parallel_group is not None:
             logger.warning("zero.Init: `sequence_data_parallel_group` is deprecated, use `data_parallel_group`.")
             if data_parallel_group is not None:
@@ -102,7 +107,7 @@ class Init:
             logger.warning("zero.Init: `pin_memory` has no effect, parts in host memory are pageable.")
         _start()
         _check_ranks(data_parallel_group, mpu)
-        found, self._apply, offload = _read(config_dict_or_path)
+        found, self._apply, offload = _asked(settings)
         self.dtype = dtype or found
         if self.dtype not in DTYPES:
             raise ConfigError(f"zero.Init(dtype={self.dtype}): it is torch.half, torch.bfloat16 or torch.float.")
@@ -158,7 +163,7 @@ def _start() -> None:
 def _check_ranks(group: Any, mpu: Any) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     size = dist.get_world_size(group) if group is not None and ranks > 1 else ranks
-    if mpu is not None:
+    if hasattr(mpu, "get_data_parallel_world_size"):
         size = mpu.get_data_parallel_world_size()
     if size != ranks:
         raise ConfigError(
@@ -167,13 +172,19 @@ def _check_ranks(group: Any, mpu: Any) -> None:
         )
 
 
-def _read(config: Any) -> tuple[torch.dtype, bool, str | None]:
-    """The dtype of parameters, whether ``Module.apply`` gathers, and the device of ``offload_param``."""
+def _read(config: Any) -> Any:
+    """The settings of a config, which may still have values to be filled in; None without one."""
     if config is None:
-        return torch.half if torch.cuda.is_available() else torch.bfloat16, True, None
+        return None
     from shardfold.compat.deepspeed.config import DeepSpeedConfig, read
 
-    settings = config.settings if isinstance(config, DeepSpeedConfig) else read(config, early=True)
+    return config.settings if isinstance(config, DeepSpeedConfig) else read(config, early=True)
+
+
+def _asked(settings: Any) -> tuple[torch.dtype, bool, str | None]:
+    """The dtype of parameters, whether ``Module.apply`` gathers, and the device of ``offload_param``."""
+    if settings is None:
+        return torch.half if torch.cuda.is_available() else torch.bfloat16, True, None
     zero: Any = settings.raw.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     offload = zero.get("offload_param")

@@ -1,6 +1,8 @@
 """``deepspeed.checkpointing``: functions whose activations are made again for backward, by ``torch.utils.checkpoint``.
 
-Random numbers are the same again, also those of the generators that :class:`CudaRNGStatesTracker` keeps.
+Random numbers are the same again, also those of the generators that :class:`CudaRNGStatesTracker` keeps. What is kept
+of arguments is a slice on each of the ranks that share layers (``partition_activations``), and waits in host memory
+(``checkpoint_in_cpu``), where that is configured.
 """
 
 from __future__ import annotations
@@ -10,17 +12,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from shardfold.activations.slices import Room, Sliced, Slicer
 from shardfold.compat.deepspeed.accelerator.real_accelerator import get_accelerator
+from shardfold.compat.deepspeed.checkpointed import CheckpointedCall, GroupRanks, is_cut
 from shardfold.compat.deepspeed.config import DeepSpeedConfig
+from shardfold.compat.deepspeed.utils import groups
 from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.compat.deepspeed.utils.timer import SynchronizedWallClockTimer
 from shardfold.errors import ConfigError, UsageError
+from shardfold.sharding.autograd import inside_checkpoint
 
 __all__ = [
     "CheckpointFunction",
@@ -59,6 +66,9 @@ class _State:
 
     settings = Settings()
     configured = False
+    room: Room | None = None
+    slicers: ClassVar[dict[Any, Slicer]] = {}  # by group
+    compared: ClassVar[set[Any]] = set()  # functions whose arguments ranks have compared
     timers = SynchronizedWallClockTimer()
 
 
@@ -88,10 +98,13 @@ def configure(
         mpu_: says this rank's place among model-parallel ranks; None: there are none.
         deepspeed_config: a configuration (a dict, the path of a JSON file, or a ``DeepSpeedConfig``), whose
             ``activation_checkpointing`` section holds where no argument says otherwise.
-        partition_activations: over model-parallel ranks, of which there is one: has no effect.
-        contiguous_checkpointing: has no effect either; ``partition_activations`` and ``num_checkpoints`` go with it.
-        num_checkpoints: in a forward.
-        checkpoint_in_cpu: inputs of checkpointed functions wait for backward in host memory.
+        partition_activations: of the arguments of checkpointed functions each of the ranks that share layers (those of
+            ``mpu_``, else of the engine that was made last) keeps a slice; gathers bring them back. They are the same
+            on these ranks, which is compared as a function first runs.
+        contiguous_checkpointing: slices of ``num_checkpoints`` calls lie one behind the other, in memory that stays;
+            nothing where they wait in host memory. ``partition_activations`` and ``num_checkpoints`` go with it.
+        num_checkpoints: calls in a step, before their backward.
+        checkpoint_in_cpu: arguments of checkpointed functions wait for backward in host memory.
         synchronize: waits for the device before and after each checkpointed function.
         profile: prints the time of each.
 
@@ -115,6 +128,7 @@ def configure(
             "contiguous_checkpointing needs partition_activations and num_checkpoints: set both, or leave it out."
         )
     _State.settings, _State.configured = settings, True
+    reset()
     logger.info("activation checkpointing: %s", settings)
 
 
@@ -132,12 +146,15 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """DeepSpeed's buffers between forwards; there are none here."""
+    """Gives back the memory of ``contiguous_checkpointing``, and forgets what ranks have compared."""
+    _State.room = None
+    _State.slicers.clear()
+    _State.compared.clear()
 
 
 def set_num_layers(nlayers: int) -> None:
     """Sets ``num_checkpoints``."""
-    _State.settings = replace(_State.settings, num_checkpoints=nlayers)
+    _State.settings, _State.room = replace(_State.settings, num_checkpoints=nlayers), None
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
@@ -149,25 +166,55 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, of which no activation is kept: backward calls it again.
 
     Several outputs are given as a tuple.
+
+    Raises:
+        UsageError: arguments differ between ranks that keep a slice of them each, or there is no room for one more.
     """
-    settings = _State.settings
     tracked = _TRACKER.get_states()
-    keys, given = list(kwargs), [*args, *kwargs.values()]
-    places = [value.device if isinstance(value, Tensor) else None for value in given]
-    if settings.checkpoint_in_cpu and torch.is_grad_enabled():
-        given = [value.cpu() if place is not None else value for value, place in zip(given, places, strict=True)]
+    keeps = torch.is_grad_enabled()
+    sliced = _sliced(function, [*args, *kwargs.values()]) if keeps else None
+    call = CheckpointedCall(function, args, kwargs, sliced, keeps and _State.settings.checkpoint_in_cpu)
 
     def run(*values: Any) -> Any:
-        here = [value if p is None else value.to(p) for value, p in zip(values, places, strict=True)]
         with _measured("forward"):
-            return function(*here[: len(args)], **dict(zip(keys, here[len(args) :], strict=True)))
+            return call(*values)
 
     outputs = torch_checkpoint(
-        run, *given, use_reentrant=False, context_fn=lambda: (nullcontext(), _with_states(tracked))
+        run, *call.kept, use_reentrant=False, context_fn=lambda: (nullcontext(), _with_states(tracked))
     )
     if isinstance(outputs, Tensor) or not isinstance(outputs, (list, tuple)):
         return outputs
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _sliced(function: Callable[..., Any], values: list[Any]) -> tuple[list[Any], Sliced] | None:
+    """Arguments with this rank's slices in their places, and what makes them whole; None: it keeps them whole."""
+    settings = _State.settings
+    group = _tensor_group() if settings.partition_activations and not inside_checkpoint() else None
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    if settings.contiguous_checkpointing and not settings.checkpoint_in_cpu and _State.room is None:
+        _State.room = Room(settings.num_checkpoints or 0)
+    device = torch.device(get_accelerator().current_device_name())
+    if group not in _State.slicers:
+        _State.slicers[group] = Slicer(GroupRanks(group), is_cut, device)
+    who = getattr(function, "__qualname__", type(function).__qualname__)
+    known = getattr(function, "__code__", type(function))  # others of the same code are called with the like
+    sliced = _State.slicers[group].cut(
+        values, dist.get_world_size(group), f"what is checkpointed, {who},", compare=known not in _State.compared,
+        room=_State.room,
+    )  # fmt: skip
+    _State.compared.add(known)
+    return sliced
+
+
+def _tensor_group() -> Any:
+    """Of the ranks that share layers with this one; None: there are no others."""
+    mpu = _State.settings.mpu
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        if hasattr(mpu, name):
+            return getattr(mpu, name)()
+    return groups.get_tensor_model_parallel_group()
 
 
 non_reentrant_checkpoint = checkpoint

@@ -1,0 +1,411 @@
+"""Which modules are cut along an axis of tensor, by words.
+
+    column       rows of the weight: each rank has some of the outputs
+    row          columns of the weight: each rank has some of the inputs, as columns give them; outputs are summed
+    vocabulary   of an embedding or of a head: each rank has some of the words
+    gathered     as column; the outputs are put side by side again
+    experts      of all experts in two parameters: each rank has some of the hidden units of every expert
+    partial      nothing is cut, but it works on parts: gradients of its parameters are summed over the axis
+    replicated   nothing is cut
+
+Under sequence parallelism (see ``stream``), and otherwise as ``replicated``:
+
+    sequence     as partial: it works on some of the tokens, as norms and dropout between columns and rows
+    scattered    its first argument is cut along the sequence: the first block. In a plan without one embeddings are cut
+    collected    its first argument is made whole: what is around columns and reads its shape. Other columns do it alone
+    joined       its result is made whole: the last norm
+
+A plan is ``{pattern of paths: word}``; the first pattern that matches a module holds. ``("column", 3)`` is a matrix of
+three, one behind the other, each of which is divided: queries, keys and values in one, or gate and up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from shardfold.errors import ConfigError, did_you_mean
+from shardfold.parallel.following import Expected, follow_calls
+from shardfold.parallel.guess import guessed
+from shardfold.parallel.infer import infer
+from shardfold.parallel.known import known_plan
+from shardfold.parallel.split import Cut, Owners, Place, Shared, cut_module, is_cut, is_streamed, is_transposed
+from shardfold.parallel.stream import DROPOUTS, Stream
+from shardfold.parallel.trace import leaf_of
+from shardfold.plan.axes import Mesh, Role
+from shardfold.plan.checks import described, is_integer
+
+__all__ = ["AUTO", "WORDS", "Given", "TensorPlan", "Traced", "split_model"]
+
+AUTO = "auto"
+
+
+class Traced:
+    """``"auto"`` for a model that brings no plan, with arguments of its forward as it gets them, of which shapes and
+    dtypes are read: ``tensor=Traced(tokens, mask=mask)``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+
+
+SEQUENCE_WORDS = ("sequence", "scattered", "collected", "joined")
+WORDS = ("column", "row", "vocabulary", "gathered", "experts", "partial", "replicated", *SEQUENCE_WORDS)
+Given = str | Traced | Mapping[str, str | tuple[str, int]]
+"""What users say: ``"auto"``, alone or with inputs, or a plan."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one module has in a plan."""
+
+    name: str
+    blocks: int = 1
+
+    def __str__(self) -> str:
+        return self.name if self.blocks == 1 else f"{self.name} of {self.blocks}"
+
+
+class TensorPlan:
+    """The words of a model's modules, by path.
+
+    Args:
+        model: whole.
+        given: ``"auto"`` takes the model's own, or else traces it.
+        ranks: that it is for. A model is only traced for several.
+        sequence_parallel: activations between pairs of layers are cut along their sequence.
+
+    Attributes:
+        words: by path.
+        divided: names of whole numbers that modules keep, which are divided with them, by patterns of paths.
+        followed: of a trace: modules whose calls on parts of tensors are followed, and these calls.
+        left: of a trace: linear layers that stay whole, and why.
+        traced: there was one.
+
+    Raises:
+        ConfigError: nothing of the model can be cut, a pattern matches nothing, or a word is unknown; or the plan
+            leaves open where sequences are cut and where they are whole.
+    """
+
+    def __init__(self, model: nn.Module, given: Given, ranks: int = 2, *, sequence_parallel: bool = False) -> None:
+        said: Any = given
+        self.divided: Mapping[str, Sequence[str]] = {}
+        self.followed: Mapping[str, tuple[Expected, ...]] = {}
+        self.left: Mapping[str, str] = {}
+        self.words: dict[str, Word] = {}
+        self.traced = False
+        if isinstance(said, str):
+            if said != AUTO:
+                raise ConfigError(
+                    f"tensor={said!r} is unknown: give 'auto', or a plan, as {{'*.up': 'column', '*.down': 'row'}}."
+                )
+            known = known_plan(model, sequence_parallel=sequence_parallel)
+            if known is None:
+                _refuse_traced(model, sequence_parallel)
+                self._trace(model, None, ranks)
+                return
+            said, self.divided = known
+        elif isinstance(said, Traced):
+            _refuse_traced(model, sequence_parallel)
+            self._trace(model, said, ranks)
+            return
+        self._read(model, said, sequence_parallel)
+
+    def _trace(self, model: nn.Module, given: Traced | None, ranks: int) -> None:
+        """
+        Raises:
+            ConfigError: it does not run, or nothing can be cut.
+        """
+        if ranks == 1:
+            return
+        name, why = type(model).__name__, ""
+        give = "give one, as tensor={'*.up': 'column', '*.down': 'row'}"
+        if given is None:
+            found, why = guessed(model, ranks)
+        else:
+            try:
+                found = infer(model, given.args, given.kwargs, ranks, inner=False)
+            except Exception as error:
+                raise ConfigError(
+                    f"tensor=Traced(...): {name} does not run on these inputs without memory, on the meta device: "
+                    f"{type(error).__name__}: {error}; no plan of it is known otherwise: {give}."
+                ) from error
+        if not found.words:
+            if why:
+                raise ConfigError(
+                    f"tensor='auto': no plan of {name} is known, and it cannot be traced on inputs that are guessed "
+                    f"({why}): give inputs as it gets them, tensor=shardfold.parallel.Traced(...), or a plan, as "
+                    "tensor={'*.up': 'column', '*.down': 'row'}."
+                )
+            path, reason = next(iter(found.left.items()), ("", "it has no linear layers"))
+            raise ConfigError(
+                f"tensor='auto': no plan of {name} is known, and a trace of it finds nothing to cut"
+                f"{f'; {path!r}' if path else ''}: {reason}: {give}."
+            )
+        self.words = {path: Word(*word) for path, word in found.words.items()}
+        self.followed, self.left, self.traced = found.followed, found.left, True
+
+    def _read(self, model: nn.Module, said: Any, sequence_parallel: bool) -> None:
+        """
+        Raises:
+            ConfigError: it is no plan of this model.
+        """
+        if not isinstance(said, Mapping) or not said:
+            raise ConfigError(
+                f"tensor= is {described(said)}: it is 'auto', or words by patterns of module paths, as "
+                "{'*.q_proj': 'column', '*.o_proj': 'row'}."
+            )
+        words = {pattern: _word(pattern, word) for pattern, word in said.items()}
+        paths = [path for path, _ in model.named_modules() if path]
+        unused = dict.fromkeys(words)
+        for path in paths:
+            for pattern, word in words.items():
+                if fnmatchcase(path, pattern):
+                    if sequence_parallel or word.name not in SEQUENCE_WORDS:
+                        self.words[path] = word
+                    unused.pop(pattern, None)
+                    break
+        for pattern in unused:
+            if not any(fnmatchcase(path, pattern) for path in paths):
+                raise ConfigError(f"tensor= names {pattern!r}, which matches no module.{did_you_mean(pattern, paths)}")
+        if sequence_parallel:
+            self._check_stream(model)
+
+    def _check_stream(self, model: nn.Module) -> None:
+        """
+        Raises:
+            ConfigError: it is not known what of the sequence some module works on.
+        """
+        words = [word.name for word in self.words.values()]
+        if not {"scattered", "vocabulary"} & {*words} or "joined" not in words:
+            raise ConfigError(
+                "sequence_parallel=True: the plan has to say where sequences are cut, by the word 'scattered' for the "
+                "first block (or 'vocabulary' for an embedding), and by 'joined', for the last norm, where they are "
+                "whole again."
+            )
+        for path, module in model.named_modules():
+            own = [name for name, parameter in module._parameters.items() if parameter is not None]
+            word = self.words[path].name if path in self.words else None
+            where = f"{path!r}" if path else f"{type(model).__name__} itself"
+            if own and word in (None, "collected"):
+                raise ConfigError(
+                    f"sequence_parallel=True: {where} has parameters ({', '.join(own)}), and the plan does not say "
+                    "what it works on: give it a word, as 'sequence' if it works on each token by itself, or "
+                    "'replicated' if it works on whole sequences."
+                )
+            if word == "gathered":
+                raise ConfigError(
+                    f"sequence_parallel=True: {where} is 'gathered', which cannot be where sequences are cut: give it "
+                    "the word 'column', before a 'row', or 'sequence', if it works on each token by itself."
+                )
+
+    def __str__(self) -> str:
+        return "\n".join(f"{path}: {word}" for path, word in self.words.items())
+
+
+def _refuse_traced(model: nn.Module, sequence_parallel: bool) -> None:
+    """
+    Raises:
+        ConfigError: what is between columns and rows is to be divided too.
+    """
+    if sequence_parallel:
+        raise ConfigError(
+            f"sequence_parallel=True: no plan of {type(model).__name__} is known, and a trace finds columns and rows "
+            "alone; give a plan with the words 'scattered' for the first block, 'collected' for attention, 'sequence' "
+            "for norms and 'joined' for the last one."
+        )
+
+
+def _word(pattern: Any, given: Any) -> Word:
+    """
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(pattern, str):
+        raise ConfigError(f"tensor= names {described(pattern)}: give patterns of module paths, as '*.q_proj'.")
+    if isinstance(given, tuple) and len(given) == 2 and given[0] == "column" and is_integer(given[1], 1):
+        return Word(given[0], given[1])
+    if not isinstance(given, str):
+        raise ConfigError(
+            f"tensor= calls {pattern!r} {described(given)}: give a word, or ('column', n) for n matrices in one."
+        )
+    if given not in WORDS:
+        raise ConfigError(f"tensor= calls {pattern!r} {given!r}, which is unknown.{did_you_mean(given, WORDS)}")
+    return Word(given)
+
+
+def split_model(
+    model: nn.Module,
+    given: Given | None,
+    mesh: Mesh,
+    coords: Mapping[str, int],
+    *,
+    sequence_parallel: bool = False,
+) -> None:
+    """Leaves of each module that the plan names this rank's part.
+
+    Args:
+        model: whole, with values or built under ``meta_init``; or cut like this before.
+        given: as ``Engine(tensor=...)``; None: nothing is cut.
+        mesh: its axes of role tensor; on one rank the plan is only checked.
+        coords: this rank's place.
+        sequence_parallel: see :class:`TensorPlan`.
+
+    Raises:
+        ConfigError: the plan does not fit the model, or a module does not divide; or several axes have the role; or
+            the model was cut with ``sequence_parallel`` and now is to be without, or the reverse.
+    """
+    if given is None:
+        if sequence_parallel:
+            raise ConfigError(
+                "sequence_parallel=True cuts what flows between the layers that tensor= cuts: give a plan, as "
+                "tensor='auto'."
+            )
+        return
+    axes = mesh.of_role(Role.TENSOR)
+    if len(axes) > 1:
+        raise ConfigError(f"tensor= cuts along one axis, but mesh= has {' and '.join(axes)} of role tensor.")
+    cut = [module for module in model.modules() if is_cut(module)]
+    if axes and cut:  # for an engine that was closed; that it was for as many ranks is seen where links are bound
+        if sequence_parallel != any(map(is_streamed, cut)):
+            raise ConfigError(
+                f"sequence_parallel={sequence_parallel}, but the model was cut for an engine with "
+                f"{not sequence_parallel}: give that, or build the model anew."
+            )
+        return
+    plan = TensorPlan(model, given, mesh[axes[0]] if axes else 1, sequence_parallel=sequence_parallel)
+    if axes:
+        place = Place(axes[0], coords[axes[0]], mesh[axes[0]])
+        Splitting(model, plan, place, Stream() if sequence_parallel else None).run()
+
+
+class Splitting:
+    """The cutting of one model."""
+
+    def __init__(self, model: nn.Module, plan: TensorPlan, place: Place, stream: Stream | None) -> None:
+        self._modules = dict(model.named_modules())
+        self._plan, self._place, self._stream = plan, place, stream
+        words = {path: word.name for path, word in plan.words.items()}
+        self._whole = tuple(f"{path}." for path, word in words.items() if word == "collected")
+        self._scatters = "scattered" in words.values()
+        owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in self._modules.values():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    owners.setdefault(id(parameter), []).append((module, name))
+        self._owners: Owners = owners
+        self._shared: dict[str, Shared] = {}
+        self._groups: dict[str, int] = {}
+
+    def run(self) -> None:
+        cuts: list[Cut] = []
+        for path, word in self._plan.words.items():
+            module = self._modules[path]
+            idle = not isinstance(module, DROPOUTS) and not list(module.parameters(recurse=False))
+            if word.name == "replicated" or (word.name in ("partial", "sequence") and idle):
+                continue
+            self._check_ties(path, module)
+            cuts.append(self._cut(path, module, word))
+            cuts[-1].check(self._place)
+        for cut in cuts:
+            cut_module(cut, self._place, self._of_parent(cut.name), self._owners)
+        for parent, groups in self._groups.items():
+            vars(self._modules[parent])["num_key_value_groups"] = groups
+        self._divide()
+        for path, why in self._plan.left.items():
+            vars(self._modules[path])["_shardfold_left"] = why
+        self._follow({cut.name for cut in cuts if cut.word == "column"})
+
+    def _follow(self, columns: set[str]) -> None:
+        """Calls on parts of tensors, of a plan that was traced."""
+        for path, calls in self._plan.followed.items():
+            inside = {n: m for n, m in self._modules.items() if path in ("", n) or n.startswith(f"{path}.")}
+            leaves = [m for m in inside.values() if is_cut(m) or leaf_of(m) is not None]
+            follow_calls(self._modules[path], path, calls, leaves, [inside[n] for n in inside if n in columns])
+
+    def _of_parent(self, path: str) -> Shared:
+        parent = caller = path.rpartition(".")[0]
+        if parent not in self._shared:
+            shared = self._shared[parent] = Shared()
+            while caller and isinstance(self._modules[caller], (nn.ModuleList, nn.ModuleDict)):  # has no forward
+                caller = caller.rpartition(".")[0]
+            self._modules[caller].register_forward_hook(shared.forget, always_call=True)
+        return self._shared[parent]
+
+    def _check_ties(self, path: str, module: nn.Module) -> None:
+        """
+        Raises:
+            ConfigError: the module shares its weight with one that computes with it and is not in the plan.
+        """
+        weight = module._parameters.get("weight")
+        names = {id(module): name for name, module in self._modules.items()}
+        for other, _ in self._owners.get(id(weight), ()):
+            computes = isinstance(other, (nn.Embedding, nn.Linear))
+            if computes and self._plan.words.get(names[id(other)], Word("replicated")).name == "replicated":
+                raise ConfigError(
+                    f"{path!r} shares its weight with {names[id(other)]!r}, which the plan leaves whole: give both the "
+                    "word 'vocabulary'."
+                )
+
+    def _cut(self, path: str, module: nn.Module, word: Word) -> Cut:
+        """With what stays together, and for keys and values of fewer heads than ranks which of them this rank needs.
+
+        Raises:
+            ConfigError: heads do not divide.
+        """
+        cut = Cut(
+            module, path, word.name, word.blocks, stream=self._stream, collected=path.startswith(self._whole),
+            begins=not self._scatters,
+        )  # fmt: skip
+        parent: Any = self._modules[path.rpartition(".")[0]]
+        width = getattr(parent, "head_dim", None) or getattr(parent, "attention_head_size", None)
+        if width is None or word.name not in ("column", "row") or self._plan.traced:  # where views were looked at
+            return cut
+        rows = _lengths(module)[word.name == "row"]
+        if not is_integer(width, 1) or rows % (width * word.blocks):
+            return cut
+        heads, size = rows // (width * word.blocks), self._place.size
+        if heads % size == 0:
+            return replace(cut, unit=width)
+        groups = vars(parent).get("num_key_value_groups", 1)
+        beside = [_lengths(self._modules[name])[0] for name in self._siblings(path)]
+        if word.name == "column" and groups > 1 and rows * groups in beside and (heads * groups) % size == 0:
+            chosen, self._groups[path.rpartition(".")[0]] = self._needed(heads * groups // size, groups)
+            return replace(cut, word="kv", rows=tuple(head * width + row for head in chosen for row in range(width)))
+        raise ConfigError(
+            f"{path!r} has {heads} heads, which cannot be divided over the {size} ranks along {self._place.axis!r}; "
+            "give the axis a size that divides them."
+        )
+
+    def _siblings(self, path: str) -> list[str]:
+        parent = path.rpartition(".")[0]
+        words = self._plan.words
+        return [name for name in words if name.rpartition(".")[0] == parent and words[name].name == "column"]
+
+    def _needed(self, queries: int, groups: int) -> tuple[list[int], int]:
+        """Heads of keys and values for this rank's so many heads of queries, and how many queries each then serves."""
+        first = self._place.rank * queries
+        each = [head // groups for head in range(first, first + queries)]
+        heads = sorted(set(each))
+        if len({each.count(head) for head in heads}) == 1:
+            return heads, queries // len(heads)
+        return each, 1
+
+    def _divide(self) -> None:
+        """Numbers that forwards of other modules read."""
+        for pattern, names in self._plan.divided.items():
+            for path, module in self._modules.items():
+                for name in names if fnmatchcase(path, pattern) else ():
+                    vars(module)[name] = vars(module)[name] // self._place.size
+
+
+def _lengths(module: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        return 0, 0
+    shape = tuple(weight.shape)
+    return (shape[1], shape[0]) if is_transposed(module) else (shape[0], shape[1])

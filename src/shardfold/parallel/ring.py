@@ -1,0 +1,205 @@
+"""Ring attention (2310.01889): keys and values travel from rank to rank, queries stay.
+
+    forward    N - 1 hops of keys and values. The next ones are under way while those that are here are computed with,
+               and the outputs of tiles are merged by the logsumexp of their scores.
+    backward   N - 1 hops of keys and values once more, and N - 1 of their gradients, which follow them one hop behind:
+               each rank adds its share to what comes, and after the last hop they are where their keys are.
+
+The gradients are exact: each tile gives its share for the output and the logsumexp over all keys (see ``kernels``).
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfold.errors import UsageError
+from shardfold.parallel.cut import Cut, Range, Tile
+from shardfold.parallel.kernels import Kernel, kernel_for, wide
+from shardfold.parallel.link import Link, Shift
+from shardfold.torch_internals import untraced_from_call
+
+__all__ = ["ring_attention"]
+
+
+class _Plan(NamedTuple):
+    link: Link
+    cut: Cut
+    causal: bool
+    scale: float
+    window: int | None
+
+    def tiles(self, source: int) -> tuple[Tile, ...]:
+        return self.cut.tiles(self.link.rank, source, self.causal, self.window)
+
+
+@untraced_from_call
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, link: Link, cut: Cut, *, causal: bool, scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of this rank's queries over the keys of all ranks; all ranks call it.
+
+    Args:
+        query: ``(batch, heads, tokens, head_dim)``, of this rank's tokens.
+        key: ``(batch, key_heads, tokens, head_dim)``, where ``key_heads`` divides ``heads``.
+        value: ``(batch, key_heads, tokens, value_dim)``.
+        link: the ranks.
+        cut: which tokens each of them has.
+        causal: tokens see none behind them.
+        scale: of the scores; None: ``head_dim ** -0.5``.
+        window: tokens see the last so many, themselves included; keys that none of a rank's sees do not travel to it.
+
+    Returns:
+        ``(batch, heads, tokens, value_dim)``, in the dtype of ``query``.
+    """
+    of_scores = query.shape[-1] ** -0.5 if scale is None else scale
+    apply: Any = _Ring.apply
+    return apply(query, key, value, _Plan(link, cut, causal, of_scores, window))
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
+        link, rank = plan.link, plan.link.rank
+        kernel = kernel_for(query, value)
+        sums = _Sums(query, value)
+        pair = own = [key, value]
+        steps = plan.cut.steps(plan.window)
+        for step, following in zip_longest(steps, steps[1:]):
+            source = (rank - step) % link.size
+            coming = _next(plan, own, pair, source, following)
+            for tile in plan.tiles(source):
+                sums.add(tile, kernel.attend(*_operands(query, pair, tile), tile.causal, plan.scale))
+            pair = coming.wait() if coming is not None else pair
+        out = sums.out.to(query.dtype)
+        ctx.plan, ctx.kernel = plan, kernel
+        ctx.save_for_backward(query, key, value, out, sums.lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            raise UsageError("ring attention has no gradients of its gradients (create_graph=True).")
+        query, key, value, out, lse = ctx.saved_tensors
+        return *_gradients(ctx.plan, ctx.kernel, outputs[0], query, [key, value], out, lse), None
+
+
+def _gradients(
+    plan: _Plan, kernel: Kernel, grad: Tensor, query: Tensor, pair: list[Tensor], out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries, keys and values of this rank."""
+    link, rank, big = plan.link, plan.link.rank, wide(query.dtype)
+    dtypes = pair[0].dtype, pair[1].dtype
+    of_query = torch.zeros_like(query, dtype=big)
+    own: list[Tensor] = []
+    moving: Shift | None = None
+    keys, steps = pair, plan.cut.steps(plan.window)
+    for step, following in zip_longest(steps, steps[1:]):
+        source = (rank - step) % link.size
+        coming = _next(plan, keys, pair, source, following)
+        shares = [torch.zeros_like(each, dtype=big) for each in pair]
+        for tile in plan.tiles(source):
+            _add_gradients(plan, kernel, tile, (grad, query, out, lse), pair, (of_query, *shares))
+        if step == 0:
+            own = shares
+        elif plan.window is not None:
+            if moving is not None:
+                _add(own, moving)
+            moving = link.shift(shares, -step, [each.shape for each in own])
+        else:
+            if moving is not None:
+                _add(shares, moving)
+            moving = _send_on(link, shares, plan.cut, source)
+        pair = coming.wait() if coming is not None else pair
+    if moving is not None:
+        _add(own, moving)
+    return of_query.to(query.dtype), own[0].to(dtypes[0]), own[1].to(dtypes[1])
+
+
+def _add(shares: list[Tensor], moving: Shift) -> None:
+    for share, came in zip(shares, moving.wait(), strict=True):
+        share += came
+
+
+def _next(plan: _Plan, own: list[Tensor], pair: list[Tensor], source: int, following: int | None) -> Shift | None:
+    """The keys and values of the rank ``following`` behind, on their way: through all ranks between, or with a window
+    from there at once."""
+    if following is None:
+        return None
+    if plan.window is None:
+        return _send_on(plan.link, pair, plan.cut, source)
+    tokens = plan.cut.tokens((plan.link.rank - following) % plan.link.size)
+    return plan.link.shift(own, following, [(*each.shape[:2], tokens, each.shape[3]) for each in own])
+
+
+def _send_on(link: Link, tensors: list[Tensor], cut: Cut, source: int) -> Shift:
+    """Sends what is of the tokens of rank ``source`` to the next rank; the one before has those of the one before."""
+    tokens = cut.tokens((source - 1) % link.size)
+    return link.shift(tensors, 1, [(*each.shape[:2], tokens, each.shape[3]) for each in tensors])
+
+
+def _at(tensor: Tensor, rows: Range, tokens: Range) -> Tensor:
+    return tensor[rows[0] : rows[1], :, tokens[0] : tokens[1]]
+
+
+def _repeated(tensor: Tensor, heads: int) -> Tensor:
+    """``(batch, heads, tokens, dim)``: each head of keys beside the queries that see it."""
+    batch, own, tokens, dim = tensor.shape
+    if own == heads:
+        return tensor
+    return tensor.unsqueeze(2).expand(batch, own, heads // own, tokens, dim).reshape(batch, heads, tokens, dim)
+
+
+def _operands(query: Tensor, pair: list[Tensor], tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+    heads = query.shape[1]
+    key, value = (_turned(_repeated(_at(each, tile.rows, tile.keys), heads), tile) for each in pair)
+    return _turned(_at(query, tile.rows, tile.queries), tile), key, value
+
+
+def _turned(tensor: Tensor, tile: Tile) -> Tensor:
+    """``(batch, heads, tokens, ...)``, from behind where the tile is seen so: what kernels know as causal."""
+    return tensor.flip(2) if tile.reverse else tensor
+
+
+def _add_gradients(
+    plan: _Plan,
+    kernel: Kernel,
+    tile: Tile,
+    of_queries: tuple[Tensor, ...],
+    pair: list[Tensor],
+    sums: tuple[Tensor, ...],
+) -> None:
+    """What one tile gives, into ``sums``: of queries, keys and values."""
+    grad, query, out, lse = of_queries
+    operands = _operands(query, pair, tile)
+    of_out, of_lse = _turned(_at(out, tile.rows, tile.queries), tile), _turned(_at(lse, tile.rows, tile.queries), tile)
+    given = kernel.differentiate(
+        _turned(_at(grad, tile.rows, tile.queries), tile), *operands, of_out, of_lse, tile.causal, plan.scale
+    )
+    _at(sums[0], tile.rows, tile.queries).add_(_turned(given[0], tile))
+    for total, each in zip(sums[1:], (_turned(each, tile) for each in given[1:]), strict=True):
+        batch, heads, tokens, dim = each.shape
+        own = total.shape[1]
+        share = each if own == heads else each.view(batch, own, heads // own, tokens, dim).sum(2, dtype=total.dtype)
+        _at(total, tile.rows, tile.keys).add_(share)
+
+
+class _Sums:
+    """Outputs of tiles, merged: ``out`` is the mean of values by exp(scores), ``lse`` the log of their sum."""
+
+    def __init__(self, query: Tensor, value: Tensor) -> None:
+        big = wide(query.dtype)
+        self.out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=big)
+        self.lse = query.new_full(query.shape[:3], -torch.inf, dtype=big)
+
+    def add(self, tile: Tile, given: tuple[Tensor, Tensor]) -> None:
+        out = _at(self.out, tile.rows, tile.queries)
+        lse = _at(self.lse, tile.rows, tile.queries)
+        mine, its = (_turned(each, tile) for each in given)
+        total = torch.logaddexp(lse, its)
+        out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(mine.to(out.dtype), (its - total).exp_().unsqueeze(-1))
+        lse.copy_(total)

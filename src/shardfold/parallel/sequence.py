@@ -1,0 +1,278 @@
+"""The axis on which ranks read other parts of the same sequences: batches are cut for it, and attention crosses it.
+
+    batch = sf.sequence_shard(batch)     inputs, labels (shifted before the cut) and positions of this rank
+    loss = engine(**batch).loss          layers work on these tokens alone, attention sees those of all ranks
+    engine.backward(loss)                the mean of this rank's tokens, weighed by how many of them count
+
+Gradients are summed over the axis as over those of data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.parallel.batch import Sharded, read_batch
+from shardfold.parallel.cut import CONTIGUOUS, ZIGZAG
+from shardfold.parallel.link import Link
+from shardfold.parallel.ring import ring_attention
+from shardfold.parallel.ulysses import check_heads, ulysses_attention
+from shardfold.plan.arguments import known_arguments
+from shardfold.plan.checks import described
+from shardfold.torch_internals import in_backward
+
+__all__ = ["CHOICES", "SequenceAxis", "check_choice", "sequence_shard", "whole_attention"]
+
+CHOICES = ("auto", "ulysses", "ring")
+
+_OPEN: WeakSet[SequenceAxis] = WeakSet()
+
+
+def check_choice(attention: Any) -> None:
+    """
+    Raises:
+        ConfigError: it is no way of attention over an axis of sequence.
+    """
+    if attention is not None and attention not in CHOICES:
+        near = did_you_mean(attention, CHOICES) if isinstance(attention, str) else ""
+        raise ConfigError(f"attention={described(attention)}: it is one of {', '.join(map(repr, CHOICES))}.{near}")
+
+
+class SequenceAxis:
+    """The ranks of one engine along its axis of role ``sequence``.
+
+    Attributes:
+        link: to them.
+        choice: ``"ulysses"`` or ``"ring"``.
+
+    Args:
+        attention: what was asked for; ``"auto"`` is ``"ulysses"`` where the ranks divide all of ``heads``.
+        heads: of the model's attention, as far as it tells.
+        device: that the engine computes on.
+
+    Raises:
+        ConfigError: Ulysses was asked for and ranks do not divide heads.
+    """
+
+    def __init__(self, link: Link, attention: str, heads: Sequence[int], device: torch.device) -> None:
+        self.link, self._device = link, device
+        if attention == "auto":
+            attention = "ulysses" if heads and all(number % link.size == 0 for number in heads) else "ring"
+        if attention == "ulysses":
+            for number in heads:
+                check_heads(number, link.size)
+        self.choice = attention
+        self._batch: Sharded | None = None
+        self._attended: Sharded | None = None  # the last one that came to attention
+        self._pending: list[Sharded] = []  # those that did in training, and that no backward has come to
+        self._local = False
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        """The engine is closed."""
+        _OPEN.discard(self)
+        self.forget()
+        self._batch = self._attended = None
+
+    def forget(self) -> None:
+        """Forwards so far get no backward any more."""
+        self._pending.clear()
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside, attention is that of each rank by itself, over the tokens that it gets: of whole sequences, as in
+        generation."""
+        before, self._local = self._local, True
+        try:
+            yield
+        finally:
+            self._local = before
+
+    # -- batches
+
+    def shard(self, batch: Mapping[str, Any], shift: bool, also: Sequence[str], whole: Sequence[str]) -> dict[str, Any]:
+        """See :func:`sequence_shard`."""
+        order = ZIGZAG if self.choice == "ring" else CONTIGUOUS
+        sharded, given = read_batch(batch, self.link.size, self.link.rank, order, shift, also, whole)
+        self._compare(sharded)
+        self._batch = sharded
+        return given
+
+    def _compare(self, sharded: Sharded) -> None:
+        """
+        Raises:
+            ConfigError: on all ranks along the axis: they do not have the same batch.
+        """
+        if self.link.size == 1:
+            return
+        mine = torch.tensor([sharded.checksum, -sharded.checksum], dtype=torch.int64, device=self._device)
+        most, least = self.link.max(mine).tolist()
+        if most != -least:
+            raise ConfigError(
+                f"sequence_shard(): the {self.link.size} ranks along {self.link.axis!r} have different batches, but "
+                "read the same sequences: give the sampler rank=engine.data_rank and num_ranks=engine.data_ranks."
+            )
+
+    # -- passes
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None = None,
+        dropout: float = 0.0, window: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of this rank's queries ``(batch, heads, tokens, dim)`` over the keys of all ranks; with a
+        ``window`` tokens see the last so many, themselves included.
+
+        Raises:
+            ConfigError: there is no such attention: dropout on the ring, a window that is not causal, or heads that do
+                not divide.
+            UsageError: the batch was not cut for this axis.
+        """
+        if query.shape[1] % key.shape[1]:
+            raise ConfigError(
+                f"attention has {query.shape[1]} heads of queries and {key.shape[1]} of keys: the first have to be a "
+                "multiple of the second."
+            )
+        if window is not None and (not causal or window < 1):
+            raise ConfigError(
+                f"attention has a sliding window of {window} tokens{'' if causal else ' on both sides'}: over an axis "
+                "of sequence it is 1 or more, and causal."
+            )
+        if self._local:
+            return whole_attention(query, key, value, causal=causal, scale=scale, dropout=dropout, window=window)
+        batch = self._batch_of(query, key)
+        if window is not None and window >= batch.cut.length:
+            window = None
+        if self.choice == "ulysses":
+            return ulysses_attention(
+                query, key, value, self.link, batch.cut, causal=causal, scale=scale, dropout=dropout, window=window
+            )
+        if dropout:
+            raise ConfigError(
+                "attention='ring' has no dropout: set the model's dropout of attention to 0, or choose 'ulysses'."
+            )
+        return ring_attention(query, key, value, self.link, batch.cut, causal=causal, scale=scale, window=window)
+
+    def _batch_of(self, query: Tensor, key: Tensor) -> Sharded:
+        again = in_backward()
+        if again and len({each.cut for each in self._pending}) > 1:
+            raise UsageError(
+                "attention is recomputed in backward, but batches of several cuts went forward since the last one: run "
+                "each backward right behind its forward."
+            )
+        batch = self._pending[0] if again and self._pending else self._batch
+        if batch is None:
+            raise UsageError(
+                f"attention crosses the {self.link.size} ranks along {self.link.axis!r}, but the batch was not cut for "
+                "them: call batch = sf.sequence_shard(batch) before the forward."
+            )
+        rows, tokens = query.shape[0], query.shape[2]
+        expected = batch.cut.rows, batch.cut.tokens(self.link.rank)
+        if (rows, tokens) != expected or key.shape[2] != tokens:
+            raise UsageError(
+                f"attention gets {rows} rows of {tokens} queries and {key.shape[2]} keys, but the last "
+                f"sequence_shard() gave this rank {expected[0]} rows of {expected[1]} tokens: cut each batch right "
+                "before its forward, and run it whole, without a cache of keys."
+            )
+        self._attended = batch
+        if torch.is_grad_enabled() and not again and batch not in self._pending:
+            self._pending.append(batch)
+        return batch
+
+    def weight(self) -> float | None:
+        """How many tokens of this rank the loss of the last forward is the mean of; None: its batch had no labels.
+
+        Raises:
+            UsageError: it is not known which forward the loss is of, or attention did not cross the axis in it.
+        """
+        if len(self._pending) > 1:
+            raise UsageError(
+                f"engine.backward(): {len(self._pending)} batches went forward since the last backward, and which this "
+                "loss is of is not known: give weight=, the number of tokens it is the mean of, to each backward, and "
+                "evaluate under torch.no_grad()."
+            )
+        batch = self._pending[0] if self._pending else self._batch
+        if batch is not self._attended:
+            raise UsageError(
+                f"engine.backward(): no attention crossed the ranks along {self.link.axis!r} in this forward, so "
+                "tokens of this rank have not seen those of others: see docs/sequence.md for models that are followed."
+            )
+        return batch.valid if batch is not None else None
+
+    def check_step(self) -> None:
+        """
+        Raises:
+            UsageError: a backward came past the engine, and its loss was not weighed.
+        """
+        if self._pending:
+            raise UsageError(
+                "engine.step(): a batch of sequence_shard() went forward, but its loss did not come through "
+                "engine.backward(), which weighs it by the tokens of each rank: call that instead of loss.backward(), "
+                "and evaluate under torch.no_grad()."
+            )
+
+
+def whole_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None, dropout: float,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """Attention of the last tokens of whole sequences, on one rank."""
+    queries, keys = query.shape[2], key.shape[2]
+    mask = None
+    if window is not None and window < keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril(keys - queries).triu(keys - queries + 1 - window)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal and queries > 1 and mask is None,
+        scale=scale, enable_gqa=key.shape[1] != query.shape[1],
+    )  # fmt: skip
+
+
+@known_arguments
+def sequence_shard(
+    batch: Mapping[str, Any],
+    *,
+    shift: bool = True,
+    also: Sequence[str] = (),
+    whole: Sequence[str] = (),
+    engine: Any = None,
+) -> dict[str, Any]:
+    """This rank's part of a batch of whole sequences, which all ranks along the axis of sequence have alike.
+
+    Call it on each batch, right before its forward: attention goes by the last one.
+
+    Args:
+        batch: tensors ``(batch, tokens, ...)`` by name. ``input_ids``, ``tokens``, ``inputs_embeds``,
+            ``token_type_ids``, ``targets``, ``shift_labels`` are cut. ``labels`` are shifted first, into
+            ``shift_labels``, which causal models of transformers take. ``position_ids`` (``positions`` beside
+            ``tokens``) are cut, or made. Documents packed into a row, which do not see each other, are told by
+            ``cu_seqlens`` (``(documents + 1,)``, of all rows), ``document_ids`` ``(batch, tokens)``, or positions
+            that begin anew; an ``attention_mask`` ``(batch, tokens)`` sets padding apart. What is no tensor stays.
+        shift: False: labels are of the tokens themselves, as those of masked language models.
+        also: names of more tensors to cut.
+        whole: names of tensors that stay as they are.
+        engine: whose axis; None: that of the one that is open.
+
+    Returns:
+        The batch as the model takes it: without what told of documents, with positions. On a mesh with one rank of
+        sequence it has whole sequences.
+
+    Raises:
+        ConfigError: a tensor is unknown or of another length, there are fewer tokens than ranks, or ranks along the
+            axis have different batches.
+        UsageError: there is no engine with an axis of sequence, or there are several.
+    """
+    axes = [engine.sequence] if engine is not None else list(_OPEN)
+    if len(axes) != 1 or axes[0] is None:
+        several = "several engines have one: give engine=" if len(axes) > 1 else "no engine has one"
+        raise UsageError(
+            f"sequence_shard() cuts for an axis of sequence, but {several}"
+            + ("." if len(axes) > 1 else ": make it with mesh={'sequence': 2}.")
+        )
+    return axes[0].shard(batch, shift, also, whole)

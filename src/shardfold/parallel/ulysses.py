@@ -1,0 +1,142 @@
+"""Ulysses (2309.14509): an all-to-all gives each rank some heads of all tokens, another one gives them back.
+
+    queries, keys, values (batch, heads, tokens / N, dim)   -> (batch, heads / N, tokens, dim)
+    attention of whole sequences
+    output (batch, heads / N, tokens, dim)                  -> (batch, heads, tokens / N, dim)
+
+Of four tensors, each way, a rank sends (N - 1) / N of what it has. Where they are of one shape, queries, keys and
+values travel together. Keys of fewer heads than ranks are repeated first, as often as it takes to give each rank its.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import lcm
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardfold.errors import ConfigError
+from shardfold.parallel.cut import Cut
+from shardfold.parallel.link import Link, OneRank
+from shardfold.parallel.ring import ring_attention
+from shardfold.torch_internals import untraced_from_call
+
+__all__ = ["across_heads", "check_heads", "ulysses_attention"]
+
+
+class _Way(NamedTuple):
+    link: Link
+    split: int
+    concat: int
+    sizes: Sequence[int]
+    """Tokens by rank."""
+
+    def send(self, tensor: Tensor) -> Tensor:
+        if self.split == 1:
+            return self.link.all_to_all(tensor, 1, 2, concat_sizes=self.sizes)
+        return self.link.all_to_all(tensor, 2, 1, split_sizes=self.sizes)
+
+    @property
+    def back(self) -> _Way:
+        return self._replace(split=self.concat, concat=self.split)
+
+
+class _Exchange(torch.autograd.Function):
+    """Its backward is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, way: _Way) -> Tensor:
+        ctx.way = way
+        return way.send(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.way.back.send(outputs[0]), None
+
+
+def check_heads(heads: int, ranks: int) -> None:
+    """
+    Raises:
+        ConfigError: heads cannot be shared out.
+    """
+    if heads % ranks:
+        raise ConfigError(
+            f"attention='ulysses' gives each rank as many heads, but {heads} heads are not divisible by {ranks} ranks "
+            "of sequence: choose attention='ring', or a number of ranks that divides them."
+        )
+
+
+@untraced_from_call
+def ulysses_attention(
+    query: Tensor, key: Tensor, value: Tensor, link: Link, cut: Cut, *, causal: bool, scale: float | None = None,
+    dropout: float = 0.0, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """As :func:`ring_attention`, of tokens that are cut into one range for each rank; all ranks call it.
+
+    ``dropout`` is that of ``F.scaled_dot_product_attention``; packed documents and windows have none.
+
+    Raises:
+        ConfigError: the heads do not divide by the ranks, or ``dropout`` beside packed documents or a window.
+    """
+    tiles = cut.packed or window is not None
+    if tiles and dropout:
+        what = "of packed documents" if cut.packed else "with a sliding window"
+        raise ConfigError(f"attention {what} has no dropout: set the model's dropout of attention to 0.")
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if tiles:
+            one = OneRank(link.axis)
+            return ring_attention(query, key, value, one, cut.joined, causal=causal, scale=scale, window=window)
+        grouped = key.shape[1] != query.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+
+    return across_heads(query, key, value, link, cut.sizes, attend)
+
+
+def across_heads(
+    query: Tensor, key: Tensor, value: Tensor, link: Link, sizes: Sequence[int],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """What ``attend`` makes of some heads of all tokens, given back as all heads of this rank's; all ranks call it.
+
+    Args:
+        query: ``(batch, heads, tokens, dim)``.
+        key, value: ``(batch, key_heads, tokens, dim)``.
+        link: to the ranks that have the other tokens.
+        sizes: tokens by rank.
+        attend: of ``(batch, heads / N, all tokens, dim)`` in that shape.
+
+    Raises:
+        ConfigError: the heads do not divide by the ranks.
+    """
+    check_heads(query.shape[1], link.size)
+    key, value = (_for_ranks(each, link.size) for each in (key, value))
+    there = _Way(link, 1, 2, sizes)
+    query, key, value = _exchanged([query, key, value], there)
+    return _sent(attend(query, key, value), there.back)
+
+
+def _for_ranks(tensor: Tensor, ranks: int) -> Tensor:
+    """With heads repeated until ranks divide them."""
+    own = tensor.shape[1]
+    return tensor if own % ranks == 0 else tensor.repeat_interleave(lcm(own, ranks) // own, dim=1)
+
+
+def _sent(tensor: Tensor, way: _Way) -> Tensor:
+    apply: Any = _Exchange.apply
+    return apply(tensor, way)
+
+
+def _exchanged(tensors: Sequence[Tensor], way: _Way) -> list[Tensor]:
+    """Each by heads, in one exchange if it can be."""
+    ranks = way.link.size
+    if len({(tensor.dtype, tensor.shape[3]) for tensor in tensors}) > 1:
+        return [_sent(tensor, way) for tensor in tensors]
+    each = [tensor.unflatten(1, (ranks, tensor.shape[1] // ranks)) for tensor in tensors]
+    together = _sent(torch.cat(each, dim=2).flatten(1, 2), way)
+    return list(together.split([part.shape[2] for part in each], dim=1))

@@ -1,0 +1,217 @@
+"""Models that are cut along an axis of tensor train like whole ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfold as sf
+from shardfold.parallel import split
+from shardfold.testing import Ranks
+from tests.parallel.models import ADAM, MODELS, batches, loss_of, make, part, plain
+
+
+def _trains(name: str, size: int, heads: int, layout: str) -> None:
+    engine = sf.Engine(make(name, heads), optimizer=ADAM, layout=layout, mesh={"tensor": size}, clip_norm=0.1,
+                       tensor="auto", debug=True)  # fmt: skip
+    losses, norms, grads, whole = plain(name, heads)
+    for step, batch in enumerate(batches()):
+        mine = [t.chunk(engine.data_ranks)[engine.data_rank] for t in batch]
+        loss = loss_of(engine, *mine)
+        engine.backward(loss)
+        with engine.gathered(of="grads") as found:
+            for key, grad in found.items():
+                if key in grads[step]:
+                    torch.testing.assert_close(grad, part(engine, key, grads[step][key]), rtol=1e-12, atol=1e-13,
+                                               msg=lambda text, key=key: f"{key}: {text}")  # fmt: skip
+        report = engine.step()
+        assert engine.mean(loss.item()) == pytest.approx(losses[step], rel=1e-12)
+        assert report.grad_norm == pytest.approx(norms[step], rel=1e-12)
+    for key, value in engine.state_dict().items():
+        torch.testing.assert_close(value, part(engine, key, whole[key]), rtol=1e-12, atol=1e-12)
+    engine.close()
+
+
+CASES = [
+    pytest.param(name, size, 6 if size == 3 else 4, "ddp", size, marks=() if (name, size) in FEW else pytest.mark.soak)
+    for FEW in [
+        {("gpt-tied", 2), ("llama", 4), ("qwen3", 2), ("gpt2", 2), ("bert", 3), ("gpt", 3), ("t5", 2), ("mixtral", 2)}
+    ]
+    for name in MODELS
+    for size in (2, 3, 4)
+]
+
+
+@pytest.mark.parametrize(("name", "size", "heads", "layout", "world"), CASES)
+def test_models(ranks: Ranks, name: str, size: int, heads: int, layout: str, world: int) -> None:
+    """Loss, every gradient, the norm before clipping and parameters after 5 steps are plain PyTorch's to 1e-12."""
+    ranks.run(_trains, name, size, heads, layout, world_size=world)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt", "zero3"),
+        ("llama-1kv", "zero1"),
+        *(
+            pytest.param(name, layout, marks=pytest.mark.soak)
+            for name in ("gpt", "llama", "qwen3", "gpt2", "bert")
+            for layout in ("ddp", "zero1", "zero2", "zero3", "hsdp")
+        ),
+    ],
+)
+def test_with_axes_of_data(ranks: Ranks, name: str, layout: str) -> None:
+    """The same on two ranks along tensor by two of data, under layouts that split what each of them has."""
+    ranks.run(_trains, name, 2, 4, layout, world_size=4)
+
+
+def _first_values(name: str, size: int, folder: str) -> None:
+    """Values of a model built under meta_init, whole and cut; and of safetensors read into either."""
+    with sf.meta_init():
+        model = MODELS[name](4)
+    engine = sf.Engine(model, layout="zero3", mesh={"tensor": size}, tensor="auto", seed=3)
+    whole = torch.load(f"{folder}/{name}.pt")
+    for key, value in engine.state_dict().items():
+        assert torch.equal(value, part(engine, key, whole[key])), key
+    engine.close()
+    with sf.meta_init():
+        model = MODELS[name](4)
+    engine = sf.Engine(model, mesh={"tensor": size}, tensor="auto", weights=f"{folder}/{name}.safetensors")
+    state = make(name).float().state_dict()
+    for key, value in engine.state_dict().items():
+        assert torch.equal(value, part(engine, key, state[key])), key
+    engine.close()
+
+
+def test_first_values_do_not_depend_on_the_axis(ranks: Ranks, tmp_path: Any) -> None:
+    """Under ``meta_init`` each rank has its part of what one rank initializes, packed matrices and ties included; so it
+    has of whole safetensors."""
+    from safetensors.torch import save_model
+
+    for name in ("gpt-tied", "gpt"):
+        with sf.meta_init():
+            model = MODELS[name](4)
+        engine = sf.Engine(model, layout="ddp", seed=3)
+        torch.save(engine.state_dict(), tmp_path / f"{name}.pt")
+        engine.close()
+        save_model(make(name).float(), str(tmp_path / f"{name}.safetensors"))
+        ranks.run(_first_values, name, 2, str(tmp_path), world_size=2)
+
+
+def _steps(name: str, size: int, path: str | None, save: str | None, steps: int) -> dict[str, Tensor]:
+    mesh = {"tensor": size} if size > 1 else None
+    engine = sf.Engine(make(name), optimizer=ADAM, mesh=mesh, tensor="auto", clip_norm=0.1)
+    if path is not None:
+        engine.load(path)
+    for batch in batches(4)[engine.steps : steps]:
+        engine.backward(loss_of(engine, *batch))
+        engine.step()
+    if save is not None:
+        engine.save(save, wait=True)
+    state = {key: value.clone() for key, value in engine.state_dict().items()}
+    whole = plain(name, 4, 4)[3]
+    if steps == 4:
+        for key, value in state.items():
+            torch.testing.assert_close(value, part(engine, key, whole[key]), rtol=1e-12, atol=1e-12)
+    engine.close()
+    return state
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("gpt-tied", marks=pytest.mark.soak)])
+def test_checkpoints_of_any_number_of_parts(ranks: Ranks, tmp_path: Any, name: str) -> None:
+    """A checkpoint of two ranks along tensor goes on on one, and one of one rank on two: after the last
+    step parameters are those of plain PyTorch, so weights and moments of packed and tied parameters have come along."""
+    two, one = str(tmp_path / "two"), str(tmp_path / "one")
+    ranks.run(_steps, name, 2, None, two, 2, world_size=2)
+    _steps(name, 1, two, None, 4)
+    _steps(name, 1, None, one, 2)
+    ranks.run(_steps, name, 2, one, None, 4, world_size=2)
+
+
+def _sent(tied: bool) -> list[tuple[Any, ...]]:
+    engine = sf.Engine(make("gpt-tied" if tied else "gpt"), optimizer=ADAM, layout="ddp", mesh={"tensor": 2},
+                       tensor="auto")  # fmt: skip
+    engine.backward(loss_of(engine, *batches(1)[0]))
+    engine.step()
+    rows = [tuple(row) for row in engine.traffic().rows]
+    engine.close()
+    return rows
+
+
+def test_bytes_are_those_of_the_formula(ranks: Ranks) -> None:
+    """Two sums of the activations per block and pass (Megatron-LM), one for the embedding, one for the head's gradient,
+    and of the loss a largest value, a sum of exponentials and an own logit per row; nothing else."""
+    blocks, rows, width = 2, 4 * 6, 16
+    calls = blocks * 2 * 2 + 2 + 2
+    num_bytes = 8 * ((blocks * 2 * 2 + 2) * rows * width + rows + 2 * rows)
+    assert ranks.run(_sent, True, world_size=2)[0] == [
+        ("layers", "ALL_REDUCE", ("tensor",), calls, float(num_bytes), num_bytes)
+    ]
+
+
+def _differs(drop: str) -> list[str]:
+    """What of a step is not plain PyTorch's where one kind of collective is left out."""
+    kept = split.copy, split.reduce, split.gather, split.Summed.__call__
+    if drop in ("copy", "reduce"):
+        setattr(split, drop, lambda x, link: x)
+    elif drop == "gather":
+        split.gather = lambda x, link, dim, sizes=None: torch.cat([x] * link.size, dim)[..., : sum(sizes or [])]
+    elif drop == "partial":
+        split.Summed.__call__ = lambda self, grad: grad  # type: ignore[method-assign]
+    try:
+        engine = sf.Engine(
+            make("qwen3"), optimizer=ADAM, layout="ddp", mesh={"tensor": 2}, tensor="auto", clip_norm=0.1
+        )
+        losses, _, grads, _ = plain("qwen3", 4, 1)
+        loss = loss_of(engine, *batches(1)[0])
+        engine.backward(loss)
+        with engine.gathered(of="grads") as found:
+            wrong = [
+                key
+                for key, grad in found.items()
+                if key in grads[0]
+                and not torch.allclose(grad, part(engine, key, grads[0][key]), rtol=1e-10, atol=1e-12)
+            ]
+        if abs(loss.item() - losses[0]) > 1e-10:
+            wrong.append("loss")
+        engine.close()
+    finally:
+        split.copy, split.reduce, split.gather = kept[:3]
+        split.Summed.__call__ = kept[3]  # type: ignore[method-assign]
+    return wrong
+
+
+def test_no_collective_may_be_left_out(ranks: Ranks) -> None:
+    """Without any one kind of collective gradients are others than plain PyTorch's, of the parameters that need it."""
+    wrong = {drop: ranks.run(_differs, drop, world_size=2)[0] for drop in ("", "copy", "reduce", "gather", "partial")}
+    norms = [f"model.layers.{i}.self_attn.{which}_norm.weight" for i in (0, 1) for which in ("q", "k")]
+    assert wrong[""] == []
+    assert sorted(wrong["partial"]) == sorted(norms)
+    assert "loss" in wrong["reduce"] and "loss" in wrong["gather"]
+    assert "loss" not in wrong["copy"] and "model.layers.0.input_layernorm.weight" in wrong["copy"]
+
+
+def _replicas() -> tuple[str, list[str]]:
+    engine = sf.Engine(make("llama-1kv").float(), optimizer=ADAM, layout="zero1", mesh={"tensor": 2}, tensor="auto")
+    for tokens, targets in batches(3):
+        engine.backward(loss_of(engine, tokens.chunk(2)[engine.data_rank], targets.chunk(2)[engine.data_rank]))
+        engine.step()
+    equal = sf.numerics.replicas(engine)
+    if engine.mesh.coords["tensor"] == 1:
+        for unit in engine.units:
+            for name, parameter in unit.parameters():
+                if name == "model.layers.1.self_attn.k_proj.weight":
+                    parameter.data[0, 0] += 1e-3
+    found = sf.numerics.replicas(engine)
+    engine.close()
+    return str(equal), found
+
+
+def test_replicas_are_equal_and_one_that_is_not_is_named(ranks: Ranks) -> None:
+    """What is replicated on the axis is equal to the bit after steps in fp32, keys and values of a head that two ranks
+    share among it; one that was changed on a rank is found, by name, on all of them."""
+    for equal, found in ranks.run(_replicas, world_size=4):
+        assert (equal, found) == ("[]", ["model.layers.1.self_attn.k_proj.weight"])
