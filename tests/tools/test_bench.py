@@ -63,6 +63,7 @@ def test_a_benchmark_measures_time_memory_and_bytes(tmp_path: Path):
     assert lines[2].startswith("| torch-ddp |") and lines[4].startswith("| `zero3` |")
 
 
+@pytest.mark.soak
 def test_offloading_is_measured_beside_the_bytes_that_it_moves():
     """Two ranks of ours: what is counted is the program's, gradients down in fp32 and parameters up in bf16; moments on
     disk go up and down; nothing of ``zero2`` moves."""

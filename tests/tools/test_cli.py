@@ -189,6 +189,7 @@ def command(folder: Path, *arguments: str) -> list[str]:
     ]
 
 
+@pytest.mark.soak
 def test_a_runs_own_config_repeats_it_bit_for_bit(tmp_path: Path):
     """The same command twice, the second time from the first one's config.json: every loss is the same number.
 
@@ -239,6 +240,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path, table: list[str]):
         assert heading in result.stdout
 
 
+@pytest.mark.soak
 def test_training_is_the_same_on_one_and_two_ranks(tmp_path: Path):
     """With an equal global batch the losses agree, as the ranks only share the work."""
     losses = []

@@ -216,7 +216,7 @@ def test_a_finished_run_ends_well_whatever_it_has_to_print(tmp_path: Path):
     assert len(summary["skipped_files"]) == 2 and summary["steps"] == 2
 
 
-@pytest.mark.parametrize("procs", ["1", "2"])
+@pytest.mark.parametrize("procs", ["1", pytest.param("2", marks=pytest.mark.soak)])
 def test_a_run_whose_reader_has_gone_goes_on(tmp_path: Path, procs: str):
     """`shardfold train | head -1`: the rest is not shown, the run ends well, its folder is whole."""
     arguments = [*TINY, "--data", str(some_text(tmp_path / "text")), "--out", "run", "--procs", procs]
