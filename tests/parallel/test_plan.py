@@ -34,6 +34,36 @@ class Feed(nn.Module):
         return self.norm(self.down(self.up(x).relu()))
 
 
+class Scaled(nn.Linear):
+    """A linear layer that does more."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Adapted(nn.Linear):
+    """A linear layer with a parameter of its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.scale = nn.Parameter(torch.ones(outputs))
+
+
+def fed(**parts: nn.Module) -> Feed:
+    """With other parts."""
+    model = Feed()
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model
+
+
+def replaced() -> Feed:
+    """With a forward of a module's own."""
+    model = Feed()
+    model.up.forward = model.up.forward
+    return model
+
+
 class Tied(nn.Module):
     """An embedding whose weight is the head's."""
 
@@ -76,6 +106,9 @@ BOTH = {"up": "column", "down": "row"}
         (lambda: Feed(7), BOTH, "the outputs of 'up': 7 cannot be divided over the 2 ranks along 'tensor'"),
         (Feed, {"up": ("column", 3)}, "'up' has 8 rows, which are not 3 x 1"),
         (Feed, {"up": ("row", 3)}, "tensor= calls 'up'"),
+        (lambda: fed(down=Scaled(8, 4)), BOTH, "calls 'down' 'row', but Scaled computes in its own way"),
+        (lambda: fed(up=Adapted(4, 8)), BOTH, "calls 'up' 'column', but Adapted has parameters besides (scale)"),
+        (replaced, BOTH, "'up' 'column', but its forward was replaced on the module itself"),
         (Tied, {"head": "vocabulary"}, "'head' shares its weight with 'words', which the plan leaves whole"),
         (lambda: MODELS["llama"](3), "auto", "self_attn.q_proj' has 3 heads, which cannot be divided over the 2 ranks"),
     ],
@@ -207,3 +240,13 @@ def test_a_rank_that_does_something_else(ranks: Ranks) -> None:
     """It is found, and both ranks say what was about to be done."""
     for text in ranks.run(_misses, 1, world_size=2):
         assert "state_dict" in text or "of a layer along 'tensor'" in text
+
+
+def test_numbers_of_heads_are_divided_with_their_columns() -> None:
+    """Of a known model under a plan of one's own, too; and not where attention stays whole."""
+    plan = {"*.c_attn": ("column", 3), "*.attn.c_proj": "row"}
+    for given, heads in ((plan, 2), ({"*.mlp.c_fc": "column", "*.mlp.c_proj": "row"}, 4)):
+        model: Any = MODELS["gpt2"](4)
+        split_model(model, given, TWO, {"tensor": 0})
+        attention = model.transformer.h[0].attn
+        assert (attention.num_heads, attention.split_size) == (heads, 16 * heads // 4)

@@ -15,7 +15,7 @@ from torch import nn
 from shardfold.errors import ConfigError
 from shardfold.parallel.stream import DROPOUTS
 
-__all__ = ["known_plan"]
+__all__ = ["divided_of", "known_plan"]
 
 Plan = dict[str, Any]
 
@@ -91,8 +91,8 @@ BODIES: Mapping[str, tuple[str, str]] = {"gpt2": ("h", "ln_f"), "bert": ("encode
 OTHER_BODIES = ("layers", "norm")
 
 
-def known_plan(model: nn.Module, *, sequence_parallel: bool = False) -> tuple[Plan, Mapping[str, Sequence[str]]] | None:
-    """The plan of a model, and by patterns of paths what its modules keep that is divided with it. None: it has none.
+def known_plan(model: nn.Module, *, sequence_parallel: bool = False) -> Plan | None:
+    """The plan of a model. None: it has none.
     ``sequence_parallel``: with words for what is between columns and rows.
 
     Raises:
@@ -100,15 +100,20 @@ def known_plan(model: nn.Module, *, sequence_parallel: bool = False) -> tuple[Pl
     """
     own: Any = getattr(model, "tensor_plan", None)
     if own is not None:
-        return dict(own), {}
+        return dict(own)
     found = _plan_of_transformers(model)
     if found is None or not sequence_parallel:
         return found
-    plan, divided = found
-    return {**plan, **_between(model, plan)}, divided
+    return {**found, **_between(model, found)}
 
 
-def _plan_of_transformers(model: nn.Module) -> tuple[Plan, Mapping[str, Sequence[str]]] | None:
+def divided_of(model: nn.Module) -> Mapping[str, Sequence[str]]:
+    """What modules of a known model keep that is divided with the columns inside of them, by patterns of paths."""
+    _, divided = KNOWN.get(getattr(getattr(model, "config", None), "model_type", ""), ({}, {}))
+    return divided
+
+
+def _plan_of_transformers(model: nn.Module) -> Plan | None:
     """None: it has none.
 
     Raises:
@@ -117,13 +122,12 @@ def _plan_of_transformers(model: nn.Module) -> tuple[Plan, Mapping[str, Sequence
     config: Any = getattr(model, "config", None)
     kind: Any = getattr(config, "model_type", None)
     if kind in KNOWN:
-        plan, divided = KNOWN[kind]
-        return {**plan, **_ends(model)}, divided
+        return {**KNOWN[kind][0], **_ends(model)}
     body = getattr(config, "base_model_tp_plan", None)
     if not body:
         return None
     prefix = _prefix(model)
-    return {**_of_styles(model, {f"{prefix}{pattern}": style for pattern, style in body.items()}), **_ends(model)}, {}
+    return {**_of_styles(model, {f"{prefix}{pattern}": style for pattern, style in body.items()}), **_ends(model)}
 
 
 def _of_styles(model: nn.Module, said: Mapping[str, str]) -> Plan:

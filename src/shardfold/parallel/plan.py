@@ -21,7 +21,7 @@ three, one behind the other, each of which is divided: queries, keys and values 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,7 +32,7 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.parallel.following import Expected, follow_calls
 from shardfold.parallel.guess import guessed
 from shardfold.parallel.infer import infer
-from shardfold.parallel.known import known_plan
+from shardfold.parallel.known import divided_of, known_plan
 from shardfold.parallel.split import Cut, Owners, Place, Shared, cut_module, is_cut, is_streamed, is_transposed
 from shardfold.parallel.stream import DROPOUTS, Stream
 from shardfold.parallel.trace import leaf_of
@@ -84,6 +84,7 @@ class TensorPlan:
         followed: of a trace: modules whose calls on parts of tensors are followed, and these calls.
         left: of a trace: linear layers that stay whole, and why.
         traced: there was one.
+        own: paths whose words are those of the model's attribute ``tensor_plan``, which knows what its modules compute.
 
     Raises:
         ConfigError: nothing of the model can be cut, a pattern matches nothing, or a word is unknown; or the plan
@@ -92,10 +93,11 @@ class TensorPlan:
 
     def __init__(self, model: nn.Module, given: Given, ranks: int = 2, *, sequence_parallel: bool = False) -> None:
         said: Any = given
-        self.divided: Mapping[str, Sequence[str]] = {}
+        self.divided = divided_of(model)
         self.followed: Mapping[str, tuple[Expected, ...]] = {}
         self.left: Mapping[str, str] = {}
         self.words: dict[str, Word] = {}
+        self.own: set[str] = set()
         self.traced = False
         if isinstance(said, str):
             if said != AUTO:
@@ -107,7 +109,7 @@ class TensorPlan:
                 _refuse_traced(model, sequence_parallel)
                 self._trace(model, None, ranks)
                 return
-            said, self.divided = known
+            said = known
         elif isinstance(said, Traced):
             _refuse_traced(model, sequence_parallel)
             self._trace(model, said, ranks)
@@ -168,6 +170,9 @@ class TensorPlan:
                         self.words[path] = word
                     unused.pop(pattern, None)
                     break
+        for pattern, word in getattr(model, "tensor_plan", {}).items():
+            same = _word(pattern, word)
+            self.own |= {path for path, mine in self.words.items() if mine == same and fnmatchcase(path, pattern)}
         for pattern in unused:
             if not any(fnmatchcase(path, pattern) for path in paths):
                 raise ConfigError(f"tensor= names {pattern!r}, which matches no module.{did_you_mean(pattern, paths)}")
@@ -310,6 +315,8 @@ class Splitting:
             self._check_ties(path, module)
             cuts.append(self._cut(path, module, word))
             cuts[-1].check(self._place)
+            if path not in self._plan.own:
+                cuts[-1].check_forward()
         for cut in cuts:
             cut_module(cut, self._place, self._of_parent(cut.name), self._owners)
         for parent, groups in self._groups.items():
@@ -396,9 +403,11 @@ class Splitting:
 
     def _divide(self) -> None:
         """Numbers that forwards of other modules read."""
+        columns = [path for path, word in self._plan.words.items() if word.name == "column"]
         for pattern, names in self._plan.divided.items():
             for path, module in self._modules.items():
-                for name in names if fnmatchcase(path, pattern) else ():
+                inside = fnmatchcase(path, pattern) and any(each.startswith(f"{path}.") for each in columns)
+                for name in names if inside else ():
                     vars(module)[name] = vars(module)[name] // self._place.size
 
 

@@ -45,6 +45,9 @@ __all__ = [
 
 _FORWARD = "_shardfold_split"
 _SUMMED = "_shardfold_summed"
+_FOLLOWED = ("Conv1D", "FalconLinear", "ScaledWordEmbedding", "NormedEmbedding")
+"""Ends of the names of classes of transformers whose own forward is right on a part of the weight: linear layers, and
+embeddings that change each vector by itself."""
 WORKS = ("partial", "sequence", "scattered", "collected", "joined")
 """Words of modules that nothing is cut of; they work on parts, or hand them on."""
 
@@ -356,6 +359,32 @@ class Cut:
             raise ConfigError(f"{self.name!r} has max_norm=, by which it changes rows that it reads: leave it whole.")
         if self.word != "kv":
             self.range(place)
+
+    def check_forward(self) -> None:
+        """For a plan that is not the model's own.
+
+        Raises:
+            ConfigError: what the module computes is not known to be the sum, or the parts, of what its parts compute.
+        """
+        if self.word in (*WORKS, "experts"):
+            return
+        kind = type(self.module)
+        plain = kind.forward in (nn.Linear.forward, nn.Embedding.forward)
+        followed = kind.__module__.startswith("transformers.") and kind.__name__.endswith(_FOLLOWED)
+        normed = kind.__name__.endswith("NormedEmbedding") and self.word != "vocabulary"  # it needs whole vectors
+        more = [name for name in self.module._parameters if name not in ("weight", "bias")]
+        if not (plain or followed) or normed or more:
+            does = f"has parameters besides ({', '.join(more)})" if more else "computes in its own way"
+            raise ConfigError(
+                f"the plan calls {self.name!r} {self.word!r}, but {kind.__name__} {does}, which may be wrong on a part "
+                "of its weight: leave it 'replicated', make it an nn.Linear or an nn.Embedding, or, if it is right, "
+                "give the plan to the model as its own attribute tensor_plan."
+            )
+        if "forward" in vars(self.module) and not is_cut(self.module):
+            raise ConfigError(
+                f"the plan calls {self.name!r} {self.word!r}, but its forward was replaced on the module itself: make "
+                "the engine first, or leave it 'replicated'."
+            )
 
     def _experts(self) -> tuple[Tensor, Tensor]:
         """``(experts, 2 x hidden units, width)``, gates and up one behind the other, and ``(experts, width, hidden
