@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import shardfold as sf
 from shardfold.plan.box import Box
@@ -172,8 +174,29 @@ def batches(steps: int = STEPS, time: int = TIME) -> list[tuple[Tensor, Tensor]]
     return [tuple(torch.randint(VOCAB, (2, ROWS, time), generator=generator)) for _ in range(steps)]  # type: ignore[misc]
 
 
+class Wide(TorchFunctionMode):
+    """Leaves fp64 as it is where models of transformers compute in fp32, as in norms and in routers: two numbers that
+    differ in the last digit of fp64 may be two numbers of fp32, which differ by 1e-7."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.dtype == torch.float64:
+            if func is Tensor.float or (func is Tensor.to and args[1:] == (torch.float32,)):
+                return first
+            if kwargs.get("dtype") in (torch.float32, torch.float):
+                kwargs.pop("dtype")
+        return func(*args, **kwargs)
+
+
 def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Of a model, or of an engine of one; in fp64, which the losses of transformers are not."""
+    """Of a model, or of an engine of one; all in fp64, which models of transformers are not by themselves."""
+    own = next(getattr(model, "module", model).parameters())
+    with Wide() if own.dtype == torch.float64 else nullcontext():
+        return _loss_of(model, tokens, targets)
+
+
+def _loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     kind = type(getattr(model, "module", model)).__name__
     if kind == "GPT":
         return model(tokens, targets)
