@@ -227,7 +227,7 @@ def _trains(size: int, modes: list[sf.Activations | str]) -> list[dict[str, Any]
         torch.manual_seed(0)
         engine = sf.Engine(
             Net(), optimizer=partial(torch.optim.AdamW, lr=0.01), layout="zero3", mesh={"tensor": size}, tensor=PLAN,
-            activations=mode, accumulate=2, debug=isinstance(mode, sf.Activations) and mode.contiguous > 0,
+            activations=mode, accumulate=2,
         )  # fmt: skip
         torch.manual_seed(engine.data_rank)
         draw = torch.Generator().manual_seed(engine.data_rank)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -161,7 +160,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 def make(name: str, heads: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    model = MODELS[name](heads).double()
+    model = _widen(MODELS[name](heads).double())
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():  # no parameter is 0 or 1, so that none of them can be lost
         for p in model.parameters():
@@ -189,14 +188,29 @@ class Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@cache
+def _wide(kind: Any) -> type:
+    @wraps(kind.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with Wide():
+            return kind.forward(*args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _widen(model: nn.Module) -> nn.Module:
+    """Its norms, routers and attention of transformers compute in fp64."""
+    eager = getattr(getattr(model, "config", None), "_attn_implementation", "") == "eager"
+    for module in model.modules():
+        kind = type(module)
+        narrow = any(word in kind.__name__ for word in ("Norm", "Router", *(["Attention"] if eager else [])))
+        if narrow and kind.__module__.startswith("transformers."):
+            module.__class__ = _wide(kind)
+    return model
+
+
 def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Of a model, or of an engine of one; all in fp64, which models of transformers are not by themselves."""
-    own = next(getattr(model, "module", model).parameters())
-    with Wide() if own.dtype == torch.float64 else nullcontext():
-        return _loss_of(model, tokens, targets)
-
-
-def _loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Of a model, or of an engine of one; in fp64, which the losses of transformers are not."""
     kind = type(getattr(model, "module", model)).__name__
     if kind == "GPT":
         return model(tokens, targets)

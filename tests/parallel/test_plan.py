@@ -90,7 +90,7 @@ BOTH = {"up": "column", "down": "row"}
             "no plan of Sequential is known, and a trace of it finds nothing "
             "to cut; '0': what it gives leaves the model",
         ),
-        (Feed, {}, "tensor= is of type dict: it is 'auto'"),
+        (Feed, {}, "tensor= has no words: it is 'auto'"),
         (Feed, ["up"], "words by patterns"),
         (Feed, {3: "row"}, "tensor= names 3"),
         (Feed, {"up": 3}, "tensor= calls 'up' 3"),
@@ -109,6 +109,7 @@ BOTH = {"up": "column", "down": "row"}
         (lambda: fed(down=Scaled(8, 4)), BOTH, "calls 'down' 'row', but Scaled computes in its own way"),
         (lambda: fed(up=Adapted(4, 8)), BOTH, "calls 'up' 'column', but Adapted has parameters besides (scale)"),
         (replaced, BOTH, "'up' 'column', but its forward was replaced on the module itself"),
+        (lambda: nn.MultiheadAttention(4, 2), {"out_proj": "row"}, "nn.MultiheadAttention reads its weight by itself"),
         (Tied, {"head": "vocabulary"}, "'head' shares its weight with 'words', which the plan leaves whole"),
         (lambda: MODELS["llama"](3), "auto", "self_attn.q_proj' has 3 heads, which cannot be divided over the 2 ranks"),
     ],
@@ -142,11 +143,13 @@ def test_units_do_not_depend_on_the_part() -> None:
 
 
 def test_a_model_of_an_unknown_style() -> None:
-    """A plan of transformers with a style that is not supported is refused with the style."""
+    """A plan of transformers with a style that there is no word for is not followed: the model is traced, and where
+    that does not do, refused with the style."""
     model: Any = make("llama")
     model.config.base_model_tp_plan = {"layers.*.mlp": "mla_kv_a_proj"}
-    with pytest.raises(ConfigError, match=r"the style 'mla_kv_a_proj' for 'model\.layers"):
-        TensorPlan(model, "auto")
+    assert TensorPlan(model, "auto").traced
+    with pytest.raises(ConfigError, match=r"the style 'mla_kv_a_proj' for 'layers\.\*\.mlp'"):
+        TensorPlan(model, "auto", sequence_parallel=True)
 
 
 def _said(call: Any, kind: type[ShardfoldError]) -> str:

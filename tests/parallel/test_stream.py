@@ -38,6 +38,7 @@ def _trains(name: str, size: int, heads: int, layout: str, activations: str | No
     engine.close()
 
 
+REFUSED = ("t5", "vit", "mixtral", "mixtral-plain")
 FEW = {("gpt-tied", 2), ("gpt", 4), ("qwen3", 2), ("bert", 2), ("gpt2", 2)}
 
 
@@ -47,8 +48,7 @@ FEW = {("gpt-tied", 2), ("gpt", 4), ("qwen3", 2), ("bert", 2), ("gpt2", 2)}
         pytest.param(name, size, marks=() if (name, size) in FEW else pytest.mark.soak)
         for name in MODELS
         for size in (2, 3, 4)
-        # Its norms compute in fp32, whose rounding goes the other way of an element where sums have another order.
-        if (name, size) != ("qwen3", 4)
+        if name not in REFUSED
     ],
 )
 def test_models(ranks: Ranks, name: str, size: int) -> None:
@@ -247,6 +247,7 @@ WHOLE = {"words": "vocabulary", "up": "column", "down": "row", "norm": "joined",
     [
         ({key: WHOLE[key] for key in ("words", "up", "down", "mix")}, "by 'joined', for the last norm"),
         ({key: WHOLE[key] for key in ("up", "down", "norm", "mix")}, "by the word 'scattered' for the first block"),
+        ({**WHOLE, "words": "scattered"}, "the embedding 'words' 'scattered', which is for a block behind it"),
         ({key: WHOLE[key] for key in ("words", "up", "down", "norm")}, "'mix' has parameters (weight, bias), and the"),
         ({**WHOLE, "up": "gathered"}, "'up' is 'gathered', which cannot be"),
     ],

@@ -75,7 +75,9 @@ def _refuse_mixing(place: ReplacedForward, forward: Callable[..., Any], inputs: 
         for module, _ in modes:
             module.training = module.training and isinstance(module, NormBase)  # random numbers would differ
         with torch.no_grad():
-            both, alone = (forward(*(each[..., start:2, :].detach() for each in inputs)) for start in (0, 1))
+            both, alone = (
+                forward(*(each[..., start:2, :].detach().contiguous() for each in inputs)) for start in (0, 1)
+            )
     finally:
         for module, training in modes:
             module.training = training

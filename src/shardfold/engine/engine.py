@@ -56,6 +56,7 @@ from shardfold.engine.backward import Backward
 from shardfold.engine.gate import PassGate
 from shardfold.engine.handlers import Handlers, check_supported
 from shardfold.engine.hooks import Hooks
+from shardfold.engine.replicated import Replicated
 from shardfold.engine.reports import Reports
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
@@ -343,9 +344,10 @@ class Engine:
         runner.bring_back = self._away.come_back
         runner.forget, runner.inside, runner.follow = self._hooks.forget, self._hooks.inside, gate.follow
         self._backward = Backward(sharded, runner, self.loss_scale, self.alarm, shares)
+        self._replicated = Replicated(sharded, always=sharded.tiers.device.debug)
         self._stepper = None if self._updater is None else Stepper(
             sharded, self._updater, runner, self._changes, self.loss_scale, self.alarm, shares, self._replaced,
-            self._clock,
+            self._replicated, self._clock,
         )  # fmt: skip
         if self._stepper is not None:
             gate.settle = self._stepper.settle
@@ -459,6 +461,7 @@ class Engine:
         """Runs the model's forward."""
         self._gate.refuse_closed("engine(...)")
         try:
+            self._replicated.check_inputs((args, kwargs))
             return self.module(*args, **kwargs)
         except BaseException:
             if self.sequence is not None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardfold.activations.modes import Replacements
 from shardfold.engine.damage import Damage
 from shardfold.engine.delayed import Delayed
+from shardfold.engine.replicated import Replicated
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock
 from shardfold.engine.track import Track
@@ -44,15 +45,17 @@ class Stepper:
         alarm: looks for what is not finite.
         shares: weights of the micro-batches.
         replaced: forwards whose modes a budget may still choose.
+        replicated: compares gradients of what ranks have alike.
         clock: takes a lap.
     """
 
     def __init__(
         self, model: ShardedModel, updater: ShardedOptimizer, runner: Runner, changes: Changes, scaler: Scaler | None,
-        alarm: Alarm, shares: Shares, replaced: Replacements, clock: Clock,
+        alarm: Alarm, shares: Shares, replaced: Replacements, replicated: Replicated, clock: Clock,
     ) -> None:  # fmt: skip
         self._model, self._updater, self._runner, self._changes = model, updater, runner, changes
         self._scaler, self._alarm, self._shares, self._replaced, self._clock = scaler, alarm, shares, replaced, clock
+        self._replicated = replicated
         self._handlers, self._norms = runner.handlers, runner.handlers.norms
         self._delayed: list[Delayed] = []  # updates of the last step that are still to arrive
 
@@ -129,6 +132,7 @@ class Stepper:
                 unit.forget_gradients()
             runner.end_step(skipped=True)
             return False
+        self._replicated.check_gradients()
         if weighed:
             sums = model.comm.control(self._shares.sums(), dist.ReduceOp.SUM)
             handlers.set_factors(self._shares.factor(sums, model.world_size * runner.accumulate))

@@ -122,7 +122,7 @@ def _call(function: Callable[..., Tensor], parts: Sequence[Tensor]) -> Tensor:
     Raises:
         ConfigError: what it gives is not of these tokens.
     """
-    out: Any = function(*parts)
+    out: Any = function(*(part.contiguous() for part in parts))  # of several rows a tile is not, and some call view()
     tokens = parts[0].shape[TOKENS]
     if not isinstance(out, Tensor) or out.dim() < 2 or out.shape[TOKENS] != tokens:
         given = f"a tensor {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"

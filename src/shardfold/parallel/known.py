@@ -15,7 +15,7 @@ from torch import nn
 from shardfold.errors import ConfigError
 from shardfold.parallel.stream import DROPOUTS
 
-__all__ = ["divided_of", "known_plan"]
+__all__ = ["divided_of", "known_plan", "unknown_style"]
 
 Plan = dict[str, Any]
 
@@ -31,6 +31,8 @@ STYLES: Mapping[str, Any] = {
     "sequence_parallel": "sequence",
 }
 """Words for the styles of transformers."""
+
+HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 
 EXPERT: Mapping[str, str] = {
     "w1": "column",
@@ -96,7 +98,7 @@ def known_plan(model: nn.Module, *, sequence_parallel: bool = False) -> Plan | N
     ``sequence_parallel``: with words for what is between columns and rows.
 
     Raises:
-        ConfigError: it has a style that is not known; or what is between is not known.
+        ConfigError: what is between is not known.
     """
     own: Any = getattr(model, "tensor_plan", None)
     if own is not None:
@@ -113,12 +115,14 @@ def divided_of(model: nn.Module) -> Mapping[str, Sequence[str]]:
     return divided
 
 
-def _plan_of_transformers(model: nn.Module) -> Plan | None:
-    """None: it has none.
+def unknown_style(model: nn.Module) -> tuple[str, str] | None:
+    """A style for which there is no word, and its pattern, of what the plan of transformers says of the model."""
+    said: Mapping[str, str] = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    return next(((style, pattern) for pattern, style in said.items() if style not in STYLES), None)
 
-    Raises:
-        ConfigError: it has a style that is not known.
-    """
+
+def _plan_of_transformers(model: nn.Module) -> Plan | None:
+    """None: it has none that can be followed."""
     config: Any = getattr(model, "config", None)
     kind: Any = getattr(config, "model_type", None)
     if kind in KNOWN:
@@ -127,30 +131,48 @@ def _plan_of_transformers(model: nn.Module) -> Plan | None:
     if not body:
         return None
     prefix = _prefix(model)
-    return {**_of_styles(model, {f"{prefix}{pattern}": style for pattern, style in body.items()}), **_ends(model)}
+    plan = _of_styles(model, {f"{prefix}{pattern}": style for pattern, style in body.items()})
+    norms = _norms_of_heads(model, plan) if plan is not None else None
+    return None if plan is None or norms is None else {**plan, **norms, **_ends(model)}
 
 
-def _of_styles(model: nn.Module, said: Mapping[str, str]) -> Plan:
+def _of_styles(model: nn.Module, said: Mapping[str, str]) -> Plan | None:
     """Words for the styles of a plan of transformers. It is of all models of a kind: what this one lacks is left out.
-
-    Raises:
-        ConfigError: a style has no word.
-    """
+    None: something has a style that there is no word for."""
     modules = dict(model.named_modules())
     plan: Plan = {}
     for pattern, style in said.items():
-        if style not in STYLES:
-            raise ConfigError(
-                f"tensor='auto': the plan of {type(model).__name__} has the style {style!r} for {pattern!r}, which is "
-                f"not supported; give a plan of your own. Supported: {', '.join(STYLES)}."
-            )
         matched = [path for path in modules if fnmatchcase(path, pattern)]
+        if style not in STYLES:
+            if matched:
+                return None
+            continue
         if STYLES[style] == "experts":
             for path in matched:
                 plan.update(_of_experts(path, modules[path]))
         elif matched:  # not parameters, as of experts, which the word of their module says
             plan[pattern] = STYLES[style]
     return plan
+
+
+def _norms_of_heads(model: nn.Module, plan: Plan) -> Plan | None:
+    """Words for norms of queries and keys, which plans of transformers leave out for some models: each rank's works on
+    its own heads. None: one has other weights for each head."""
+    modules = dict(model.named_modules())
+    found: Plan = {}
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        head = getattr(modules.get(parent), "head_dim", None)
+        named = any(fnmatchcase(path, pattern) for pattern in plan)
+        if name not in HEAD_NORMS or named or head is None or not list(module.parameters()):
+            continue
+        cut = [plan[pattern] for pattern in plan if fnmatchcase(f"{parent}.{name[0]}_proj", pattern)]
+        if cut[:1] != ["column"]:
+            continue
+        if any(p.shape != (head,) for p in module.parameters()):
+            return None
+        found[path] = "partial"
+    return found
 
 
 def _of_experts(path: str, module: nn.Module) -> Plan:

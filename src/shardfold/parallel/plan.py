@@ -32,7 +32,7 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.parallel.following import Expected, follow_calls
 from shardfold.parallel.guess import guessed
 from shardfold.parallel.infer import infer
-from shardfold.parallel.known import divided_of, known_plan
+from shardfold.parallel.known import STYLES, divided_of, known_plan, unknown_style
 from shardfold.parallel.split import Cut, Owners, Place, Shared, cut_module, is_cut, is_streamed, is_transposed
 from shardfold.parallel.stream import DROPOUTS, Stream
 from shardfold.parallel.trace import leaf_of
@@ -106,8 +106,7 @@ class TensorPlan:
                 )
             known = known_plan(model, sequence_parallel=sequence_parallel)
             if known is None:
-                _refuse_traced(model, sequence_parallel)
-                self._trace(model, None, ranks)
+                self._trace_unknown(model, ranks, sequence_parallel)
                 return
             said = known
         elif isinstance(said, Traced):
@@ -115,6 +114,23 @@ class TensorPlan:
             self._trace(model, said, ranks)
             return
         self._read(model, said, sequence_parallel)
+
+    def _trace_unknown(self, model: nn.Module, ranks: int, sequence_parallel: bool) -> None:
+        """
+        Raises:
+            ConfigError: it does not run, or nothing can be cut; with what its own plan has that is not known.
+        """
+        try:
+            _refuse_traced(model, sequence_parallel)
+            self._trace(model, None, ranks)
+        except ConfigError as error:
+            style = unknown_style(model)
+            if style is None:
+                raise
+            raise ConfigError(
+                f"{error} Its plan of transformers has the style {style[0]!r} for {style[1]!r}, for which there is no "
+                f"word; there are words for {', '.join(STYLES)}."
+            ) from error
 
     def _trace(self, model: nn.Module, given: Traced | None, ranks: int) -> None:
         """
@@ -156,8 +172,9 @@ class TensorPlan:
             ConfigError: it is no plan of this model.
         """
         if not isinstance(said, Mapping) or not said:
+            given = "has no words" if said == {} else f"is {described(said)}"
             raise ConfigError(
-                f"tensor= is {described(said)}: it is 'auto', or words by patterns of module paths, as "
+                f"tensor= {given}: it is 'auto', or words by patterns of module paths, as "
                 "{'*.q_proj': 'column', '*.o_proj': 'row'}."
             )
         words = {pattern: _word(pattern, word) for pattern, word in said.items()}
@@ -200,6 +217,11 @@ class TensorPlan:
                     f"sequence_parallel=True: {where} has parameters ({', '.join(own)}), and the plan does not say "
                     "what it works on: give it a word, as 'sequence' if it works on each token by itself, or "
                     "'replicated' if it works on whole sequences."
+                )
+            if word == "scattered" and isinstance(module, nn.Embedding):
+                raise ConfigError(
+                    f"the plan calls the embedding {where} 'scattered', which is for a block behind it: the word of an "
+                    "embedding is 'vocabulary', or 'replicated' before a block that is 'scattered'."
                 )
             if word == "gathered":
                 raise ConfigError(
@@ -352,9 +374,10 @@ class Splitting:
         for other, _ in self._owners.get(id(weight), ()):
             computes = isinstance(other, (nn.Embedding, nn.Linear))
             if computes and self._plan.words.get(names[id(other)], Word("replicated")).name == "replicated":
+                words = [isinstance(each, nn.Embedding) for each in (module, other)]
+                both = "give both the word 'vocabulary'" if any(words) else "leave both 'replicated'"
                 raise ConfigError(
-                    f"{path!r} shares its weight with {names[id(other)]!r}, which the plan leaves whole: give both the "
-                    "word 'vocabulary'."
+                    f"{path!r} shares its weight with {names[id(other)]!r}, which the plan leaves whole: {both}."
                 )
 
     def _cut(self, path: str, module: nn.Module, word: Word) -> Cut:

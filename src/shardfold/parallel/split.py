@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardfold.errors import ConfigError, UsageError
 from shardfold.parallel.functions import collect, copy, gather, reduce, scatter, spread
@@ -369,6 +370,11 @@ class Cut:
         if self.word in (*WORKS, "experts"):
             return
         kind = type(self.module)
+        if kind is NonDynamicallyQuantizableLinear:
+            raise ConfigError(
+                f"the plan calls {self.name!r} {self.word!r}, but nn.MultiheadAttention reads its weight by itself: "
+                "leave the attention whole, or give tensor='auto', which cuts it."
+            )
         plain = kind.forward in (nn.Linear.forward, nn.Embedding.forward)
         followed = kind.__module__.startswith("transformers.") and kind.__name__.endswith(_FOLLOWED)
         normed = kind.__name__.endswith("NormedEmbedding") and self.word != "vocabulary"  # it needs whole vectors

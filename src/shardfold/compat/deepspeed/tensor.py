@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from shardfold.compat.deepspeed.config import Settings
 from shardfold.compat.deepspeed.config_parallel import TENSOR_AXIS, Said, plan_words
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
 from shardfold.engine.engine import Engine
+from shardfold.parallel.alike import same_inputs
 from shardfold.parallel.link import MeshLink
 from shardfold.parallel.plan import AUTO, TensorPlan
 from shardfold.plan.box import Box
@@ -115,28 +115,11 @@ def check_same_batch(core: Engine, inputs: Any) -> None:
     Raises:
         WrongCall: on all of them: they read other things.
     """
-    link = MeshLink(TENSOR_AXIS, core.sharded.comm)
-    mine = torch.tensor([_checksum(inputs, 0)], dtype=torch.int64, device=core.device)
-    most, least = link.max(torch.cat([mine, -mine])).tolist()
-    if most != -least:
+    if not same_inputs(inputs, TENSOR_AXIS, core.sharded.comm):
         raise WrongCall(
-            f"engine(...): the {link.size} ranks that share each layer have different batches: give the sampler "
-            "num_replicas=engine.dp_world_size and rank=engine.get_data_parallel_rank()."
+            f"engine(...): the {core.mesh.sizes[TENSOR_AXIS]} ranks that share each layer have different batches: give "
+            "the sampler num_replicas=engine.dp_world_size and rank=engine.get_data_parallel_rank()."
         )
-
-
-def _checksum(value: Any, start: int) -> int:
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return crc32(flat.tobytes(), start)
-    parts: Any = ()
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, (list, tuple)):
-        parts = value
-    for part in parts:
-        start = _checksum(part, start)
-    return start
 
 
 # -- whole values

@@ -1,0 +1,108 @@
+"""What ranks along an axis of tensor have to have alike: batches, and gradients of parameters that they all have.
+
+Nothing is sent for these, so nothing makes them equal but that the ranks compute the same. The first forward and the
+first steps are looked at, before a wrong number is in a weight; under ``Engine(debug=True)`` all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfold.errors import ModelError, UsageError
+from shardfold.parallel.alike import same_inputs
+from shardfold.plan.axes import Role
+from shardfold.plan.layout import Tier
+from shardfold.sharding.model import ShardedModel
+
+__all__ = ["Replicated"]
+
+STEPS = 2
+"""How many are looked at: the second has weights, moments and orders that the first had not."""
+NEAR = 1e-2
+"""By how much sums may differ, of what they are at most: kernels of a device add in any order, in 16 bits too."""
+
+
+class Replicated:
+    """Compares ranks along the axes of tensor of one engine.
+
+    Args:
+        model: of the engine.
+        always: every forward and step.
+    """
+
+    def __init__(self, model: ShardedModel, *, always: bool) -> None:
+        self._model, self._always = model, always
+        self._axes = model.comm.mesh.sizes.of_role(Role.TENSOR)
+        self._forwards = self._steps = 0
+
+    def check_inputs(self, inputs: Any) -> None:
+        """All ranks along the axis call it, before a forward.
+
+        Raises:
+            UsageError: on all of them: they are called with other tensors.
+        """
+        if not self._axes or self._model.loans or (self._forwards and not self._always):
+            return
+        self._forwards += 1
+        for axis in self._axes:
+            if not same_inputs(inputs, axis, self._model.comm):
+                ranks = self._model.comm.mesh.sizes[axis]
+                raise UsageError(
+                    f"engine(...): the {ranks} ranks along {axis!r}, which share each layer, have different batches: "
+                    "give the sampler rank=engine.data_rank and num_ranks=engine.data_ranks."
+                )
+
+    def check_gradients(self) -> None:
+        """All ranks call it, between backward and update.
+
+        Raises:
+            ModelError: on all of them: gradients of what is replicated differ.
+        """
+        if not self._axes or (self._steps >= STEPS and not self._always):
+            return
+        self._steps += 1
+        for axis in self._axes:
+            names, mine = self._sums(axis)
+            if not names:
+                continue
+            first = mine.clone()
+            self._model.comm.broadcast(first, f"the comparison of gradients on {axis}", over=(axis,))
+            flags = (~_near(mine, first)).tolist()
+            differ = self._model.comm.any_rank(flags, f"gradients of what is replicated on {axis}")
+            wrong = [name for name, other in zip(names, differ, strict=True) if other]
+            if wrong:
+                more = f" and of {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                raise ModelError(
+                    f"the gradient of {wrong[0]!r}{more} differs between ranks along {axis!r}, which all have it. If "
+                    "its module works on a part of what a cut layer gives, its gradient has to be summed: give it the "
+                    "word 'partial' in tensor=. Or ranks draw other random numbers: seed them alike. Nothing was "
+                    "updated; engine.zero_grad() drops these gradients."
+                )
+
+    def _sums(self, axis: str) -> tuple[list[str], Tensor]:
+        """Names of replicated parameters, and ``(parameters, 3)``: of this rank's elements of their gradients the sum,
+        the sum of squares, and how many there are."""
+        names: list[str] = []
+        rows: list[Tensor] = []
+        for segment in (segment for unit in self._model.units for segment in unit.trainable):
+            sizes = self._model.comm.mesh.sizes
+            if axis not in sizes.replicas(segment.spec.distinct) or segment.table.grads.tier is Tier.DISK:
+                continue
+            grads = segment.master_grads
+            for slot, spec in enumerate(segment.spec.slots):
+                piece = grads[segment.own_piece(slot)[0]].detach().double()
+                count = piece.new_full((), piece.numel())
+                rows.append(torch.stack([piece.sum(), piece.square().sum(), count]).to(self._model.device))
+                names.append(spec.name)
+        return names, torch.stack(rows) if rows else torch.empty(0, 3)
+
+
+def _near(mine: Tensor, first: Tensor) -> Tensor:
+    """By row, whether sums are the same up to rounding; what is not finite is somebody else's to find."""
+    largest = torch.maximum(mine[:, 1], first[:, 1])
+    squares = (mine[:, 1] - first[:, 1]).abs() <= NEAR * largest
+    sums = (mine[:, 0] - first[:, 0]).abs() <= NEAR * (largest * mine[:, 2]).sqrt()
+    return (squares & sums) | ~torch.isfinite(mine[:, :2].sum(1)) | ~torch.isfinite(first[:, :2].sum(1))
