@@ -161,3 +161,26 @@ def test_a_layer_that_is_given_no_tokens() -> None:
     ):
         engine(**batch())
     engine.close()
+
+
+class Viewing(nn.Module):
+    """A layer that sees tokens as rows, as some of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.view(-1, 4)).view(x.shape)
+
+
+def test_a_layer_that_views_its_tokens_as_rows() -> None:
+    """Tiles of several sequences are contiguous, as what they are cut from."""
+    model = nn.Sequential(nn.Linear(4, 4), Viewing())
+    x = torch.randn(3, 5, 4)
+    whole = model(x)
+    engine = sf.Engine(model, optimizer=SGD, units=["1"], activations={"1": "tile:2", "*": "keep"})
+    tiled = engine(x)
+    engine.backward(tiled.sum())
+    torch.testing.assert_close(tiled, whole)
+    engine.close()

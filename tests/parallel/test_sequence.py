@@ -263,6 +263,9 @@ def test_batches_are_cut() -> None:
     mask[1, 7:] = 0
     sharded, part = read_batch({**batch, "attention_mask": mask}, 2, 1, CONTIGUOUS, True, (), ())
     assert sharded.cut.documents == ((0, 10), (0, 7, 10)) and part["position_ids"][1].tolist() == [5, 6, 7, 8, 9]
+    behind = [read_batch({"input_ids": tokens + 1}, 2, 1, CONTIGUOUS, True, (), (), padding=n)[1] for n in (1, 18)]
+    assert behind[0]["position_ids"].tolist() == [[6, 7, 8, 9, 10], [7, 8, 9, 10, 11]]  # the first token is padding
+    assert behind[1]["position_ids"][1].tolist() == [24, 25, 18, 26, 27]
     unshifted, part = read_batch(batch, 2, 0, CONTIGUOUS, False, (), ())
     assert "shift_labels" not in part and unshifted.valid == 10.0
     extra = read_batch(
@@ -320,7 +323,8 @@ def _misused() -> list[str]:
     tokens = torch.randint(0, VOCAB, (1, 8), generator=torch.Generator().manual_seed(0))
     texts.append(_refused(lambda: engine(tokens), UsageError))
     apart = {"tokens": tokens + dist.get_rank()}
-    texts.append(_refused(lambda: sf.sequence_shard(apart), ConfigError))
+    texts.append(_refused(lambda: engine(**sf.sequence_shard(apart)), ConfigError))
+    engine.reset()
     mine = sf.sequence_shard({"tokens": tokens, "targets": tokens})
     texts.append(_refused(lambda: engine(tokens), UsageError))
     engine(**mine).backward()

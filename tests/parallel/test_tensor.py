@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardfold as sf
+from shardfold.errors import ModelError, UsageError
 from shardfold.parallel import split
 from shardfold.testing import Ranks
 from tests.parallel.models import ADAM, MODELS, batches, loss_of, make, part, plain
@@ -215,3 +217,49 @@ def test_replicas_are_equal_and_one_that_is_not_is_named(ranks: Ranks) -> None:
     share among it; one that was changed on a rank is found, by name, on all of them."""
     for equal, found in ranks.run(_replicas, world_size=4):
         assert (equal, found) == ("[]", ["model.layers.1.self_attn.k_proj.weight"])
+
+
+class Between(nn.Module):
+    """A scale between a column and a row, of which each rank sees a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.down = nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.scale(self.up(x))).square().mean()
+
+
+BETWEEN = {"up": "column", "down": "row"}
+
+
+def _apart(layout: str) -> list[str]:
+    said: list[str] = []
+    torch.manual_seed(0)
+    model, x = Between().double(), torch.randn(4, 4, dtype=torch.float64)
+    engine = sf.Engine(copy.deepcopy(model), optimizer=ADAM, layout=layout, mesh={"tensor": 2}, tensor=BETWEEN)
+    with pytest.raises(UsageError) as batches_differ:
+        engine(x + engine.rank)
+    said.append(str(batches_differ.value))
+    engine.reset()
+    before = {key: value.clone() for key, value in engine.state_dict().items()}
+    engine.backward(engine(x))
+    with pytest.raises(ModelError) as gradients_differ:
+        engine.step()
+    said.append(str(gradients_differ.value))
+    assert all(torch.equal(before[key], value) for key, value in engine.state_dict().items())
+    engine.close()
+    engine = sf.Engine(model, optimizer=ADAM, layout=layout, mesh={"tensor": 2}, tensor={**BETWEEN, "scale": "partial"})
+    for _ in range(3):
+        engine.backward(engine(x))
+        engine.step()
+    engine.close()
+    return said
+
+
+def test_what_ranks_have_to_have_alike_is_compared(ranks: Ranks) -> None:
+    """Batches that differ between ranks that share layers are refused on all of them at the first forward, and at the
+    first step the gradient of a parameter that has to be summed, by name, before any weight has changed."""
+    for batch, gradient in ranks.run(_apart, "zero1", world_size=2):
+        assert "ranks along 'tensor', which share each layer, have different batches" in batch
+        assert gradient.startswith("the gradient of 'scale.weight' differs between ranks along 'tensor'")

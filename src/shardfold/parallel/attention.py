@@ -125,6 +125,8 @@ def follow(model: nn.Module, axis: SequenceAxis) -> Callable[[], None]:
         undo.append(_rename(each))
         for part in each.modules():
             _AXES[part] = axis
+            if hasattr(part, "create_position_ids_from_input_ids"):
+                axis.padding = part.padding_idx
 
     def undone() -> None:
         for call in reversed(undo):

@@ -47,9 +47,18 @@ class Sharded:
 
 
 def read_batch(
-    batch: Mapping[str, Any], ranks: int, rank: int, order: str, shift: bool, also: Sequence[str], whole: Sequence[str]
+    batch: Mapping[str, Any],
+    ranks: int,
+    rank: int,
+    order: str,
+    shift: bool,
+    also: Sequence[str],
+    whole: Sequence[str],
+    *,
+    padding: int | None = None,
 ) -> tuple[Sharded, dict[str, Any]]:
-    """What there is to know, and the part of ``rank``; see :func:`shardfold.sequence_shard`.
+    """What there is to know, and the part of ``rank``; see :func:`shardfold.sequence_shard`. ``padding``: the token
+    behind whose number positions are counted, and which itself has that number for one.
 
     Raises:
         ConfigError: a tensor is unknown or of another length, or there are fewer tokens than ranks.
@@ -69,6 +78,9 @@ def read_batch(
     if name not in lengthwise:
         restart = any(key in batch for key in DOCUMENTS if key != "attention_mask")
         lengthwise[name] = _positions(cut if restart else None, rows, length, source.device)
+        if padding is not None:
+            words = source.dim() == 2 and not source.is_floating_point()
+            lengthwise[name] = _behind(padding, lengthwise[name], source if words and not restart else None)
     if shift and "labels" in lengthwise and "shift_labels" not in lengthwise:
         lengthwise["shift_labels"] = F.pad(lengthwise["labels"][:, 1:], (0, 1), value=IGNORED)
     kept = {key: value for key, value in batch.items() if key not in (*DOCUMENTS, *LEFT_OUT)}
@@ -161,6 +173,14 @@ def _positions(cut: Cut | None, rows: int, length: int, device: torch.device) ->
     for row, edges in enumerate(cut.documents):
         begins[row, list(edges[1:-1])] = torch.tensor(edges[1:-1], dtype=torch.long, device=device)
     return (count - begins.cummax(1).values).expand(rows, length)
+
+
+def _behind(padding: int, positions: Tensor, tokens: Tensor | None) -> Tensor:
+    """Positions from ``padding + 1`` on; where tokens are known, those that are padding are not counted."""
+    if tokens is None:
+        return positions + padding + 1
+    counts = (tokens != padding).long()
+    return counts.cumsum(1) * counts + padding
 
 
 def _cut(tensor: Tensor, cut: Cut, rank: int) -> Tensor:

@@ -51,6 +51,7 @@ class SequenceAxis:
     Attributes:
         link: to them.
         choice: ``"ulysses"`` or ``"ring"``.
+        padding: the token behind whose number the model counts positions, as RoBERTa does; None: it counts from 0.
 
     Args:
         attention: what was asked for; ``"auto"`` is ``"ulysses"`` where the ranks divide all of ``heads``.
@@ -69,7 +70,9 @@ class SequenceAxis:
             for number in heads:
                 check_heads(number, link.size)
         self.choice = attention
+        self.padding: int | None = None
         self._batch: Sharded | None = None
+        self._compared = True  # with that of the other ranks
         self._attended: Sharded | None = None  # the last one that came to attention
         self._pending: list[Sharded] = []  # those that did in training, and that no backward has come to
         self._local = False
@@ -100,18 +103,21 @@ class SequenceAxis:
     def shard(self, batch: Mapping[str, Any], shift: bool, also: Sequence[str], whole: Sequence[str]) -> dict[str, Any]:
         """See :func:`sequence_shard`."""
         order = ZIGZAG if self.choice == "ring" else CONTIGUOUS
-        sharded, given = read_batch(batch, self.link.size, self.link.rank, order, shift, also, whole)
-        self._compare(sharded)
-        self._batch = sharded
+        sharded, given = read_batch(
+            batch, self.link.size, self.link.rank, order, shift, also, whole, padding=self.padding
+        )
+        self._batch, self._compared = sharded, False
         return given
 
     def _compare(self, sharded: Sharded) -> None:
-        """
+        """Inside of a forward, where ranks have met: a rank that does something else meanwhile is told of.
+
         Raises:
             ConfigError: on all ranks along the axis: they do not have the same batch.
         """
-        if self.link.size == 1:
+        if self.link.size == 1 or self._compared:
             return
+        self._compared = True
         mine = torch.tensor([sharded.checksum, -sharded.checksum], dtype=torch.int64, device=self._device)
         most, least = self.link.max(mine).tolist()
         if most != -least:
@@ -180,6 +186,8 @@ class SequenceAxis:
                 f"sequence_shard() gave this rank {expected[0]} rows of {expected[1]} tokens: cut each batch right "
                 "before its forward, and run it whole, without a cache of keys."
             )
+        if not again:
+            self._compare(batch)
         self._attended = batch
         if torch.is_grad_enabled() and not again and batch not in self._pending:
             self._pending.append(batch)
@@ -265,7 +273,7 @@ def sequence_shard(
 
     Raises:
         ConfigError: a tensor is unknown or of another length, there are fewer tokens than ranks, or ranks along the
-            axis have different batches.
+            axis have different batches, which the first attention of the forward raises.
         UsageError: there is no engine with an axis of sequence, or there are several.
     """
     axes = [engine.sequence] if engine is not None else list(_OPEN)
