@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 import shardfold as sf
 from shardfold.checkpoint.verify import verify
 from shardfold.testing import Ranks
-from tests.support.earlier import CASES, FOLDER, RANKS, expected, go_on, machine
+from tests.support.earlier import CASES, FOLDER, RANKS, expected, go_on
 
-#: What reads a sum of several elements: another vector unit adds in another order.
+#: What reads a sum of several elements, or a root: another processor adds and rounds in another way.
 SUMS = 1e-6
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_what_was_written_then_loads_and_goes_on(ranks: Ranks, name: str) -> None:
     """Weights, moments and averages are those that the run had, to the last bit, and two steps later those that it
-    came to: to the last bit where PyTorch and the vector unit are the same, else within fp32's rounding."""
+    came to within fp32's rounding: processors with the same vector unit differ in the last bit."""
     then = expected(name)
-    same = json.loads((FOLDER / "machine.json").read_text()) == machine()
     for found in ranks.run(go_on, name, str(FOLDER), world_size=RANKS):
         assert found.keys() == then.keys()
         for key, value in found.items():
-            if same or key.startswith("before/"):
+            if key.startswith("before/"):
                 assert torch.equal(value, then[key]), key
             else:
                 torch.testing.assert_close(value, then[key], rtol=SUMS, atol=SUMS)

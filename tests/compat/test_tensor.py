@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,91 @@ def test_other_ways_to_ask_for_it(ranks: Ranks, how: str) -> None:
     whole = {name: tuple(value.shape) for name, value in weights.items()}
     cut = {name for name in shapes if shapes[name] != whole[name]}
     assert cut and (how == "tp_model_init") == any("attention" in name for name in cut), cut
+
+
+SPECS = [
+    {"patterns": [r".*\.attn\.c_attn\.weight$"], "partition_type": "column", "shape": [3, -1]},
+    {"patterns": [r".*\.mlp\.c_fc\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*\.c_proj\.weight$"], "partition_type": "row"},
+]
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "contiguous": {
+        "partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": SIZES.layers,
+    },
+    "host": {"partition_activations": True, "cpu_checkpointing": True},
+}  # fmt: skip
+
+
+def gpt2(dropout: float) -> Any:
+    """Of transformers, which keeps numbers of heads beside its layers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    its = GPT2Config(
+        n_embd=SIZES.d_model, n_layer=SIZES.layers, n_head=SIZES.heads, vocab_size=SIZES.vocab, n_positions=16,
+        bos_token_id=0, eos_token_id=0, use_cache=False, **rates,
+    )  # fmt: skip
+    return GPT2LMHeadModel(its).double().train()
+
+
+class Losing(nn.Module):
+    """The mean loss of a model of transformers."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.config, self.model = model.config, model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
+
+
+def _checkpointed() -> dict[str, Any]:
+    """Losses, norms and weights by what is kept, with and without dropout."""
+    deepspeed.init_distributed()
+    found: dict[str, Any] = {}
+    specs = {"use_default_specs": False, "layer_specs": SPECS}
+    for dropout, names in ((0.0, ["contiguous"]), (0.3, [*CHECKPOINTS])):
+        for name in names:
+            options = CHECKPOINTS[name]
+            model, ran = Losing(gpt2(dropout)), list[int]()
+            its = config(1, tensor_parallel={"autotp_size": 2, "partition_config": specs})
+            its["activation_checkpointing"] = options
+            if options:
+                deepspeed.checkpointing.configure(None, its)
+                for block in model.model.transformer.h:
+                    block.forward = partial(_again, block.forward, ran)
+            engine = deepspeed.initialize(model=model, config=its)[0]
+            torch.manual_seed(9)
+            told = steps(engine)
+            assert len(ran) == 2 * STEPS * SIZES.layers * bool(options)  # forward, and once more in backward
+            found[f"{name} {dropout}"] = (*told, engine.module_state_dict())
+            engine.destroy()
+    return found
+
+
+def _again(forward: Callable[..., Any], ran: list[int], *args: Any, **kwargs: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        ran.append(1)
+        return forward(*args, **kwargs)
+
+    return deepspeed.checkpointing.checkpoint(counted, *args, **kwargs)
+
+
+@needs("transformers")
+def test_divided_checkpoints_of_a_model_that_is_cut(ranks: Ranks) -> None:
+    """``partition_activations`` beside ``partition_config``, for GPT-2: numbers of one process, and with dropout those
+    of the same without checkpoints."""
+    for found in ranks.run(_checkpointed, world_size=2):
+        losses, norms, weights = plain(1, Losing(gpt2(0.0)))
+        its_losses, its_norms, its_weights = found["contiguous 0.0"]
+        assert its_losses == pytest.approx(losses, rel=TOLERANCE)
+        assert its_norms == pytest.approx(norms, rel=TOLERANCE) and apart(its_weights, weights) < TOLERANCE
+        for name in CHECKPOINTS:
+            assert found[f"{name} 0.3"][:2] == found["kept 0.3"][:2], name
+            assert apart(found[f"{name} 0.3"][2], found["kept 0.3"][2]) == 0, name
+        assert found["kept 0.3"][0][0] != its_losses[0]
 
 
 @needs("transformers")

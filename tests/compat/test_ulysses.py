@@ -114,6 +114,73 @@ def loop(stage: int, packed: bool, attention: str) -> tuple[list[float], list[fl
     return losses, norms, state
 
 
+def _beside_tensor(stage: int) -> tuple[Any, ...]:
+    """The loop on ranks that share layers as well; losses, norms and weights, and what is said of other groups."""
+    deepspeed.init_distributed()
+    model = build().double()
+    mpu: Any = Attention.register_with_transformers(model, "sdpa", 2, 1)
+    before = mpu.get_sequence_parallel_group()
+    engine = deepspeed.initialize(
+        config=config(stage, tensor_parallel={"autotp_size": 2}, gradient_clipping=0.1), model=model, mpu=mpu
+    )[0]
+    group, rank = groups._get_sequence_parallel_group(), groups._get_sequence_parallel_rank()
+    assert (engine.dp_world_size, engine.sequence_parallel_size, engine.mp_world_size) == (
+        dist.get_world_size() // 4,
+        2,
+        2,
+    )
+    of_ranks = dist.get_process_group_ranks(group)
+    assert of_ranks[1] - of_ranks[0] == 2 and mpu.get_sequence_parallel_rank() == rank == dist.get_rank() // 2 % 2
+    with pytest.raises(ConfigError) as caught:
+        next(iter(Adapter(batches(True), sp_rank=rank, sp_group=before, sp_world_size=2, device="cpu")))
+    rows = batches(True)[engine.get_data_parallel_rank() :: engine.dp_world_size]
+    losses: list[float] = []
+    norms: list[float] = []
+    for batch in Adapter(rows[rank::2], sp_rank=rank, sp_group=group, sp_world_size=2, device="cpu"):
+        shifted = batch["shift_labels"]
+        logits = engine(**batch, use_cache=False).logits
+        summed = F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum")
+        good = (shifted != -100).sum()
+        dist.all_reduce(good, group=group)
+        # all_gather, as in the tutorial, has no backward over Gloo in groups without rank 0.
+        loss = torch.distributed.nn.functional.all_reduce(summed / good, group=group)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    state = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    shapes = tuple(engine.module.model.layers[0].self_attn.q_proj.weight.shape)
+    sent = {row.op for row in engine._core.traffic().rows if row.journey == "layers"}
+    engine.destroy()
+    return losses, norms, state, shapes, sent, str(caught.value)
+
+
+@needs("transformers")
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_beside_ranks_that_share_layers(stage: int) -> None:
+    """Two ranks of tensor and two of sequence: losses, norms and weights of one process with whole sequences, packed
+    ones; a group from before the engine was made is refused."""
+    model = build().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses: list[float] = []
+    norms: list[float] = []
+    for batch in batches(True):
+        logits = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        loss = F.cross_entropy(logits[0, :-1], batch["labels"][0, 1:])  # the model's own is in fp32
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    for its_losses, its_norms, state, shape, sent, said in on_ranks(_beside_tensor, stage, ranks=4):
+        assert its_losses == pytest.approx(losses, rel=TOLERANCE)
+        assert its_norms == pytest.approx(norms, rel=TOLERANCE)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+        assert shape == (8, model.config.hidden_size) and {"ALL_TO_ALL", "ALL_REDUCE"} <= sent
+        assert "behind deepspeed.initialize()" in said
+
+
 def of_the_tutorial() -> dict[str, Any]:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

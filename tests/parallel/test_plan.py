@@ -108,6 +108,11 @@ BOTH = {"up": "column", "down": "row"}
         (Feed, {"up": ("row", 3)}, "tensor= calls 'up'"),
         (lambda: fed(down=Scaled(8, 4)), BOTH, "calls 'down' 'row', but Scaled computes in its own way"),
         (lambda: fed(up=Adapted(4, 8)), BOTH, "calls 'up' 'column', but Adapted has parameters besides (scale)"),
+        (
+            lambda: nn.Sequential(nn.Embedding(8, 4, scale_grad_by_freq=True)),
+            {"0": "vocabulary"},
+            "'0' has scale_grad_by_freq=, which counts words",
+        ),
         (replaced, BOTH, "'up' 'column', but its forward was replaced on the module itself"),
         (lambda: nn.MultiheadAttention(4, 2), {"out_proj": "row"}, "nn.MultiheadAttention reads its weight by itself"),
         (Tied, {"head": "vocabulary"}, "'head' shares its weight with 'words', which the plan leaves whole"),
@@ -242,7 +247,7 @@ def _misses(rank: int) -> str:
 def test_a_rank_that_does_something_else(ranks: Ranks) -> None:
     """It is found, and both ranks say what was about to be done."""
     for text in ranks.run(_misses, 1, world_size=2):
-        assert "state_dict" in text or "of a layer along 'tensor'" in text
+        assert any(each in text for each in ("state_dict", "of a layer along 'tensor'", "comparison of batches"))
 
 
 def test_numbers_of_heads_are_divided_with_their_columns() -> None:

@@ -6,7 +6,6 @@ summed, on any machine; what is left is the optimizer's update, element by eleme
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -135,11 +134,6 @@ def expected(name: str) -> dict[str, Tensor]:
     return load_file(FOLDER / f"{name}.safetensors")
 
 
-def machine() -> dict[str, str]:
-    """On what sums and square roots come out the same to the last digit."""
-    return {"torch": str(torch.__version__), "capability": torch.backends.cpu.get_cpu_capability()}
-
-
 def main() -> None:
     """Writes the folder anew: only for a new version of the format, and beside what is there."""
     target = Path(sys.argv[1])
@@ -147,7 +141,6 @@ def main() -> None:
     for name in CASES:
         run_ranks(write, RANKS, name, str(target))
     (target / "latest").unlink()
-    (target / "machine.json").write_text(json.dumps(machine()) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,14 +5,16 @@
     select      the same, but products of matrices, convolutions and attention are kept: what is cheap is made again
     host        copies in (pinned) host memory, which come back one unit ahead of backward
     disk        copies in a file, written and read by a thread
+    packed      on the device; what has two values, as masks, in bits (see ``encoded``)
+    int8        that, and the rest in 8 bits: gradients are rounded, as no other mode's are
     fit:12GiB   one of these for each unit, by what the first passes measure (see ``fit``)
     tile:1024   of a module that works token by token: its inputs are kept, and what it saves exists for so many tokens
                 at a time, in backward too (see ``tiles``)
 
 A mode holds for a unit, or for a module that a rule of its own names. It takes the place of the module's ``forward``,
 so that hooks run once, outside of it; in backward the engine has gathered the unit by the time its forward runs again,
-so recomputation gathers nothing. Values are those without it, to the bit: random numbers, autocast and buffers are as
-they were.
+so recomputation gathers nothing. Values are those without it, to the bit (but for gradients under ``int8``): random
+numbers, autocast and buffers are as they were.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from shardfold.activations.slices import Along, Room, Slicer, tensor_axis
 from shardfold.activations.tiles import tiling
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.axes import Mesh
-from shardfold.plan.layout import MODES, Activations, Layout
+from shardfold.plan.layout import ENCODED, MODES, Activations, Layout
 from shardfold.plan.report import SavedReport, SavedRow
 from shardfold.plan.rules import EVERYTHING, Patterns, pairs, text_of
 from shardfold.sharding.pickling import replace_forward, restore_forward
@@ -46,7 +48,7 @@ from shardfold.torch_internals import in_backward
 __all__ = ["MODES", "Activations", "Replacements", "in_table"]
 
 RECOMPUTED = ("recompute", "select")
-MOVED = ("host", "disk")
+MOVED = ("host", "disk", *ENCODED)
 FITTED = ("recompute", "select", "host", "disk", "keep")
 """Modes that a budget chooses from; while it is measured, the first of those that apply is in force."""
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from shardfold import accelerator
+from shardfold.activations.encoded import EncodedRegion, EncodedTier
+from shardfold.plan.layout import ENCODED
 from shardfold.plan.report import SavedReport, SavedRow
 from shardfold.sharding.autograd import inside_checkpoint, tensors_in
 from shardfold.sharding.freed import apart
@@ -101,6 +103,40 @@ class _Entry:
         self._region.drop()
 
 
+class _Coded(_Entry):
+    """One that stays on the device in fewer bits: it is decoded when it is asked for, and not ahead of that."""
+
+    def __init__(self, tally: Tally, region: EncodedRegion, num_bytes: int) -> None:
+        self._tally, self._region, self.nbytes = tally, region, region.nbytes
+        self._back: Tensor | None = None
+        self._decoded = num_bytes
+        self.pieces = self._given = 0
+        tally.arrive(self.nbytes)
+
+    def fetch(self) -> None:
+        """Nothing: it is here."""
+
+    def get(self) -> Tensor:
+        if self._back is None:
+            self._back = self._region.get()
+            self._tally.arrive(self._decoded)
+        back = self._back
+        self._given += 1
+        if self._given % self.pieces == 0:
+            self._forget()
+        return back
+
+    def _forget(self) -> None:
+        if self._back is not None:
+            self._tally.arrive(-self._decoded)
+        self._back = None
+
+    def __del__(self) -> None:
+        self._forget()
+        self._tally.arrive(-self.nbytes)
+        self._region.drop()
+
+
 class _Offloaded(NamedTuple):
     """What is saved in place of a tensor."""
 
@@ -138,23 +174,25 @@ def _leave_untraced(owner: type, *names: str) -> None:
 class _Frame:
     """One forward of one module."""
 
-    def __init__(self, movers: Movers, tally: Tally, tier: Tier, smallest: int) -> None:
+    def __init__(self, movers: Movers, tally: Tally, tier: Tier | EncodedTier, smallest: int) -> None:
         self._movers, self._tally, self._tier, self._smallest = movers, tally, tier, smallest
         self._outer = top_saved_hooks()
         self._before = movers.last
         self._entries: list[_Entry] = []
         self._made: dict[Any, _Entry] = {}  # while the sources live
         self._sources: list[Tensor] = []
-        self._num_bytes = self._pieces = self._given = 0
+        self._num_bytes = self._rests = self._pieces = self._given = 0
         self._fetched = False
+        self.encodes = isinstance(tier, EncodedTier)
 
     def pack(self, tensor: Tensor) -> _Offloaded | _Elsewhere:
         with torch.no_grad(), apart():
-            if not self._movers.moves(tensor, self._smallest):
+            if not self._movers.moves(tensor, self._smallest) or not self._encodes(tensor):
                 pack, unpack = self._outer or (None, None)
                 return _Elsewhere(tensor if pack is None else pack(tensor), unpack)
             storage = tensor.untyped_storage()
-            whole = tensor.nbytes * SHARE >= storage.nbytes() and storage.nbytes() % tensor.itemsize == 0
+            share = 1 if self.encodes else SHARE
+            whole = tensor.nbytes * share >= storage.nbytes() and storage.nbytes() % tensor.itemsize == 0
             key: Any = (storage_key(storage), tensor._version, tensor.dtype)
             if not whole:
                 key = (*key, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -164,6 +202,10 @@ class _Frame:
             if whole:
                 return _Offloaded(self, entry, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             return _Offloaded(self, entry, tensor.shape, tensor.contiguous().stride(), 0)
+
+    def _encodes(self, tensor: Tensor) -> bool:
+        """False: it would be, in a tier of fewer bits, as many of them."""
+        return not isinstance(self._tier, EncodedTier) or self._tier.takes(tensor)
 
     def _entry(self, key: Any, tensor: Tensor, whole: bool) -> _Entry:
         known = self._movers.known(key[0])
@@ -177,14 +219,18 @@ class _Frame:
             flat = tensor.detach().contiguous().view(-1)
         region = self._tier.allocate(flat.shape, flat.dtype)
         region.store(flat)
-        entry = _Entry(self._tally, region)
+        if isinstance(region, EncodedRegion):
+            entry = _Coded(self._tally, region, flat.nbytes)
+        else:
+            entry = _Entry(self._tally, region)
         self._made[key] = entry
         if known is not None:
             known[key] = entry
         self._entries.append(entry)
         self._sources.append(tensor)
-        self._num_bytes += entry.nbytes
-        self._tally.arrive(entry.nbytes)
+        self._num_bytes += flat.nbytes
+        self._rests += entry.nbytes
+        self._tally.arrive(flat.nbytes)
         return entry
 
     def unpack(self, packed: _Offloaded | _Elsewhere) -> Tensor:
@@ -207,11 +253,11 @@ class _Frame:
                 entry.fetch()
 
     def leave(self) -> int:
-        """The forward is over: what was copied may be given back; its bytes."""
+        """The forward is over: what was copied may be given back; the bytes of the copies."""
         self._made.clear()
         self._sources.clear()
         self._tally.arrive(-self._num_bytes)
-        return self._num_bytes
+        return self._rests
 
 
 class Movers:
@@ -221,6 +267,7 @@ class Movers:
         tally: of all of it.
         parts: of each unit, by its name.
         moved: bytes that forwards moved since they are counted, by the name of the unit.
+        encoded: those that they kept in fewer bits.
         last: the frame before the next.
         counter: while forwards are counted.
         stays: storages that are not moved.
@@ -233,6 +280,7 @@ class Movers:
         self.tally = Tally()
         self.parts: dict[str, Tally] = {}
         self.moved: dict[str, int] = {}
+        self.encoded: dict[str, int] = {}
         self.last: weakref.ref[_Frame] | None = None
         self.counter: Counter | None = None
         self.stays: set[int] = set()
@@ -256,14 +304,15 @@ class Movers:
         return found.entries if found is not None and found.tensor() is not None else None
 
     def begin(self, unit: str, mode: str, folder: str | None, smallest: int, inputs: Any) -> Any:
-        """From now on what autograd saves for a unit is moved: to ``"host"`` memory, or to ``"disk"`` in that folder.
+        """From now on what autograd saves for a unit is moved: to ``"host"`` memory, or to ``"disk"`` in that folder;
+        or kept in fewer bits.
 
         Returns:
             What :meth:`end` takes; None inside of a checkpoint, to which it is left.
         """
         if inside_checkpoint():
             return None
-        tier = self._tiers.named(mode, folder)
+        tier = EncodedTier(mode) if mode in ENCODED else self._tiers.named(mode, folder)
         self._meet(tensors_in(inputs))
         frame = _Frame(self, self.parts.setdefault(unit, Tally(self.tally)), tier, smallest)
         self.last = weakref.ref(frame)
@@ -297,7 +346,8 @@ class Movers:
         """The forward is over."""
         frame, hooks = begun
         hooks.__exit__()
-        self.moved[unit] = self.moved.get(unit, 0) + frame.leave()
+        count = self.encoded if frame.encodes else self.moved
+        count[unit] = count.get(unit, 0) + frame.leave()
 
     def _meet(self, tensors: Sequence[Tensor]) -> None:
         self._known = {key: known for key, known in self._known.items() if known.tensor() is not None}
@@ -326,6 +376,7 @@ def counted(model: nn.Module, units: Sequence[Unit], modes: Mapping[str, str], m
     tally = movers.tally
     tally.peak = tally.device
     movers.moved.clear()
+    movers.encoded.clear()
     movers.counter = counter
     names = _names(units)
     inner = [(unit, module) for unit in units if not unit.spec.root for module in unit.modules]
@@ -338,7 +389,12 @@ def counted(model: nn.Module, units: Sequence[Unit], modes: Mapping[str, str], m
         counter.close()
         report.peak = tally.peak
         report.rows = tuple(
-            SavedRow(name, modes.get(name, "keep"), counter.bytes.get(name, 0), movers.moved.get(name, 0))
+            SavedRow(
+                name,
+                modes.get(name, "keep"),
+                counter.bytes.get(name, 0) + movers.encoded.get(name, 0),
+                movers.moved.get(name, 0),
+            )
             for name in names
         )
 

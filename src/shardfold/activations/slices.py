@@ -97,8 +97,8 @@ class Room:
                 "leave it out."
             )
         place = free.pop()
-        # By .data each slice counts its own writes: autograd compares them, and views count those of all.
-        return self._memory[key].data[place], lambda: free.append(place)
+        # Of its own version: autograd would take what is written into other places for a change of this one.
+        return self._memory[key][place].data, lambda: free.append(place)
 
     @property
     def nbytes(self) -> int:
@@ -265,8 +265,7 @@ def _compare(tensors: Sequence[Tensor], who: str, ranks: Along, device: torch.de
     if not bool((largest[:2] == ~largest[2:]).all()):
         raise UsageError(
             f"{who} is called with other tensors on each of the {ranks.size} ranks that its inputs are split over: "
-            "they have parts of them already, as under sequence_parallel=True, or draw other random numbers; leave "
-            "over= out for it."
+            "they have parts of them already, or draw other random numbers; leave over= out for it."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardfold.parallel.split import Forward, is_cut, is_partial
+from shardfold.parallel.split import Forward, cut_forward, is_cut, is_partial
 from shardfold.parallel.trace import leaf_of
 from shardfold.plan.cost import ring_bytes
 
@@ -96,8 +96,8 @@ def _between(model: nn.Module, module: nn.Module, forward: Forward) -> list[tupl
 
 def _cut(model: nn.Module) -> Iterator[tuple[str, nn.Module, Forward]]:
     for path, module in model.named_modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, Forward):
+        forward = cut_forward(module)
+        if forward is not None:
             yield path, module, forward
 
 

@@ -29,10 +29,12 @@ from typing import Any
 from torch import nn
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.parallel.draws import Parts, look_at_draws
 from shardfold.parallel.following import Expected, follow_calls
 from shardfold.parallel.guess import guessed
 from shardfold.parallel.infer import infer
 from shardfold.parallel.known import STYLES, divided_of, known_plan, unknown_style
+from shardfold.parallel.link import link_of
 from shardfold.parallel.split import Cut, Owners, Place, Shared, cut_module, is_cut, is_streamed, is_transposed
 from shardfold.parallel.stream import DROPOUTS, Stream
 from shardfold.parallel.trace import leaf_of
@@ -326,6 +328,7 @@ class Splitting:
         self._owners: Owners = owners
         self._shared: dict[str, Shared] = {}
         self._groups: dict[str, int] = {}
+        self._parts = Parts()
 
     def run(self) -> None:
         cuts: list[Cut] = []
@@ -337,16 +340,17 @@ class Splitting:
             self._check_ties(path, module)
             cuts.append(self._cut(path, module, word))
             cuts[-1].check(self._place)
-            if path not in self._plan.own:
-                cuts[-1].check_forward()
+            cuts[-1].check_forward(path in self._plan.own)
         for cut in cuts:
-            cut_module(cut, self._place, self._of_parent(cut.name), self._owners)
+            cut_module(cut, self._place, self._of_parent(cut.name), self._owners, self._parts)
         for parent, groups in self._groups.items():
             vars(self._modules[parent])["num_key_value_groups"] = groups
         self._divide()
         for path, why in self._plan.left.items():
             vars(self._modules[path])["_shardfold_left"] = why
         self._follow({cut.name for cut in cuts if cut.word == "column"})
+        for caller in dict.fromkeys(self._caller(cut.name) for cut in cuts if cut.word in ("column", "kv", "row")):
+            look_at_draws(caller, self._parts, link_of(caller, self._place.axis))
 
     def _follow(self, columns: set[str]) -> None:
         """Calls on parts of tensors, of a plan that was traced."""
@@ -356,13 +360,18 @@ class Splitting:
             follow_calls(self._modules[path], path, calls, leaves, [inside[n] for n in inside if n in columns])
 
     def _of_parent(self, path: str) -> Shared:
-        parent = caller = path.rpartition(".")[0]
+        parent = path.rpartition(".")[0]
         if parent not in self._shared:
             shared = self._shared[parent] = Shared()
-            while caller and isinstance(self._modules[caller], (nn.ModuleList, nn.ModuleDict)):  # has no forward
-                caller = caller.rpartition(".")[0]
-            self._modules[caller].register_forward_hook(shared.forget, always_call=True)
+            self._caller(path).register_forward_hook(shared.forget, always_call=True)
         return self._shared[parent]
+
+    def _caller(self, path: str) -> nn.Module:
+        """Whose forward calls the module."""
+        caller = path.rpartition(".")[0]
+        while caller and isinstance(self._modules[caller], (nn.ModuleList, nn.ModuleDict)):  # has no forward
+            caller = caller.rpartition(".")[0]
+        return self._modules[caller]
 
     def _check_ties(self, path: str, module: nn.Module) -> None:
         """

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardfold.errors import ConfigError, UsageError
+from shardfold.parallel.draws import Parts
 from shardfold.parallel.functions import collect, copy, gather, reduce, scatter, spread
 from shardfold.parallel.link import AxisLink, link_of
 from shardfold.parallel.stream import DROPOUTS, TOKENS, Stream, apart_draws
@@ -35,6 +36,7 @@ __all__ = [
     "Place",
     "Shared",
     "Summed",
+    "cut_forward",
     "cut_module",
     "hear_gradients",
     "is_cut",
@@ -126,6 +128,7 @@ class Forward:
         collected: a module around it has made its inputs whole.
         begins: the stream, behind this embedding.
         path: of the module, for messages.
+        parts: of the model's tensors, to which columns add what they give.
     """
 
     module: nn.Module
@@ -139,6 +142,7 @@ class Forward:
     collected: bool = False
     begins: bool = False
     path: str = ""
+    parts: Parts = field(default_factory=Parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not args:  # its first argument is given by name
@@ -149,7 +153,16 @@ class Forward:
                 f"{self.path!r} is a row of {self._inputs()} inputs on each rank along {self.link.axis!r}, and gets "
                 f"{args[0].shape[-1]}: what it is given is not divided; give the layers before it the word 'column'."
             )
-        return getattr(self, f"_{self.word}")(*args, **kwargs)
+        if self.word in (*WORKS, "draws"):  # what it does between columns and rows is looked at
+            return getattr(self, f"_{self.word}")(*args, **kwargs)
+        self.parts.inside += 1
+        try:
+            y = getattr(self, f"_{self.word}")(*args, **kwargs)
+        finally:
+            self.parts.inside -= 1
+        if self.word in ("column", "kv"):
+            self.parts.add(y)
+        return y
 
     @property
     def _cut(self) -> bool:
@@ -256,6 +269,11 @@ def is_cut(module: nn.Module) -> bool:
     return _FORWARD in vars(module)
 
 
+def cut_forward(module: nn.Module) -> Forward | None:
+    """What it was cut for does; None: it was not."""
+    return vars(module).get(_FORWARD)
+
+
 def is_streamed(module: nn.Module) -> bool:
     """Whether it was cut for sequence parallelism."""
     forward: Forward | None = vars(module).get(_FORWARD)
@@ -358,16 +376,24 @@ class Cut:
             )
         if self.embedding and getattr(self.module, "max_norm", None) is not None:
             raise ConfigError(f"{self.name!r} has max_norm=, by which it changes rows that it reads: leave it whole.")
+        if self.word == "vocabulary" and getattr(self.module, "scale_grad_by_freq", False):
+            raise ConfigError(
+                f"{self.name!r} has scale_grad_by_freq=, which counts words, and each rank along {place.axis!r} looks "
+                "other ranks' words up in a row of its own: leave it whole."
+            )
         if self.word != "kv":
             self.range(place)
 
-    def check_forward(self) -> None:
-        """For a plan that is not the model's own.
+    def check_forward(self, own: bool) -> None:
+        """``own``: the plan is the model's, which knows what its modules compute, but not that a row's bias is added
+        behind the sum.
 
         Raises:
             ConfigError: what the module computes is not known to be the sum, or the parts, of what its parts compute.
         """
-        if self.word in (*WORKS, "experts"):
+        if self.word in (*WORKS, "experts") or (
+            own and (self.word != "row" or self.module._parameters.get("bias") is None)
+        ):
             return
         kind = type(self.module)
         if kind is NonDynamicallyQuantizableLinear:
@@ -384,7 +410,7 @@ class Cut:
             raise ConfigError(
                 f"the plan calls {self.name!r} {self.word!r}, but {kind.__name__} {does}, which may be wrong on a part "
                 "of its weight: leave it 'replicated', make it an nn.Linear or an nn.Embedding, or, if it is right, "
-                "give the plan to the model as its own attribute tensor_plan."
+                "give the plan to the model as its own attribute tensor_plan (a row without a bias)."
             )
         if "forward" in vars(self.module) and not is_cut(self.module):
             raise ConfigError(
@@ -414,8 +440,9 @@ class Cut:
         )
 
 
-def cut_module(cut: Cut, place: Place, shared: Shared, owners: Owners) -> None:
-    """Cuts a module in place; ``shared`` is of its parent, ``owners`` of the model's parameters.
+def cut_module(cut: Cut, place: Place, shared: Shared, owners: Owners, parts: Parts) -> None:
+    """Cuts a module in place; ``shared`` is of its parent, ``owners`` of the model's parameters, ``parts`` of its
+    tensors.
 
     Raises:
         ConfigError: a parameter that it shares with another is cut in two ways.
@@ -429,7 +456,7 @@ def cut_module(cut: Cut, place: Place, shared: Shared, owners: Owners) -> None:
         sum_gradients(module, place, ["bias"])
     forward = Forward(
         module, word, link, shared, rows=cut.rows, stream=cut.stream, collected=cut.collected, begins=cut.begins,
-        path=cut.name,
+        path=cut.name, parts=parts,
     )  # fmt: skip
     if word in ("partial", "sequence"):
         if not isinstance(module, DROPOUTS):

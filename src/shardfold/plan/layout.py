@@ -54,7 +54,9 @@ ROLES = ("compute", "grads", "reduce", "master", "moments")
 """The dtype words of a table; :class:`Precision` says what they mean."""
 
 STATES = ("params", "held", "grads", "master", "moments")
-MODES = ("keep", "recompute", "select", "host", "disk")
+ENCODED = ("packed", "int8")
+"""Those of :data:`MODES` that keep what autograd saves in fewer bits."""
+MODES = ("keep", "recompute", "select", "host", "disk", *ENCODED)
 """What can happen to what autograd saves; see :class:`Activations`."""
 
 
@@ -196,7 +198,7 @@ class Activations:
         inputs: of ``recompute`` and ``select``: the tier in which what is kept of inputs rests.
         contiguous: with ``over``: slices lie in memory for so many units, one behind the other, which is used again in
             each step; 0: each for itself.
-        smallest: bytes of the smallest tensor that is moved or sliced.
+        smallest: bytes of the smallest tensor that is moved, sliced or encoded.
         folder: of ``disk``: where the file is; None: the system's folder for temporary files.
 
     Raises:
@@ -218,9 +220,11 @@ class Activations:
             if not isinstance(getattr(self, name), tuple):
                 raise ConfigError(f"Activations.{name} is {described(getattr(self, name))}: it is a tuple.")
         for mode in self.among:
-            if not fits or mode not in MODES:
+            choices = [each for each in MODES if each not in ENCODED]
+            if not fits or mode not in choices:
                 raise ConfigError(
-                    f"Activations.among has {mode!r}, but names what 'fit:...' chooses from.{did_you_mean(mode, MODES)}"
+                    f"Activations.among has {mode!r}, but names what 'fit:...' chooses from."
+                    f"{did_you_mean(mode, choices)}"
                 )
         if self.mode not in MODES and not fits and not tiles:
             raise ConfigError(f"activations={self.mode!r} is unknown.{did_you_mean(str(self.mode), MODES)}")
@@ -301,12 +305,17 @@ class Activations:
     @property
     def tier(self) -> Tier | None:
         """Where it rests between forward and backward; None: nowhere, or each unit has its own mode."""
-        return {"keep": Tier.DEVICE, "select": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}.get(self.mode)
+        if self.mode in ("keep", "select", *ENCODED):
+            return Tier.DEVICE
+        return {"host": Tier.HOST, "disk": Tier.DISK}.get(self.mode)
 
     @property
     def fate(self) -> str:
         """What becomes of it between forward and backward, as a table says it."""
-        words = {"recompute": "recomputed", "select": "recomputed, but products"}
+        words = {
+            "recompute": "recomputed", "select": "recomputed, but products", "packed": "device, masks as bits",
+            "int8": "device, in 8 bits",
+        }  # fmt: skip
         return words.get(self.mode, str(self.tier or self.mode)) + self._whereabouts
 
     def __str__(self) -> str:

@@ -23,7 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfold.compat.deepspeed.crossing import link_for
+from shardfold.compat.deepspeed.ranks import NOW
 from shardfold.compat.deepspeed.refused import WrongArgument, WrongCall
+from shardfold.compat.deepspeed.runtime.sequence_parallel.tiles import (
+    SequenceTiledCompute,
+    TiledFusedLogitsLoss,
+    TiledMLP,
+    sequence_tiled_compute,
+)
 from shardfold.compat.deepspeed.utils.logging import logger
 from shardfold.parallel.attention import refuse_options
 from shardfold.parallel.batch import IGNORED, read_documents
@@ -31,7 +38,14 @@ from shardfold.parallel.cut import CONTIGUOUS, Cut
 from shardfold.parallel.link import Link
 from shardfold.parallel.ulysses import across_heads, check_heads, ulysses_attention
 
-__all__ = ["UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"]
+__all__ = [
+    "SequenceTiledCompute",
+    "TiledFusedLogitsLoss",
+    "TiledMLP",
+    "UlyssesSPAttentionHF",
+    "UlyssesSPDataLoaderAdapter",
+    "sequence_tiled_compute",
+]
 
 OURS = "sdpa"
 """The implementation in whose place the library's own attention is computed; others are called."""
@@ -72,8 +86,8 @@ class UlyssesSPAttentionHF(nn.Module):
         disable_in_eval: bool = False,
     ) -> None:
         super().__init__()
-        self.attn, self.process_group = attn, process_group
-        self.world_size, self.sp_rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        self.attn, self._group, self._registered = attn, process_group, False
+        self.world_size = dist.get_world_size(process_group)
         self.batch_size, self.num_hidden_layers = batch_size, num_hidden_layers
         self.attn_head_count, self.attn_head_size = attn_head_count, attn_head_size
         self.global_kv_head_count = kv_head_count
@@ -83,6 +97,17 @@ class UlyssesSPAttentionHF(nn.Module):
         self.core_attn_implementation: str | None = None
         self._last: tuple[Any, int, tuple[Cut, Tensor]] | None = None
         check_heads(attn_head_count, self.world_size)
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks that share sequences; of what was registered those of the engine that was made last, because ranks
+        that share layers may come between them."""
+        return NOW.ways.sequence_group if self._registered else self._group
+
+    @property
+    def sp_rank(self) -> int:
+        """This rank's place among them."""
+        return dist.get_rank(self.process_group)
 
     def forward(
         self,
@@ -111,7 +136,7 @@ class UlyssesSPAttentionHF(nn.Module):
         """
         if self.disable_in_eval and not module.training:
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
-        link = link_for(module, self.process_group)
+        link = link_for(module, None if self._registered else self._group)
         cut, positions = self._cut(link, query, kwargs.get("position_ids"))
         window = kwargs.get("sliding_window")
         if window is not None and window < cut.length:
@@ -223,7 +248,7 @@ class UlyssesSPAttentionHF(nn.Module):
             else seq_length // sequence_parallel_size,
             global_seq_length=None if seq_length_is_variable else seq_length,
         )  # fmt: skip
-        attention.core_attn_implementation = core_attn_implementation
+        attention.core_attn_implementation, attention._registered = core_attn_implementation, True
         registry[core_attn_implementation] = attention
         return mpu
 
@@ -316,8 +341,9 @@ class UlyssesSPDataLoaderAdapter:
         Raises:
             StopIteration: there are no more.
             WrongCall: on all ranks: loaders are of different lengths.
-            WrongArgument: on all ranks: one has a batch that cannot be cut.
+            WrongArgument: on all ranks: one has a batch that cannot be cut, or ``sp_group`` is not the engine's.
         """
+        _check_group(self.sp_group)
         if self.iter is None:
             self.iter = iter(self.dl)
         batch, said = next(self.iter, None), ""
@@ -373,6 +399,23 @@ class UlyssesSPDataLoaderAdapter:
         dist.all_to_all_single(comes, goes, sizes, [part.numel() for part in parts], group=self.sp_group)
         came = comes.cpu().split(sizes)
         return [part.view(shape) for part, shape in zip(came, shapes, strict=True)]
+
+
+def _check_group(group: Any) -> None:
+    """
+    Raises:
+        WrongArgument: the engine that was made last has other ranks that share sequences, as where ranks that share
+            layers come between them.
+    """
+    its = NOW.ways.sequence_group
+    if its is None or group is None:
+        return
+    mine, theirs = dist.get_process_group_ranks(group), dist.get_process_group_ranks(its)
+    if mine != theirs and NOW.ways.tensor > 1:
+        raise WrongArgument(
+            f"UlyssesSPDataLoaderAdapter(sp_group=...) has the ranks {mine}, and the engine's that share sequences are "
+            f"{theirs}: ask deepspeed.utils.groups._get_sequence_parallel_group() behind deepspeed.initialize()."
+        )
 
 
 def _prepared(batch: Any, ranks: int) -> dict[str, Any]:
