@@ -335,6 +335,16 @@ class DataMesh:
             return self._groups[axes]
         return self._groups[tuple(axis for axis in axes if self.sizes[axis] > 1)]
 
+    def add_group(self, axes: Axes) -> None:
+        """Makes the groups of these axes, if there are none yet; all ranks call it."""
+        axes = tuple(axis for axis in axes if self.sizes[axis] > 1)
+        if not axes or axes in self._groups:
+            return
+        for ranks in self.sizes.rows(axes):
+            group = self._new_group(ranks, self._timeout)
+            if self.rank in ranks:
+                self._groups[axes] = group
+
     def groups(self) -> list[tuple[Any, list[int]]]:
         """Every group that parameters, gradients and activations go over, with its ranks; in one order on all ranks."""
         return [(group, dist.get_process_group_ranks(group)) for group in self._groups.values()]

@@ -77,7 +77,7 @@ class Handlers:
         self.units = {unit.name: unit for unit in units}
         self.optimizer = optimizer
         if optimizer is not None:
-            optimizer.connect(RankLink(layout.master.over, comm))
+            optimizer.connect(RankLink(layout.master.over, comm), comm.mesh.sizes.of_role(Role.TENSOR))
         self.norms = Norms(clip, comm, self.trainable, looks=loss_scale is not None)
         self.used: dict[str, list[list[bool]]] = {}
         self.cursor = Cursor(comm.memory.device)

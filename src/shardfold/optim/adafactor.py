@@ -62,31 +62,28 @@ class Adafactor(PartOptimizer):
     def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
         if len(place.shape) < 2:
             return {"step": 0, "variance": torch.zeros_like(tensor)}
-        *batch, rows, columns = place.shape
+        *batch, rows, columns = place.whole
         row_var = torch.zeros(*batch, rows, 1, dtype=_wide(tensor.dtype), device=tensor.device)
         return {"step": 0, "row_var": row_var, "col_var": row_var.new_zeros(*batch, 1, columns)}
 
     def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
         if len(place.shape) < 2:
             return itemsize * place.held
-        return max(itemsize, 4) * (place.numel // place.shape[-1] + place.numel // place.shape[-2])
+        return max(itemsize, 4) * (place.whole_numel // place.whole[-1] + place.whole_numel // place.whole[-2])
 
     def update(self, uses: list[Use]) -> None:
         if not uses:
             return
-        sums = [_sums(use) for use in uses]
-        every = torch.cat(sums)
-        self.link.sum(every)
         steps: list[Tensor] = []
-        squares = torch.zeros(len(uses), dtype=torch.float64, device=every.device)
-        for i, (use, summed) in enumerate(zip(uses, every.split([len(one) for one in sums]), strict=True)):
+        squares: list[Tensor] = []
+        for use, summed in zip(uses, self.summed(uses, [_sums(use) for use in uses]), strict=True):
             use.state["step"] += 1
             steps.append(_step_size(use, summed[0]))
             _follow(use, summed[1:])
-            squares[i] = _direction(use).double().square().sum()
-        self.link.sum(squares)
+            squares.append(_direction(use).double().square().sum().view(1))
+        squares = self.summed(uses, squares)
         for use, size, square in zip(uses, steps, squares, strict=True):
-            rms = (square / use.place.numel).sqrt()
+            rms = (square[0] / use.place.whole_numel).sqrt()
             size = size / (rms / use.group["d"]).clamp(min=1.0)
             use.tensor.mul_(1 - use.group["lr"] * use.group["weight_decay"])
             # The direction is made twice, as keeping it would take as much memory as a moment of every element.
@@ -98,13 +95,30 @@ def _sums(use: Use) -> Tensor:
     values = use.tensor.to(_wide(use.tensor.dtype)).square().sum().view(1)
     if len(use.place.shape) < 2:
         return values
-    rows, columns = use.place.shape[-2:]
-    squares, first = _in_rows(use.place, use.grad.reshape(-1).to(values.dtype).square())
-    by_row = squares.new_zeros(use.place.numel // columns)
-    by_row[first : first + len(squares)] = squares.sum(1)
-    by_column = squares.new_zeros(use.place.numel // rows // columns, columns)
-    by_column.index_add_(0, _matrix_of(squares, first, rows), squares)
-    return torch.cat([values, by_row, by_column.view(-1)])
+    place = use.place
+    *batch, rows, columns = place.shape
+    by_row, by_column = values.new_zeros(place.whole[:-1]), values.new_zeros(*place.whole[:-2], place.whole[-1])
+    if place.numel:
+        squares, first = _in_rows(place, use.grad.reshape(-1).to(values.dtype).square())
+        mine = squares.new_zeros(place.numel // columns)
+        mine[first : first + len(squares)] = squares.sum(1)
+        of_row, of_column = _indices(place)
+        by_row[of_row] = mine.view(*batch, rows)
+        mine = squares.new_zeros(place.numel // rows // columns, columns)
+        mine.index_add_(0, _matrix_of(squares, first, rows), squares)
+        by_column[of_column] = mine.view(*batch, columns)
+    return torch.cat([values, by_row.view(-1), by_column.view(-1)])
+
+
+def _indices(place: Place) -> tuple[Any, Any]:
+    """Where the rows of the box, and its columns, are among those of the whole, ``(..., rows)`` and ``(...,
+    columns)``."""
+    if place.box is None:
+        return ..., ...
+    every = [torch.tensor(place.box.indices(dim)) for dim in range(len(place.shape))]
+    return tuple(torch.meshgrid(*(*every[:-2], every[-2]), indexing="ij")), tuple(
+        torch.meshgrid(*(*every[:-2], every[-1]), indexing="ij")
+    )
 
 
 def _follow(use: Use, sums: Tensor) -> None:
@@ -113,7 +127,7 @@ def _follow(use: Use, sums: Tensor) -> None:
     if "variance" in state:
         state["variance"].lerp_(use.grad.square(), weight)
         return
-    rows, columns = use.place.shape[-2:]
+    rows, columns = use.place.whole[-2:]
     by_row, by_column = sums.to(state["row_var"].dtype).split([state["row_var"].numel(), state["col_var"].numel()])
     state["row_var"].lerp_((by_row / columns).view_as(state["row_var"]), weight)
     state["col_var"].lerp_((by_column / rows).view_as(state["col_var"]), weight)
@@ -126,12 +140,16 @@ def _direction(use: Use) -> Tensor:
     if "variance" in use.state:
         return use.state["variance"].reshape(-1).clamp(min=least * least).rsqrt_().mul_(grad)
     rows, columns = use.place.shape[-2:]
-    row_var, col_var = use.state["row_var"], use.state["col_var"]
+    if not use.place.numel:
+        return torch.empty_like(grad)
+    whole, (of_row, of_column) = use.place.whole, _indices(use.place)
+    row_var, col_var = use.state["row_var"].view(whole[:-1]), use.state["col_var"].view(*whole[:-2], whole[-1])
+    mean = row_var.mean(dim=-1, keepdim=True).expand_as(row_var)[of_row].reshape(-1, rows)[:, :1].clamp(min=least)
+    row_var, col_var = row_var[of_row].reshape(-1, 1), col_var[of_column].reshape(-1, columns)
     first, stop = use.place.start // columns, -(-(use.place.start + use.place.held) // columns)
-    mine = row_var.view(-1, 1)[first:stop]
+    mine = row_var[first:stop]
     matrix = _matrix_of(mine, first, rows)
-    mean = row_var.mean(dim=-2).view(-1, 1).clamp(min=least)
-    estimate = (mine * col_var.view(-1, columns)[matrix]).div_(mean[matrix])
+    estimate = (mine * col_var[matrix]).div_(mean[matrix])
     offset = use.place.start - first * columns
     part = estimate.view(-1)[offset : offset + use.place.held]
     return part.clamp_(min=least * least).rsqrt_().to(grad.dtype).mul_(grad)
@@ -139,7 +157,7 @@ def _direction(use: Use) -> Tensor:
 
 def _step_size(use: Use, square: Tensor) -> Tensor:
     """The step size before clipping, a 0-d tensor."""
-    rms = (square / use.place.numel).sqrt()
+    rms = (square / use.place.whole_numel).sqrt()
     return rms.clamp(min=use.group["eps"][1]) * min(float(use.group["lr"]), use.state["step"] ** -0.5)
 
 

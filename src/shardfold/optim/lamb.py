@@ -71,16 +71,15 @@ class LAMB(PartOptimizer):
     def update(self, uses: list[Use]) -> None:
         if not uses:
             return
-        squares = torch.zeros(2 * len(uses), dtype=torch.float64, device=uses[0].tensor.device)
-        for i, use in enumerate(uses):
+        parts: list[Tensor] = []
+        for use in uses:
             beta1, beta2 = use.group["betas"]
             use.state["step"] += 1
             use.state["exp_avg"].lerp_(use.grad, 1 - beta1)
             use.state["exp_avg_sq"].mul_(beta2).addcmul_(use.grad, use.grad, value=1 - beta2)
-            for j, values in enumerate((use.tensor, _direction(use))):
-                squares[2 * i + j] = square_sum([values.reshape(-1)], values.device)
-        self.link.sum(squares)
-        norms = squares.sqrt().view(-1, 2)
+            both = (use.tensor, _direction(use))
+            parts.append(torch.stack([square_sum([each.reshape(-1)], each.device) for each in both]))
+        norms = torch.stack(self.summed(uses, parts)).sqrt()
         ratios = torch.where((norms > 0).all(1), norms[:, 0] / norms[:, 1], 1.0)
         for use, ratio in zip(uses, ratios, strict=True):
             trust = ratio.clamp(*use.group["trust_range"]) if use.group["adapt"] else 1.0

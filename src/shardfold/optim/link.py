@@ -18,11 +18,24 @@ __all__ = ["RankLink"]
 class RankLink:
     """The ranks of the axes that master is split over (see ``parts.Link``)."""
 
-    def __init__(self, over: Axes, comm: Comm) -> None:
+    def __init__(self, over: Axes, comm: Comm, beside: Axes = ()) -> None:
         mesh = comm.mesh
-        self.rank, self.ranks = shard_index(over, mesh.sizes, mesh.coords), mesh.parts(over)
-        self.kind = Sent("update", "ALL_TO_ALL", over)
-        self._over, self._comm = over, comm
+        self._own, self._comm = over, comm
+        self._over = tuple(axis for axis in mesh.sizes if axis in (*over, *beside))  # as ranks of the group are counted
+        self.rank, self.ranks = shard_index(self._over, mesh.sizes, mesh.coords), mesh.parts(self._over)
+        self.kind = Sent("update", "ALL_TO_ALL", self._over)
+        rows = next(ranks for ranks in mesh.sizes.rows(self._over) if mesh.rank in ranks)
+        coords = [mesh.sizes.coords(rank) for rank in rows]
+        self.places: Sequence[tuple[int, int]] = [
+            (shard_index(over, mesh.sizes, at), shard_index(beside, mesh.sizes, at)) for at in coords
+        ]
+
+    def beside(self, axes: Axes) -> RankLink:
+        return RankLink(self._own, self._comm, axes) if axes else self
+
+    def join(self, axes: Axes) -> None:
+        """Makes :meth:`exchange` possible of these ranks and those along more axes; all ranks call it."""
+        self._comm.mesh.add_group(self.beside(axes)._over)
 
     def sum(self, numbers: Tensor) -> None:
         if self.ranks == 1:

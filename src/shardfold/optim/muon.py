@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.optim.adamw import adamw_
 from shardfold.optim.owners import balanced, exchanged, on_owners
-from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
+from shardfold.optim.parts import Link, PartOptimizer, Place, Use, check_betas, check_number
 from shardfold.plan.arguments import known_arguments
+from shardfold.plan.axes import Axes
+from shardfold.plan.cost import Sent
 
 __all__ = ["Muon", "muon_groups"]
 
@@ -44,6 +46,7 @@ class Muon(PartOptimizer):
     """
 
     per_element = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+    exchanges = True
 
     def __init__(
         self,
@@ -121,23 +124,40 @@ class Muon(PartOptimizer):
             average.lerp_(use.grad, 1 - momentum)
             direction = use.grad.lerp(average, momentum) if use.group["nesterov"] else average
             parts.append(direction.reshape(-1).to(dtype))
-        places = [use.place for use in uses]
-        owners = balanced([_cost(place, use.group) for place, use in zip(places, uses, strict=True)], self.link.ranks)
-        for i, part in on_owners(parts, places, owners, self.link, lambda i, x: _equalized(x, uses[i].group)):
+        for axes in sorted({use.place.axes for use in uses}):
+            these = [i for i, use in enumerate(uses) if use.place.axes == axes]
+            self._exchange(axes, [uses[i] for i in these], [parts[i] for i in these])
+
+    def _exchange(self, axes: Axes, uses: list[Use], parts: list[Tensor]) -> None:
+        link = self.link.beside(axes)
+        places = [_joined(use.place, link) for use in uses]
+        owners = balanced([_cost(use.place, use.group) for use in uses], link.ranks)
+        boxes = [use.place for use in uses]
+        for i, part in on_owners(
+            parts, places, owners, link, lambda i, x: _whole_equalized(x, boxes[i], uses[i].group)
+        ):
             group, tensor = uses[i].group, uses[i].tensor
             lr = float(group["lr"])
             tensor.mul_(1 - lr * group["weight_decay"])
-            tensor.add_(part.view(tensor.shape), alpha=-lr * _scale(group["adjust_lr_fn"], *places[i].shape))
+            tensor.add_(part.view(tensor.shape), alpha=-lr * _scale(group["adjust_lr_fn"], *boxes[i].whole))
 
-    def traffic(self) -> tuple[int, int]:
-        calls = sent = 0
-        matrices = [(group, place) for group, _, place in self.parts() if not group["adamw"] and place.numel]
-        for dtype in dict.fromkeys(group["ns_dtype"] for group, _ in matrices):
-            places = [place for group, place in matrices if group["ns_dtype"] is dtype]
-            costs = [_cost(place, group) for group, place in matrices if group["ns_dtype"] is dtype]
-            more = exchanged(places, balanced(costs, self.link.ranks), dtype.itemsize, self.link)
-            calls, sent = calls + more[0], sent + more[1]
-        return calls, sent
+    def refuses(self, group: dict[str, Any], shape: Sequence[int], whole: Sequence[int]) -> str:
+        parts = [b / a for a, b in zip(shape, whole, strict=True) if a != b]
+        equal = len(parts) == 1 and parts[0] == int(parts[0])
+        return "" if equal else "ranks have parts of it that are not equal"
+
+    def traffic(self) -> dict[Sent, tuple[int, int]]:
+        found: dict[Sent, tuple[int, int]] = {}
+        matrices = [(group, place) for group, _, place in self.parts() if not group["adamw"] and place.whole_numel]
+        for dtype, axes in dict.fromkeys((group["ns_dtype"], place.axes) for group, place in matrices):
+            link = self.link.beside(axes)
+            some = [(g, place) for g, place in matrices if g["ns_dtype"] is dtype and place.axes == axes]
+            owners = balanced([_cost(place, group) for group, place in some], link.ranks)
+            more = exchanged([_joined(place, link) for _, place in some], owners, dtype.itemsize, link)
+            calls, sent = found.get(link.kind, (0, 0))
+            if more[0]:
+                found[link.kind] = calls + more[0], sent + more[1]
+        return found
 
 
 @known_arguments
@@ -177,9 +197,31 @@ def _equalized(matrix: Tensor, group: dict[str, Any]) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
+def _joined(place: Place, link: Link) -> Place:
+    """Where parts of a matrix are on all ranks that have some: its boxes lie one behind the other, ``(boxes, rows,
+    columns)``."""
+    if place.box is None:
+        return place
+    shares = tuple(
+        (box * place.numel + place.shares[own][0], box * place.numel + place.shares[own][1]) for own, box in link.places
+    )
+    return Place((link.ranks // len(place.shares), *place.shape), shares, link.rank)
+
+
+def _whole_equalized(matrix: Tensor, place: Place, group: dict[str, Any]) -> Tensor:
+    """:func:`_equalized` of the matrix that boxes make up, as boxes. Rows that change places do so in what comes out:
+    boxes of several blocks need no order."""
+    if place.box is None:
+        return _equalized(matrix, group)
+    if place.shape[0] != place.whole[0]:
+        return _equalized(matrix.flatten(0, 1), group).view(matrix.shape)
+    joined = matrix.transpose(0, 1).flatten(1, 2)
+    return _equalized(joined, group).unflatten(1, (matrix.shape[0], -1)).transpose(0, 1).contiguous()
+
+
 def _cost(place: Place, group: dict[str, Any]) -> float:
     """Multiplications of :func:`_equalized`."""
-    small, large = sorted(place.shape)
+    small, large = sorted(place.whole)
     return group["ns_steps"] * (2.0 * small * small * large + small**3)
 
 

@@ -5,7 +5,7 @@ parameter that lie in this rank's master range, a 1-D view that may be empty; ev
 in the same order, so that ranks which sum or exchange something per parameter mean the same ones.
 
     elementwise          reads its part only                                       Lion, AdamW8bit
-    sums per parameter   ``link.sum`` of one small vector for all parameters       LAMB, Adafactor
+    sums per parameter   ``summed``: one small vector for all parameters           LAMB, Adafactor
     whole matrices       ``owners.on_owners``: parts go to a rank that completes   Muon
                          the matrix, what it makes of it comes back
 """
@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardfold.errors import ConfigError
+from shardfold.plan.axes import Axes
+from shardfold.plan.box import Box
 from shardfold.plan.cost import Sent
 
 __all__ = ["Alone", "Link", "PartOptimizer", "Place", "Use", "check_betas", "check_number"]
@@ -33,13 +35,17 @@ class Place(NamedTuple):
         shape: of the parameter, as ranks of the link have it together.
         shares: ``(start, stop)`` in the flattened parameter of each rank's part, by rank of the link.
         rank: whose part is this one.
-        whole: elements of the larger parameter that this one is a box of; 0: it is the whole.
+        larger: the shape of the larger parameter that this one is a box of; empty: it is the whole.
+        box: which box; None: it is the whole.
+        axes: of the mesh, on which ranks have the other boxes.
     """
 
     shape: tuple[int, ...]
     shares: tuple[tuple[int, int], ...]
     rank: int = 0
-    whole: int = 0
+    larger: tuple[int, ...] = ()
+    box: Box | None = None
+    axes: Axes = ()
 
     @property
     def numel(self) -> int:
@@ -49,7 +55,12 @@ class Place(NamedTuple):
     @property
     def whole_numel(self) -> int:
         """Elements of the larger parameter that it is a box of, or of itself."""
-        return self.whole or self.numel
+        return prod(self.whole)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the larger parameter that it is a box of, or of itself."""
+        return self.larger or self.shape
 
     @property
     def start(self) -> int:
@@ -77,11 +88,17 @@ class Use(NamedTuple):
 
 
 class Link(Protocol):
-    """The ranks that hold parts of the same parameters; ``kind``: what an exchange is counted as."""
+    """The ranks that hold parts of the same parameters; ``kind``: what an exchange is counted as; ``places``: of each
+    rank, whose part of a box it has and of which box."""
 
     rank: int
     ranks: int
     kind: Sent
+    places: Sequence[tuple[int, int]]
+
+    def beside(self, axes: Axes) -> Link:
+        """These ranks and those along more axes, which have other boxes of parameters."""
+        ...
 
     def sum(self, numbers: Tensor) -> None:
         """Sums a small vector over the ranks, in place."""
@@ -97,6 +114,10 @@ class Alone:
 
     rank, ranks = 0, 1
     kind = Sent("update", "ALL_TO_ALL", ())
+    places: Sequence[tuple[int, int]] = ((0, 0),)
+
+    def beside(self, axes: Axes) -> Link:
+        return self
 
     def sum(self, numbers: Tensor) -> None:
         return
@@ -114,12 +135,14 @@ class PartOptimizer(Optimizer):
         per_element: names of the states that have a value for each element.
         per_parameter: names of the states that a parameter has once; equal on all ranks.
         elementwise: whether it reads nothing but the elements it updates, so that it asks no other rank.
+        exchanges: whether it asks the link for more than sums.
         places: of parts; what is not in it is a whole parameter.
     """
 
     per_element: ClassVar[tuple[str, ...]] = ()
     per_parameter: ClassVar[tuple[str, ...]] = ("step",)
     elementwise: ClassVar[bool] = False
+    exchanges: ClassVar[bool] = False
     link: Link = Alone()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -153,10 +176,14 @@ class PartOptimizer(Optimizer):
         """Bytes of a part's state, in tensors, for elements of ``itemsize`` bytes."""
         raise NotImplementedError
 
-    def traffic(self) -> tuple[int, int]:
-        """Collectives, and bytes that this rank sends in them, in a step that uses all parameters; sums are not counted
-        here, as they are control messages."""
-        return 0, 0
+    def traffic(self) -> dict[Sent, tuple[int, int]]:
+        """Collectives, and bytes that this rank sends in them, in a step that uses all parameters, by kind; sums are
+        not counted here, as they are control messages."""
+        return {}
+
+    def refuses(self, group: dict[str, Any], shape: Sequence[int], whole: Sequence[int]) -> str:
+        """Why a box of that shape is not enough for an update that needs the whole; empty: it is."""
+        return ""
 
     # -- a step
 
@@ -174,7 +201,7 @@ class PartOptimizer(Optimizer):
         uses: list[Use] = []
         for group, parameter, place in self.parts():
             grad = parameter.grad
-            if grad is None or not place.numel:
+            if grad is None or not place.whole_numel:
                 continue
             if grad.is_sparse or grad.is_complex():
                 raise ConfigError(
@@ -198,6 +225,16 @@ class PartOptimizer(Optimizer):
         for number, (_, p, _) in zip(numbers, self.parts(), strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
+
+    def summed(self, uses: Sequence[Use], parts: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of 1-D ``parts``, one for each use, over all ranks that have elements of its parameter."""
+        found: dict[int, Tensor] = {}
+        for axes in sorted({use.place.axes for use in uses}):
+            these = [i for i, use in enumerate(uses) if use.place.axes == axes]
+            every = torch.cat([parts[i] for i in these])
+            self.link.beside(axes).sum(every)
+            found.update(zip(these, every.split([len(parts[i]) for i in these]), strict=True))
+        return [found[i] for i in range(len(uses))]
 
     # -- the state, for who keeps shards
 

@@ -13,7 +13,6 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -26,9 +25,11 @@ from shardfold.errors import ConfigError
 from shardfold.optim.compiled import compiled_adam
 from shardfold.optim.fused import FusedShard, fused_moments, options_of, terms_of, why_not_fused
 from shardfold.optim.guard import Guard
-from shardfold.optim.parts import Link, PartOptimizer, Place
+from shardfold.optim.link import RankLink
+from shardfold.optim.parts import PartOptimizer, Place
 from shardfold.optim.speculation import Snapshots, Speculation
 from shardfold.optim.threads import UpdateThreads
+from shardfold.plan.axes import Axes
 from shardfold.plan.cost import Sent
 from shardfold.plan.layout import Cell, Layout, Tier
 from shardfold.plan.placement import SegmentSpec
@@ -287,10 +288,13 @@ class ShardedOptimizer:
         """Whether the cache-blocked update is used."""
         return self._names is not None
 
-    def connect(self, link: Link) -> None:
-        """The ranks that hold the other pieces, for an optimizer that asks them."""
+    def connect(self, link: RankLink, axes: Axes) -> None:
+        """The ranks that hold the other pieces, for an optimizer that asks them, and the axes of the mesh on which
+        parameters may be cut; all ranks call it."""
         if self._ours is not None:
             self._ours.link = link
+            for axis in axes if self._ours.exchanges else ():
+                link.join((axis,))
 
     # -- the update
 
@@ -574,8 +578,7 @@ class ShardedOptimizer:
 
     def traffic(self) -> dict[Sent, tuple[int, float]]:
         """Collectives of the optimizer's own in a step, and bytes this rank sends in them, by kind."""
-        calls, sent = self._ours.traffic() if self._ours is not None else (0, 0)
-        return {self._ours.link.kind: (calls, sent)} if self._ours is not None and calls else {}
+        return dict(self._ours.traffic()) if self._ours is not None else {}
 
     def regions(self) -> list[Region]:
         """What the optimizer's own state rests in."""
@@ -794,4 +797,5 @@ def _place(segment: Segment, slot: int) -> Place:
     for low in range(0, spec.length, b - a):
         start, stop = max(low - offset, 0), min(low + b - a - offset, numel)
         shares.append((start, stop) if start < stop else (0, 0))
-    return Place(spec.slots[slot].shape, tuple(shares), a // (b - a), prod(spec.slots[slot].whole))
+    own = spec.slots[slot]
+    return Place(own.shape, tuple(shares), a // (b - a), own.larger, own.box, spec.distinct if own.box else ())

@@ -53,6 +53,21 @@ class Box(NamedTuple):
         dim, count, length = self.stacked
         return (*shape[:dim], count, length, *shape[dim + 1 :])
 
+    def indices(self, dim: int) -> list[int]:
+        """Where the rows along a dimension of the block, which counts those of a stacked one through, are in the
+        tensor."""
+        if not self.stacked:
+            return list(range(self.starts[dim], self.starts[dim] + self.sizes[dim]))
+        stacked, _, length = self.stacked
+        if dim != stacked:
+            own = dim + (dim > stacked)
+            return list(range(self.starts[own], self.starts[own] + self.sizes[own]))
+        start, size = self.starts[dim + 1], self.sizes[dim + 1]
+        first = self.starts[dim]
+        return [
+            part * length + row for part in range(first, first + self.sizes[dim]) for row in range(start, start + size)
+        ]
+
     def seen(self, other: Box) -> Box:
         """This box as one of the tensor as ``other`` sees it.
 

@@ -179,19 +179,22 @@ def check_early(model: nn.Module, mesh: Mesh) -> None:
 def check_reach(optimizer: Optimizer | None, units: Iterable[UnitSpec | None]) -> None:
     """
     Raises:
-        ConfigError: the optimizer's update of an element reads elements of the parameter that this rank does not have.
+        ConfigError: the optimizer's update of an element reads elements of the parameter that it cannot ask for.
     """
     needs_whole: Any = getattr(optimizer, "needs_whole", None)  # of ours; torch's that do are refused altogether
+    refuses: Any = getattr(optimizer, "refuses", None)
     if optimizer is None or needs_whole is None:
         return
-    for segment in (s for unit in units if unit is not None for s in unit.segments if s.trainable):
-        part = next((slot for slot in segment.slots if slot.box is not None or segment.distinct), None)
-        if part is not None and needs_whole(optimizer.param_groups[segment.group]):
-            of = f" of {part.whole}" if part.box is not None else ""
-            raise ConfigError(
-                f"{type(optimizer).__name__} needs all of {part.name!r}, of which this rank has a slice of shape "
-                f"{part.shape}{of}: use an element-wise optimizer, such as AdamW, for it."
-            )
+    for segment in (s for unit in units if unit is not None for s in unit.segments if s.trainable and s.distinct):
+        group = optimizer.param_groups[segment.group]
+        for slot in segment.slots if needs_whole(group) else ():
+            why = "nothing says of what" if slot.box is None else refuses(group, slot.shape, slot.whole)
+            if why:
+                of = f" of {slot.whole}" if slot.box is not None else ""
+                raise ConfigError(
+                    f"{type(optimizer).__name__} needs all of {slot.name!r}, of which this rank has a slice of shape "
+                    f"{slot.shape}{of}, and {why}: use an element-wise optimizer, such as AdamW, for it."
+                )
 
 
 def _marks(module: nn.Module) -> Mapping[str, Mapping[str, _Mark]]:
