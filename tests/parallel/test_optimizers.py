@@ -102,5 +102,7 @@ def test_the_update_is_that_of_whole_matrices(ranks: Ranks, tmp_path: Any) -> No
 def test_every_model(ranks: Ranks, tmp_path: Any, name: str, size: int, world: int) -> None:
     """The same of other models and sizes, under every layout of data."""
     layouts = ("ddp",) if size == world else ("zero1", "zero2", "zero3")
-    kinds = [kind for kind in MAKE if (name, kind) != ("mixtral", "muon")]
+    # A bias of keys has gradients of rounding errors alone, which Adafactor's steps bring to the size of all others.
+    left_out = {("mixtral", "muon"), ("gpt2", "adafactor"), ("bert", "adafactor")}
+    kinds = [kind for kind in MAKE if (name, kind) not in left_out]
     ranks.run(_trains, name, [(k, layout) for k in kinds for layout in layouts], size, str(tmp_path), world_size=world)

@@ -263,3 +263,28 @@ def test_what_ranks_have_to_have_alike_is_compared(ranks: Ranks) -> None:
     for batch, gradient in ranks.run(_apart, "zero1", world_size=2):
         assert "ranks along 'tensor', which share each layer, have different batches" in batch
         assert gradient.startswith("the gradient of 'scale.weight' differs between ranks along 'tensor'")
+
+
+def _built_split() -> None:
+    losses, _, _, _ = plain("gpt", 4, 3)
+    values = dict(make("gpt").named_parameters())
+    with sf.sharded_init(dtype=torch.float64):
+        model = MODELS["gpt"](4)
+    for name, parameter in model.named_parameters():
+        with sf.whole(parameter, source=0):
+            parameter.data.copy_(values[name].detach())
+    engine = sf.Engine(
+        model, optimizer=ADAM, layout="zero3", mesh={"tensor": 2}, tensor="auto", clip_norm=0.1
+    )  # fmt: skip
+    for step, batch in enumerate(batches(3)):
+        tokens, targets = (each.chunk(2)[engine.data_rank] for each in batch)
+        loss = loss_of(engine, tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        assert engine.mean(loss.item()) == pytest.approx(losses[step], rel=1e-11)
+    engine.close()
+
+
+def test_a_model_that_was_built_split(ranks: Ranks) -> None:
+    """Under ``sharded_init()`` over all ranks: each parameter is whole for the moment in which it is cut."""
+    ranks.run(_built_split, world_size=4)

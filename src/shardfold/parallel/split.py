@@ -26,6 +26,7 @@ from shardfold.parallel.draws import Parts
 from shardfold.parallel.functions import collect, copy, gather, reduce, scatter, spread
 from shardfold.parallel.link import AxisLink, link_of
 from shardfold.parallel.stream import DROPOUTS, TOKENS, Stream, apart_draws
+from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice
 
 __all__ = [
@@ -516,6 +517,7 @@ def _cut(
                 "one word."
             )
         return
+    hand_over([parameter])  # built under sharded_init(): it is whole here until the next lines, and no other is
     vars(parameter)[_FORWARD] = whole, dim, rows, blocks
     with torch.no_grad():
         parts = [each.narrow(dim, rows[0], rows[1] - rows[0]) for each in parameter.detach().chunk(blocks, dim)]

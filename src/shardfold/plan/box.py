@@ -63,10 +63,8 @@ class Box(NamedTuple):
             own = dim + (dim > stacked)
             return list(range(self.starts[own], self.starts[own] + self.sizes[own]))
         start, size = self.starts[dim + 1], self.sizes[dim + 1]
-        first = self.starts[dim]
-        return [
-            part * length + row for part in range(first, first + self.sizes[dim]) for row in range(start, start + size)
-        ]
+        parts, rows = range(self.starts[dim], self.starts[dim] + self.sizes[dim]), range(start, start + size)
+        return [part * length + row for part in parts for row in rows]
 
     def seen(self, other: Box) -> Box:
         """This box as one of the tensor as ``other`` sees it.

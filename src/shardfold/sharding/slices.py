@@ -168,11 +168,15 @@ def check_early(model: nn.Module, mesh: Mesh) -> None:
         ModelError: parameters that are split already have rank 0's values, on a mesh where ranks may have others.
     """
     apart = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name not in mesh.reading]
-    early = next((name for name, p in model.named_parameters() if early_shard(p) is not None), None)
-    if apart and early is not None:
+    alike = all(axis.role is Role.TENSOR for axis in mesh.axes if axis.name in apart)
+    early = [(name, p) for name, p in model.named_parameters() if early_shard(p) is not None]
+    if apart and early and alike:  # what is no slice has one value on all ranks along the axis
+        marked = slices_on(model, mesh, mesh.coords(0))
+        early = [(name, p) for name, p in early if id(p) in marked]
+    if apart and early:
         raise ModelError(
-            f"{early!r} was split over all ranks by sharded_init(), with rank 0's values, but on the axis {apart[0]!r} "
-            "ranks have slices of their own: build the model under meta_init(), or plainly."
+            f"{early[0][0]!r} was split over all ranks by sharded_init(), with rank 0's values, but on the axis "
+            f"{apart[0]!r} ranks have slices of their own: build the model under meta_init(), or plainly."
         )
 
 
