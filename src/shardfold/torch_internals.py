@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardfold.errors import ShardfoldError
@@ -54,6 +54,7 @@ __all__ = [
     "autograd_node",
     "backward_without_context",
     "below_autograd",
+    "call_instead",
     "check",
     "copies_shallowly",
     "cuda_lazy_call",
@@ -449,6 +450,16 @@ register_in_torchscript: Callable[[Any, str], None] = _get("torch.jit._builtins.
 weak_storage: Callable[[torch.UntypedStorage], Any] = _get("torch.UntypedStorage._weak_ref")
 expired: Callable[[Any], bool] = _get("torch.UntypedStorage._expired")
 free_weak: Callable[[Any], None] = _get("torch.UntypedStorage._free_weak_ref")
+
+
+def call_instead(module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Calls of the module are calls of ``call``, with none of its hooks; None: its own again. What they were."""
+    before = vars(module).get("_compiled_call_impl")
+    if call is None:
+        vars(module).pop("_compiled_call_impl", None)
+    else:
+        module._compiled_call_impl = call  # pyright: ignore
+    return before
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -201,6 +201,11 @@ class Replacements:
             *(("host",) if accelerator.has_streams(self._device) else ()),
         )
 
+    @property
+    def modes(self) -> tuple[Activations, ...]:
+        """Those that are asked for."""
+        return tuple(self._values)
+
     def remove(self) -> None:
         """Gives every module its own forward."""
         for place in self.places:

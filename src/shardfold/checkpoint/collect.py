@@ -39,7 +39,7 @@ def collect(
     for unit in model.units:
         for segment in unit.segments:
             for slot, place in enumerate(segment.spec.slots):
-                if place.name not in left_out:
+                if place.name not in left_out and model.counts(segment):
                     _of_parameter(model, segment, slot, parts, index)
     tensors: dict[str, Tensor] = {}
     tree = encode({"rng": rng_state()}, "rank_state", tensors)
@@ -47,9 +47,12 @@ def collect(
     index.ranks = [tree]
     for name, tensor in tensors.items():
         parts.append(_whole("rank", "", name, tensor, rank=model.rank))
-    if model.rank == 0:
+    if model.leads:
         for name, (buffer, _) in buffers_of(model.module).items():
             parts.append(_whole("buffer", "", name, buffer))
+        if model.rank:  # of another stage than rank 0's, which the header tells of
+            _describe(model, index, left_out, {})
+    if model.rank == 0:
         parts += [_whole("run", "", name, tensor) for name, tensor in run_tensors.items()]
     return parts, index
 
@@ -59,14 +62,6 @@ def header(
 ) -> tuple[Index, dict[str, Tensor]]:
     """What all ranks share; rank 0's is written. Its larger tensors, by the names that the tree has."""
     tensors: dict[str, Tensor] = {}
-    also = names_of(model.module)
-    parameters: list[Parameter] = []
-    for segment, slot in _places(model):
-        name, shape = segment.spec.slots[slot].name, segment.spec.slots[slot].whole
-        dtype, trainable = NAMES[most_precise(model, segment)[0].dtype], segment.spec.trainable
-        parameters.append(Parameter(name, shape, dtype, also.get(name, ()), trainable, left_out.get(name)))
-    order = {name: i for i, (name, _) in enumerate(model.module.named_parameters())}
-    parameters.sort(key=lambda p: order.get(p.name, len(order)))
     run = {
         "schedule": model.run.lr_schedule.state_dict() if model.run.lr_schedule is not None else None,
         "loss_scale": model.run.loss_scale.state_dict() if model.run.loss_scale is not None else None,
@@ -74,7 +69,6 @@ def header(
     }
     tree = encode(run, "run", tensors)
     tree["state"] = encode(plain(state), "run.state", tensors, "state")
-    buffers = buffers_of(model.module)
     index = Index(
         step=model.run.steps,
         written={
@@ -85,14 +79,26 @@ def header(
             "table": str(model.layout), "precision": str(model.rules.default),
             "mesh": dict(model.comm.mesh.sizes), "ranks": model.world_size,
         },
-        parameters=parameters,
-        buffers=[
-            Parameter(name, tuple(b.shape), NAMES[b.dtype], others) for name, (b, others) in buffers.items()
-        ],
-        optimizer=_optimizer(model, tensors),
         run=tree,
     )  # fmt: skip
+    _describe(model, index, left_out, tensors)
     return index, tensors
+
+
+def _describe(model: ShardedModel, index: Index, left_out: Mapping[str, str], tensors: dict[str, Tensor]) -> None:
+    """Parameters, buffers and the optimizer's groups of this rank's model, in its order."""
+    also = names_of(model.module) | (dict(model.whole.also) if model.whole is not None else {})
+    for segment, slot in _places(model):
+        name, shape = segment.spec.slots[slot].name, segment.spec.slots[slot].whole
+        dtype, trainable = NAMES[most_precise(model, segment)[0].dtype], segment.spec.trainable
+        index.parameters.append(Parameter(name, shape, dtype, also.get(name, ()), trainable, left_out.get(name)))
+    order = {name: i for i, (name, _) in enumerate(model.module.named_parameters())}
+    index.parameters.sort(key=lambda p: order.get(p.name, len(order)))
+    index.buffers = [
+        Parameter(name, tuple(b.shape), NAMES[b.dtype], others)
+        for name, (b, others) in buffers_of(model.module).items()
+    ]
+    index.optimizer = _optimizer(model, tensors)
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,8 +120,8 @@ def is_average(state: str) -> bool:
 
 
 def _places(model: ShardedModel) -> Iterator[tuple[Segment, int]]:
-    for unit in model.units:
-        for segment in unit.segments:
+    for segment in model.segments():
+        if model.counts(segment):
             yield from ((segment, slot) for slot in range(len(segment.spec.slots)))
 
 
@@ -124,7 +130,8 @@ def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes, segment: Se
     parameter that is whole, any."""
     sizes = model.comm.mesh.sizes
     every = slot.box is None and not segment.spec.distinct
-    others = tuple(axis for axis in (sizes if every else model.comm.mesh.data) if axis not in over and sizes[axis] > 1)
+    shared = sizes.meeting if every else model.comm.mesh.data
+    others = tuple(axis for axis in shared if axis not in over and sizes[axis] > 1)
     replicas = model.comm.mesh.parts(others)
     number = shard_index(others, sizes, model.comm.mesh.coords)
     align = alignment(model.optimizer)

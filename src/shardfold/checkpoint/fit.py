@@ -61,7 +61,9 @@ class Fit:
         self.buffers = _matched(self._buffers, also, known)
         mine = self.parameters | self.buffers
         twice = {known[name] for names in also.values() for name in names if name in known}  # tied ones, kept twice
-        self.unexpected = tuple(sorted(self._theirs.keys() - set(mine.values()) - twice))
+        elsewhere = model.whole.names if model.whole is not None else frozenset[str]()
+        of_others = {known[name] for name in elsewhere if name in known}
+        self.unexpected = tuple(sorted(self._theirs.keys() - set(mine.values()) - twice - of_others))
         self.missing = tuple(sorted((self._mine.keys() | self._buffers.keys()) - mine.keys()))
 
     @property
@@ -135,7 +137,7 @@ class Fit:
         for number, (names, source) in enumerate(zip(members, sources, strict=True)):
             if number not in mixed and source:
                 self.options[number] = saved[next(iter(source))][0]
-            elif not names and number < len(saved) and not saved[number][1]:
+            elif not names and number < len(saved) and (model.whole is not None or not saved[number][1]):
                 self.options[number] = saved[number][0]
             elif names:
                 what = "its parameters were in other groups" if number in mixed else "its parameters had none"

@@ -156,7 +156,7 @@ class _Agreed:
             error = raised
         if not model.comm.control([float(error is not None)], dist.ReduceOp.MAX)[0]:
             return value
-        said = model.comm.agreement.exchange(f"{self._prefix}/{self._number}", "" if error is None else words(error))
+        said = model.comm.job.exchange(f"{self._prefix}/{self._number}", "" if error is None else words(error))
         everywhere = len(set(said)) == 1
         if everywhere and isinstance(error, ShardfoldError) and not isinstance(error, CheckpointError):
             raise error

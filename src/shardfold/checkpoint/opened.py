@@ -66,7 +66,7 @@ def open_together(model: ShardedModel, path: str | Path, key: str) -> Checkpoint
         CheckpointError: on all ranks, if any of them cannot read it or they see different ones.
     """
     path, found, said = Path(path), None, ""
-    exchange = model.comm.agreement.exchange
+    exchange = model.comm.job.exchange
     try:
         found = _Version.at(resolve(path))
         said = f"+{found.folder.name} {found.digest}{' in parts' if found.damage else ''}"
@@ -131,9 +131,9 @@ def _open(
     count = 0
     if model.rank == first and own is not None:
         count = put(store, place, own.data)
-    counts = model.comm.agreement.exchange(f"{place}/count", str(count))
+    counts = model.comm.job.exchange(f"{place}/count", str(count))
     data = own.data if own is not None else take(store, place, int(counts[first]))
-    model.comm.agreement.exchange(f"{place}/taken", "")
+    model.comm.job.exchange(f"{place}/taken", "")
     if model.rank == first:
         drop(store, place, count)
     index = Index.from_bytes(data, f"the index of rank {first}")

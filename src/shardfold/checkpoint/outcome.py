@@ -140,6 +140,8 @@ class Outcome:
             header.files |= part.files
             header.once |= part.once
             header.ranks += part.ranks
+            if rank:
+                _join_stage(header, part)
             header.nonfinite += part.nonfinite
             files[rank] = list(part.files)
         header.pieces = pieces
@@ -295,6 +297,15 @@ class Outcome:
 
     def _unheard(self) -> str:
         return f"it was not heard of for {self._messages.silence:.3g} s, so it has probably died"
+
+
+def _join_stage(header: Index, part: Index) -> None:
+    """What the first rank of a stage tells of that beside its pieces; stages come in the model's order."""
+    header.parameters += part.parameters
+    header.buffers += part.buffers
+    if part.optimizer is not None and header.optimizer is not None:
+        for mine, theirs in zip(header.optimizer["groups"], part.optimizer["groups"], strict=True):
+            mine["parameters"] += theirs["parameters"]
 
 
 def failure(draft: Draft, problem: str) -> CheckpointError:

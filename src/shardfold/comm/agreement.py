@@ -98,13 +98,24 @@ class Agreement:
         desync_timeout: seconds until ranks that wait for each other in vain raise.
         timeout: seconds until a collective that nobody gave up is an error.
         peers: the ranks that run this program; None: all of the mesh.
+        job: of all ranks, where ``peers`` are some of them: when one of the two is given up, so is the other, on every
+            rank.
 
     Attributes:
         peers: as above; only they meet, ask, and tell each other.
+        job: as above; itself, where the peers are all ranks.
     """
 
-    def __init__(self, mesh: DataMesh, desync_timeout: float, timeout: float, peers: Peers | None = None) -> None:
+    def __init__(
+        self,
+        mesh: DataMesh,
+        desync_timeout: float,
+        timeout: float,
+        peers: Peers | None = None,
+        job: Agreement | None = None,
+    ) -> None:
         self._mesh = mesh
+        self._job = job  # kept so, and not as itself, which would be a cycle
         self.peers = peers if peers is not None else Peers(mesh)
         self._desync_timeout, self.timeout = desync_timeout, timeout
         self.sequence = 0  # collectives issued by this engine so far
@@ -119,7 +130,7 @@ class Agreement:
         self._needs_help = False  # whether the last of them is a meeting that asks for more of a pass
         self.take_part: Callable[[], bool] = lambda: False  # see Watched
         self.where: Callable[[object], str] = lambda doing: ""  # the part of a program that runs; None: of a message
-        self._dead: str | None = None  # the sentence with which this engine was given up
+        self._given_up: str | None = None  # the sentence with which this engine was given up
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
         self._process = getpid()
@@ -129,6 +140,18 @@ class Agreement:
             self._watch.join(self.peers.name, self)
         if mesh.on_streams:
             mesh.lost, mesh.farewell = self.lost, self._say_left
+
+    @property
+    def job(self) -> Agreement:
+        return self if self._job is None else self._job
+
+    @property
+    def _dead(self) -> str | None:
+        return self.job._given_up
+
+    @_dead.setter
+    def _dead(self, message: str) -> None:
+        self.job._given_up = message
 
     def close(self) -> None:
         """The other ranks learn that this one has left."""
@@ -190,7 +213,7 @@ class Agreement:
         self._dead, self._mesh.gave_up = message, True
         with suppress(RuntimeError):  # the process that served the store may have died
             if self.aborted() is None:
-                self.peers.store.set("abort", message)
+                self._tell_abort(message)
         return self._mesh.end_kernels()
 
     @property
@@ -447,7 +470,7 @@ class Agreement:
         except Exception as error:
             if self.peers.store is not None and self.aborted() is None:
                 with suppress(RuntimeError):  # the process that served the store may have died
-                    self.peers.store.set("abort", f"{what} failed on rank {self.peers.rank}: {error}")
+                    self._tell_abort(f"{what} failed on rank {self.peers.rank}: {error}")
             raise
 
     @staticmethod
@@ -576,7 +599,7 @@ class Agreement:
                 f"rank {self.peers.rank}: operation {self.sequence}, {self.doing}, did not finish within "
                 f"{self.timeout:.0f} s: {self._describe(others)}."
             )
-            self.peers.store.set("abort", message)
+            self._tell_abort(message)
             self._give_up(message)
             raise CollectiveError(f"{message}{self._here()}")
 
@@ -624,8 +647,11 @@ class Agreement:
 
     def aborted(self) -> str | None:
         """The sentence with which some rank gave this engine up."""
-        store = self.peers.store
+        store = self.job.peers.store
         return store.get("abort").decode() if store is not None and store.check(["abort"]) else None
+
+    def _tell_abort(self, message: str) -> None:
+        self.job.peers.store.set("abort", message)
 
     @property
     def gave_up(self) -> bool:
@@ -647,7 +673,7 @@ class Agreement:
     def _abort(self, message: str) -> None:
         """Raises ``message`` here and, at their next look, on all other ranks."""
         if self.aborted() is None:
-            self.peers.store.set("abort", message)
+            self._tell_abort(message)
         self._wake()
         raise self._give_up(self.aborted() or message)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,14 +18,16 @@ from shardfold.comm.choice import data_transport
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.comm.encoded import gather_encoded, scatter_encoded
 from shardfold.comm.mesh import DataMesh, Given
-from shardfold.comm.meter import Meter
+from shardfold.comm.meter import LAYERS, Meter
+from shardfold.comm.peers import Peers
 from shardfold.comm.transport import Pending, Transport
+from shardfold.plan.cost import Sent, ring_bytes
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import Axes
 from shardfold.plan.program import Op
 from shardfold.tiers.device import DeviceTier
 
-__all__ = ["Comm", "joined"]
+__all__ = ["Comm", "joined", "program_agreement"]
 
 
 def joined(
@@ -50,6 +53,18 @@ def joined(
     return mesh, agreement
 
 
+def program_agreement(
+    job: Agreement, mesh: DataMesh, desync_timeout: float, timeout: float, held: ExitStack
+) -> Agreement:
+    """That of the ranks that run this rank's program, until ``held`` ends; ``job`` itself where all ranks do."""
+    if len(mesh.program_ranks) == mesh.world:
+        return job
+    peers = Peers(mesh, mesh.program_ranks, lambda: mesh.program)
+    made = Agreement(mesh, desync_timeout, timeout, peers, job)
+    held.callback(made.close)
+    return made
+
+
 def _leave(mesh: DataMesh, agreement: Agreement) -> None:
     agreement.close()
     mesh.leave()
@@ -61,7 +76,7 @@ class Comm:
 
     Attributes:
         mesh: who the other ranks are, and the process groups of each axis.
-        agreement: what comes next, and waiting that ends.
+        agreement: what comes next, and waiting that ends, among the ranks that run one program.
         transport: carries tensors.
         meter: counts their bytes.
         memory: of the device that the tensors are on.
@@ -76,11 +91,17 @@ class Comm:
     @classmethod
     def of(cls, mesh: DataMesh, agreement: Agreement, memory: DeviceTier) -> Comm:
         """With the transport that the backend and the device of ``mesh`` have; every rank calls it."""
+        waits = agreement if agreement.peers.size > 1 else agreement.job
         transport = data_transport(
             memory.device, mesh.groups(), mesh.rank, on_streams=mesh.on_streams, empty=memory.empty,
-            recycle=memory.recycle, exchange=agreement.exchange, waiter=agreement.wait,
+            recycle=memory.recycle, exchange=agreement.job.exchange, waiter=waits.wait,
         )  # fmt: skip
         return cls(mesh, agreement, transport, Meter(mesh), memory)
+
+    @property
+    def job(self) -> Agreement:
+        """The same among all ranks."""
+        return self.agreement.job
 
     def collective(
         self,
@@ -135,23 +156,32 @@ class Comm:
         assert op.verb == "REDUCE_SCATTER" and out is not None  # tables of which others would be are not bound
         return scatter_encoded(self.transport, self.memory, form, flat, out, group, add=add, state=state)
 
-    def control(self, values: list[float], op: Any) -> list[float]:
-        """A few numbers reduced over the ranks that run this program, on the host."""
-        if self.agreement.peers.size == 1:
+    def control(self, values: list[float], op: Any, *, program: bool = False) -> list[float]:
+        """A few numbers reduced over all ranks, or those that run this ``program``, on the host."""
+        agreement = self.agreement if program else self.job
+        if agreement.peers.size == 1:
             return values
-        return self._reduced(torch.tensor(values, dtype=torch.float64), op, "a control message").tolist()
+        made = torch.tensor(values, dtype=torch.float64)
+        return self._reduced(agreement, made, op, "a control message").tolist()
 
     def any_rank(self, flags: list[bool], what: str) -> list[bool]:
-        """Which of the ``flags`` any of these ranks set; ``what`` it is about, for messages."""
-        if self.agreement.peers.size == 1:
+        """Which of the ``flags`` any rank that runs this program set; ``what`` it is about, for messages."""
+        return self._any(self.agreement, flags, what)
+
+    def anyone(self, flags: list[bool], what: str) -> list[bool]:
+        """The same of all ranks."""
+        return self._any(self.job, flags, what)
+
+    def _any(self, agreement: Agreement, flags: list[bool], what: str) -> list[bool]:
+        if agreement.peers.size == 1:
             return flags
-        said = self._reduced(torch.tensor(flags, dtype=torch.uint8), dist.ReduceOp.MAX, what)
+        said = self._reduced(agreement, torch.tensor(flags, dtype=torch.uint8), dist.ReduceOp.MAX, what)
         return [bool(bit) for bit in said.tolist()]
 
-    def _reduced(self, tensor: Tensor, op: Any, what: str) -> Tensor:
-        with self.agreement.uninterrupted():
-            self.agreement.issue(what)
-            self.agreement.wait(self.agreement.peers.reduce(tensor, op), control=True)
+    def _reduced(self, agreement: Agreement, tensor: Tensor, op: Any, what: str) -> Tensor:
+        with agreement.uninterrupted():
+            agreement.issue(what)
+            agreement.wait(agreement.peers.reduce(tensor, op), control=True)
         self.meter.control(tensor.nbytes)
         return tensor
 
@@ -160,10 +190,15 @@ class Comm:
         other one."""
         data = tuple(axis for axis in over if axis in self.mesh.data)
         for axes in filter(None, (data, *((axis,) for axis in over if axis not in data))):
-            with self.agreement.uninterrupted():
-                self.agreement.issue(what)
-                self.agreement.wait(dist.all_reduce(value, op, group=self.mesh.group(axes), async_op=True))
+            agreement = self._among(axes)
+            with agreement.uninterrupted():
+                agreement.issue(what)
+                agreement.wait(dist.all_reduce(value, op, group=self.mesh.group(axes), async_op=True))
             self.meter.control(value.nbytes)
+
+    def _among(self, axes: Axes) -> Agreement:
+        """That of ranks along the axes."""
+        return self.job if set(axes) & set(self.mesh.sizes.stages) else self.agreement
 
     def broadcast(
         self, values: Tensor, what: str, source: int = 0, *, over: Axes | None = None, detail: str = ""
@@ -172,10 +207,27 @@ class Comm:
         rank. None: the axes on which ranks read other things."""
         over = self.mesh.data if over is None else over
         if self.mesh.parts(over) > 1:
-            with self.agreement.uninterrupted():
-                self.agreement.issue(what, detail)
+            agreement = self._among(over)
+            with agreement.uninterrupted():
+                agreement.issue(what, detail)
                 group = self.mesh.group(over)
-                self.agreement.wait(dist.broadcast(values, group_src=source, group=group, async_op=True))
+                agreement.wait(dist.broadcast(values, group_src=source, group=group, async_op=True))
+
+    def sum_among(self, values: Tensor, places: Sequence[int], what: str) -> None:
+        """Sums over the ranks at these places along the stages, in place."""
+        with self.job.uninterrupted():
+            self.job.aside(what)
+            group = self.mesh.among(places)
+            self.job.wait(dist.all_reduce(values, group=group, async_op=True))
+        self.meter.layer(Sent(LAYERS, "SHARE", self.mesh.sizes.stages),
+                         int(ring_bytes("ALL_REDUCE", values.nbytes, len(places))))  # fmt: skip
+
+    def broadcast_among(self, values: Tensor, places: Sequence[int], what: str) -> None:
+        """Gives the ranks at these places along the stages the values of the first."""
+        with self.job.uninterrupted():
+            self.job.aside(what)
+            group = self.mesh.among(places)
+            self.job.wait(dist.broadcast(values, group_src=0, group=group, async_op=True))
 
     def close(self) -> None:
         """Nothing is sent any more; mesh and agreement end as :func:`joined` says."""

@@ -189,6 +189,7 @@ class DataMesh:
         store: a key-value store shared by all ranks, private to this mesh; None for one rank.
         default_store: the one of the process's default group.
         control: a Gloo group of all ranks for small facts that the host needs.
+        program: the same of the ranks that run one program, of :attr:`program_ranks`; ``control`` where all do.
         on_streams: whether collectives are queued on streams of the device, as NCCL's are: waiting for one orders
             streams, and the host goes on. Gloo's, and all on the CPU, are waited for by the host.
         gave_up: whether this rank raised because ranks cannot go on together.
@@ -212,6 +213,9 @@ class DataMesh:
         self._made: list[Any] = []  # groups that are this mesh's own
         self._process = os.getpid()
         self.control: Any = None
+        self.program: Any = None
+        self._among: dict[tuple[int, ...], Any] = {}  # by places along the stages
+        self._ways: dict[tuple[int, int], Any] = {}  # by the ranks from which and to which activations go
         self._default = _PROCESS.add(self)
         try:
             self._join(sizes, timeout)
@@ -234,6 +238,8 @@ class DataMesh:
         sampling = self.sizes.sampling
         self.sample_rank = shard_index(sampling, self.sizes, self.coords)
         self.sample_ranks = self.sizes.parts(sampling)
+        own = self.sizes.meeting
+        self.program_ranks = next(row for row in self.sizes.rows(own) if self.rank in row)
         if self.sample_ranks < self.world:
             ranks_read_alike(self, self.sample_rank, self.sample_ranks)
         if self.world > 1:
@@ -294,6 +300,40 @@ class DataMesh:
                 group = self._new_group(ranks, timeout)
                 if self.rank in ranks:
                     self._groups[axes] = group
+        self.program = self.control
+        if self.sizes.stages:
+            self._make_ways(timeout)
+
+    def _make_ways(self, timeout: timedelta) -> None:
+        """What a pipeline needs: a group of the ranks of each stage for what the host needs, and one for each direction
+        between neighbours (the first and the last stage are such, too), so that neither waits for the other."""
+        for ranks in self.sizes.rows(self.sizes.meeting) if self.sizes.meeting else []:
+            group = self._new_group(ranks, timeout, GLOO)
+            if self.rank in ranks:
+                self.program = group
+        for row in self.sizes.rows(self.sizes.stages):
+            ring = list(zip(row, row[1:] + row[:1], strict=True))
+            for way in dict.fromkeys([*ring, *((there, here) for here, there in ring)]):
+                group = self._new_group(list(way), timeout)
+                if self.rank in way:
+                    self._ways[way] = group
+
+    def join_places(self, groups: Iterable[Sequence[int]]) -> None:
+        """Makes groups of ranks at some places along the stages, for what those have together; all ranks call it."""
+        for places in sorted({tuple(places) for places in groups}):
+            for row in self.sizes.rows(self.sizes.stages):
+                ranks = [row[place] for place in places]
+                group = self._new_group(ranks, self._timeout)
+                if self.rank in ranks:
+                    self._among[places] = group
+
+    def among(self, places: Sequence[int]) -> Any:
+        """The group that :meth:`join_places` made for these places."""
+        return self._among[tuple(places)]
+
+    def way(self, source: int, target: int) -> Any:
+        """The group over which the rank ``source`` sends to its neighbour ``target`` along the stages."""
+        return self._ways[source, target]
 
     def _new_group(self, ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> Any:
         if backend != GLOO and self.on_streams:
@@ -399,7 +439,9 @@ class DataMesh:
         ranks_read_apart(self)
         self.end_kernels()
         self._groups.clear()
-        self.control = self.store = self.default_store = None
+        self._ways.clear()
+        self._among.clear()
+        self.control = self.program = self.store = self.default_store = None
         while self._made:
             group = self._made.pop()
             if dist.is_initialized():

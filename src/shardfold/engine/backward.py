@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 
 from shardfold.engine.arguments import check_loss
@@ -40,9 +43,18 @@ class Backward:
         if weight != 0:
             self._alarm.note(loss)
         loss = self._times_scale(self._shares.weighed(loss, weight, first=not self._model.run.micro_batch))
+        self._run(lambda: loss.backward(retain_graph=retain_graph))
+
+    def run_from(self, sent: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """The backward of a stage, from what it sent and the gradients of that, which are scaled as the loss is."""
+        self._renew_scale()
+        if sent:
+            self._run(lambda: torch.autograd.backward(list(sent), list(grads)))
+
+    def _run(self, backward: Callable[[], object]) -> None:
         self._runner.scaled = True
         try:
-            loss.backward(retain_graph=retain_graph)
+            backward()
         except RuntimeError as error:
             split = any(unit.split for unit in self._model.units)
             if not split or not any(text in str(error) for text in _READS_FREED):
@@ -70,9 +82,13 @@ class Backward:
         return loss
 
     def _times_scale(self, loss: Tensor) -> Tensor:
+        self._renew_scale()
+        return loss if self._scaler is None else scaled(loss, self._runner.handlers.lifted)
+
+    def _renew_scale(self) -> None:
+        """Before the first backward of a step: the scale may have moved."""
         handlers = self._runner.handlers
         if self._scaler is None:
-            return loss
+            return
         if not self._model.run.micro_batch and handlers.lifted != self._scaler.scale:
             handlers.set_factors()
-        return scaled(loss, handlers.lifted)

@@ -79,10 +79,10 @@ class Damage:
     def tell(self, comm: Comm) -> None:
         """Ranks tell each other what went wrong; one small message where nothing did."""
         flags = [bool(words) for words in self._own.values()]
-        if not self.together or not any(comm.any_rank(flags, WHAT)):
+        if not self.together or not any(comm.anyone(flags, WHAT)):
             return
-        said = [json.loads(text) for text in comm.agreement.exchange(WHAT, json.dumps(self._own))]
-        ranks = comm.agreement.peers.ranks
+        said = [json.loads(text) for text in comm.job.exchange(WHAT, json.dumps(self._own))]
+        ranks = comm.job.peers.ranks
         self.unfinished, self.unwritten = (
             by_rank({rank: each[which] for rank, each in zip(ranks, said, strict=True)}).rstrip(".")
             for which in ("unfinished", "unwritten")

@@ -33,7 +33,7 @@ from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.names import renamer
 from shardfold.checkpoint.save import Saver, check_options
 from shardfold.checkpoint.stored import readable
-from shardfold.comm.comm import Comm, joined
+from shardfold.comm.comm import Comm, joined, program_agreement
 from shardfold.comm.cores import share_of_cores
 from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
 from shardfold.engine.alike import given
@@ -56,6 +56,7 @@ from shardfold.engine.backward import Backward
 from shardfold.engine.gate import PassGate
 from shardfold.engine.handlers import Handlers, check_supported
 from shardfold.engine.hooks import Hooks
+from shardfold.engine.pipelined import Pipelined, dress
 from shardfold.engine.replicated import Replicated
 from shardfold.engine.reports import Reports
 from shardfold.engine.runner import Runner
@@ -78,6 +79,9 @@ from shardfold.optim.sharded import (
 )
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.link import MeshLink, bind_links
+from shardfold.parallel.pipeline.open import check_together, open_stages
+from shardfold.parallel.pipeline.order import Choice, choose_order
+from shardfold.parallel.pipeline.stages import Stages, check_stages
 from shardfold.parallel.plan import Traced, split_model
 from shardfold.parallel.sequence import SequenceAxis, check_choice
 from shardfold.parallel.split import hear_gradients
@@ -102,6 +106,7 @@ from shardfold.sharding.registry import owner_of
 from shardfold.sharding.room import take_room
 from shardfold.sharding.run_state import RunState
 from shardfold.sharding.segment import TORCH_DTYPES
+from shardfold.sharding.shared import share_values
 from shardfold.sharding.slices import check_early
 from shardfold.sharding.unit import Life, Unit
 from shardfold.sharding.whole_state import check_state, load_state, state_dict
@@ -157,6 +162,11 @@ class Engine:
             same ranks: norms, dropout, residuals (arXiv 2205.05198).
         attention: how it crosses an axis of sequence: ``"ulysses"`` (by heads), ``"ring"`` (keys travel), or
             ``"auto"``, which None is too: by heads where ranks divide them. See :func:`shardfold.sequence_shard`.
+        pipeline: on a mesh with an axis of pipeline, in which order its stages run the micro-batches of
+            :meth:`train_batch`: ``"1f1b"``, ``"gpipe"``, or, with two stages on each rank, ``"interleaved:2"`` or
+            ``"looped-bfs:2"``; see ``parallel.pipeline.order``.
+        stages: paths of the modules with which stages begin, but the first; None cuts the model such that the stage
+            with most parameters, tables of embeddings not counted, has as few as it can.
         units: which modules are units, by path pattern or class; None finds them.
         weights: a state dict, safetensors (a file or a folder) or a checkpoint, read into the shards tensor by tensor.
         overlap: how far ahead units are gathered.
@@ -189,6 +199,8 @@ class Engine:
         tensor: str | Traced | Mapping[str, str | tuple[str, int]] | None = None,
         sequence_parallel: bool = False,
         attention: str | None = None,
+        pipeline: str = "1f1b",
+        stages: Sequence[str] | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         weights: Any = None,
         overlap: Overlap | None = None,
@@ -205,48 +217,46 @@ class Engine:
         )  # fmt: skip
         check_accumulate(accumulate)
         check_choice(attention)
+        choice = choose_order(pipeline)
+        check_stages(stages)
         check_schedule(lr_schedule, optimizer)
         table, activations = in_table(offloaded(presets.named(layout), offload), activations)
         place = pick_device(device)
         self.clip, self.overlap = one_clip(clip_norm, clip), overlap or Overlap()
         announce(model.parameters(), "an engine of their model")
         with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
-            data_mesh, agreement = joined(self, mesh, place, desync_timeout, timeout, held)
+            data_mesh, job = joined(self, mesh, place, desync_timeout, timeout, held)
+            agreement = program_agreement(job, data_mesh, desync_timeout, timeout, held)
             held.push(self._forget_failed)
-            ownership.claim(model, agreement)
-            with agreement.told("making an engine"):
-                sizes, coords = data_mesh.sizes, data_mesh.coords
-                split_model(model, tensor, sizes, coords, sequence_parallel=sequence_parallel)
+            ownership.claim(model, job)
+            with job.told("making an engine"):
+                sizes = data_mesh.sizes
+                staged = open_stages(model, optimizer, data_mesh, stages, choice.chunks)
+                split_model(model, tensor, sizes, data_mesh.coords, sequence_parallel=sequence_parallel)
+                if staged is not None:
+                    held.callback(staged.drop_foreign())
                 rules = self._read_rules(model, precision, table, data_mesh, held)
                 tiers = Tiers(DeviceTier(place, debug=debug))
                 held.callback(tiers.close)
                 self._replaced = Replacements(model, activations, tiers, data_mesh.sizes)
+                check_together(sizes, self._replaced.modes, self.overlap, sequence_parallel=sequence_parallel)
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
                 comm = Comm.of(data_mesh, agreement, tiers.device)
                 held.callback(comm.close)
                 made = build(optimizer, model) if optimizer is not None else None
                 run = RunState(make_schedule(lr_schedule, made), self.loss_scale)
                 self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, tiers, run, made, owner=self)
-                loans = self.sharded.loans
-                held.callback(bind_links(model, comm, lambda: bool(loans)))
-                self._replaced.follow_ranks(lambda axis: MeshLink(axis, comm, lambda: bool(loans)))
-                shares = comm.mesh.sizes.parts(comm.mesh.sizes.of_role(Role.TENSOR)) if tensor is not None else 1
+                self.sharded.whole = staged.whole if staged is not None else None
                 #: The axis of sequence, or None.
-                self.sequence: SequenceAxis | None = open_sequence(
-                    model, comm, attention, shares=shares, apart=lambda: bool(loans)
-                )
-                if self.sequence is not None:
-                    held.callback(follow(model, self.sequence))
+                self.sequence: SequenceAxis | None = self._link(model, attention, tensor is not None, held)
                 made_here = not isinstance(optimizer, torch.optim.Optimizer)
                 self._changes = Changes(self.sharded, units, seed, made_here=made_here)
                 held.callback(self._changes.close)
-                self._make_units(weights, accumulate, seed)
+                self._make_units(weights, accumulate, seed, staged)
                 held.callback(hear_gradients(model))
                 self._updater = self._make_updater(seed, held)
                 self._make_passes(table, accumulate, held)
-                for unit in self.units:  # the root was kept until all ties were made
-                    if unit.split and unit.life is Life.GATHERED:
-                        unit.release()
+                self._pipelined = self._make_pipelined(staged, choice, accumulate, held)
                 self._changes.renew()
             self._names = {*vars(self), *dir(Engine)}
             self._held = held.pop_all()
@@ -273,7 +283,18 @@ class Engine:
             held.callback(hold_tf32(self, rules.default.tf32))
         return rules
 
-    def _make_units(self, weights: Any, accumulate: int, seed: int) -> None:
+    def _link(self, model: nn.Module, attention: str | None, is_cut: bool, held: ExitStack) -> SequenceAxis | None:
+        """Gives layers their ways to other ranks; the axis of sequence."""
+        comm, loans = self.sharded.comm, self.sharded.loans
+        held.callback(bind_links(model, comm, lambda: bool(loans)))
+        self._replaced.follow_ranks(lambda axis: MeshLink(axis, comm, lambda: bool(loans)))
+        shares = comm.mesh.sizes.parts(comm.mesh.sizes.of_role(Role.TENSOR)) if is_cut else 1
+        sequence = open_sequence(model, comm, attention, shares=shares, apart=lambda: bool(loans))
+        if sequence is not None:
+            held.callback(follow(model, sequence))
+        return sequence
+
+    def _make_units(self, weights: Any, accumulate: int, seed: int, staged: Stages | None) -> None:
         """Cuts the model, once all ranks are known to have the same, and gives each rank its shards."""
         sharded = self.sharded
         model, comm, agreement = sharded.module, sharded.comm, sharded.comm.agreement
@@ -290,13 +311,15 @@ class Engine:
             sharded.layout, [c.spec for c in cuts], comm.mesh.sizes, sharded.optimizer, sharded.run.lr_schedule,
             accumulate, self.clip, self.loss_scale.rule if self.loss_scale is not None else None, self.overlap,
         )  # fmt: skip
-        values = Weights(readable(weights), model) if weights is not None else None
+        values = Weights(readable(weights), model, sharded.whole) if weights is not None else None
         agreement.same(alike)
         if values is not None:
             values.load_buffers(model)
         take_room(sharded, [c.spec for c in cuts if c.spec is not None], num_moments(sharded.optimizer))
         move_buffers(dict(model.named_modules()), comm, buffer_dtypes(sharded.rules, model))
         sharded.units = make_units(model, cuts, sharded.layout, comm, sharded.tiers, values, seed)
+        if staged is not None:
+            share_values(sharded, staged.shared_here, comm.mesh.sizes.stages[0])
 
     def _make_updater(self, seed: int, held: ExitStack) -> ShardedOptimizer | None:
         sharded = self.sharded
@@ -354,6 +377,23 @@ class Engine:
         self._reports = Reports(sharded, table, self._updater, runner, self._replaced, self._clock)
         self.saver, self._base, self._loads = Saver(sharded), Base(sharded), 0
         held.callback(self.saver.close)
+
+    def _make_pipelined(self, staged: Stages | None, choice: Choice, accumulate: int, held: ExitStack) -> Pipelined:
+        made = Pipelined(self.sharded, self._runner, self._hooks, self._backward, staged, choice)
+        for unit in self.units:  # the root was kept until all ties were made
+            if unit.split and unit.life is Life.GATHERED:
+                unit.release()
+        made.order(accumulate)  # which may refuse it
+        self._reports.stages = lambda: made.explained(self.accumulate)
+        if staged is not None:
+            precision = self.precision
+            narrow = TORCH_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
+            autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
+            staged.settle()
+            dress(staged.skeleton.module, self.sharded.rules, narrow, autocast)
+            staged.attach()
+            held.callback(staged.close)
+        return made
 
     # -- what there is
 
@@ -460,6 +500,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's forward."""
         self._gate.refuse_closed("engine(...)")
+        self._pipelined.refuse_call("engine(...)")
         try:
             self._replicated.check_inputs((args, kwargs))
             return self.module(*args, **kwargs)
@@ -476,6 +517,7 @@ class Engine:
         with an axis of sequence that is the number of labels of this rank that count, unless another is given.
         """
         self._gate.refuse_closed("engine.backward()")
+        self._pipelined.refuse_call("engine.backward()")
         if self.sequence is None:
             self._backward.run(loss, weight, retain_graph)
             return
@@ -485,9 +527,36 @@ class Engine:
         finally:
             self.sequence.forget()
 
+    def train_batch(self, batch: Any, compute: Callable[[nn.Module, Any], Tensor] | None = None) -> Tensor:
+        """Forward and backward of all micro-batches of a step; with an axis of pipeline, through its stages, in the
+        order of ``pipeline=``. :meth:`step` follows.
+
+        Args:
+            batch: the same on all stages: tensors in a mapping, a tuple or alone, that are cut into ``accumulate``
+                equal parts along their first dimension; or a list of as many micro-batches.
+            compute: ``compute(model, micro_batch)`` calls the model and returns the loss, a tensor of one element;
+                None: the model itself gives it. Every stage runs it, up to its last piece.
+
+        Returns:
+            The mean of the losses, fp64, 0-d, on every rank of the stages.
+
+        Raises:
+            UsageError: the batch does not divide, or no loss comes.
+            OrderError: on the ranks of other stages, where one has failed: the engine is given up.
+        """
+        return self._pipelined.train(batch, compute)
+
+    def eval_batch(
+        self, batch: Any, compute: Callable[[nn.Module, Any], Tensor] | None = None, *, micro_batches: int | None = None
+    ) -> Tensor:
+        """The mean loss of a batch without gradients, through the stages where there are such; see
+        :meth:`train_batch`. ``micro_batches``: how many it is cut into; None: ``accumulate``."""
+        return self._pipelined.evaluate(batch, compute, micro_batches or self.accumulate)
+
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a ``backward()`` of your own; the same loss where there is no scale."""
         self._gate.refuse_closed("engine.scale()")
+        self._pipelined.refuse_call("engine.scale()")
         return self._backward.scale(loss)
 
     def step(self, closure: None = None, *, tokens: float | None = None, samples: float | None = None) -> StepReport:
@@ -566,6 +635,7 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside send nothing; gradients wait, whole, for the next backward outside."""
         self._gate.refuse_closed("engine.no_sync()")
+        self._pipelined.refuse_call("engine.no_sync()")
         before, self._runner.synchronize = self._runner.synchronize, False
         try:
             yield

@@ -66,8 +66,8 @@ class PassGate:
                 check()
         except ShardfoldError as raised:
             error = raised
-        if self._runner.meet(what, flags=[error is not None])[0]:
-            self._model.comm.agreement.refuse(what, error)
+        if self._runner.meet_all(what, flags=[error is not None])[0]:
+            self._model.comm.job.refuse(what, error)
         if follow or settle:
             self.settle()
 
@@ -106,13 +106,14 @@ class PassGate:
         visible, what = self._runner.visible, "gathered(of='grads')"
         refusal = visible.try_hide()
         try:
-            used, late, [by_hand, refused] = self._runner.handlers.agree_on_use(visible.touched, refusal is not None)
+            used, late, [by_hand, refused, _] = self._runner.handlers.agree_on_use(visible.touched, refusal is not None)
             if refused:
                 self._model.comm.agreement.refuse(what, refusal)
             if by_hand:
                 self._runner.handlers.withdraw()
                 visible.compare(what)
             self._runner.reduce_late(late)
+            self._runner.sum_shared()
         finally:
             if refusal is None:
                 visible.show()

@@ -255,6 +255,25 @@ class Handlers:
             return partial(gradients.send_scattered, sends)
         return partial(gradients.send, sends, scatter=op.verb == "REDUCE_SCATTER")
 
+    def bind_share(self, op: Op) -> Call:
+        segments = [s for s in self.units[op.unit].trainable if s.spec.places]
+
+        def share() -> None:
+            for segment in segments:
+                self.comm.sum_among(segment.master_grads, segment.spec.places, str(op))
+            self.norms.forget_part()
+
+        return share
+
+    def _agree_on_shared(self) -> None:
+        """What any stage has used of what several have, all of them have; where no gradient came they are zero."""
+        for unit in self.units.values():
+            for number, segment in enumerate(unit.trainable):
+                if segment.spec.places:
+                    mine = torch.tensor(unit.gradients.used[number], dtype=torch.uint8)
+                    self.comm.sum_among(mine, segment.spec.places, f"the agreement on {unit.name}")
+                    unit.gradients.used[number] = [bool(flag) for flag in mine.tolist()]
+
     def bind_wait(self, op: Op) -> Call:
         unit, waiter = self.units[op.unit], self.comm.agreement.wait
         if op.target == "grads":
@@ -396,15 +415,18 @@ class Handlers:
     # -- agreement
 
     def agree_on_use(self, *flags: bool) -> tuple[dict[str, list[list[bool]]], list[Unit], list[bool]]:
-        """Which parameters any rank used in this step, which units have late gradients on any rank, and which of the
-        ``flags`` any set."""
+        """Which parameters any rank used in this step, which units have late gradients on any rank, which of the
+        ``flags`` any set, and behind them whether any unit of any stage has late gradients."""
+        self._agree_on_shared()
         units = list(self.units.values())
         mine = [flag for unit in units for row in unit.gradients.used for flag in row]
         mine += [unit.gradients.unsent for unit in units]
-        bit = iter(self.comm.any_rank([*mine, *flags], "the agreement on used parameters"))
+        what = "the agreement on used parameters"
+        bit = iter(self.comm.any_rank([*mine, *flags], what))
         used = {u.name: [list(itertools.islice(bit, len(row))) for row in u.gradients.used] for u in units}
         late = [unit for unit in units if next(bit)]
-        return used, late, list(bit)
+        said = [*bit, bool(late)]
+        return used, late, said if self.comm.job is self.comm.agreement else self.comm.anyone(said, what)
 
 
 HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
@@ -418,6 +440,7 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "ALL_REDUCE": Handlers.bind_reduce,
     "WAIT": Handlers.bind_wait,
     "DROP": lambda do, op: do.units[op.unit].gradients.give_back,
+    "SHARE": Handlers.bind_share,
     "CLAMP": lambda do, op: do.norms.clip_values,
     "NORM": lambda do, op: do.norms.take,
     "READ": Handlers.bind_read,
@@ -438,10 +461,10 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
         ConfigError: with one sentence.
     """
     for axis in mesh.axes:
-        if axis.size > 1 and axis.role not in (Role.DATA, Role.SEQUENCE, Role.TENSOR):
+        if axis.size > 1 and axis.role not in (Role.DATA, Role.SEQUENCE, Role.TENSOR, Role.PIPELINE):
             raise ConfigError(
                 f"mesh= has {axis.size} ranks on {axis.name!r}, an axis of role {axis.role}, which this version's "
-                "engine does not run; use axes of data, sequence and tensor."
+                "engine does not run; use axes of data, sequence, tensor and pipeline."
             )
     for name, cell in layout.cells().items():
         if len(cell.over) > 1 and cell.over != tuple(axis for axis in DATA_AXES if axis in cell.over):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardfold.parallel.pipeline.stages import StageDone
 from shardfold.sharding.autograd import hear, inside_checkpoint, tensors_in
 from shardfold.sharding.freed import apart
 from shardfold.sharding.pickling import copy_alone, copy_without_hooks, forget_hooks
@@ -41,7 +42,7 @@ from shardfold.torch_internals import (
 
 UP_TO_32 = (torch.float32, torch.bfloat16, torch.float16)
 
-__all__ = ["Hooks", "Listener", "Replaced", "inside_checkpoint", "tensors_in"]
+__all__ = ["UP_TO_32", "Hooks", "Listener", "Replaced", "cast_inputs", "inside_checkpoint", "tensors_in"]
 
 
 class Listener(Protocol):
@@ -82,12 +83,17 @@ class Replaced(Protocol):
     def end_backward(self) -> None: ...
 
 
+def _is_early() -> bool:
+    """Whether what leaves a forward is the end of a stage."""
+    return isinstance(sys.exc_info()[1], StageDone)
+
+
 def _storage(tensor: Tensor) -> int | None:
     """What identifies a tensor's memory; None for tensors that have none of their own kind (sparse, fake)."""
     return storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     made = {name: cast_floats(value, dtype, UP_TO_32) for name, value in kwargs.items()}  # as torch.compile can trace
     return tuple([cast_floats(value, dtype, UP_TO_32) for value in args]), made
 
@@ -125,6 +131,7 @@ class Hooks:
         self._casting: torch.autocast | None = None  # of the forward under way
         self._inside: list[tuple[Any, BaseException | None]] = []  # forwards under way, what was handled as they began
         self._pushed: list[nn.Module] = []  # those of them that remember what they save for backward
+        self._early = False  # the last forward of the model ended behind the pieces of a stage
         try:
             self.attach(units)
         except BaseException:
@@ -168,7 +175,7 @@ class Hooks:
         for module in self._model.modules():
             own = [dtypes[id(p)] for p in module._parameters.values() if p is not None and id(p) in dtypes]
             if own:
-                cast = partial(_cast_inputs, own[0])
+                cast = partial(cast_inputs, own[0])
                 self._on(module, module.register_forward_pre_hook(cast, with_kwargs=True))
 
     def remove(self) -> None:
@@ -249,6 +256,9 @@ class Hooks:
         if any(other is module for other, _ in self._inside):
             return
         self._stop_casting()
+        self._early = _is_early()
+        if self._early:
+            return
         if not left:
             self._listener.interrupt()
             return
@@ -257,6 +267,15 @@ class Hooks:
             self._replaced.end_forward(output)
         with apart():
             self._listener.end_forward()
+
+    def end_early(self, sent: Sequence[Tensor]) -> None:
+        """The forward of a stage is over, which has given ``sent``: if it left the model's by a :class:`StageDone`,
+        what is done behind that is done now, as a hook that is called for an exception cannot raise another."""
+        early, self._early = self._early, False
+        self._watch(list(sent), self._model_backward)
+        if early:
+            with apart():
+                self._listener.end_forward()
 
     def enter(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs another method of the model than its forward as the model's forward is run."""
@@ -364,7 +383,7 @@ class Hooks:
             if not in_backward():
                 if (left := self._leave(module)) is None:
                     return
-                if not left:  # an exception leaves the unit; the model may catch it
+                if not left and not _is_early():  # an exception leaves the unit; the model may catch it
                     listener.leave_forward(unit, interrupted=True)
                     return
             # What a unit only passes through is not its own: its gradient says nothing about this unit's backward.

@@ -104,7 +104,10 @@ class Norms:
         replica on an axis is counted once."""
         device, mesh = self._comm.memory.device, self._comm.mesh.sizes
         terms: dict[tuple[Axes, float, torch.device], list[Tensor]] = {}
+        here = [self._comm.mesh.coords[axis] for axis in mesh.stages]
         for segment in self._trainable():
+            if segment.spec.places and [segment.spec.places[0]] != here:  # counted there
+                continue
             over = mesh.normed(segment.table.master.over, segment.spec.distinct)
             for term in self._numbers(segment):
                 terms.setdefault((over, segment.unscale, term.device), []).append(term)
@@ -129,6 +132,7 @@ class Norms:
         for over, part in parts.items():
             self._comm.number(part, over, how, "the sum of norms")
             total = _joined(total, part, clip.p)
+        self._comm.number(total, self._comm.mesh.sizes.stages, how, "the sum of norms over stages")
         self.norm = norm_of(total, clip.p)
         if clip.error_if_nonfinite and not bool(torch.isfinite(self.norm)):
             raise NonFiniteError(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
+from typing import NamedTuple
 
 from shardfold import accelerator
 from shardfold.comm.comm import Comm
@@ -29,7 +30,24 @@ from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, Op, Program
 from shardfold.sharding.unit import Unit
 
-__all__ = ["SECTIONS", "Orders", "mode_of"]
+__all__ = ["SECTIONS", "Orders", "Part", "mode_of"]
+
+
+class Part(NamedTuple):
+    """A pass through one of several stages that a rank has.
+
+    Attributes:
+        units: names of the units of that stage.
+        common: of those that belong to no stage alone.
+        last: whether it is that stage's last backward of the step.
+        final: whether it is the rank's.
+    """
+
+    units: frozenset[str]
+    common: frozenset[str]
+    last: bool = False
+    final: bool = False
+
 
 SECTIONS = ("train", "eval", "backward", "last", "quiet")
 RECORDINGS = 8  # a model that changes its order more often than this is asked at every unit
@@ -124,7 +142,7 @@ class Orders:
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
             name: lower().section("forward" if name in ("train", "eval") else name) for name in SECTIONS
         }
-        names = ("backward", "last", "quiet", "step", "beside", "behind", "arrive")
+        names = ("backward", "last", "quiet", "step", "beside", "behind", "arrive", "shared")
         sections = {name: self.program.section(name) for name in names}
         sections["closing"] = passes.closing(self.program, self._overlap)
         sections["train"] = self.program.forward
@@ -133,6 +151,7 @@ class Orders:
         self.tracks = {
             name: Track(_title(name), ops, behind if name == "behind" else bind) for name, ops in sections.items()
         }
+        self._part_tracks: dict[tuple[str, Part], Track] = {}
         moving = (*COLLECTIVES, *MOVES)
         self._moving = {name: any(op.verb in moving for op in ops) for name, ops in sections.items()}
 
@@ -165,9 +184,34 @@ class Orders:
         """Whether the section sends something, or moves it between tiers."""
         return self._moving[section]
 
-    def unordered(self, section: str) -> Section:
+    def unordered(self, section: str, part: Part | None = None) -> Section:
         """The section in definition order, for a pass that asks."""
-        return Section(_title(section), self._lists[section], self._handlers.bind)
+        ops = self._of_part(section, self._lists[section], self._lists["backward"], part)
+        return Section(_title(section), ops, self._handlers.bind)
+
+    def track(self, section: str, part: Part | None = None) -> Track:
+        """The section, or what of it is a pass through one stage of several."""
+        if part is None:
+            return self.tracks[section]
+        key = section, part
+        if key not in self._part_tracks:
+            ops = self._of_part(section, self.tracks[section].ops, self.tracks["backward"].ops, part)
+            self._part_tracks[key] = Track(_title(section), ops, self._handlers.bind)
+        return self._part_tracks[key]
+
+    @staticmethod
+    def _of_part(section: str, ops: Sequence[Op], backward: Sequence[Op], part: Part | None) -> Sequence[Op]:
+        """Operations of the stage's units; sums that only the last backward of a step takes wait, of what several
+        stages have, for the rank's last."""
+        if part is None:
+            return ops
+        every = set(backward)
+        waits = section == "last" and not part.final
+        return [
+            op for op in ops
+            if not op.unit or op.unit in part.units
+            or (op.unit in part.common and not (waits and op.is_sum and op not in every))
+        ]  # fmt: skip
 
     def late_track(self, units: Sequence[Unit]) -> Track:
         """One more reduction of these units."""

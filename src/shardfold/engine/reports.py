@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from shardfold import accelerator
@@ -41,6 +43,7 @@ class Reports:
     ) -> None:  # fmt: skip
         self._model, self._table, self._updater = model, table, updater
         self._runner, self._replaced, self._clock = runner, replaced, clock
+        self.stages: Callable[[], list[str]] = list  # tells of the stages of a pipeline, in lines
 
     def memory(self) -> MemoryReport:
         """See :meth:`Engine.memory`."""
@@ -116,7 +119,9 @@ class Reports:
             self._table, model.layout, self._runner.orders.program, specs, sizes, held, self._runner.accumulate,
             updater.traffic() if updater is not None else None,
             parts=model.rules.described(), activations=self._replaced.explained(),
-            layers=described(model.module, TORCH_DTYPES[model.rules.default.compute].itemsize),
+            layers=[
+                *self.stages(), *described(model.module, TORCH_DTYPES[model.rules.default.compute].itemsize),
+            ],
             moved=moves(
                 self._runner.orders.program, model.layout, specs, sizes, step_of(self._runner.accumulate),
                 num_moments=moments,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardfold.engine.handlers import Handlers
-from shardfold.engine.orders import SECTIONS, Orders, mode_of
+from shardfold.engine.orders import SECTIONS, Orders, Part, mode_of
 from shardfold.engine.passes import LocalPass, NegotiatedPass, Pass, ReplayedPass
 from shardfold.engine.track import Section, Track
 from shardfold.engine.visible import VisibleGradients
@@ -71,6 +71,8 @@ class Runner:
         orders: in which units run, and the programs.
         visible: gradients as users see them.
         last: whether the next backward is the last before a step; None: each ``accumulate``-th is.
+        part: of the model that the next pass runs, where a rank has several stages; None: all that it has.
+        inside_batch: whether a batch goes through stages, behind its first forward.
         synchronize: False inside ``no_sync()``.
         scaled: whether the backward under way is that of a loss that the engine scaled.
     """
@@ -86,6 +88,8 @@ class Runner:
         self._state = model.run
         self._boundary_before = False
         self.last: bool | None = None
+        self.part: Part | None = None
+        self.inside_batch = False
         self.synchronize = True
         self.scaled = False
         take_part, where = (
@@ -109,6 +113,7 @@ class Runner:
         self.bring_back: Callable[..., None] = lambda *states: None  # states that a user let rest elsewhere
         self.follow: Callable[[], None] = lambda: None  # makes units anew where the model changed
         self._interrupted = False  # an exception left the model's forward
+        self._shared = False  # gradients of what several stages have are summed over them
         self._outer: list[tuple[Pass, str]] = []  # forwards that a backward inside of them interrupts
         self.renew(model.units)
         update = handlers.optimizer
@@ -138,15 +143,20 @@ class Runner:
         roots = [unit for unit in self.units if unit.name in self.roots]
         if not nested and self.orders.known(section):
             return ReplayedPass(
-                verb, self.orders.tracks[section], roots, self.handlers, self._deviate, waits=self.orders.waits
+                verb,
+                self.orders.track(section, self.part),
+                roots,
+                self.handlers,
+                self._deviate,
+                waits=self.orders.waits,
             )
         return self._asked(section, nested=nested)
 
     def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> NegotiatedPass:
         verb = "F" if section in ("train", "eval") else "B"
         return NegotiatedPass(
-            verb, self.orders.unordered(section), self.by_name, set(self.roots), self.agreement, self.handlers,
-            refill=self.orders.unordered("train"), own=own, nested=nested,
+            verb, self.orders.unordered(section, self.part), self.by_name, set(self.roots), self.agreement,
+            self.handlers, refill=self.orders.unordered("train"), own=own, nested=nested,
         )  # fmt: skip
 
     def _deviate(self, unit: Unit) -> None:
@@ -192,7 +202,7 @@ class Runner:
         Raises:
             OrderError: they are not.
         """
-        if self.comm.mesh.world == 1:
+        if self.agreement.peers.size == 1:
             return flags
         while True:
             evaluated = self._evaluated or evaluating
@@ -203,6 +213,16 @@ class Runner:
                 self._help_on(SECTIONS[met.more])
             else:
                 self._help_evaluate(met.flags)
+
+    def meet_all(self, what: str, *, flags: Sequence[bool] = ()) -> Sequence[bool | int]:
+        """As :meth:`meet`, of all ranks, those of other stages included.
+
+        Raises:
+            OrderError: they are about to do different things.
+        """
+        said = self.meet(what, flags=flags)
+        job = self.comm.job
+        return said if job is self.agreement else job.meet(what, flags=[bool(flag) for flag in said]).flags
 
     def _meet_or_refuse(self, what: str, refusal: UsageError | None) -> None:
         """As :meth:`meet`, where this rank may refuse what its user did to gradients, which are shown again.
@@ -305,6 +325,7 @@ class Runner:
     @_uninterrupted
     def zero_grad(self) -> None:
         """Forgets all gradients since the last step."""
+        self._shared = False
         self.handlers.withdraw()
         self._state.micro_batch, self._state.gradients_ready = 0, False
         self._state.attempt += 1
@@ -333,10 +354,16 @@ class Runner:
         section = "train" if grad else "eval"
         local = all(unit.pins or not unit.split for unit in self.units) and any(unit.pins for unit in self.units)
         changed = False
-        if self.comm.mesh.world > 1 and not local and (self.orders.moves(section) or self.buffers.due):
+        follows = not self.inside_batch  # a forward whose backward is still to come reads buffers as they were
+        if (
+            self.agreement.peers.size > 1
+            and not local
+            and (self.orders.moves(section) or (self.buffers.due and follows))
+        ):
             what = f"a forward pass {'in training' if grad else 'in evaluation (without gradients)'}"
-            changed = bool(self.meet(what, evaluating=not grad, flags=[self.buffers.changed()])[0])
-            self.buffers.synchronize(changed)
+            changed = bool(self.meet(what, evaluating=not grad, flags=[follows and self.buffers.changed()])[0])
+            if follows:
+                self.buffers.synchronize(changed)
         if grad and self.synchronize and not local:
             self.buffers.due = self.buffers.any
         self._evaluated |= not grad
@@ -438,6 +465,8 @@ class Runner:
         self._delivered, self._boundary_before = False, self._state.gradients_ready
         nested = self._pass is not None
         last = self.last if self.last is not None else self._state.micro_batch + 1 >= self.accumulate
+        if self.part is not None:
+            last = self.part.last
         ready = not nested and self.synchronize and last
         section = "quiet" if nested or not self.synchronize else "last" if ready else "backward"
         refusal = self.visible.try_hide()
@@ -451,7 +480,7 @@ class Runner:
             self._announce(f"a backward pass ({kind}{'' if self.synchronize else ', no_sync'})", refusal)
         elif refusal is not None:
             raise refusal
-        self._state.gradients_ready = ready
+        self._state.gradients_ready = ready and (self.part is None or self.part.final)
         if self._pass is not None:  # torch.autograd.grad inside of the model's forward
             self._outer.append((self._pass, self._section))
         self.comm.meter.begin_backward(section)
@@ -537,6 +566,13 @@ class Runner:
         self.comm.memory.forget_spares()
         self.visible.show()
 
+    def count_backward(self, before: int, *, final: bool) -> None:
+        """A backward of a stage is over, of which there were so many ``before``; it counts, whatever gradients came.
+        ``final``: it is the last of this rank's before the step."""
+        if self._state.micro_batch == before:
+            self._state.micro_batch += 1
+        self._state.gradients_ready = final
+
     # -- the step
 
     @contextmanager
@@ -565,6 +601,15 @@ class Runner:
         self._state.gradients_ready = True
 
     @_uninterrupted
+    def sum_shared(self) -> None:
+        """Gradients of what several stages have are summed over these, once in a step."""
+        if self._shared or not self.orders.tracks["shared"].ops:
+            return
+        with self.between(self.orders.tracks["shared"]) as track:
+            track.finish()
+        self._shared = True
+
+    @_uninterrupted
     def reduce_late(self, late: Sequence[Unit]) -> None:
         """[Note: late gradients]: one more reduction for these units, now and, from the next step on, at the end."""
         if late:
@@ -576,6 +621,7 @@ class Runner:
 
     def end_step(self, *, skipped: bool = False) -> None:
         """The gradients have been used, or overflowed."""
+        self._shared = False
         self._state.micro_batch, self._state.gradients_ready = 0, False
         self.visible.forget()
         self._state.attempt += 1

@@ -74,11 +74,11 @@ class Stepper:
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
         by_hand, refusal = self._take_visible()
         flags = [False, self._replaced.waits, by_hand, refusal is not None]  # the first: of buffers
-        said = runner.meet("the optimizer step", flags=flags)
+        said = runner.meet_all("the optimizer step", flags=flags)
         if said[3]:
             if refusal is None:
                 runner.visible.show()  # nothing is done here, either
-            model.comm.agreement.refuse("engine.step()", refusal)
+            model.comm.job.refuse("engine.step()", refusal)
         if said[1]:
             self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX))
         if said[2]:
@@ -178,11 +178,12 @@ class Stepper:
         """Which parameters any rank used, whether micro-batches have weights on any, and whether any overflowed."""
         scaler, control = self._scaler, self._model.comm.control
         overflows = scaler is not None and self._overflowed()  # reads the losses too: the alarm does not stop the host
-        used, late, (overflowed, raised, weighed) = self._handlers.agree_on_use(
+        used, late, (overflowed, raised, weighed, late_anywhere) = self._handlers.agree_on_use(
             overflows, self._alarm.raised(), self._shares.any
         )
         self._runner.reduce_late(late)
-        if scaler is not None and late and not overflowed:  # what came late was not among what was looked at
+        self._runner.sum_shared()
+        if scaler is not None and late_anywhere and not overflowed:  # what came late was not among what was looked at
             overflowed = bool(control([float(self._overflowed())], dist.ReduceOp.MAX)[0])
         self._alarm.look(overflowed=overflowed, raised=raised)
         return used, weighed, overflowed

@@ -226,7 +226,7 @@ def examine(model: ShardedModel, notes: Notes, *, only_gradients: bool = False) 
             if kind != "output" or micro not in harmless
         ]
     notes.num_examined += 1
-    said = model.comm.agreement.exchange(f"check/{notes.num_examined}", json.dumps([found, numbers]))
+    said = model.comm.job.exchange(f"check/{notes.num_examined}", json.dumps([found, numbers]))
     defined = {name: place for place, (name, _) in enumerate(model.module.named_parameters(remove_duplicate=False))}
     findings: list[tuple[tuple[int, int, int], Finding]] = []
     rows: dict[str, list[float]] = {}

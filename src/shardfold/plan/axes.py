@@ -210,6 +210,11 @@ class Mesh(Mapping[str, int]):
         """The axes of the ranks that run one program."""
         return self.of_role(*(role for role in Role if role is not Role.PIPELINE))
 
+    @property
+    def stages(self) -> Axes:
+        """The axes on which ranks have other layers: squares are summed over them too, whatever they are of."""
+        return self.of_role(Role.PIPELINE)
+
     def summed(self, distinct: Axes = ()) -> Axes:
         """Over which axes gradients are summed, of parameters that are distinct on some. On the same ranks their
         values are the same."""

@@ -203,6 +203,7 @@ def apply(
         step=updates(program.step),
         behind=updates(program.behind),
         arrive=program.arrive,
+        shared=program.shared,
     )
     return updates_beside(made) if overlap.update_thread else made
 

@@ -80,7 +80,8 @@ class SegmentSpec:
     ``length`` is in elements and includes all padding; it divides evenly by the ranks that share it. ``own``: every
     state and both journeys are in ``dtype``, whatever the precision policy says. ``table``: the bound layout of its
     part of the model, where that is another than the rest's. ``distinct``: the axes on which each rank has other
-    parameters, such as slices of one matrix (see ``axes``).
+    parameters, such as slices of one matrix (see ``axes``). ``places``: of its one parameter, those along the stages of
+    a pipeline that have it, where there are several.
     """
 
     slots: tuple[Slot, ...]
@@ -91,6 +92,7 @@ class SegmentSpec:
     own: bool = False
     table: Layout | None = None
     distinct: Axes = ()
+    places: tuple[int, ...] = ()
 
     def dtype_for(self, what: str, layout: Layout) -> str:
         """The dtype of ``grads``, ``master``, ``moments``, or for ``reduce`` of the buffer that feeds it, of this

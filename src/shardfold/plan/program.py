@@ -4,7 +4,8 @@ A program has four sections, and others where something asks for them. ``forward
 micro-batch, ``last`` replaces ``backward`` in the last micro-batch of a step, ``step`` is the optimizer step. What is
 in ``beside`` a second thread does while the first does ``step``. Where updates are delayed, it does them, and what
 brings their states, in ``behind`` behind the step, while the next one computes, and ``arrive`` brings what that gave,
-before the next updates begin. There are no collectives in ``beside`` and ``behind``. ``F u``, ``B u``, ``END`` and
+before the next updates begin. There are no collectives in ``beside`` and ``behind``. In ``shared``, before the step,
+are sums over the stages of a pipeline. ``F u``, ``B u``, ``END`` and
 ``STEP`` are markers: the model's and the optimizer's own work happens there, and everything up to a marker is done
 before it.
 
@@ -20,6 +21,7 @@ before it.
     ALL_REDUCE      begin to sum gradients over the axes, keep the sum
     WAIT            go on when ``grads`` hold the sums, or ``params`` what was updated
     DROP            give the buffer ``local`` back
+    SHARE           sum the gradients of what several stages of a pipeline have over these
     CLAMP           cut every element of the gradients to a range
     NORM            the norm of all gradients
     STEP            the optimizer's step begins (marker)
@@ -118,6 +120,7 @@ VERBS: Mapping[str, Verb] = {
     "ALL_REDUCE": Verb(("unit", "source", "axes", "format"), target="grads"),
     "WAIT": Verb(("unit", "target")),
     "DROP": Verb(source="local"),
+    "SHARE": Verb(("unit", "axes"), source="grads", target="grads"),
     "CLAMP": Verb((), source="grads", target="grads"),
     "NORM": Verb((), source="grads"),
     "STEP": Verb(()),
@@ -135,7 +138,7 @@ VERBS: Mapping[str, Verb] = {
 UPDATED = ("master", "moments")
 """States that an update reads and writes."""
 MARK = "   <-- here"
-SECTIONS = ("forward", "backward", "last", "step", "beside", "behind", "arrive")
+SECTIONS = ("forward", "backward", "last", "step", "beside", "behind", "arrive", "shared")
 
 PARTIAL = None
 """How a tensor lies whose sum over all ranks is still to be taken."""
@@ -235,6 +238,7 @@ class Program:
     beside: tuple[Op, ...] = ()
     behind: tuple[Op, ...] = ()
     arrive: tuple[Op, ...] = ()
+    shared: tuple[Op, ...] = ()
 
     def section(self, name: str) -> tuple[Op, ...]:
         return getattr(self, name)
@@ -333,6 +337,7 @@ def lower(
         step=tuple(lowering.step(clip=clip, clamp=clamp, delayed=delayed)),
         behind=tuple(lowering.behind()) if delayed else (),
         arrive=tuple(lowering.updates(behind=True)) if delayed else (),
+        shared=tuple(lowering.shared()),
     )
 
 
@@ -446,6 +451,12 @@ class _Lowering:
         yield Op("STEP")
         if not delayed:
             yield from self.updates()
+
+    def shared(self) -> Iterator[Op]:
+        """Sums of gradients of what several stages have."""
+        for unit in self._units:
+            if any(segment.places and segment.trainable for segment in unit.segments):
+                yield Op("SHARE", unit.name, self._mesh.stages)
 
     def behind(self) -> Iterator[Op]:
         """Updates, in the order in which the next backward needs the memory of the gradients."""

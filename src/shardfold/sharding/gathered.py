@@ -175,7 +175,8 @@ def _agree(
     for first in (True, False):
         flags += [float(home.name in mine and (model.comm.mesh.data_rank == source) is first) for home in homes]
     model.gate.meet("the end of engine.gathered()")
-    said = model.comm.control(flags, dist.ReduceOp.MAX)
+    said = model.comm.control(flags[:world], dist.ReduceOp.MAX)
+    said += model.comm.control(flags[world:], dist.ReduceOp.MAX, program=True)
     first, other = said[world : world + len(homes)], said[world + len(homes) :]
     return (
         [rank for rank in range(world) if said[rank]],
@@ -191,6 +192,8 @@ def _find(model: ShardedModel, names: tuple[str, ...], of: str) -> tuple[list[Ho
     """Each wanted parameter once, in the order of units, and the parameters by every name asked for."""
     known = dict(model.module.named_parameters(remove_duplicate=False))
     for name in names:
+        if model.whole is not None and name in model.whole.names and name not in known:
+            raise ModelError(f"gathered: another stage of the pipeline has {name!r}: ask on the ranks that have it.")
         if not isinstance(name, str) or name not in known:
             raise ModelError(f"gathered: the model has no parameter {name!r}.{did_you_mean(name, known)}")
     asked = {name: known[name] for name in names} if names else known
@@ -451,7 +454,7 @@ def _has_state(model: ShardedModel, homes: Sequence[Home], of: str) -> tuple[lis
     if name in known:
         code = 1.0 + dtypes.index(dtype_name(known[name]) or "fp32")
     mine = [float(update.has_state(home.segment, home.slot, name)) for home in homes]
-    said = model.comm.control([code, *mine], dist.ReduceOp.MAX)
+    said = model.comm.control([code, *mine], dist.ReduceOp.MAX, program=True)
     if not said[0]:
         near = did_you_mean(of, {"params", "grads", "master", *known})
         more = "" if known else " The optimizer has no state of its own yet."

@@ -34,6 +34,7 @@ from shardfold.plan.box import Box
 from shardfold.plan.layout import Layout
 from shardfold.plan.rules import Rules
 from shardfold.sharding.buffers import take_first_rank
+from shardfold.sharding.model import Whole
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.replicas import differing_in
@@ -334,12 +335,13 @@ class Weights:
         source: a mapping of tensors, a safetensors file, or a folder of them (with or without an index).
         model: every parameter must have a value under one of its names (a tied one has several), and every value a
             parameter or buffer.
+        whole: names of what other ranks have of it.
 
     Raises:
         ModelError: the path has no weights, or names are missing or unexpected; all are listed.
     """
 
-    def __init__(self, source: Any, model: nn.Module) -> None:
+    def __init__(self, source: Any, model: nn.Module, whole: Whole | None = None) -> None:
         if not isinstance(source, Mapping | str | Path):
             raise ModelError(
                 f"weights= is of type {type(source).__name__}: give a state dict, or the path of safetensors files or "
@@ -350,10 +352,15 @@ class Weights:
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
+        also = whole.also if whole is not None else {}
+        alike = {name: [first, *others] for first, others in also.items() for name in (first, *others)}
+        for group in names.values():  # of what several stages have, this rank's model may not have all names
+            group += [name for name in alike.get(group[0], ()) if name not in group]
         given = set(self._source if self._source is not None else self._files)
         self._stored = {group[0]: next((n for n in group if n in given), None) for group in names.values()}
         missing = sorted(name for name, stored in self._stored.items() if stored is None)
         known = {name for group in names.values() for name in group} | {name for name, _ in model.named_buffers()}
+        known |= whole.names if whole is not None else set()
         unexpected = sorted(given - known)
         if missing or unexpected:
             raise ModelError(

@@ -7,7 +7,7 @@ optimizer  the user's, or None         updater    the same over shards
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from shardfold.sharding.unit import Unit
 from shardfold.tiers.tier import Region
 from shardfold.tiers.tiers import Tiers
 
-__all__ = ["Gate", "Owner", "ShardedModel", "Updater"]
+__all__ = ["Gate", "Owner", "ShardedModel", "Updater", "Whole"]
 
 
 class Gate(Protocol):
@@ -117,6 +117,19 @@ class Updater(Protocol):
     def take_piece(self, segment: Segment, slot: int, name: str, shard: Tensor) -> None: ...
 
 
+@dataclass(frozen=True)
+class Whole:
+    """Of a model whose stages are on several ranks, what each rank knows of all of it.
+
+    Attributes:
+        names: of all parameters and persistent buffers.
+        also: further names of parameters, by the first.
+    """
+
+    names: frozenset[str]
+    also: Mapping[str, tuple[str, ...]]
+
+
 @dataclass(eq=False)
 class ShardedModel:
     """A model, its units, and what carries them.
@@ -135,6 +148,7 @@ class ShardedModel:
         rows: of memory that the table does not have.
         followed: structures that it has followed so far.
         closed: why nothing can be done with it any more.
+        whole: where this rank has some stages of it; None: it has all.
         owner: who trains it, and lives as long as the model does.
     """
 
@@ -151,6 +165,7 @@ class ShardedModel:
     rows: list[Callable[[], MemoryRow]] = field(default_factory=list[Callable[[], MemoryRow]])
     followed: int = 0
     closed: str = ""
+    whole: Whole | None = None
     owner: Any = None
     _gate: Gate | None = None
 
@@ -174,6 +189,16 @@ class ShardedModel:
     @property
     def world_size(self) -> int:
         return self.comm.mesh.world
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that run its program."""
+        return self.rank == self.comm.agreement.peers.ranks[0]
+
+    def counts(self, segment: Segment) -> bool:
+        """Whether what ranks have together is this rank's to tell of: of what several stages have, the first's."""
+        places = segment.spec.places
+        return not places or self.comm.mesh.coords[self.comm.mesh.sizes.stages[0]] == places[0]
 
     def segments(self) -> Iterator[Segment]:
         """All of them, unit by unit."""

@@ -83,6 +83,11 @@ def release(model: ShardedModel, of: str, close: Callable[[str], None]) -> nn.Mo
         near = did_you_mean(of, ("params", "master"))
         raise ConfigError(f"engine.release(of={of!r}): parameters become 'params' or 'master'.{near}")
     refuse_during(model.loans, "engine.release()")
+    if model.whole is not None:
+        raise UsageError(
+            "engine.release(): this rank has some stages of the model only: take engine.state_dict(), or save a "
+            "checkpoint, and load it into a whole model."
+        )
     model.gate.meet(f"engine.release(of={of!r})", follow=True)
     members = [p for unit in model.units for _, p in unit.parameters()]
     values = {key: value for unit in model.units for key, value in _whole(model, unit, of).items()}

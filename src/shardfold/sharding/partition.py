@@ -35,7 +35,7 @@ from shardfold.plan.rules import Rules
 from shardfold.plan.stay import with_staying
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.segment import dtype_name, rest_itemsize
-from shardfold.sharding.slices import Slice, slices_on
+from shardfold.sharding.slices import Slice, places_of, slices_on
 
 __all__ = ["ROOT", "Cut", "cut", "main_dtypes"]
 
@@ -294,7 +294,7 @@ def _lay_out(
     """
     mesh = Mesh.of(mesh)
     policy = [rules.layouts.index(layout) for layout in rules.layouts]  # rules may say the same
-    segments: dict[tuple[str, bool, bool, int, int, Axes], dict[str, nn.Parameter]] = defaultdict(dict)
+    segments: dict[tuple[str, bool, bool, int, int, Axes, Any], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in c.parameters.items():
         own = dtype_name(parameter.dtype)
         if own is None or parameter.is_complex():
@@ -306,11 +306,12 @@ def _lay_out(
         keeps = own_dtype(parameter, rule) and any(role != own for role in precision.dtypes.values())
         trainable = id(parameter) in groups
         group = groups.get(id(parameter), 0)
-        of = policy[-1 if keeps else rule], slices.get(id(parameter), WHOLE).axes
+        shared = (name, *places) if (places := places_of(parameter)) else ()  # each in a segment of its own
+        of = policy[-1 if keeps else rule], slices.get(id(parameter), WHOLE).axes, shared
         key = (own if keeps else precision.compute, keeps, trainable, group, *of)
         segments[key][name] = parameter
     specs: list[SegmentSpec] = []
-    for (dtype, keeps, trainable, group, rule, apart), members in segments.items():
+    for (dtype, keeps, trainable, group, rule, apart, shared), members in segments.items():
         layout = rules.layouts[rule]
         if own := [axis for axis in layout.axes if axis not in mesh.summed(apart)]:
             raise LayoutError(
@@ -324,9 +325,9 @@ def _lay_out(
         step = lcm(max(1, least, align if trainable else 1), *(form.block for form in formats))
         slots, length = pack({name: p.shape for name, p in members.items()}, parts, step, boxes)
         table = layout if rule != policy[-1] else None
-        specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table, apart))
+        specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table, apart, tuple(shared[1:])))
         c.by_segment.append(list(members.values()))
-    if len({(rules.layouts[rule].axes, mesh.summed(apart)) for *_, rule, apart in segments}) > 1:
+    if len({(rules.layouts[rule].axes, mesh.summed(apart)) for *_, rule, apart, _ in segments}) > 1:
         raise LayoutError(
             f"gradients of {c.name!r} would be summed over different axes, because only some of its parameters are "
             "distinct on one or follow another layout: choose units= so that those are a unit of their own."

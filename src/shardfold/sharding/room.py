@@ -53,8 +53,8 @@ def take_room(model: ShardedModel, units: Sequence[UnitSpec], num_moments: int, 
         except OSError as error:
             problem = str(error.strerror)
             break
-    if any(model.comm.any_rank([bool(problem)], WHAT)):
-        agreement = model.comm.agreement
+    if any(model.comm.anyone([bool(problem)], WHAT)):
+        agreement = model.comm.job
         said = agreement.exchange(WHAT, problem)
         ranks = by_rank(dict(zip(agreement.peers.ranks, said, strict=True))).rstrip(".")
         total = sum(map(sum, wanted.values()))

@@ -21,9 +21,9 @@ from shardfold.plan.placement import UnitSpec
 from shardfold.sharding.partitioned import early_shard
 from shardfold.sharding.registry import model_of
 
-__all__ = ["Slice", "check_early", "check_reach", "mark_slice", "slices_on"]
+__all__ = ["Slice", "check_early", "check_reach", "mark_shared", "mark_slice", "places_of", "slices_on"]
 
-_MARKS = "_shardfold_slices"
+_MARKS, _PLACES = "_shardfold_slices", "_shardfold_places"
 INSIDE = " It has none: give the layer inside that owns it."
 
 
@@ -46,6 +46,16 @@ class _Mark(NamedTuple):
     dim: int | None
     box: tuple[tuple[int, ...], tuple[int, ...]] | None
     blocks: int = 1
+
+
+def mark_shared(parameter: nn.Parameter, places: Sequence[int]) -> None:
+    """The ranks at these places along the stages of a pipeline have the same parameter."""
+    vars(parameter)[_PLACES] = tuple(places)
+
+
+def places_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The same, of a parameter that is marked; of another: none."""
+    return vars(parameter).get(_PLACES, ())
 
 
 @known_arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.layout import Axes
 from shardfold.sharding.loans import refuse_during
-from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.model import ShardedModel, Whole
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
 from shardfold.sharding.together import on_disk, together
@@ -44,7 +45,28 @@ def state_dict(model: ShardedModel, frozen: str) -> dict[str, Tensor]:
         values = flat.cpu()
         for parameter, view in zip(segment.parameters, segment.views_of(values), strict=True):
             whole[id(parameter)] = view.clone()
-    return named_state(model.module, whole)
+    state = named_state(model.module, whole)
+    return state if model.whole is None else _of_all_stages(model, model.whole, state)
+
+
+def _of_all_stages(model: ShardedModel, whole: Whole, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dicts of all stages in one, on every rank."""
+    comm, axes = model.comm, model.comm.mesh.sizes.stages
+    mine = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in state.items()}
+    said = [json.loads(text) for text in comm.job.exchange("the state of a stage", json.dumps(mine))]
+    row = next(row for row in comm.mesh.sizes.rows(axes) if model.rank in row)
+    found: dict[str, Tensor] = {}
+    for place, rank in enumerate(row):
+        for name, (shape, dtype) in said[rank].items():
+            here = rank == model.rank
+            value = state[name] if here else torch.empty(shape, dtype=getattr(torch, dtype))
+            sent = value.to(model.device).contiguous()
+            comm.broadcast(sent.view(-1), "the state of a stage", place, over=axes, detail=name)
+            found.setdefault(name, value if here else sent.cpu())
+    for first, names in whole.also.items():
+        if first in found:
+            found.update(dict.fromkeys(names, found[first]))
+    return found
 
 
 def check_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -62,7 +84,8 @@ def check_state(model: ShardedModel, state: Mapping[str, Tensor], *, strict: boo
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
     buffers = every_buffer(model.module)
     known: dict[str, Tensor] = {**parameters, **buffers}
-    missing, unexpected = sorted(set(known) - set(state)), sorted(map(str, set(state) - set(known)))
+    elsewhere = model.whole.names if model.whole is not None else frozenset[str]()
+    missing, unexpected = sorted(set(known) - set(state)), sorted(map(str, set(state) - set(known) - elsewhere))
     if strict and (missing or unexpected):
         raise ModelError(
             f"the state dict does not fit the model: missing {', '.join(missing) or 'nothing'}; unexpected "

@@ -1,0 +1,356 @@
+"""A batch through the stages of a pipeline: an order's actions, done one after the other.
+
+A forward of a stage is a forward of the model in which pieces of other stages stand for what they give (see
+``pipeline``); a backward begins with the gradients of what that sent. Each is a pass of the engine like any other, so
+units are gathered, reduced and freed by the program of this stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.comm.agreement import Agreement
+from shardfold.engine.backward import Backward
+from shardfold.engine.hooks import UP_TO_32, Hooks, cast_inputs
+from shardfold.engine.orders import Part
+from shardfold.engine.runner import Runner
+from shardfold.errors import CollectiveError, ConfigError, OrderError, UsageError
+from shardfold.parallel.pipeline.batch import default_compute, micro_batches
+from shardfold.parallel.pipeline.order import Action, Choice, forwards, lower, make_order
+from shardfold.parallel.pipeline.picture import drawn, timeline
+from shardfold.parallel.pipeline.stages import Borders, Run, StageDone, Stages
+from shardfold.parallel.pipeline.trace import Made, Origin, placeholder, signature
+from shardfold.parallel.pipeline.wire import Parcel, Wire
+from shardfold.plan.rules import Rules
+from shardfold.sharding.model import ShardedModel
+from shardfold.sharding.partition import main_dtypes, rule_numbers
+from shardfold.sharding.segment import TORCH_DTYPES
+from shardfold.sharding.tree import cast_floats
+
+__all__ = ["Pipelined", "dress"]
+
+Compute = Callable[[nn.Module, Any], Tensor]
+
+
+class Kept(NamedTuple):
+    """What a forward leaves for its backward: what it received and what it sent, or the loss."""
+
+    received: Mapping[Origin, Tensor]
+    sent: Sequence[Tensor]
+    loss: Tensor | None
+
+
+class Pipelined:
+    """Runs batches of one engine.
+
+    Args:
+        model: of this rank's stages.
+        runner, hooks, backward: of the engine.
+        stages: of the model; None: there is one.
+        choice: of the order.
+    """
+
+    def __init__(
+        self, model: ShardedModel, runner: Runner, hooks: Hooks, backward: Backward, stages: Stages | None,
+        choice: Choice,
+    ) -> None:  # fmt: skip
+        self._model, self._runner, self._hooks, self._backward = model, runner, hooks, backward
+        self.stages, self.choice = stages, choice
+        mesh = model.comm.mesh
+        self._axis = mesh.sizes.stages[0] if stages is not None else ""
+        self._here = mesh.coords[self._axis] if stages is not None else 0
+        self._ranks = mesh.sizes[self._axis] if stages is not None else 1
+        self._wire = Wire(model.comm, self._axis) if stages is not None else None
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._losses: list[Tensor] = []
+        self._local: dict[Parcel, list[Tensor]] = {}  # what has come, or is about to go
+        self._at: Action | None = None  # what is under way
+        self._final: Action | None = None
+        self._finals: dict[int, Action] = {}
+        self._parts: dict[int, Part] = self._parts_of(stages) if stages is not None and choice.chunks > 1 else {}
+
+    def _parts_of(self, stages: Stages) -> dict[int, Part]:
+        """The units of each stage; those that several have, or none, are in all of them."""
+        found: dict[str, set[int]] = {}
+        homes = {id(m): stage for piece, stage in zip(stages.pieces, stages.stage_of, strict=True)
+                 for m in piece.module.modules()}  # fmt: skip
+        for unit in self._model.units:
+            found[unit.name] = {homes[id(m)] for module in unit.modules for m in module.modules() if id(m) in homes}
+        common = frozenset(name for name, of in found.items() if len(of) != 1)
+        roots = {unit.name for unit in self._model.units if unit.spec.root}
+        if apart := sorted(common - roots):
+            raise ConfigError(
+                f"pipeline={str(self.choice)!r}: the unit {apart[0]!r} has parts in several stages of a rank: choose "
+                "units=, or stages=, so that each unit is in one."
+            )
+        return {stage: Part(frozenset(name for name, of in found.items() if of == {stage}), common)
+                for stage in stages.own}  # fmt: skip
+
+    @property
+    def _job(self) -> Agreement:
+        return self._model.comm.job
+
+    def place(self, stage: int) -> int:
+        """Where along the axis a stage is."""
+        return stage % self._ranks
+
+    def order(self, count: int) -> list[list[Action]]:
+        """Of so many micro-batches, by place along the axis.
+
+        Raises:
+            ConfigError: it cannot run that many.
+        """
+        return make_order(self.choice, self._ranks, count)
+
+    def actions(self, count: int) -> list[Action]:
+        """What this rank does for so many micro-batches."""
+        stages = self.stages.count if self.stages is not None else 1
+        return lower(self.order(count)[self._here], self._ranks, stages)
+
+    def explained(self, count: int) -> list[str]:
+        """The stages and the order of so many micro-batches, in lines of text."""
+        if self.stages is None:
+            return []
+        stages, order = self.stages, self.order(count)
+        line = timeline(order, stages.count)
+        lines = [
+            f"pipeline {self.choice}: {stages.count} stages on {self._ranks} ranks of {self._axis!r}, {count} "
+            f"micro-batch{'es' * (count > 1)}"
+        ]
+        for stage in range(stages.count):
+            paths = [piece.path for piece, at in zip(stages.pieces, stages.stage_of, strict=True) if at == stage]
+            span = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)})"
+            lines.append(f"  stage {stage:<3} rank {self.place(stage):<3} {span}{'  <-- here' * (stage in stages.own)}")
+        for name, places in stages.shared.items():
+            lines.append(f"  {name} is on the ranks {', '.join(map(str, places))}, which sum its gradients")
+        lines += [f"slots, where a backward takes two: bubble {line.bubble:.1%}", *drawn(line, self._ranks)]
+        kept = ", ".join(map(str, line.kept))
+        lines.append(f"micro-batches of stages that wait for their backward, at most, by rank: {kept}")
+        return [*lines, "batch:", *(f"  {action}" for action in self.actions(count))]
+
+    def refuse_call(self, what: str) -> None:
+        """
+        Raises:
+            UsageError: this rank alone cannot run the model.
+        """
+        if self.stages is not None:
+            raise UsageError(
+                f"{what}: the model is cut into stages, of which this rank has a part: train with "
+                "engine.train_batch(batch), evaluate with engine.eval_batch(batch); to generate, load a checkpoint "
+                "into an engine without an axis of pipeline."
+            )
+
+    # -- batches
+
+    def train(self, batch: Any, compute: Compute | None) -> Tensor:
+        """See :meth:`Engine.train_batch`."""
+        return self._run("engine.train_batch()", batch, compute, self._runner.accumulate, train=True)
+
+    def evaluate(self, batch: Any, compute: Compute | None, count: int) -> Tensor:
+        """See :meth:`Engine.eval_batch`."""
+        with torch.no_grad():
+            return self._run("engine.eval_batch()", batch, compute, count, train=False)
+
+    def _run(self, what: str, batch: Any, compute: Compute | None, count: int, *, train: bool) -> Tensor:
+        compute, parts = compute or default_compute, list[Any]()
+
+        def check() -> None:
+            parts.extend(micro_batches(what, batch, count))
+            self.order(count)
+            if train and self._model.run.micro_batch:
+                raise UsageError(f"{what} behind a backward of the same step: call engine.step() first.")
+
+        self._model.gate.meet(f"{what} of {count} micro-batches", follow=True, check=check)
+        with self._told(what):
+            if self.stages is None:
+                return self._alone(parts, compute, train=train)
+            order = self.order(count) if train else forwards(self.order(count))
+            borders = [self._borders(part, compute) for part in parts]
+            self._losses.clear()
+            self._kept.clear()
+            self._begin(order, borders)
+            for action in lower(order[self._here], self._ranks, self.stages.count):
+                self._at = action
+                self._do(action, parts[action.batch], borders[action.batch], compute)
+            self._at = None
+            assert self._wire is not None
+            self._wire.finish()
+            return self._mean_loss()
+
+    def _alone(self, parts: Sequence[Any], compute: Compute, *, train: bool) -> Tensor:
+        losses: list[Tensor] = []
+        for part in parts:
+            loss = compute(self._model.module, part)
+            losses.append(loss.detach())
+            if train:
+                self._backward.run(loss, None, False)
+        return torch.stack(losses).mean()
+
+    def _mean_loss(self) -> Tensor:
+        """Of the micro-batches, which the last stage has."""
+        comm = self._model.comm
+        last = self.place(self.stages.count - 1) if self.stages is not None else 0
+        mean = torch.zeros((), dtype=torch.float64, device=self._model.device)
+        if self._here == last:
+            mean = torch.stack([loss.double().reshape(()) for loss in self._losses]).mean()
+        values = mean.reshape(1)
+        comm.broadcast(values, "the loss of a batch", last, over=(self._axis,))
+        self._losses.clear()
+        return values[0]
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """What fails on this rank, the others, which wait for it, raise too and say why."""
+        try:
+            yield
+        except BaseException as error:
+            self._kept.clear()
+            if self._wire is not None:
+                self._wire.forget()
+                if not isinstance(error, OrderError):
+                    words = str(error).partition("\n")[0]
+                    at = f" in {self._at}" if self._at else ""
+                    rank = self._job.peers.rank
+                    said = f"{what} failed on rank {rank}{at} ({type(error).__name__}: {words})"
+                    if not isinstance(error, CollectiveError):
+                        said += ", so no rank can go on: close the engine, make it anew and load a checkpoint"
+                    self._job.give_up(f"{said}.")
+            raise
+        finally:
+            self._runner.inside_batch, self._runner.part = False, None
+
+    # -- actions
+
+    def _begin(self, order: Sequence[Sequence[Action]], borders: Sequence[Borders]) -> None:
+        """What will come, in the order in which others send it; and which backward of each stage is its last."""
+        assert self._wire is not None and self.stages is not None
+        self._local.clear()
+        self._finals = {each.stage: each for each in order[self._here] if each.verb == "B"}
+        self._final = next((each for each in reversed(order[self._here]) if each.verb == "B"), None)
+        coming: dict[int, list[Parcel]] = {}
+        forms: dict[Parcel, list[Any]] = {}
+        for place, steps in enumerate(order):
+            for step in steps:
+                border, kind = (step.stage, "activations") if step.verb == "F" else (step.stage - 1, "gradients")
+                target = step.stage + 1 if step.verb == "F" else step.stage - 1
+                if not 0 <= border < self.stages.count - 1 or self.place(target) != self._here:
+                    continue
+                parcel, found = Parcel(kind, border, step.batch), borders[step.batch]
+                made = [found.trace.made(origin) for origin in found.crossing[border]]
+                forms[parcel] = made if step.verb == "F" else [each for each in made if each.requires_grad]
+                if place != self._here:
+                    coming.setdefault(place, []).append(parcel)
+        self._wire.begin(coming, forms)
+
+    def _do(self, action: Action, part: Any, borders: Borders, compute: Compute) -> None:
+        verb, stage, batch = action
+        if verb == "F":
+            self._forward(action, part, borders, compute)
+        elif verb == "B":
+            self._backward_of(action)
+        else:
+            assert self._wire is not None
+            how, _, what = verb.partition("_")
+            before = (what == "F") == (how == "RECV")  # it crosses the border in front of the stage, or that behind it
+            border, place = (stage - 1, self.place(stage - 1)) if before else (stage, self.place(stage + 1))
+            parcel = Parcel("activations" if what == "F" else "gradients", border, batch)
+            if how == "SEND":
+                self._wire.send(self._local.pop(parcel), place, parcel)
+            else:
+                self._local[parcel] = self._wire.receive(place, parcel)
+
+    def _borders(self, part: Any, compute: Compute) -> Borders:
+        assert self.stages is not None
+
+        training = self._model.module.training
+        return self.stages.borders(signature(part), lambda model: compute(model, part), self._flags, training=training)
+
+    def _flags(self) -> dict[str, bool]:
+        """Which of this rank's parameters are trained."""
+        return {name: p.requires_grad for name, p in self._model.module.named_parameters()}
+
+    def _forward(self, action: Action, part: Any, borders: Borders, compute: Compute) -> None:
+        assert self.stages is not None
+        _, stage, batch = action
+        grad, last = torch.is_grad_enabled(), stage == self.stages.count - 1
+        received: dict[Origin, Tensor] = {}
+        if stage:
+            came = self._local.pop(Parcel("activations", stage - 1, batch))
+            for origin, tensor in zip(borders.crossing[stage - 1], came, strict=True):
+                received[origin] = tensor.requires_grad_(grad and borders.trace.made(origin).requires_grad)
+        run, loss = Run(stage, borders, received), None
+        self._runner.part = self._parts.get(stage)
+        with self.stages.running(run):
+            try:
+                loss = compute(self._model.module, part)
+            except StageDone:
+                if last:
+                    raise
+        self._runner.inside_batch = True
+        sent = run.sent()
+        if not last:
+            self._hooks.end_early([tensor for tensor in sent if tensor.requires_grad])
+            self._local[Parcel("activations", stage, batch)] = [tensor.detach() for tensor in sent]
+        elif not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UsageError(f"compute= gave {type(loss).__name__}: it returns the loss, a tensor of one element.")
+        else:
+            self._losses.append(loss.detach())
+        if grad:
+            self._kept[stage, batch] = Kept(received, sent, loss if last else None)
+
+    def _backward_of(self, action: Action) -> None:
+        _, stage, batch = action
+        kept, before = self._kept.pop((stage, batch)), self._model.run.micro_batch
+        final = action == self._final
+        if (part := self._parts.get(stage)) is not None:
+            self._runner.part = part._replace(last=action == self._finals[stage], final=final)
+        if kept.loss is not None:
+            self._backward.run(kept.loss, None, False)
+        else:
+            came = self._local.pop(Parcel("gradients", stage, batch))
+            self._backward.run_from([tensor for tensor in kept.sent if tensor.requires_grad], came)
+        self._runner.count_backward(before, final=final)
+        if stage:
+            leaves = [tensor for tensor in kept.received.values() if tensor.requires_grad]
+            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+            self._local[Parcel("gradients", stage - 1, batch)] = grads
+
+
+def dress(
+    module: nn.Module, rules: Rules, narrow: torch.dtype | None, autocast: tuple[torch.dtype, str] | None
+) -> None:
+    """Gives a skeleton of the model the dtypes in which the model computes, as :class:`Hooks` does for the model.
+
+    Args:
+        module: the skeleton.
+        rules: of precision.
+        narrow: what floating-point inputs are cast to; None leaves them.
+        autocast: dtype and type of device of the ``torch.autocast`` that forward runs under.
+    """
+    main, number = main_dtypes(module, rules), rule_numbers(module, rules)
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is None or parameter.dtype != main.get(rule := number[id(parameter)]):
+                continue
+            dtype = TORCH_DTYPES[rules.precisions[rule].compute]
+            if dtype != parameter.dtype:
+                parameter.data = placeholder(Made(tuple(parameter.shape), dtype, False), parameter.device)
+            if rules.mixed:
+                part.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if narrow is not None:
+            args, kwargs = cast_floats(args, narrow, UP_TO_32), cast_floats(kwargs, narrow, UP_TO_32)
+        if autocast is None:
+            return inner(*args, **kwargs)
+        with torch.autocast(autocast[1], autocast[0], cache_enabled=False):
+            return inner(*args, **kwargs)
+
+    module.forward = forward

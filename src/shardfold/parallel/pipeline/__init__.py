@@ -1,0 +1,1 @@
+"""Stages of layers: which pieces of a model are whose, what flows between them, and what brings it there."""

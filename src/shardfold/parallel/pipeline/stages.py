@@ -1,0 +1,347 @@
+"""Which stage has which pieces, and what crosses the borders between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.errors import ConfigError, ModelError, UsageError
+from shardfold.parallel.pipeline.pieces import cost_of, cut_by_cost, cut_by_names, find_pieces
+from shardfold.parallel.pipeline.trace import Constant, Made, Origin, Passed, Skeleton, Trace, placeholder
+from shardfold.sharding.model import Whole
+from shardfold.sharding.slices import mark_shared
+from shardfold.sharding.whole_state import every_buffer, names_of
+from shardfold.torch_internals import call_instead, tree_flatten, tree_unflatten
+
+__all__ = ["Borders", "Run", "StageDone", "Stages", "check_stages"]
+
+
+class StageDone(Exception):
+    """Ends a forward behind the last piece of a stage; nothing but the engine sees it."""
+
+
+@dataclass
+class Borders:
+    """What a trace comes to for stages.
+
+    Attributes:
+        trace: of one signature of inputs.
+        crossing: by border, that between the stages i and i + 1 at i: the tensors that cross it, in order.
+        last: by stage the number of its last call; -1: it has none.
+    """
+
+    trace: Trace
+    crossing: list[list[Origin]]
+    last: list[int]
+
+
+@dataclass
+class Run:
+    """One forward of one stage on one micro-batch.
+
+    Attributes:
+        stage: its number.
+        borders: of its inputs.
+        received: what came over the border before it.
+        made: what its pieces gave.
+        at: calls so far.
+    """
+
+    stage: int
+    borders: Borders
+    received: Mapping[Origin, Tensor]
+    made: dict[Origin, Tensor] = field(default_factory=dict[Origin, Tensor])
+    at: int = 0
+
+    def sent(self) -> list[Tensor]:
+        """What crosses the border behind it."""
+        crossing = self.borders.crossing[self.stage] if self.stage < len(self.borders.crossing) else []
+        return [self.made[origin] if origin in self.made else self.received[origin] for origin in crossing]
+
+
+class Stages:
+    """The stages of one model on one rank.
+
+    Args:
+        model: with all of its parameters.
+        count: how many stages there are.
+        own: those of this rank.
+        given: the first piece of each stage but the first; None: cut such that the dearest is as cheap as can be.
+        device: of what flows between them.
+        ranks: along the axis; None: as many as stages.
+
+    Attributes:
+        pieces: of the model.
+        stage_of: that of each piece.
+        names: of parameters, all that each has, by stage.
+        shared: the places along the axis of each parameter that several have, by its first name.
+        mine: the parameters of this rank.
+        whole: the names of all of the model.
+        skeleton: of it.
+        shared_here: those of ``shared``, in that order; None for one that this rank does not have.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        count: int,
+        own: Sequence[int],
+        given: Sequence[str] | None,
+        device: torch.device,
+        ranks: int | None = None,
+    ) -> None:
+        self.pieces = find_pieces(model)
+        self.count, self.own, self._device = count, tuple(own), device
+        self.stage_of = (
+            cut_by_cost([cost_of(piece) for piece in self.pieces], count)
+            if given is None
+            else cut_by_names(self.pieces, given, count)
+        )
+        by_stage = self._by_stage(model)
+        parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
+        self.whole = Whole(frozenset([*parameters, *every_buffer(model)]), names_of(model))
+        self.names = [set(names) for names in by_stage]
+        self.shared = _shared(by_stage, ranks or count)
+        parameters = {name: p for names in by_stage for name, p in names.items()}
+        self.mine = {id(p): p for stage in self.own for p in by_stage[stage].values()}
+        self.shared_here = [self.mine.get(id(parameters[name])) for name in self.shared]
+        for name, stages in self.shared.items():
+            mark_shared(parameters[name], stages)
+        self.skeleton = Skeleton(model, self.pieces, device)
+        self._traces: dict[Any, Borders] = {}
+        self._run: Run | None = None
+        self._closers: list[Callable[[], object]] = []
+        self._dropped: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
+
+    def _by_stage(self, model: nn.Module) -> list[dict[str, nn.Parameter]]:
+        """The parameters of each stage, by all of their names."""
+        holders: dict[int, set[int]] = {}
+        for piece, stage in zip(self.pieces, self.stage_of, strict=True):
+            for parameter in piece.module.parameters():
+                holders.setdefault(id(parameter), set()).add(stage)
+        named = list(model.named_parameters(remove_duplicate=False))
+        return [{name: p for name, p in named if stage in holders[id(p)]} for stage in range(self.count)]
+
+    # -- only what is this rank's
+
+    def drop_foreign(self) -> Callable[[], None]:
+        """Takes parameters and buffers of pieces that other ranks have out of the model, of which units are made then,
+        until :meth:`settle` or what is returned, :meth:`put_back`."""
+        mine = [piece for piece, stage in zip(self.pieces, self.stage_of, strict=True) if stage in self.own]
+        kept = {id(module) for piece in mine for module in piece.module.modules()}
+        for piece, stage in zip(self.pieces, self.stage_of, strict=True):
+            if stage in self.own:
+                continue
+            for module in piece.module.modules():
+                if id(module) in kept:
+                    continue
+                for held in (module._parameters, module._buffers):
+                    for name, tensor in held.items():
+                        if tensor is not None:  # code around the pieces may ask for a shape or a dtype
+                            vars(module)[name] = placeholder(_made(tensor), self._device)
+                            held[name] = None
+                            self._dropped.append((module, held, name, tensor))
+        return self.put_back
+
+    def settle(self) -> None:
+        """What other ranks have is gone."""
+        self._dropped.clear()
+
+    def put_back(self) -> None:
+        """The engine is not made: the model is as it was."""
+        for module, held, name, tensor in self._dropped:
+            del vars(module)[name]
+            held[name] = tensor
+        self._dropped.clear()
+
+    def attach(self) -> None:
+        """From now on pieces are watched, and those of other ranks stand for what they give."""
+        for number, (piece, stage) in enumerate(zip(self.pieces, self.stage_of, strict=True)):
+            if stage in self.own:
+                handle = piece.module.register_forward_hook(partial(self._after, number), prepend=True)
+                self._closers.append(handle.remove)
+            else:
+                piece.module.forward = partial(self._stand_in, number)
+                self._closers.append(partial(vars(piece.module).pop, "forward", None))
+
+    def close(self) -> None:
+        """Nothing is watched any more. Pieces of other ranks are hollow for ever."""
+        for close in self._closers:
+            close()
+        self._closers.clear()
+
+    # -- what flows
+
+    def borders(
+        self, key: Any, call: Callable[[nn.Module], Any], flags: Callable[[], Mapping[str, bool]], *, training: bool
+    ) -> Borders:
+        """For inputs of the signature ``key``; ``flags``: whether parameters of this rank are trained, by name.
+
+        Raises:
+            ModelError: a piece needs what a piece of a later stage gives.
+        """
+        key = key, training
+        if key not in self._traces:
+            self.skeleton.take_flags(flags())
+            self._traces[key] = self._cut(self.skeleton.run(call, training=training))
+        return self._traces[key]
+
+    def _cut(self, trace: Trace) -> Borders:
+        stages = [self.stage_of[call.piece] for call in trace.calls]
+        reach: dict[Origin, int] = {}  # the last stage that needs it
+        for call, stage in zip(trace.calls, stages, strict=True):
+            for origin in self._not_parameters(call.reads, stage):
+                if stages[origin.call] > stage:
+                    raise ModelError(
+                        f"the piece {self.pieces[call.piece].path!r} of stage {stage} needs what "
+                        f"{self.pieces[trace.calls[origin.call].piece].path!r} of stage {stages[origin.call]} gives: "
+                        "stages run in order, so name with stages= the pieces at which they begin."
+                    )
+                reach[origin] = max(reach.get(origin, 0), stage)
+        for origin in self._not_parameters(trace.end, self.count - 1):
+            reach[origin] = self.count - 1
+        crossing = [
+            sorted(origin for origin, end in reach.items() if stages[origin.call] <= border < end)
+            for border in range(self.count - 1)
+        ]
+        last = [max((i for i, stage in enumerate(stages) if stage == each), default=-1) for each in range(self.count)]
+        return Borders(trace, crossing, last)
+
+    def _not_parameters(self, origins: Iterable[Origin], stage: int) -> Iterator[Origin]:
+        """Those that are what pieces give.
+
+        Raises:
+            ModelError: one of the others is a parameter that the stage does not have.
+        """
+        for origin in origins:
+            if origin.call >= 0:
+                yield origin
+            elif (name := self.skeleton.names[origin.leaf]) not in self.names[stage]:
+                has = next(i for i, names in enumerate(self.names) if name in names)
+                raise ModelError(
+                    f"stage {stage} reads {name!r} outside of the module that it belongs to, which stage {has} has: "
+                    "give the model a module that is called there and has the same parameter, as a tied head is."
+                )
+
+    @contextmanager
+    def running(self, run: Run) -> Any:
+        """Inside, a forward of the model is that of one stage; pieces of other stages of this rank stand in, too."""
+        idle = [
+            (number, piece.module)
+            for number, (piece, stage) in enumerate(zip(self.pieces, self.stage_of, strict=True))
+            if stage in self.own and stage != run.stage
+        ]
+        self._run = run
+        before = [call_instead(module, partial(self._stand_in, number)) for number, module in idle]
+        try:
+            yield
+        finally:
+            self._run = None
+            for (_, module), own in zip(idle, before, strict=True):
+                call_instead(module, own)
+
+    def _next(self, number: int) -> tuple[Run, int]:
+        """The run under way, and the number of this call of a piece.
+
+        Raises:
+            UsageError: there is none.
+            ModelError: it is another call than that of the run that found what flows.
+        """
+        run = self._run
+        if run is None:
+            raise UsageError(
+                f"{self.pieces[number].path!r} is a part of the pipeline's stage {self.stage_of[number]}, which other "
+                "ranks have: train with engine.train_batch(batch), evaluate with engine.eval_batch(batch)."
+            )
+        calls, at = run.borders.trace.calls, run.at
+        if at >= len(calls) or calls[at].piece != number:
+            before = self.pieces[calls[at].piece].path if at < len(calls) else "nothing more"
+            raise ModelError(
+                f"the model ran {self.pieces[number].path!r} where it ran {before!r} on inputs of the same shapes "
+                "before: what its pieces are called with cannot depend on values."
+            )
+        run.at += 1
+        return run, at
+
+    def _after(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        """A piece of this rank's has run."""
+        if self._run is None:  # as where a checkpoint runs it again
+            return
+        run, at = self._next(number)
+        if run.stage == self.count - 1:
+            return
+        self._take(run, number, at, output)
+        if at == run.borders.last[run.stage]:
+            raise StageDone
+
+    def _take(self, run: Run, number: int, at: int, output: Any) -> None:
+        """What crosses the border of what a piece gave.
+
+        Raises:
+            ModelError: it is not of the form that other stages expect.
+        """
+        wanted = [origin for origin in run.borders.crossing[run.stage] if origin.call == at]
+        if not wanted:
+            return
+        leaves = tree_flatten(output)[0]
+        for origin in wanted:
+            made, value = run.borders.trace.made(origin), leaves[origin.leaf]
+            same = (tuple(value.shape), value.dtype) == (made.shape, made.dtype)
+            if not same or value.requires_grad != made.requires_grad:
+                raise ModelError(
+                    f"{self.pieces[number].path!r} gave {_form(value)}, but {_form(made)} where it computed shapes "
+                    "only: stages send what is known before."
+                )
+            run.made[origin] = value
+
+    def _stand_in(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the forward of a piece that another rank has."""
+        run, at = self._next(number)
+        if run.stage < self.count - 1 and at > run.borders.last[run.stage]:
+            raise StageDone
+        call, given = run.borders.trace.calls[at], tree_flatten((args, kwargs))[0]
+        writes, leaves = run.borders.trace.writes, []
+        for leaf, known in enumerate(call.leaves):
+            if isinstance(known, Passed):
+                leaves.append(given[known.number])
+            elif isinstance(known, Constant):
+                leaves.append(known.value)
+            elif (came := run.received.get(Origin(at, leaf))) is not None:
+                leaves.append(came.clone() if writes else came)
+            else:
+                assert isinstance(known, Made)
+                leaves.append(placeholder(known, self._device, writes=writes))
+        return tree_unflatten(leaves, call.spec)
+
+
+def _shared(by_stage: Sequence[Mapping[str, nn.Parameter]], ranks: int) -> dict[str, list[int]]:
+    found: dict[int, tuple[str, list[int]]] = {}
+    for stage, names in enumerate(by_stage):
+        for name, p in names.items():
+            places = found.setdefault(id(p), (name, []))[1]
+            if stage % ranks not in places:
+                places.append(stage % ranks)
+    return {name: sorted(places) for name, places in found.values() if len(places) > 1}
+
+
+def _made(tensor: Tensor) -> Made:
+    return Made(tuple(tensor.shape), tensor.dtype, False)
+
+
+def _form(value: Tensor | Made) -> str:
+    return f"shape {tuple(value.shape)} in {value.dtype} {'with' if value.requires_grad else 'without'} gradient"
+
+
+def check_stages(given: Any) -> None:
+    """
+    Raises:
+        ConfigError: ``stages=`` is neither None nor a list of names.
+    """
+    if given is not None and not (isinstance(given, (list, tuple)) and all(isinstance(x, str) for x in given)):
+        raise ConfigError("stages= is the paths of the pieces at which stages begin, as in ['layers.4'], or None.")

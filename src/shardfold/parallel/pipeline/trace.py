@@ -1,0 +1,294 @@
+"""What flows between the pieces of a model: found in one run in which pieces compute shapes only.
+
+A skeleton of the model, made before its parameters are dropped, has parameters without memory; the code around the
+pieces runs as it is. A piece's inputs go to the meta device, and what it gives is a placeholder of the same
+shape: NaN, one element that stands for all. Which placeholder a later piece's input was made of is followed through
+every operation of the code around (:class:`_Origins`), so that skip connections, encoder states and whatever else
+crosses several stages is found, and what is made of the inputs alone is not sent at all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import nan
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.errors import ModelError
+from shardfold.parallel.pipeline.pieces import Piece
+from shardfold.torch_internals import DispatchMode, storage_key, tree_flatten, tree_unflatten
+
+__all__ = ["Call", "Constant", "Made", "Origin", "Passed", "Skeleton", "Trace", "placeholder", "signature"]
+
+
+_WRITTEN = ("refers to a single memory location", "a leaf Variable that requires grad")
+"""What PyTorch says of a placeholder that is written into."""
+
+
+class Origin(NamedTuple):
+    """A tensor that a piece made: the number of the call, and that of the tensor among what it gave. Or, with a call of
+    -1, a parameter that is read outside of its piece, by its number in the model."""
+
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that a piece gives: of which form."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Something that a piece gives back as it got it: the number of that input."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Something that a piece gives and that is no tensor."""
+
+    value: Any
+
+
+@dataclass
+class Call:
+    """One call of a piece.
+
+    Attributes:
+        piece: its number.
+        reads: the tensors of earlier calls that its inputs were made of.
+        spec: how its outputs are nested.
+        leaves: what they are.
+    """
+
+    piece: int
+    reads: frozenset[Origin]
+    spec: Any
+    leaves: tuple[Made | Passed | Constant, ...]
+
+
+@dataclass
+class Trace:
+    """The calls of pieces in one run.
+
+    Attributes:
+        calls: in order.
+        end: what the value at the end was made of.
+        writes: whether what pieces give is written into: placeholders then have memory of their own.
+    """
+
+    calls: list[Call] = field(default_factory=list[Call])
+    end: frozenset[Origin] = frozenset()
+    writes: bool = False
+
+    def made(self, origin: Origin) -> Made:
+        leaf = self.calls[origin.call].leaves[origin.leaf]
+        assert isinstance(leaf, Made)
+        return leaf
+
+
+def placeholder(made: Made, device: torch.device, *, writes: bool = False) -> Tensor:
+    """Stands for a tensor that another stage has: one element in the place of all, unless it is written into."""
+    value = nan if made.dtype.is_floating_point or made.dtype.is_complex else 0
+    if writes:
+        return torch.full(made.shape, value, dtype=made.dtype, device=device)
+    return torch.full((), value, dtype=made.dtype, device=device).expand(made.shape)
+
+
+def signature(tree: Any) -> Any:
+    """What a trace depends on of the inputs: their structure, shapes and dtypes, and values that are no tensors."""
+    leaves, spec = tree_flatten(tree)
+    forms = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+    return str(spec), forms, torch.is_grad_enabled()
+
+
+class Skeleton:
+    """A copy of a model whose pieces have no memory.
+
+    Args:
+        model: with all its parameters, on whatever device.
+        pieces: of it.
+        device: of the placeholders.
+
+    Raises:
+        ModelError: the model cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, pieces: Sequence[Piece], device: torch.device) -> None:
+        self._pieces, self._device = pieces, device
+        inside = {id(b) for piece in pieces for b in piece.module.buffers()}
+        memo: dict[int, Any] = {}
+        for p in model.parameters():
+            hollow = placeholder(Made(tuple(p.shape), p.dtype, False), device)
+            memo[id(p)] = nn.Parameter(hollow, requires_grad=p.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta") if id(buffer) in inside else buffer
+        try:
+            self.module: nn.Module = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise ModelError(
+                f"mesh= has an axis of pipeline, which needs a copy of the model without its values, and copying it "
+                f"failed ({type(error).__name__}: {error})."
+            ) from error
+        for number, piece in enumerate(pieces):
+            module = self.module.get_submodule(piece.path)
+            module.forward = partial(self._call, number, piece.path, module.forward)
+        self.names = [name for name, _ in model.named_parameters()]
+        self._trace = Trace()
+        self._origins = _Origins()
+        self._inside = False
+
+    def take_flags(self, flags: Mapping[str, bool]) -> None:
+        """Whether parameters are trained, by name; those of others are as they were."""
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(flags.get(name, parameter.requires_grad))
+
+    def run(self, call: Callable[[nn.Module], Any], *, training: bool) -> Trace:
+        """What ``call`` of the model makes pieces do.
+
+        Raises:
+            ModelError: the code around the pieces cannot run on placeholders.
+        """
+        self.module.train(training)
+        made: Any = None
+        try:
+            for writes in (False, True):
+                self._trace, self._origins = Trace(writes=writes), _Origins()
+                for number, parameter in enumerate(self.module.parameters()):
+                    self._origins.begin(parameter, Origin(-1, number))
+                try:
+                    with self._origins:
+                        made = call(self.module)
+                    break
+                except RuntimeError as error:
+                    if writes or not any(text in str(error) for text in _WRITTEN):
+                        raise
+        except Exception as error:
+            at = self._pieces[self._trace.calls[-1].piece].path if self._trace.calls else "none"
+            raise ModelError(
+                "a run of the model in which pieces compute shapes only, to find what its stages have to send, failed "
+                f"behind the piece {at!r} ({type(error).__name__}: {error}): code between pieces, and that of the "
+                "loss, cannot ask for values of what pieces give, and pieces run on the meta device."
+            ) from error
+        self._trace.end = self._origins.of(_tensors(made))
+        trace, self._trace, self._origins = self._trace, Trace(), _Origins()
+        return trace
+
+    def _call(self, number: int, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:  # a piece inside of another, which shares it
+            return forward(*args, **kwargs)
+        given, spec = tree_flatten((args, kwargs))
+        reads = self._origins.of(x for x in given if isinstance(x, Tensor))
+        hollow: dict[int, Any] = {id(x): _hollow(x) for x in given}
+        before = {id(x): x._version for x in hollow.values() if isinstance(x, Tensor)}
+        args, kwargs = tree_unflatten([hollow[id(x)] for x in given], spec)
+        self._inside = self._origins.off = True
+        try:
+            with _on_meta(self.module.get_submodule(path)):
+                out = forward(*args, **kwargs)
+        finally:
+            self._inside = self._origins.off = False
+        self._trace.writes |= any(before.get(id(x), 0) != getattr(x, "_version", 0) for x in hollow.values())
+        leaves, spec = tree_flatten(out)
+        call, outputs, at = len(self._trace.calls), [], {id(hollow[id(x)]): i for i, x in enumerate(given)}
+        found: list[Made | Passed | Constant] = []
+        for leaf, value in enumerate(leaves):
+            same = at.get(id(value)) if not _is_plain(value) else None
+            if same is not None and before.get(id(value), 0) == getattr(value, "_version", 0):
+                found.append(Passed(same))
+                outputs.append(given[same])
+            elif isinstance(value, Tensor):
+                made = Made(tuple(value.shape), value.dtype, value.requires_grad)
+                found.append(made)
+                stands = placeholder(made, self._device, writes=self._trace.writes)
+                stands.requires_grad_(made.requires_grad)
+                outputs.append(stands.clone() if self._trace.writes else stands)  # a leaf is not written into
+                self._origins.begin(outputs[-1], Origin(call, leaf))
+            elif _is_plain(value):
+                found.append(Constant(value))
+                outputs.append(value)
+            else:
+                raise ModelError(f"the piece {path!r} gives a {type(value).__name__}, which no stage can send.")
+        self._trace.calls.append(Call(number, reads, spec, tuple(found)))
+        return tree_unflatten(outputs, spec)
+
+
+@contextmanager
+def _on_meta(module: nn.Module) -> Iterator[None]:
+    """Inside, its parameters are on the meta device."""
+    before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is not None:
+                hollow = torch.empty(p.shape, dtype=p.dtype, device="meta")
+                before.append((part._parameters, name, p))
+                part._parameters[name] = made.setdefault(id(p), nn.Parameter(hollow, requires_grad=p.requires_grad))
+    try:
+        yield
+    finally:
+        for held, name, p in before:
+            held[name] = p
+
+
+def _hollow(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    made = torch.empty_like(value, device="meta", requires_grad=value.requires_grad)
+    return made.clone() if value.requires_grad else made  # a piece may write into it, which it could not into a leaf
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (x for x in tree_flatten(tree)[0] if isinstance(x, Tensor))
+
+
+class _Origins(DispatchMode):
+    """Follows what tensors are made of, by their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.off = False
+        self._of: dict[int, frozenset[Origin]] = {}
+        self._kept: list[Any] = []  # so that no memory is used twice
+
+    def begin(self, tensor: Tensor, origin: Origin) -> None:
+        """A piece has made it."""
+        self._note(tensor, frozenset((origin,)))
+
+    def of(self, tensors: Any) -> frozenset[Origin]:
+        return frozenset().union(*(self._of.get(storage_key(tensor.untyped_storage()), ()) for tensor in tensors))
+
+    def _note(self, tensor: Tensor, found: frozenset[Origin]) -> None:
+        key = storage_key(tensor.untyped_storage())
+        self._of[key] = self._of.get(key, frozenset()) | found
+        self._kept.append(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.off:
+            return out
+        found = self.of(_tensors((args, kwargs)))
+        if found:
+            for tensor in _tensors(out):
+                self._note(tensor, found)
+            for place, value in zip(func._schema.arguments, args, strict=False):
+                if place.alias_info is not None and place.alias_info.is_write and isinstance(value, Tensor):
+                    self._note(value, found)
+        return out

@@ -1,0 +1,139 @@
+"""What goes wrong on one stage is told on all, by name, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardfold as sf
+from shardfold.errors import CollectiveError, OrderError, UsageError
+from shardfold.testing import Ranks, RanksFailed
+from tests.parallel.models import ADAM
+from tests.pipeline.training import batches, compute, model_of
+
+
+def _engine(**options: Any) -> sf.Engine:
+    return sf.Engine(model_of("gpt"), optimizer=ADAM, **{"layout": "zero1", "accumulate": 4} | options)
+
+
+class _Breaks(nn.Module):
+    """A piece of stage 1 that breaks in its third micro-batch."""
+
+    def __init__(self, inner: nn.Module, how: str, rank: int) -> None:
+        super().__init__()
+        self.inner, self.how, self.rank, self.calls = inner, how, rank, 0
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        self.calls += not x.is_meta
+        if self.calls == 3 and self.rank == 1:
+            if self.how == "dies":
+                os._exit(9)
+            raise ValueError("a bad sample")
+        return self.inner(x, *more)
+
+
+def _breaks(how: str, folder: str) -> None:
+    rank = torch.distributed.get_rank()
+    model: Any = model_of("gpt")
+    model.blocks[0] = _Breaks(model.blocks[0], how, rank)
+    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", accumulate=4, mesh={"pipeline": 3},
+                       stages=["blocks.0", "blocks.1"])  # fmt: skip
+    said = []
+    for _ in range(2):
+        with pytest.raises((ValueError, OrderError, CollectiveError)) as raised:
+            engine.train_batch(batches(4)[0], compute)
+        said.append(f"{raised.type.__name__}: {raised.value}")
+    Path(folder, f"{rank}").write_text("\n".join(said))
+    engine.close()
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_stage_that_breaks_in_its_third_micro_batch_is_named_on_all(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    """The engine is given up: later calls raise the same sentence."""
+    if how == "dies":
+        with pytest.raises(RanksFailed, match="rank 1: exited with code 9"):
+            ranks.run(_breaks, how, str(tmp_path), world_size=3)
+    else:
+        ranks.run(_breaks, how, str(tmp_path), world_size=3)
+        assert (tmp_path / "1").read_text().startswith("ValueError: a bad sample\nOrderError")
+        for rank in (0, 2):
+            first, again = (tmp_path / f"{rank}").read_text().splitlines()
+            assert "failed on rank 1 in F stage 1 batch 2 (ValueError: a bad sample)" in first
+            assert first == again
+
+
+def _overflows(where: int, last: str = "norm.weight") -> list[tuple[bool, bool]]:
+    torch.set_default_dtype(torch.float32)
+    model = model_of("gpt").float()
+    engine = sf.Engine(model, optimizer=ADAM, mesh={"pipeline": 2, "intra": 2}, layout="zero2", precision="fp16",
+                       clip_norm=1.0, accumulate=4)  # fmt: skip
+    found = []
+    own = dict(engine.module.named_parameters())
+    for step, batch in enumerate(batches(8, 3)):
+        mine = tuple(t.chunk(2)[engine.data_rank] for t in batch)
+        handle = None
+        if step == where and engine.data_rank == 1 and last in own:  # a gradient of the last stage, on one rank of two
+            handle = own[last].register_hook(lambda grad: grad * inf)
+        if step == 1 and where != 1 and engine.data_rank == 1:
+            calls = 0
+
+            def bad(model: Any, batch: Any) -> Tensor:
+                nonlocal calls
+                loss = compute(model, batch)
+                calls += 1
+                return loss * inf if calls == 3 else loss
+
+            engine.train_batch(mine, bad)
+        else:
+            engine.train_batch(mine, compute)
+        if handle is not None:
+            handle.remove()
+        report = engine.step()
+        found.append((report.updated, report.skipped))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("where", [1, -1])
+def test_what_is_not_finite_on_one_rank_skips_the_step_of_all_stages(ranks: Ranks, where: int) -> None:
+    """A gradient of the last stage (1), which other stages do not see, or the loss of a micro-batch (-1)."""
+    found = ranks.run(_overflows, where, world_size=4)
+    assert found == [[(True, False), (False, True), (True, False)]] * 4
+
+
+def _refused() -> dict[str, str]:
+    engine = _engine(mesh={"pipeline": 2})
+    batch, said = batches(4)[0], {}
+    calls: dict[str, Any] = {
+        "call": lambda: engine(*batch),
+        "backward": lambda: engine.backward(torch.zeros((), requires_grad=True)),
+        "length": lambda: engine.train_batch(tuple(t[:6] for t in batch), compute),
+        "list": lambda: engine.train_batch([batch], compute),
+        "release": engine.release,
+        "piece": lambda: engine.module.head(torch.zeros(1)) if engine.rank == 0 else _raise(UsageError("stage 1")),
+        "order": lambda: engine.train_batch(batch, compute) if engine.rank else engine.mean(1.0),
+    }
+    for name, call in calls.items():
+        with pytest.raises((UsageError, OrderError)) as raised:
+            call()
+        said[name] = str(raised.value)
+    return said
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_what_a_stage_cannot_do_is_refused_in_a_sentence(ranks: Ranks) -> None:
+    for said in ranks.run(_refused, world_size=2):
+        assert "engine.train_batch(batch)" in said["call"] and "engine.eval_batch(batch)" in said["backward"]
+        assert "divides by accumulate=4" in said["length"]
+        assert "a list of 1 micro-batch" in said["list"] and "engine.state_dict()" in said["release"]
+        assert "stage 1" in said["piece"]
+        assert "engine.train_batch()" in said["order"] and "engine.mean()" in said["order"]

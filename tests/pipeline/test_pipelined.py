@@ -1,0 +1,41 @@
+"""Models that are cut into stages train like whole ones."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from shardfold.testing import Ranks
+from tests.pipeline.training import run
+
+CASES = [  # model, stages, ranks of data, layout, order, micro-batches
+    ("gpt-tied", 2, 2, "zero2", "1f1b", 3),
+    ("llama", 3, 1, "ddp", "gpipe", 1),
+    ("t5", 3, 1, "zero3", "1f1b", 2),
+    ("skipping", 4, 1, "zero1", "1f1b", 6),
+    ("sequential", 2, 2, "zero3", "gpipe", 2),
+    ("skipping", 2, 2, "ddp", "1f1b", 3),
+    ("gpt-tied", 2, 2, "zero1", "interleaved:2", 4),
+    ("skipping", 3, 1, "ddp", "looped-bfs:2", 2),
+]
+MORE = [
+    *(("gpt-tied", count, 1, "zero1", order, micro) for count, order, micro in
+      product((2, 3, 4), ("gpipe", "1f1b"), range(1, 13))),
+    *(("gpt", 2, 2, layout, order, micro) for layout, order, micro in
+      product(("ddp", "zero1", "zero2", "zero3"), ("gpipe", "1f1b"), (1, 2, 5))),
+    *(("skipping", count, data, layout, order, 4 if count == 2 else 3) for count, data, layout, order in
+      product((2, 3), (1, 2), ("ddp", "zero1", "zero2", "zero3"), ("interleaved:2", "interleaved:3", "looped-bfs:2"))
+      if (data == 1 or count == 2) and not (count == 3 and order == "interleaved:3")),
+    *((name, count, 1, "zero3", "1f1b", 3) for name, count in
+      product(("gpt", "llama", "qwen3", "gpt2", "bert", "gemma2", "t5", "vit", "sequential", "skipping"), (2, 3, 4))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "data", "layout", "order", "micro"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE if case not in CASES)],
+)
+def test_trains(ranks: Ranks, name: str, count: int, data: int, layout: str, order: str, micro: int) -> None:
+    """Loss, every gradient, the norm before clipping and parameters after 5 steps are plain PyTorch's to 1e-12."""
+    run(ranks, name, count, data, layout, order, micro)
