@@ -98,10 +98,10 @@ print("past the barrier", flush=True)
     [
         ("ddp", "script", "raises", "save"),
         ("zero3", "script", "catches", "step"),
-        ("ddp", "script", "catches", "shape"),
+        pytest.param("ddp", "script", "catches", "shape", marks=pytest.mark.soak),
         ("zero3", "engine", "raises", "step"),
-        ("ddp", "engine", "raises", "group"),
-        ("zero3", "script", "raises", "late"),
+        pytest.param("ddp", "engine", "raises", "group", marks=pytest.mark.soak),
+        pytest.param("zero3", "script", "raises", "late", marks=pytest.mark.soak),
         ("ddp", "script", "raises", "hook"),
     ],
 )

@@ -152,6 +152,7 @@ CASES = [
     failed, dropped, dropped_beside_another, dropped_and_released, sharded_and_dropped, sweep, on_rank_0_only,
     late_on_rank_0,
 ]  # fmt: skip
+LONG = (dropped_beside_another, dropped_and_released, sweep)
 
 
 def then_two_more(case: str) -> None:
@@ -191,7 +192,9 @@ def run_script(tmp_path: Path, call: str, *, world: int = 2) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case.__name__, marks=pytest.mark.soak if case in LONG else ()) for case in CASES]
+)
 def test_the_next_engines_are_made_whatever_became_of_the_last(tmp_path: Path, case: str) -> None:
     """Engines fail or are dropped, and garbage is collected on one rank only: the ranks still agree about whether there
     is a default group, so that two more engines are made, trained and closed."""

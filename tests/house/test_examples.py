@@ -50,7 +50,7 @@ def run_as_deepspeed(script: str, stage: int, folder: Path, *more: str) -> str:
     return run(*AS_DEEPSPEED, str(EXAMPLES / script), *SMALL, "--output", str(folder), *which, *more)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [pytest.param(SCRIPTS[0], marks=pytest.mark.soak), *SCRIPTS[1:]])
 def test_scripts_that_name_deepspeed_only_run_here(script: str, tmp_path: Path) -> None:
     """They train, save, evaluate, write the model and generate."""
     for package in ("accelerate", "transformers"):

@@ -42,7 +42,7 @@ PAIRWISE = [
     (layout, world, accumulate, clip)
     for i, layout in enumerate(LAYOUTS)
     for j, world in enumerate((1, 2, 3, 4))
-    for accumulate, clip in [((1, 4)[(i + j) % 2], (None, 0.5)[(i + j // 2) % 2])]
+    for accumulate, clip in [((1, 2)[(i + j) % 2], (None, 0.5)[(i + j // 2) % 2])]
 ]
 
 
@@ -61,8 +61,14 @@ def test_losses_of_30_steps_equal_plain_pytorch_in_every_combination(
     check(ranks, layout, world, accumulate, clip)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("build", HARD)
+@pytest.mark.parametrize(
+    ("build", "layout"),
+    [
+        pytest.param(build, layout, marks=() if (i + j) % 3 == 0 or layout == "zero3" else pytest.mark.soak)
+        for i, build in enumerate(HARD)
+        for j, layout in enumerate(LAYOUTS)
+    ],
+)
 def test_hard_models_train_as_in_plain_pytorch(ranks: Ranks, build: str, layout: str) -> None:
     for mesh in meshes(layout, 4):
         same_training(

@@ -159,6 +159,7 @@ def _trained(kind: str, layout: str, precision: str = "fp32") -> tuple[list[floa
     return losses, state
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_forward_writes_into_weights_stays(ranks: Ranks, kind: str, layout: str) -> None:
