@@ -59,7 +59,7 @@ def _trains(name: str, cases: list[tuple[str, str]], size: int, folder: str) -> 
         losses, whole = _plain(name, kind, STEPS)
         engine = _engine(name, kind, layout, size)
         for step, batch in enumerate(batches(STEPS)):
-            assert _step(engine, batch) == pytest.approx(losses[step], rel=1e-11), (kind, layout, step)
+            assert _step(engine, batch) == pytest.approx(losses[step], rel=1e-12), (kind, layout, step)
             if step == 1:
                 engine.save(f"{folder}/{kind}-{layout}")
         moved = {row.journey: (row.sent, row.program) for row in engine.traffic().rows if row.journey == "update"}
@@ -68,7 +68,7 @@ def _trains(name: str, cases: list[tuple[str, str]], size: int, folder: str) -> 
         with engine.gathered():
             for key, value in engine.module.named_parameters():
                 torch.testing.assert_close(
-                    value.detach(), part(engine, key, whole[key].detach()), rtol=1e-10, atol=1e-11,
+                    value.detach(), part(engine, key, whole[key].detach()), rtol=1e-12, atol=1e-12,
                     msg=lambda text, key=key, case=(kind, layout): f"{case} {key}: {text}",
                 )  # fmt: skip
         assert sf.numerics.replicas(engine) == []
@@ -81,7 +81,7 @@ def _goes_on(name: str, kind: str, layout: str, size: int, folder: str) -> None:
     engine.load(f"{folder}/{kind}-{layout}")
     for step, batch in enumerate(batches(STEPS)):
         if step >= 2:
-            assert _step(engine, batch) == pytest.approx(losses[step], rel=1e-10), (kind, step)
+            assert _step(engine, batch) == pytest.approx(losses[step], rel=1e-12), (kind, step)
     engine.close()
 
 
@@ -103,6 +103,6 @@ def test_every_model(ranks: Ranks, tmp_path: Any, name: str, size: int, world: i
     """The same of other models and sizes, under every layout of data."""
     layouts = ("ddp",) if size == world else ("zero1", "zero2", "zero3")
     # A bias of keys has gradients of rounding errors alone, which Adafactor's steps bring to the size of all others.
-    left_out = {("mixtral", "muon"), ("gpt2", "adafactor"), ("bert", "adafactor")}
+    left_out = {("gpt2", "adafactor"), ("bert", "adafactor")}
     kinds = [kind for kind in MAKE if (name, kind) not in left_out]
     ranks.run(_trains, name, [(k, layout) for k in kinds for layout in layouts], size, str(tmp_path), world_size=world)

@@ -65,6 +65,7 @@ class Meter:
     A forward counts towards the step once its backward begins; one that has none (evaluation) counts as asked for.
 
     Attributes:
+        trains: each forward has its backward, which comes behind forwards of other micro-batches: it counts at once.
         last_sections: how often each section of the program ran for the last step.
         behind: what updates behind the last step move, on another thread; it is of the step that they arrive in.
     """
@@ -78,11 +79,12 @@ class Meter:
         self._control = self._asked = self._asked_calls = 0
         self._last_control = self._last_asked = self._last_asked_calls = 0
         self.last_sections: Counter[str] = Counter()
-        self._in_forward = False
+        self._in_forward = self.trains = False
 
     def begin_forward(self) -> None:
         self._count_forward_as_asked()
-        self._in_forward = True
+        self._in_forward = not self.trains
+        self._sections["forward"] += self.trains
 
     def begin_backward(self, section: str) -> None:
         """A backward by that section of the program begins; the forward before it was its own."""

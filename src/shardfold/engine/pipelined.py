@@ -175,9 +175,14 @@ class Pipelined:
             self._losses.clear()
             self._kept.clear()
             self._begin(order, borders)
-            for action in lower(order[self._here], self._ranks, self.stages.count):
-                self._at = action
-                self._do(action, parts[action.batch], borders[action.batch], compute)
+            meter = self._model.comm.meter
+            meter.trains = train
+            try:
+                for action in lower(order[self._here], self._ranks, self.stages.count):
+                    self._at = action
+                    self._do(action, parts[action.batch], borders[action.batch], compute)
+            finally:
+                meter.trains = False
             self._at = None
             assert self._wire is not None
             self._wire.finish()
@@ -187,7 +192,7 @@ class Pipelined:
         losses: list[Tensor] = []
         for part in parts:
             loss = compute(self._model.module, part)
-            losses.append(loss.detach())
+            losses.append(loss.detach().double())
             if train:
                 self._backward.run(loss, None, False)
         return torch.stack(losses).mean()

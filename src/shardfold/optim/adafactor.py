@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from shardfold.errors import ConfigError
 from shardfold.optim.parts import PartOptimizer, Place, Use, check_number
 from shardfold.plan.arguments import known_arguments
+from shardfold.plan.box import Box
 
 __all__ = ["Adafactor"]
 
@@ -102,7 +104,7 @@ def _sums(use: Use) -> Tensor:
         squares, first = _in_rows(place, use.grad.reshape(-1).to(values.dtype).square())
         mine = squares.new_zeros(place.numel // columns)
         mine[first : first + len(squares)] = squares.sum(1)
-        of_row, of_column = _indices(place)
+        of_row, of_column = _indices(place, values.device)
         by_row[of_row] = mine.view(*batch, rows)
         mine = squares.new_zeros(place.numel // rows // columns, columns)
         mine.index_add_(0, _matrix_of(squares, first, rows), squares)
@@ -110,15 +112,17 @@ def _sums(use: Use) -> Tensor:
     return torch.cat([values, by_row.view(-1), by_column.view(-1)])
 
 
-def _indices(place: Place) -> tuple[Any, Any]:
+def _indices(place: Place, device: torch.device) -> tuple[Any, Any]:
     """Where the rows of the box, and its columns, are among those of the whole, ``(..., rows)`` and ``(...,
     columns)``."""
-    if place.box is None:
-        return ..., ...
-    every = [torch.tensor(place.box.indices(dim)) for dim in range(len(place.shape))]
-    return tuple(torch.meshgrid(*(*every[:-2], every[-2]), indexing="ij")), tuple(
-        torch.meshgrid(*(*every[:-2], every[-1]), indexing="ij")
-    )
+    return (..., ...) if place.box is None else _indices_of(place.box, len(place.shape), device)
+
+
+@cache
+def _indices_of(box: Box, dims: int, device: torch.device) -> tuple[Any, Any]:
+    every = [torch.tensor(box.indices(dim), device=device) for dim in range(dims)]
+    rows, columns = (*every[:-2], every[-2]), (*every[:-2], every[-1])
+    return torch.meshgrid(*rows, indexing="ij"), torch.meshgrid(*columns, indexing="ij")
 
 
 def _follow(use: Use, sums: Tensor) -> None:
@@ -142,7 +146,7 @@ def _direction(use: Use) -> Tensor:
     rows, columns = use.place.shape[-2:]
     if not use.place.numel:
         return torch.empty_like(grad)
-    whole, (of_row, of_column) = use.place.whole, _indices(use.place)
+    whole, (of_row, of_column) = use.place.whole, _indices(use.place, grad.device)
     row_var, col_var = use.state["row_var"].view(whole[:-1]), use.state["col_var"].view(*whole[:-2], whole[-1])
     mean = row_var.mean(dim=-1, keepdim=True).expand_as(row_var)[of_row].reshape(-1, rows)[:, :1].clamp(min=least)
     row_var, col_var = row_var[of_row].reshape(-1, 1), col_var[of_column].reshape(-1, columns)
