@@ -73,6 +73,8 @@ def test_every_setting_has_an_option_with_its_default(
 
 
 BAD = [
+    (["train", "--pipeline", "2", "--order", "zb"], "pipeline='zb' is no order. Known: 1f1b"),
+    (["train", "--pipeline", "2", "--sequence", "2"], "stages do not cut sequences: leave --sequence out"),
     (["trian"], "Did you mean 'train'?"),
     (["train", "lmm"], "Did you mean 'lm'?"),
     (["train", "--stepz", "3"], "--steps"),
@@ -368,3 +370,40 @@ def test_one_process_that_is_not_done_in_time_after_sigterm_says_so(tmp_path: Pa
         _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert said == "Error: the run did not end within 0.1 s of SIGTERM and was killed.\n"
+
+
+@pytest.mark.soak
+def test_stages_train_as_one_process_does(tmp_path: Path) -> None:
+    """A run over two stages, also looped and beside tensor, has the losses of one process, and goes on on one."""
+    few = [
+        "--steps=6",
+        "--layers=2",
+        "--context=64",
+        "--eval-windows=16",
+        "--micro-batch=2",
+        "--warmup=1",
+        "--accumulate=4",
+    ]
+    runs = {
+        "one": ["--procs=1"],
+        "looped": ["--procs=2", "--pipeline=2", "--order=interleaved:2", "--save-every=3"],
+        "both": ["--procs=4", "--pipeline=2", "--tensor=2", "--layout=zero2"],
+    }
+    command = [sys.executable, "-m", "shardfold", "train"]
+    for name, options in runs.items():
+        subprocess.run([*command, *few, *options, f"--out={tmp_path / name}"], check=True, capture_output=True)
+    found = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in runs}
+    for name in ("looped", "both"):
+        for mine, plain in zip(found[name], found["one"], strict=True):
+            assert mine.loss == pytest.approx(plain.loss, rel=1e-5)
+            assert mine.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
+    again = [
+        "--resume",
+        str(tmp_path / "looped"),
+        "--procs=1",
+        "--pipeline=1",
+        "--steps=8",
+        f"--out={tmp_path / 'again'}",
+    ]
+    subprocess.run([*command, *again], check=True, capture_output=True)
+    assert [each.step for each in read_metrics(tmp_path / "again" / "metrics.jsonl")] == [7, 8]

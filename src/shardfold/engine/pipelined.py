@@ -108,6 +108,10 @@ class Pipelined:
         """
         return make_order(self.choice, self._ranks, count)
 
+    def order_of_forwards(self, count: int) -> list[list[Action]]:
+        """The same of an evaluation, which may have any number of micro-batches."""
+        return forwards(make_order(Choice("looped-bfs", self.choice.chunks), self._ranks, count))
+
     def actions(self, count: int) -> list[Action]:
         """What this rank does for so many micro-batches."""
         stages = self.stages.count if self.stages is not None else 1
@@ -162,7 +166,7 @@ class Pipelined:
 
         def check() -> None:
             parts.extend(micro_batches(what, batch, count))
-            self.order(count)
+            _ = self.order(count) if train else self.order_of_forwards(count)
             if train and self._model.run.micro_batch:
                 raise UsageError(f"{what} behind a backward of the same step: call engine.step() first.")
 
@@ -170,7 +174,7 @@ class Pipelined:
         with self._told(what):
             if self.stages is None:
                 return self._alone(parts, compute, train=train)
-            order = self.order(count) if train else forwards(self.order(count))
+            order = self.order(count) if train else self.order_of_forwards(count)
             borders = [self._borders(part, compute) for part in parts]
             self._losses.clear()
             self._kept.clear()

@@ -21,8 +21,9 @@ def micro_batches(call: str, batch: Any, count: int) -> list[Any]:
     """
     if isinstance(batch, list):
         if len(batch) != count:
+            many = f"{len(batch)} micro-batch{'es' * (len(batch) != 1)}"
             raise UsageError(
-                f"{call}: the batch is a list of {len(batch)} micro-batch{'es' * (len(batch) != 1)}, but accumulate="
+                f"{call}: the batch is a list of {many}, where accumulate= (or micro_batches= of eval_batch) asks for "
                 f"{count}: give as many, or tensors that are cut along their first dimension."
             )
         return batch

@@ -126,6 +126,12 @@ class TrainConfig(BaseModel):
     attention: Literal["auto", "ulysses", "ring"] = Field(
         "auto", description="How attention crosses them: ulysses (by heads), ring (keys travel), auto."
     )
+    pipeline: int = Field(1, ge=1, le=4096, description="Stages of layers, each on ranks of its own.")
+    order: str = Field(
+        "1f1b",
+        description="In which order stages run their micro-batches, of which there are --accumulate: gpipe, 1f1b, "
+        "interleaved:2, looped-bfs:2.",
+    )
     precision: Literal["fp32", "bf16", "fp16", "bf16-pure", "bf16-autocast", "fp16-autocast"] = Field(
         "fp32",
         description="Arithmetic of forward and backward: fp32, bf16, fp16 (under a loss scale), bf16-autocast, "
@@ -172,10 +178,20 @@ class TrainConfig(BaseModel):
                 f"{f', each of {self.sequence} once more' if self.sequence > 1 else ''}, which do not come out even: "
                 "give another --context."
             )
+        self._check_stages()
         self.table()
         if self.warmup and self.warmup >= self.steps and "warmup" in self.model_fields_set:
             raise ConfigError(f"warmup is {self.warmup} but the run has {self.steps} steps: warm up for fewer.")
         return self
+
+    def _check_stages(self) -> None:
+        if self.pipeline > 1 or self.order != "1f1b":
+            from shardfold.parallel.pipeline.order import choose_order  # imports torch, which other commands do without
+
+            choose_order(self.order)
+        for name, given in (("sequence", self.sequence > 1), ("sequence-parallel", self.sequence_parallel)):
+            if self.pipeline > 1 and given:
+                raise ConfigError(f"stages do not cut sequences: leave --{name} out, or --pipeline.")
 
     def model_shape(self) -> GPTConfig:
         """Return the shape that `size` and its overrides name."""
@@ -188,7 +204,7 @@ class TrainConfig(BaseModel):
 
     def axes(self) -> dict[str, int]:
         """Return how many processes there are on each axis but those of data."""
-        return {"sequence": self.sequence, "tensor": self.tensor}
+        return {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
 
     def warmup_steps(self) -> int:
         """Return `warmup`, or a tenth of a run that is too short for the default."""

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.launch import GRACE_AFTER_SIGTERM, INTERRUPTED, is_rank
 from shardfold.launch.death import memory_limit
 from shardfold.plan.layout import Tier
+from shardfold.plan.report import StepReport
 from shardfold.tools.extras import sentence
 from shardfold.tools.observe import tables
 from shardfold.tools.observe.console import lenient_console
@@ -175,6 +176,7 @@ class Run:
             tensor="auto" if config.tensor > 1 else None,
             sequence_parallel=config.sequence_parallel,
             attention=config.attention if config.sequence > 1 else None,
+            pipeline=config.order,
             precision=config.precision,
             accumulate=config.accumulate,
             clip_norm=config.clip_norm or None,
@@ -242,7 +244,7 @@ class Run:
 
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, int]:
         """Return the mean loss of this rank's part of a micro-batch, and of how many tokens it is the mean."""
-        batch = {"tokens": tokens.to(self.engine.device), "targets": targets.to(self.engine.device)}
+        batch = self.on_device(tokens, targets)
         if self.engine.sequence is not None:
             batch = sf.sequence_shard(batch)
         return self.engine(**batch), batch["targets"].numel()
@@ -254,15 +256,8 @@ class Run:
     def step(self, batches: Iterator[list[int]]) -> StepMetrics:
         """Do one optimizer step, over as many micro-batches as it accumulates."""
         began = time.perf_counter()
-        loss = torch.zeros((), device=self.engine.device)
-        done, number = None, 1
-        for indices in islice(batches, self.config.accumulate):
-            value, number = self.loss(*self.text.batch(indices))
-            self.engine.backward(value)
-            done = self.engine.step()
-            loss += value.detach()
+        done, mean = self.step_of_stages(batches) if self.config.pipeline > 1 else self.step_of_passes(batches)
         assert done is not None and done.lr is not None
-        mean = self.engine.mean(loss.item() / self.config.accumulate, weight=number)
         scaler = self.engine.loss_scale
         if not math.isfinite(mean) and scaler is None:  # a loss scale skips such steps, and gives up by itself
             raise ShardfoldError(
@@ -285,17 +280,50 @@ class Run:
             skipped=scaler.skipped if scaler is not None else 0,
         )
 
+    def step_of_passes(self, batches: Iterator[list[int]]) -> tuple[StepReport | None, float]:
+        """Forward, backward and step of each micro-batch; what the step said, and the mean loss of all ranks."""
+        loss = torch.zeros((), device=self.engine.device)
+        done, number = None, 1
+        for indices in islice(batches, self.config.accumulate):
+            value, number = self.loss(*self.text.batch(indices))
+            self.engine.backward(value)
+            done = self.engine.step()
+            loss += value.detach()
+        return done, self.engine.mean(loss.item() / self.config.accumulate, weight=number)
+
+    def step_of_stages(self, batches: Iterator[list[int]]) -> tuple[StepReport | None, float]:
+        """The same of stages, which run all micro-batches together."""
+        parts = [self.on_device(*self.text.batch(indices)) for indices in islice(batches, self.config.accumulate)]
+        loss = self.engine.train_batch(parts)
+        return self.engine.step(), self.engine.mean(loss.item())
+
+    def on_device(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return what the model is called with."""
+        return {"tokens": tokens.to(self.engine.device), "targets": targets.to(self.engine.device)}
+
+    def evaluated(self, parts: Sequence[Tensor]) -> float:
+        """Return the sum of nats of these windows; all ranks call it."""
+        nats = 0.0
+        if self.config.pipeline > 1:  # ranks of all stages evaluate as often
+            most = math.ceil(len(self.windows) / self.engine.data_ranks)
+            often = math.ceil(most / EVAL_BATCH)
+            for number in range(often):
+                part = parts[min(number, len(parts) - 1)]
+                loss = self.engine.eval_batch([self.on_device(part[:, :-1], part[:, 1:])], micro_batches=1)
+                nats += loss.item() * len(part) * self.shape.context * (number < len(parts))
+            return nats
+        with self.engine.gathered(), self.whole_sequences():
+            for part in parts:
+                batch = self.on_device(part[:, :-1], part[:, 1:])
+                nats += self.model(**batch).item() * len(part) * self.shape.context
+        return nats
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return bits per byte on the held-out windows, which the ranks share out."""
         mesh = self.engine.mesh
         mine = self.windows[mesh.data_rank :: mesh.data_ranks]
-        nats = 0.0
-        with self.engine.gathered(), self.whole_sequences():
-            for part in mine.split(EVAL_BATCH):
-                part = part.to(self.engine.device)
-                nats += self.model(part[:, :-1], part[:, 1:]).item() * len(part) * self.shape.context
-        everyone = self.engine.mean(nats) * mesh.data_ranks
+        everyone = self.engine.mean(self.evaluated(mine.split(EVAL_BATCH))) * mesh.data_ranks
         return everyone / (len(self.windows) * self.shape.context) / LN2
 
     def train(self, progress: Progress, out: Path, writer: MetricsWriter | None) -> None:
@@ -325,7 +353,9 @@ class Run:
             self.save(out, wait=True)
 
     def sample(self) -> bytes:
-        """Return generated text, on rank 0."""
+        """Return generated text, on rank 0; stages generate none."""
+        if self.config.pipeline > 1:
+            return b""
         prompt = b"def " if self.config.data is None else b"\n"
         length = min(self.config.sample, HASTY_SAMPLE) if self.interrupted else self.config.sample
         with self.engine.gathered(), self.whole_sequences():

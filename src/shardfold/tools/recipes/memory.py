@@ -17,8 +17,9 @@ __all__ = ["check_memory", "saved_bytes", "states_bytes"]
 def states_bytes(config: TrainConfig, shape: GPTConfig, ranks: int, tiers: Collection[Tier] = tuple(Tier)) -> float:
     """Return the bytes that parameters, gradients and optimizer states take in `tiers`, between steps on each rank."""
     policy = Precision.named(config.precision)
-    mesh = {"inter": 1, "intra": max(ranks // config.tensor, 1)}
-    numel = shape.num_parameters // config.tensor
+    apart = config.tensor * config.pipeline
+    mesh = {"inter": 1, "intra": max(ranks // apart, 1)}
+    numel = shape.num_parameters // apart
     segment = SegmentSpec((Slot("all", (numel,), 0),), numel, policy.compute)
     bound = config.table().bind(policy, mesh)
     held = tier_bytes(resting_bytes(bound, [UnitSpec("(root)", (segment,), True)], mesh))
