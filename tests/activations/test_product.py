@@ -169,7 +169,9 @@ def test_the_selection_has_every_pair_of_values() -> None:
     assert len(SOME) < 0.03 * len(EVERY)
 
 
-@pytest.mark.parametrize("layout", sf.PRESETS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.soak if name in ("hsdp", "fsdp2") else ()) for name in sf.PRESETS]
+)
 def test_losses_gradients_and_traffic_are_those_of_kept_activations(ranks: Ranks, layout: str) -> None:
     check(ranks, [setting for setting in SOME if setting.layout == layout])
 

@@ -98,7 +98,7 @@ def test_what_does_not_fit_fits_with_states_in_host_memory(sim_ranks: Ranks) -> 
     assert not said and losses == sim_ranks.run(_within, None, 4, "zero2", {}, world_size=1)[0][0]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_one_budget_is_enough_for_any_depth(sim_ranks: Ranks, world: int) -> None:
     """Under `infinity` models of four, eight and sixteen units train in the same budget, which is below the parameters
     of the smallest: two units' parameters, one unit's gradients, this rank's part of their sum, and one parameter's

@@ -319,7 +319,7 @@ def test_fp16_shows_its_loss_scale_and_what_it_skipped(tmp_path: Path):
     assert re.search(rf"step 4/4 .* loss scale {steps[-1].loss_scale:g}, {skipped} steps? skipped", result.stdout)
 
 
-@pytest.mark.parametrize("procs", ["1", "2"])
+@pytest.mark.parametrize("procs", ["1", pytest.param("2", marks=pytest.mark.soak)])
 def test_ctrl_c_ends_at_a_step_with_all_outputs(tmp_path: Path, procs: str):
     """All ranks stop at the same step, evaluate, write the folder, and the status is 130."""
     arguments = command(tmp_path, "--steps", "1000000", "--procs", procs)

@@ -131,7 +131,7 @@ def test_a_compiled_model_trains_as_in_plain_pytorch(
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_compiled_model_that_is_called_itself_trains_as_in_plain_pytorch(
     ranks: Ranks, layout: str, when: str, backend: str

@@ -199,10 +199,13 @@ def check_reach(optimizer: Optimizer | None, units: Iterable[UnitSpec | None]) -
     refuses: Any = getattr(optimizer, "refuses", None)
     if optimizer is None or needs_whole is None:
         return
-    for segment in (s for unit in units if unit is not None for s in unit.segments if s.trainable and s.distinct):
+    for segment in (s for unit in units if unit is not None for s in unit.segments if s.trainable):
         group = optimizer.param_groups[segment.group]
         for slot in segment.slots if needs_whole(group) else ():
-            why = "nothing says of what" if slot.box is None else refuses(group, slot.shape, slot.whole)
+            if slot.box is None:
+                why = "nothing says of what" if segment.distinct else ""
+            else:
+                why = refuses(group, slot.shape, slot.whole) if segment.distinct else "no rank has the rest"
             if why:
                 of = f" of {slot.whole}" if slot.box is not None else ""
                 raise ConfigError(
