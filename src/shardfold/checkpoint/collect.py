@@ -19,20 +19,26 @@ from shardfold.plan.layout import Axes
 from shardfold.plan.placement import Slot, shard_index
 from shardfold.plan.version import __version__
 from shardfold.sharding.groups import alignment
+from shardfold.sharding.lost import LOST
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
 from shardfold.sharding.whole_state import buffers_of, most_precise, names_of
 
-__all__ = ["average_state", "collect", "header", "is_average"]
+__all__ = ["average_state", "collect", "header", "is_average", "is_moment"]
 
 
 def collect(
-    model: ShardedModel, rank_state: Mapping[str, Any], run_tensors: Mapping[str, Tensor], left_out: Mapping[str, str]
+    model: ShardedModel,
+    rank_state: Mapping[str, Any],
+    run_tensors: Mapping[str, Tensor],
+    left_out: Mapping[str, str],
+    lost: Mapping[int, Tensor],
 ) -> tuple[list[Part], Index]:
     """This rank's parts, and what it alone knows: numbers kept once, its own tree.
 
-    Where a state is whole on several ranks, each writes an equal share of it. ``left_out``: see :mod:`.base`.
+    Where a state is whole on several ranks, each writes an equal share of it. ``left_out``: see :mod:`.base`; ``lost``:
+    see :func:`sums_of_lost`.
     """
     parts: list[Part] = []
     index = Index()
@@ -40,7 +46,7 @@ def collect(
         for segment in unit.segments:
             for slot, place in enumerate(segment.spec.slots):
                 if place.name not in left_out and model.counts(segment):
-                    _of_parameter(model, segment, slot, parts, index)
+                    _of_parameter(model, segment, slot, parts, index, lost.get(id(segment)))
     tensors: dict[str, Tensor] = {}
     tree = encode({"rng": rng_state()}, "rank_state", tensors)
     tree["state"] = encode(plain(rank_state), "rank_state.state", tensors, "rank_state")
@@ -112,8 +118,13 @@ def average_state(number: int) -> str:
 
 
 def is_average(state: str) -> bool:
-    """Whether a state is an average, and not the optimizer's."""
+    """Whether a state is an average."""
     return re.fullmatch(r"average(_[1-9]\d*)?", state) is not None
+
+
+def is_moment(state: str) -> bool:
+    """Whether a state is the optimizer's."""
+    return state not in ("weight", LOST) and not is_average(state)
 
 
 # -- a parameter ---------------------------------------------------------------------------------------------------
@@ -142,7 +153,9 @@ def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes, segment: Se
     return bounds[0] + low, bounds[0] + high
 
 
-def _of_parameter(model: ShardedModel, segment: Segment, slot: int, parts: list[Part], index: Index) -> None:
+def _of_parameter(
+    model: ShardedModel, segment: Segment, slot: int, parts: list[Part], index: Index, lost: Tensor | None
+) -> None:
     place = segment.spec.slots[slot]
     weights, bounds, over = most_precise(model, segment)
     low, high = _share(model, bounds, over, segment, place)
@@ -162,6 +175,8 @@ def _of_parameter(model: ShardedModel, segment: Segment, slot: int, parts: list[
         for number, average in enumerate(model.run.averages):
             values = average.shard(segment)[a - bounds[0] : b - bounds[0]]
             parts.append(_range(place, average_state(number), a - place.offset, values))
+        if lost is not None:
+            parts.append(_range(place, LOST, a - place.offset, lost[a - bounds[0] : b - bounds[0]]))
     if first and not any(place.starts):  # of boxes the one that begins the parameter: what is kept once is equal in all
         numbers: dict[str, Any] = {}
         for name, value in update.kept_once(segment, slot).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from shardfold.checkpoint.collect import is_average
+from shardfold.checkpoint.collect import is_moment
 from shardfold.checkpoint.files import DTYPES
 from shardfold.checkpoint.format import Parameter
 from shardfold.checkpoint.names import Rename, renamer
@@ -163,7 +163,7 @@ class Fit:
                     fresh.append(slot.name)
                     continue
                 needed = model.updater.needs(segment, number)
-                have = {s for s in checkpoint.states(old) if s != "weight" and not is_average(s)}
+                have = {s for s in checkpoint.states(old) if is_moment(s)}
                 if not slot.numel or (not have and theirs == mine):  # never used, so it has no state yet
                     self.trained[slot.name] = old
                     continue

@@ -118,7 +118,12 @@ class Job:
         self.error: BaseException | None = None
 
     def prepare(
-        self, model: ShardedModel, state: Mapping[str, Any], rank_state: Mapping[str, Any], left_out: Mapping[str, str]
+        self,
+        model: ShardedModel,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any],
+        left_out: Mapping[str, str],
+        lost: Mapping[int, Tensor],
     ) -> str:
         """Finds what this rank writes; what went wrong, or nothing."""
         try:
@@ -126,7 +131,7 @@ class Job:
             if self._rank == 0:
                 self.draft.begin()
                 self._header, tensors = header(model, state, left_out)
-            self._parts, self._index = collect(model, rank_state, tensors, left_out)
+            self._parts, self._index = collect(model, rank_state, tensors, left_out, lost)
         except BaseException as error:  # also an interruption: the others are about to ask
             self.error = error
             return words(error)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.checkpoint.base import other_base
-from shardfold.checkpoint.collect import average_state, is_average
+from shardfold.checkpoint.collect import average_state, is_moment
 from shardfold.checkpoint.fit import Fit
 from shardfold.checkpoint.messages import words
 from shardfold.checkpoint.names import Rename
@@ -34,6 +34,7 @@ from shardfold.errors import CheckpointError, ShardfoldError, by_rank
 from shardfold.plan.layout import Axes
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.loans import refuse_during
+from shardfold.sharding.lost import LOST, take_lost
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.shard import Shard
@@ -249,6 +250,12 @@ def _take_run(
             f"The checkpoint has {len(averages)} averages and the engine {len(model.run.averages)}: the others begin "
             "anew or are not used."
         )
+    saved_lost = any(LOST in checkpoint.states(old) for old in fit.parameters.values())
+    if saved_lost != any(segment.format_state is not None for segment in model.trainable()):
+        notes.append(
+            "What reductions of the checkpoint's run have lost in rounding is not added here: none of this run's do so."
+            if saved_lost else "The checkpoint has nothing that reductions have lost in rounding: that begins with 0."
+        )  # fmt: skip
     for name, target in state.items():
         if name in report.state:
             target.load_state_dict(report.state[name])
@@ -341,7 +348,7 @@ class _Work:
             self.attempt(lambda: shard.write(values))
 
     def _moments(self, segment: Segment) -> None:
-        """The optimizer's state and the averages of a segment."""
+        """The optimizer's state, the averages and what its reductions have lost of a segment."""
         model, checkpoint, fit = self._model, self._checkpoint, self._fit
         update = model.updater
         assert update is not None
@@ -354,13 +361,17 @@ class _Work:
                     piece = segment.own_piece(slot)[0]
                     self.attempt(lambda p=piece, s=shard: s[p].copy_(_master(segment).part(p).read()))
             self._fill(segment, state, shard, bounds, over)
+        if segment.format_state is not None:
+            lost = torch.zeros(segment.shard_numel, dtype=segment.format_state.dtype, device=segment.flat.device)
+            self._fill(segment, LOST, lost, bounds, over)
+            take_lost(model.comm, segment, lost)
         wanted: dict[str, list[tuple[int, str]]] = {}
         self.attempt(lambda: update.forget(segment, [slot for slot, _ in here]))
         every = len(here) == len(segment.spec.slots)  # then all moments are zeros, which no file is read for
         for slot, old in here:
             needed = update.needs(segment, slot)
             for state in checkpoint.states(old) if segment.spec.slots[slot].name in fit.trained else ():
-                if state != "weight" and not is_average(state) and (needed is None or state in needed):
+                if is_moment(state) and (needed is None or state in needed):
                     wanted.setdefault(state, []).append((slot, old))
         for state, having in sorted(wanted.items()):
             region = update.moment(segment, state)

@@ -34,6 +34,7 @@ from shardfold.comm.coalesced import as_bytes
 from shardfold.errors import CheckpointError, ConfigError, UsageError, by_rank
 from shardfold.plan.report import MemoryRow
 from shardfold.sharding.loans import refuse_during
+from shardfold.sharding.lost import sums_of_lost
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.whole_state import buffers_of
 
@@ -85,9 +86,10 @@ class Saver:
         if token is None:
             return None
         self.finish()
+        lost = sums_of_lost(model.comm, list(model.trainable()), "engine.save()")
         job = Job(model, Draft(target, token, latest=latest), keep, nonfinite, begun)
         try:
-            said = self._everyone(f"save/{token}/ready", job.prepare(model, state, rank_state, left_out))
+            said = self._everyone(f"save/{token}/ready", job.prepare(model, state, rank_state, left_out, lost))
             if job.error is not None and not isinstance(job.error, Exception):
                 raise job.error
             if any(said):

@@ -625,6 +625,9 @@ class Runner:
         self._state.micro_batch, self._state.gradients_ready = 0, False
         self.visible.forget()
         self._state.attempt += 1
+        if skipped:  # what was lost of gradients that no update has seen
+            for unit in self.units:
+                unit.gradients.forget_lost()
         self._evaluated = self._asked_backward = False
         self.comm.meter.control(self.agreement.control_bytes)
         self.agreement.control_bytes = 0

@@ -30,7 +30,7 @@ from shardfold.plan.arguments import known_arguments, meant
 from shardfold.plan.axes import DATA_AXES, Axes, Mesh, Sizes
 from shardfold.plan.checks import described, is_integer, is_number
 from shardfold.plan.folders import FOLDERS, Folders, are_folders, folders_of
-from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE
+from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE, format_named
 from shardfold.plan.sizes import parse_bytes
 
 __all__ = [
@@ -484,11 +484,12 @@ class Layout:
             if not is_number(cell.share, 0, 1) or not cell.share:
                 raise LayoutError(f"{name} has share={described(cell.share)}: it is a part, above 0 and at most 1.")
         for name, wire in (("gather", self.gather), ("reduce", self.reduce)):
-            known = (*ROLES, *FORMATS)
-            if wire.format not in known:
-                raise LayoutError(
-                    f"{name} travels as {wire.format!r}, which is no format.{did_you_mean(str(wire.format), known)}"
-                )
+            object.__setattr__(self, name, replace(wire, format=format_named(wire.format, name, ROLES)))
+        if self.gather.format not in ROLES and FORMATS[self.gather.format].state is not None:
+            raise LayoutError(
+                f"gather travels as {self.gather.format}, but nothing is added to parameters of what was lost before: "
+                "what is gathered next is the parameters again; leave 'error' out."
+            )
         if self.master.over != self.moments.over:
             raise LayoutError(
                 f"master is split over {_axes(self.master.over)} but moments over {_axes(self.moments.over)}: "
@@ -696,6 +697,11 @@ def _check_reduce(bound: Layout, *, alone: bool) -> None:
         raise LayoutError(
             f"reduce travels as {form.name} but grads accumulate in {grads.dtype}, which {form.name} does not carry: "
             "choose another format or Precision.grads."
+        )
+    if form.state is not None and grads.dtype == "fp16":
+        raise LayoutError(
+            f"reduce travels as {form.name} but grads accumulate in fp16, which keeps them under the loss scale: what "
+            "is kept would be of another scale when that changes; choose Precision.grads='fp32'."
         )
     if grads.over or alone or form.name == grads.dtype or (carries and bound.master.over):
         return

@@ -302,6 +302,12 @@ class Gradients:
             for slot in range(len(used)):  # also what only other ranks used: their sums are here
                 self.drop((i, slot), zero=zero)
 
+    def forget_lost(self) -> None:
+        """Formats keep nothing of what they have lost so far."""
+        for segment in self.segments:
+            if segment.format_state is not None:
+                segment.format_state.zero_()
+
     def forget(self) -> None:
         """As before the first backward of a step."""
         self.local = self.extra = self.summed = None

@@ -219,6 +219,11 @@ def _carry_states(model: ShardedModel, update: Updater, unit: Unit, homes: Homes
                 olds[id(old)] = old
                 moves.setdefault(id(old), []).append((slot, segment, i))
     for key, old in olds.items():
+        for slot, new, i in moves[key]:
+            if old.format_state is not None and new.format_state is not None:  # of each rank's own, all of it
+                was, now = old.spec.slots[slot], new.spec.slots[i]
+                values = old.format_state[was.offset : was.offset + was.numel]
+                new.format_state[now.offset : now.offset + now.numel] = values
 
         def carry(
             shard: Tensor, take: Callable[[Segment, int, Tensor], None], slots: Collection[int], old: Segment = old

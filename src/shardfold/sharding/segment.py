@@ -349,6 +349,7 @@ class Segment:
         """The segment is no more: nothing here keeps memory."""
         self.forget_fetched()
         self._rest = self.held = self._gradient_flat = self._master = self.sent_grads = self.updated = None
+        self.format_state = None
         self.under_way = None
         self.regions.clear()
         self.flat = self.flat.new_empty(0)
