@@ -324,7 +324,7 @@ def test_a_table_over_an_axis_of_slices_is_refused() -> None:
 
 def test_marks_are_checked() -> None:
     """A mark names a parameter of its module and an axis on which parameters can be distinct."""
-    for axis, words in (("tenser", "mean 'tensor'"), ("intra", "train the same parameters")):
+    for axis, words in (("tenser", "mean 'tensor'"), ("sequence", "train the same parameters")):
         layer = nn.Linear(2, 2)
         sf.mark_slice(layer, "weight", axis=axis, dim=0)
         assert words in _refused(lambda layer=layer: sf.Engine(layer), LayoutError)

@@ -413,7 +413,8 @@ class _Work:
         ``slots``: of these parameters only.
         """
         model, checkpoint = self._model, self._checkpoint
-        others = tuple(axis for axis in model.comm.mesh.data if axis not in over)
+        mesh = model.comm.mesh
+        others = tuple(axis for axis in mesh.data if axis not in over and axis not in segment.spec.distinct)
         size = target.numel() // model.comm.mesh.parts(others)
         low = bounds[0] + size * shard_index(others, model.comm.mesh.sizes, model.comm.mesh.coords)
         for slot, a, b in segment.spec.pieces(low, low + size):

@@ -353,7 +353,10 @@ class Engine:
         held.callback(self.alarm.close)
         runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=self.clip)
         #: Some parameters follow the policy of the model as a whole.
-        policy = any(not segment.spec.own and segment.spec.table is None for segment in sharded.segments())
+        policy = any(
+            not segment.spec.own and (segment.spec.table is None or segment.spec.distinct)
+            for segment in sharded.segments()
+        )
         narrow = TORCH_DTYPES[precision.compute] if policy and precision.compute in ("bf16", "fp16") else None
         autocast = (TORCH_DTYPES[precision.autocast], self.device.type) if precision.autocast else None
         self._hooks = Hooks(

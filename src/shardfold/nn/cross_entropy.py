@@ -19,7 +19,16 @@ from shardfold.nn.ranks import Ranks
 from shardfold.plan.arguments import known_arguments
 from shardfold.torch_internals import keeps_graph, untraced_from_call
 
-__all__ = ["REDUCTIONS", "Head", "Margin", "check_head", "chunked_cross_entropy", "losses_of", "rows_at_once"]
+__all__ = [
+    "REDUCTIONS",
+    "Head",
+    "Margin",
+    "by_chunks",
+    "check_head",
+    "chunked_cross_entropy",
+    "losses_of",
+    "rows_at_once",
+]
 
 CHUNK_BYTES = {"cpu": 64 * 2**20}
 """Of a chunk's logits, by type of device. The more, the seldomer the weight and its gradient are read."""
@@ -156,8 +165,8 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.plan = plan
         if plan.reduction == "none":
             ctx.save_for_backward(hidden, weight, bias, targets, columns)
-            return _by_chunks(hidden, weight, bias, targets, columns, plan._replace(wanted=(False,) * 3))[0]
-        losses, grads = _by_chunks(hidden, weight, bias, targets, columns, plan)
+            return by_chunks(hidden, weight, bias, targets, columns, plan._replace(wanted=(False,) * 3))[0]
+        losses, grads = by_chunks(hidden, weight, bias, targets, columns, plan)
         count = (targets != plan.ignore_index).sum() if plan.reduction == "mean" else losses.new_ones(())
         ctx.save_for_backward(*grads, count.clamp(min=1))
         return losses.sum() / count
@@ -172,7 +181,7 @@ class _CrossEntropy(torch.autograd.Function):
         ranks: Ranks | None = ctx.plan.ranks if ctx.plan.summed else None
         if ctx.plan.reduction == "none":
             hidden, weight, bias, targets, columns = ctx.saved_tensors
-            grads = _by_chunks(hidden, weight, bias, targets, columns, ctx.plan, outputs[0])[1]
+            grads = by_chunks(hidden, weight, bias, targets, columns, ctx.plan, outputs[0])[1]
             return *_summed(grads, ranks), None, None, None
         *grads, count = ctx.saved_tensors
         grads = _summed(grads, ranks)
@@ -197,7 +206,7 @@ def losses_of(
     return _CrossEntropy.apply(hidden, weight, bias, targets, columns, head)  # pyright: ignore[reportReturnType]
 
 
-def _by_chunks(
+def by_chunks(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,

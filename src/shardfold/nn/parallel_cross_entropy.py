@@ -18,7 +18,7 @@ from shardfold.nn.cross_entropy import Head, Margin, check_head, chunked_cross_e
 from shardfold.nn.ranks import Ranks
 from shardfold.plan.arguments import known_arguments
 
-__all__ = ["parallel_cross_entropy", "parallel_margin_loss"]
+__all__ = ["parallel_cross_entropy", "parallel_margin_loss", "sampled_classes"]
 
 
 @known_arguments
@@ -71,9 +71,10 @@ def parallel_cross_entropy(
     flat = targets.reshape(-1)
     columns = _columns(flat, ignore_index, start, weight.shape[0], classes)
     dtype = _dtype(who, hidden, weight, bias)
+    most = -(-classes // ranks.size)  # of any rank: chunks are the same on all
     head = Head(
-        chunk or rows_at_once(flat.numel(), weight.shape[0], dtype, hidden.device.type), dtype, ignore_index,
-        label_smoothing, reduction, softcap, _wanted(hidden, weight, bias), ranks, classes, summed=summed,
+        chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type), dtype, ignore_index, label_smoothing,
+        reduction, softcap, _wanted(hidden, weight, bias), ranks, classes, summed=summed,
     )  # fmt: skip
     losses = losses_of(hidden.reshape(-1, hidden.shape[-1]), weight.view_as(weight), bias, flat, columns, head)
     return losses.view(targets.shape) if reduction == "none" else losses
@@ -138,13 +139,16 @@ def parallel_margin_loss(
     columns = columns.where(flat != ignore_index, -1)
     centres = weight.view_as(weight)
     if sample < 1:
-        chosen = _sampled(columns, weight.shape[0], sample, generator)
+        chosen = sampled_classes(columns, weight.shape[0], sample, generator)
         centres = centres.index_select(0, chosen)
         columns = torch.searchsorted(chosen, columns.clamp(min=0)).where(columns >= 0, -1)
     dtype = _dtype(who, hidden, weight, None)
     unit, centres = F.normalize(hidden.reshape(-1, hidden.shape[-1]), dim=1), F.normalize(centres, dim=1)
+    most = -(-classes // ranks.size)  # of any rank: chunks are the same on all
+    if sample < 1:
+        most = min(most, round(most * sample) + flat.numel())
     head = Head(
-        chunk or rows_at_once(flat.numel(), len(centres), dtype, hidden.device.type), dtype, ignore_index, 0.0,
+        chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type), dtype, ignore_index, 0.0,
         reduction, None, _wanted(hidden, weight, None), ranks, classes, Margin(scale, angle, cosine),
     )  # fmt: skip
     losses = losses_of(unit, centres, None, flat, columns, head)
@@ -178,7 +182,7 @@ def _columns(targets: Tensor, ignored: int, start: int, rows: int, classes: int)
     return local.where(((targets >= 0) & (targets < classes)) | (targets == ignored), classes)
 
 
-def _sampled(columns: Tensor, rows: int, share: float, generator: torch.Generator | None) -> Tensor:
+def sampled_classes(columns: Tensor, rows: int, share: float, generator: torch.Generator | None) -> Tensor:
     """Rows, in rising order: those of targets, and others up to the share."""
     order = torch.rand(rows, generator=generator).to(columns.device)
     order[columns[columns >= 0]] = 2.0

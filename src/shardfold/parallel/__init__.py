@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardfold.parallel.attention import Attention
+from shardfold.parallel.head import MarginHead
 from shardfold.parallel.plan import Traced
 
-__all__ = ["Attention", "Traced"]
+__all__ = ["Attention", "MarginHead", "Traced"]

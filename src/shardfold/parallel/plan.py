@@ -32,6 +32,7 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.parallel.draws import Parts, look_at_draws
 from shardfold.parallel.following import Expected, follow_calls
 from shardfold.parallel.guess import guessed
+from shardfold.parallel.head import split_heads
 from shardfold.parallel.infer import infer
 from shardfold.parallel.known import STYLES, divided_of, known_plan, unknown_style
 from shardfold.parallel.link import link_of
@@ -274,7 +275,8 @@ def split_model(
     *,
     sequence_parallel: bool = False,
 ) -> None:
-    """Leaves of each module that the plan names this rank's part.
+    """Leaves of each module that the plan names, and of each head whose classes are split over ranks of data, this
+    rank's part.
 
     Args:
         model: whole, with values or built under ``meta_init``; or cut like this before.
@@ -287,6 +289,7 @@ def split_model(
         ConfigError: the plan does not fit the model, or a module does not divide; or several axes have the role; or
             the model was cut with ``sequence_parallel`` and now is to be without, or the reverse.
     """
+    split_heads(model, mesh, coords)
     if given is None:
         if sequence_parallel:
             raise ConfigError(

@@ -12,8 +12,10 @@ differs between ranks that differ on it only:
                                                       are equal already: the model's own collectives make them so
     pipeline   hold other layers                      are not there
 
-Parameters may be *distinct* on an axis (slices of one matrix, experts): each rank along it has others. That is not what
-a table does, which divides parameters once more over the ranks that share them. From roles and this follow
+Parameters may be *distinct* on an axis (slices of one matrix, experts, some of the classes of a head): each rank along
+it has others, on an axis of data too, whose ranks then exchange what they read. That is not what a table does, which
+divides parameters over the ranks that share them: their table is split over the other axes only. From roles and this
+follow
 
     summed      over which axes gradients of a parameter are summed: those on which ranks read other things and
                 have the same parameter

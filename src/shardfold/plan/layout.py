@@ -625,6 +625,25 @@ class Layout:
             bound = replace(bound, held=None)
         return bound
 
+    def shared(self, distinct: Axes, compute: str) -> Layout:
+        """A bound table for parameters of which each rank along the axes ``distinct`` has others: split over the other
+        axes only, whose ranks share them. ``compute``: what forward reads."""
+        cells = self.cells()
+        changes: dict[str, Any] = {
+            name: replace(cell, over=tuple(axis for axis in cell.over if axis not in distinct))
+            for name, cell in cells.items()
+        }
+        if changes == cells:
+            return self
+        if not self.replace(**changes).rest.over:
+            changes["gather"] = Wire(format=compute)
+        if not changes["grads"].over:  # what is left of the sum is done where they lie
+            changes["reduce"] = Wire(format=changes["grads"].dtype)
+        table = self.replace(**changes)
+        if table.held is not None and table.held.over == table.rest.over:
+            table = table.replace(held=None)
+        return table if table.params or table.comes_and_goes else table.replace(params=Cell(dtype=compute))
+
     @property
     def axes(self) -> Axes:
         """Those that any cell is split over: what a parameter of this table is spread over."""

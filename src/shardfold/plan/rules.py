@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from shardfold.errors import LayoutError, ModelError, did_you_mean
+from shardfold.plan.axes import Axes
 from shardfold.plan.layout import Layout, Precision, Sizes
 
 __all__ = ["EVERYTHING", "Patterns", "Rules", "pairs", "text_of"]
@@ -116,6 +117,11 @@ class Rules(Patterns):
         self.layouts = tuple(table.bind(precision, mesh) for precision in self.precisions)
         near = table.near() if table.share < 1 else None
         self.near = () if near is None else tuple(near.bind(precision, mesh) for precision in self.precisions)
+
+    def table(self, rule: int, distinct: Axes = (), *, near: bool = False) -> Layout:
+        """The bound layout of parameters that follow the rule of that number, and of which ranks along the axes
+        ``distinct`` have others; ``near``: where their optimizer's states stay on the device."""
+        return (self.near if near else self.layouts)[rule].shared(distinct, self.precisions[rule].compute)
 
     @property
     def default(self) -> Precision:

@@ -102,7 +102,7 @@ class Changes:
             model.module, self._units, trained, model.rules, model.comm.mesh.sizes, keeps, alignment(model.optimizer),
             model.comm.mesh.coords,
         )  # fmt: skip
-        check_reach(model.optimizer, [c.spec for c in cuts])
+        check_reach(model.optimizer, [c.spec for c in cuts], model.comm.mesh.sizes.reading)
         return cuts
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ def slices(units: Iterable[UnitSpec | None], mesh: Mesh) -> Claim:
         if unit is not None
         for segment in unit.segments
         for slot in segment.slots
-        if slot.box is not None
+        if slot.box is not None and not set(segment.distinct) & {*mesh.reading}  # those exchange what they read
     ]
     return Claim(texts, mesh.reading, HINT)
 

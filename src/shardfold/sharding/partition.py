@@ -86,7 +86,7 @@ def cut(
     """
     _check_memory(model)
     slices = slices_on(model, Mesh.of(mesh), coords or dict.fromkeys(mesh, 0))
-    chosen = _named(model, units) if units is not None else _found(model, slices)
+    chosen = _named(model, units) if units is not None else _found(model, slices, Mesh.of(mesh).reading)
     cuts = [Cut(name, [module]) for name, module in chosen]
     root = Cut(ROOT, [model])
     _assign(model, cuts, root)
@@ -103,7 +103,9 @@ def cut(
 def _let_stay(cuts: Sequence[Cut], rules: Rules) -> None:
     """Gives the units whose optimizer's states stay on the device the tables that say so."""
     specs = [c.spec for c in cuts if c.spec is not None]
-    changed = with_staying(specs, rules.layouts[-1], lambda table: rules.near[rules.layouts.index(table)])
+    apart = {segment.distinct for spec in specs for segment in spec.segments}
+    near = {rules.table(i, axes): rules.table(i, axes, near=True) for i in range(len(rules.near)) for axes in apart}
+    changed = with_staying(specs, rules.layouts[-1], lambda table: near[table])
     for c, spec in zip(cuts, changed, strict=True):
         c.spec = spec
 
@@ -159,7 +161,7 @@ def _named(model: nn.Module, units: Sequence[str | type[nn.Module]]) -> list[tup
     return ordered
 
 
-def _found(model: nn.Module, slices: Mapping[int, Slice]) -> list[tuple[str, nn.Module]]:
+def _found(model: nn.Module, slices: Mapping[int, Slice], reading: Axes) -> list[tuple[str, nn.Module]]:
     whole = {name for module in model.modules() for name in _as_names(getattr(module, "_no_split_modules", None))}
     chosen: list[tuple[str, nn.Module]] = []
     taken: set[int] = set()
@@ -182,7 +184,7 @@ def _found(model: nn.Module, slices: Mapping[int, Slice]) -> list[tuple[str, nn.
                 visit(path, child)
 
     visit("", model)
-    chosen.extend(_large_leaves(model, chosen, slices))
+    chosen.extend(_large_leaves(model, chosen, slices, reading))
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return sorted(chosen, key=lambda pair: order[pair[0]])
 
@@ -197,8 +199,11 @@ def _is_plain_list(module: nn.Module) -> bool:
 
 
 def _large_leaves(
-    model: nn.Module, chosen: list[tuple[str, nn.Module]], slices: Mapping[int, Slice]
+    model: nn.Module, chosen: list[tuple[str, nn.Module]], slices: Mapping[int, Slice], reading: Axes
 ) -> list[tuple[str, nn.Module]]:
+    """Those outside of the chosen; and, of any size, what ranks that read other things have other parameters of, which
+    are summed over other ranks than the rest."""
+
     def numel(p: nn.Parameter) -> int:  # of the whole: ranks may have slices of other sizes, and have to cut alike
         box = slices.get(id(p), WHOLE).box
         return p.numel() if box is None else prod(box[0])
@@ -209,7 +214,9 @@ def _large_leaves(
     for name, module in model.named_modules():
         plain = type(module) in (nn.Embedding, nn.Linear)  # a subclass may be used in another way than by its forward
         size = sum(map(numel, module.parameters(recurse=False)))
-        if name and plain and id(module) not in inside and size * 16 >= total:
+        own = [slices.get(id(p), WHOLE).axes for p in module._parameters.values() if p is not None]
+        apart = any(axis in reading for axes in own for axis in axes)
+        if name and id(module) not in inside and (apart or (plain and size * 16 >= total)):
             leaves.append((name, module))
     return leaves
 
@@ -289,8 +296,7 @@ def _lay_out(
 
     Raises:
         ModelError: a parameter has a dtype that cannot be split.
-        LayoutError: gradients of one unit would be summed over different axes, or a table is split over an axis on
-            which a parameter is distinct.
+        LayoutError: gradients of one unit would be summed over different axes.
     """
     mesh = Mesh.of(mesh)
     policy = [rules.layouts.index(layout) for layout in rules.layouts]  # rules may say the same
@@ -312,22 +318,17 @@ def _lay_out(
         segments[key][name] = parameter
     specs: list[SegmentSpec] = []
     for (dtype, keeps, trainable, group, rule, apart, shared), members in segments.items():
-        layout = rules.layouts[rule]
-        if own := [axis for axis in layout.axes if axis not in mesh.summed(apart)]:
-            raise LayoutError(
-                f"{next(iter(members))!r} is distinct on {own[0]!r}, but its table is split over that axis, whose "
-                "ranks do not share it: drop the axis from its layout."
-            )
+        layout = rules.table(rule, apart)
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
         boxes = {name: box for name, p in members.items() if (box := slices.get(id(p), WHOLE).box) is not None}
         parts = mesh.parts(mesh.summed(apart))
         formats = () if keeps else (FORMATS[wire.format] for wire in (layout.gather, layout.reduce))
         step = lcm(max(1, least, align if trainable else 1), *(form.block for form in formats))
         slots, length = pack({name: p.shape for name, p in members.items()}, parts, step, boxes)
-        table = layout if rule != policy[-1] else None
+        table = layout if layout != rules.layouts[-1] else None
         specs.append(SegmentSpec(slots, length, dtype, trainable, group, keeps, table, apart, tuple(shared[1:])))
         c.by_segment.append(list(members.values()))
-    if len({(rules.layouts[rule].axes, mesh.summed(apart)) for *_, rule, apart, _ in segments}) > 1:
+    if len({(rules.table(rule, apart).axes, mesh.summed(apart)) for *_, rule, apart, _ in segments}) > 1:
         raise LayoutError(
             f"gradients of {c.name!r} would be summed over different axes, because only some of its parameters are "
             "distinct on one or follow another layout: choose units= so that those are a unit of their own."

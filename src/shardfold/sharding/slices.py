@@ -190,8 +190,9 @@ def check_early(model: nn.Module, mesh: Mesh) -> None:
         )
 
 
-def check_reach(optimizer: Optimizer | None, units: Iterable[UnitSpec | None]) -> None:
-    """
+def check_reach(optimizer: Optimizer | None, units: Iterable[UnitSpec | None], reading: Axes = ()) -> None:
+    """``reading``: axes on which ranks read other things, over which such an optimizer sums shards of what all have.
+
     Raises:
         ConfigError: the optimizer's update of an element reads elements of the parameter that it cannot ask for.
     """
@@ -204,6 +205,8 @@ def check_reach(optimizer: Optimizer | None, units: Iterable[UnitSpec | None]) -
         for slot in segment.slots if needs_whole(group) else ():
             if slot.box is None:
                 why = "nothing says of what" if segment.distinct else ""
+            elif any(axis in reading for axis in segment.distinct):
+                why = "the ranks that have the rest read other samples"
             else:
                 why = refuses(group, slot.shape, slot.whole) if segment.distinct else "no rank has the rest"
             if why:
@@ -314,8 +317,8 @@ def _check_axis(name: str, axis: str, mesh: Mesh) -> None:
             f"{name!r} is marked as a slice on {axis!r}, which the mesh does not have: add it to mesh= or name another "
             f"axis.{did_you_mean(axis, {*mesh, *KNOWN})}"
         )
-    if role in (Role.DATA, Role.SEQUENCE):
+    if role is Role.SEQUENCE:
         raise LayoutError(
             f"{name!r} is marked as a slice on {axis!r}, an axis of role {role}, on which all ranks train the same "
-            "parameters: mark it on an axis of role tensor or expert."
+            "parameters: mark it on an axis of role tensor, expert or data."
         )

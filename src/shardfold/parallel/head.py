@@ -1,0 +1,259 @@
+"""A classifier with a margin whose classes are split over ranks that read other samples.
+
+Each rank has the centres of some of the classes, complete with gradients and optimizer states: nothing of them is sent.
+What travels is features and labels of a batch, once in forward, and the features' gradients, once in backward:
+
+    forward     features, labels   gathered: each rank has those of all ranks
+                logits             of this rank's classes, a chunk of rows at a time; ranks exchange per row the
+                                   largest, the sum of exponentials and the own class's
+                loss               the mean over this rank's own rows
+    backward    centres            the gradient of the sum of all ranks' losses, with respect to this rank's classes
+                features           what this rank's classes contribute is scattered to the ranks that they came from
+
+This is the class-parallel softmax of ArcFace (arXiv 1801.07698) and Partial FC (2203.15565). A head in data parallelism
+instead has all classes on each rank, and sends their gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardfold.errors import ConfigError, UsageError
+from shardfold.nn.cross_entropy import Head, Margin, by_chunks, rows_at_once
+from shardfold.nn.parallel_cross_entropy import sampled_classes
+from shardfold.parallel.link import Link, link_of
+from shardfold.parallel.split import Place
+from shardfold.plan.arguments import known_arguments
+from shardfold.plan.axes import SAMPLING, Mesh
+from shardfold.plan.checks import is_integer, is_number
+from shardfold.sharding.partitioned import hand_over
+from shardfold.sharding.slices import mark_slice
+from shardfold.torch_internals import keeps_graph, untraced_from_call
+
+__all__ = ["MarginHead", "split_heads"]
+
+IGNORED = -100
+SMALL = 1e-12
+"""The least length of a vector, as of ``F.normalize``."""
+
+
+@known_arguments
+class MarginHead(nn.Module):
+    """``scale * cos(theta)`` of embeddings and the centres of classes, of the own class ``scale * (cos(theta + angle) -
+    cosine)``, and the cross entropy of these: ArcFace with ``angle``, CosFace with ``angle=0, cosine=0.35``.
+
+    It is built whole, or without memory under ``meta_init()``. An engine whose mesh has several ranks along ``axis``
+    leaves each of them its part of the classes, which may be one more on the first ones; the ranks read other samples.
+    Without an engine it is a module of one process.
+
+    Args:
+        width: of embeddings.
+        classes: number of identities.
+        axis: of data, over whose ranks the classes are split; None: every rank has them all.
+        scale, angle, cosine, sample: see :func:`shardfold.nn.parallel_margin_loss`; ``sample`` of each rank's classes.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        classes: int,
+        *,
+        axis: str | None = "intra",
+        scale: float = 64.0,
+        angle: float = 0.5,
+        cosine: float = 0.0,
+        sample: float = 1.0,
+    ) -> None:
+        super().__init__()
+        for name, number in (("width", width), ("classes", classes)):
+            if not is_integer(number, 1):
+                raise ConfigError(f"MarginHead: {name} is {number!r}, but must be a whole number, 1 or more.")
+        if not is_number(scale, 0) or not scale:
+            raise ConfigError(f"MarginHead: scale is {scale!r}, but must be more than 0.")
+        if not is_number(angle, 0, math.pi / 2) or not is_number(cosine, 0):
+            raise ConfigError(
+                f"MarginHead: angle is {angle!r} and cosine {cosine!r}: angle is 0 to pi / 2, cosine 0 or more."
+            )
+        if not is_number(sample, 0, 1) or not sample:
+            raise ConfigError(f"MarginHead: sample is {sample!r}, but must be more than 0 and at most 1.")
+        self.classes, self.axis = classes, axis
+        self.margin, self.sample = Margin(float(scale), float(angle), float(cosine)), float(sample)
+        self.weight = nn.Parameter(torch.empty(classes, width))
+        link_of(self, axis or "")
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal numbers: only directions count."""
+        nn.init.normal_(self.weight, std=0.01)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]} -> {self.classes}, {self.margin}" + f", sample={self.sample}" * (
+            self.sample < 1
+        )
+
+    def forward(self, features: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of this rank's rows.
+
+        Args:
+            features: ``(rows, width)``, of any length; ranks may have other numbers of rows.
+            targets: ``(rows,)``, integers from 0 to ``classes``; rows of -100 do not count.
+
+        Returns:
+            A scalar in fp32 or fp64.
+
+        Raises:
+            ConfigError: shapes do not fit, or on all ranks: not on one of them.
+            UsageError: in backward with ``create_graph=True``.
+        """
+        link = link_of(self, self.axis or "")
+        width = self.weight.shape[1]
+        fits = features.dim() == 2 and features.shape[1] == width and targets.shape == features.shape[:1]
+        sizes = self._rows(link, features.shape[0] if fits else -1)
+        if min(sizes) < 0:
+            where = "" if link.size == 1 else f" on rank {sizes.index(min(sizes))} of {link.size} along {link.axis!r}"
+            raise ConfigError(
+                f"MarginHead takes features (rows, {width}) and one target for each row; they are other{where}: here "
+                f"{tuple(features.shape)} and {tuple(targets.shape)}."
+            )
+        unit = F.normalize(features.to(self.weight.dtype))
+        labels = link.all_gather(targets, 0, sizes)
+        start, rows = self._place(link)
+        local = labels.long() - start
+        columns = local.where((local >= 0) & (local < rows), -1)
+        wrong = (labels != IGNORED) & ((labels < 0) | (labels >= self.classes))
+        columns = columns.where(~wrong, self.classes)  # a row that is not there raises as in PyTorch
+        weight = self.weight.view_as(self.weight)  # at which an engine gathers what it has split
+        if self.sample < 1:
+            chosen = sampled_classes(columns, rows, self.sample, None)
+            weight = weight.index_select(0, chosen)
+            columns = torch.searchsorted(chosen, columns.clamp(min=0)).where(columns >= 0, -1)
+        wanted = tuple(torch.is_grad_enabled() and each.requires_grad for each in (unit, weight)) + (False,)
+        most = -(-self.classes // link.size)  # chunks are the same on all ranks
+        if self.sample < 1:
+            most = min(most, round(most * self.sample) + len(labels))
+        at_once = rows_at_once(len(labels), most, weight.dtype, weight.device.type)
+        head = Head(
+            at_once, weight.dtype, IGNORED, 0.0, "mean", None, wanted, link if link.size > 1 else None, self.classes,
+            self.margin,
+        )  # fmt: skip
+        with torch.autocast(unit.device.type, enabled=False):
+            return _losses(unit, weight, labels, columns, head, link, sizes)
+
+    def _rows(self, link: Link, mine: int) -> list[int]:
+        """How many rows each rank has; one that has none that fit says -1."""
+        number = torch.tensor([mine], device=self.weight.device)
+        return link.all_gather(number, 0).tolist()
+
+    def _place(self, link: Link) -> tuple[int, int]:
+        """The first class that is here, and how many are."""
+        start, stop = Place(link.axis, link.rank, link.size).range(self.classes, "the classes", even=False)
+        return start, stop - start
+
+
+def split_heads(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None:
+    """Leaves of the classes of each :class:`MarginHead` this rank's part.
+
+    Raises:
+        ConfigError: its axis is none on which ranks read other samples, or there are fewer classes than ranks.
+    """
+    for path, module in model.named_modules():
+        if not isinstance(module, MarginHead) or mesh.get(module.axis or "", 1) == 1:
+            continue
+        axis = module.axis
+        assert axis is not None
+        if axis not in mesh.of_role(*SAMPLING):
+            raise ConfigError(
+                f"{path or 'the model'!r} has axis={axis!r}, on which ranks read the same samples: classes are split "
+                f"over an axis of data, as {', '.join(map(repr, mesh.sampling)) or repr('intra')}."
+            )
+        place = Place(axis, coords[axis], mesh[axis])
+        link = link_of(module, axis)
+        if link.parts > 1:  # for an engine that was closed; that it was for as many ranks is seen where links are bound
+            continue
+        if module.classes < place.size:
+            raise ConfigError(
+                f"{path!r} has {module.classes} classes, fewer than the {place.size} ranks along {axis!r}: give it "
+                "axis=None."
+            )
+        start, stop = place.range(module.classes, f"the classes of {path!r}", even=False)
+        link.part(place.size)
+        hand_over([module.weight])
+        whole = tuple(module.weight.shape)
+        with torch.no_grad():
+            module.weight.data = module.weight.detach()[start:stop].clone(memory_format=torch.contiguous_format)
+        mark_slice(module, "weight", axis=axis, whole=whole, start=(start, 0))
+
+
+@untraced_from_call
+def _losses(
+    unit: Tensor, weight: Tensor, labels: Tensor, columns: Tensor, head: Head, link: Link, sizes: Sequence[int]
+) -> Tensor:
+    """The mean loss of this rank's rows ``unit`` ``(n, d)``; ``labels`` and ``columns`` are of all ranks'."""
+    return _Mean.apply(unit, weight, labels, columns, head, link, sizes)  # pyright: ignore[reportReturnType]
+
+
+class _Mean(torch.autograd.Function):
+    """Gradients of the sum of all rows' losses are made in forward, while logits are there. In backward each rank's
+    rows are scaled by what comes there; where that differs between ranks logits are made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        unit: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        columns: Tensor,
+        head: Head,
+        link: Link,
+        sizes: Sequence[int],
+    ) -> Tensor:
+        together = link.all_gather(unit, 0, sizes)
+        losses, grads = _with_centres(together, weight, labels, columns, head, None)
+        own = labels.split(list(sizes))[link.rank] != IGNORED
+        count = own.sum()
+        ctx.head, ctx.link, ctx.sizes = head, link, sizes
+        ctx.save_for_backward(together, weight, labels, columns, count, *grads)
+        return losses.split(list(sizes))[link.rank].sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            raise UsageError("MarginHead has no gradients of its gradients (create_graph=True).")
+        link: Link = ctx.link
+        together, weight, labels, columns, count, *grads = ctx.saved_tensors
+        mine = (outputs[0] / count).nan_to_num(0.0).view(1) if not count else (outputs[0] / count).view(1)
+        scales = link.all_gather(mine.to(weight.dtype), 0)
+        if bool((scales == scales[0]).all()):
+            again = keeps_graph()
+            grads = [g if g is None else g * scales[0] if again else g.mul_(scales[0]) for g in grads]
+        else:
+            of_rows = scales.repeat_interleave(torch.tensor(ctx.sizes, device=scales.device))
+            grads = _with_centres(together, weight, labels, columns, ctx.head, of_rows)[1]
+        of_unit, of_weight = grads
+        if of_unit is not None:
+            of_unit = link.reduce_scatter(of_unit, 0, ctx.sizes)
+        return of_unit, of_weight, None, None, None, None, None
+
+
+def _with_centres(
+    together: Tensor, weight: Tensor, labels: Tensor, columns: Tensor, head: Head, scales: Tensor | None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Losses of all rows, and the gradients of their sum with respect to unit vectors and weights of any length."""
+    lengths = torch.linalg.vector_norm(weight, dim=1, keepdim=True).clamp_(min=SMALL)
+    centres = weight / lengths
+    losses, grads = by_chunks(together, centres, None, labels, columns, head, scales)
+    of_unit, of_weight, _ = grads
+    if of_weight is not None:
+        along = (of_weight * centres).sum(1, keepdim=True)
+        of_weight = of_weight.addcmul_(centres, along, value=-1).div_(lengths)
+    return losses, [of_unit, of_weight]
