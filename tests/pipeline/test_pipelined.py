@@ -18,6 +18,10 @@ CASES = [  # model, stages, ranks of data, layout, order, micro-batches
     ("skipping", 2, 2, "ddp", "1f1b", 3),
     ("gpt-tied", 2, 2, "zero1", "interleaved:2", 4),
     ("skipping", 3, 1, "ddp", "looped-bfs:2", 2),
+    ("gpt-tied", 2, 2, "zero2", "zb-h1", 3),
+    ("gpt2", 3, 1, "ddp", "zb-h1", 5),
+    ("gpt-tied", 2, 2, "zero3", "zbv", 2),
+    ("skipping", 3, 1, "zero1", "v-half", 4),
 ]
 MORE = [
     *(("gpt-tied", count, 1, "zero1", order, micro) for count, order, micro in
@@ -27,6 +31,13 @@ MORE = [
     *(("skipping", count, data, layout, order, 4 if count == 2 else 3) for count, data, layout, order in
       product((2, 3), (1, 2), ("ddp", "zero1", "zero2", "zero3"), ("interleaved:2", "interleaved:3", "looped-bfs:2"))
       if (data == 1 or count == 2) and not (count == 3 and order == "interleaved:3")),
+    *(("gpt-tied", count, 1, "zero2", "zb-h1", micro) for count, micro in product((2, 3, 4), range(1, 13))),
+    *(("skipping", count, 1, "zero1", order, micro) for count, order, micro in
+      product((2, 3), ("zbv", "v-half", "v-min", "dualpipev", "interleaved-zb:2"), (1, 2, 5, 8))),
+    *(("gpt-tied", 2, 2, layout, order, micro) for layout, order, micro in
+      product(("ddp", "zero1", "zero2", "zero3"), ("zb-h1", "zbv", "v-half", "dualpipev", "interleaved-zb:2"), (2, 5))),
+    *((name, count, 1, "zero3", "zb-h1", 3) for name, count in
+      product(("gpt", "llama", "qwen3", "gpt2", "bert", "gemma2", "t5", "vit", "sequential", "skipping"), (2, 3, 4))),
     *((name, count, 1, "zero3", "1f1b", 3) for name, count in
       product(("gpt", "llama", "qwen3", "gpt2", "bert", "gemma2", "t5", "vit", "sequential", "skipping"), (2, 3, 4))),
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from shardfold.engine.runner import Runner
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler, scaled
 from shardfold.numerics.token_weights import Shares
+from shardfold.parallel.pipeline.late import Late
 from shardfold.sharding.model import ShardedModel
 
 __all__ = ["Backward"]
@@ -50,6 +51,16 @@ class Backward:
         self._renew_scale()
         if sent:
             self._run(lambda: torch.autograd.backward(list(sent), list(grads)))
+
+    def run_weights(self, late: Late, begin: Callable[[Tensor], None]) -> None:
+        """The second part of a backward: the gradients of weights that the first has left."""
+        roots = late.roots(self._runner.orders.numbers, self._model.device)
+        roots[0].register_hook(begin)
+        self._runner.weights = True
+        try:
+            self._run(lambda: torch.autograd.backward(roots, [torch.ones_like(root) for root in roots]))
+        finally:
+            self._runner.weights = False
 
     def _run(self, backward: Callable[[], object]) -> None:
         self._runner.scaled = True

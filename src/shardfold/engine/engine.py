@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import nan
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -163,8 +164,9 @@ class Engine:
         attention: how it crosses an axis of sequence: ``"ulysses"`` (by heads), ``"ring"`` (keys travel), or
             ``"auto"``, which None is too: by heads where ranks divide them. See :func:`shardfold.sequence_shard`.
         pipeline: on a mesh with an axis of pipeline, in which order its stages run the micro-batches of
-            :meth:`train_batch`: ``"1f1b"``, ``"gpipe"``, or, with two stages on each rank, ``"interleaved:2"`` or
-            ``"looped-bfs:2"``; see ``parallel.pipeline.order``.
+            :meth:`train_batch`: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, or, with two stages on each rank,
+            ``"interleaved:2"``, ``"looped-bfs:2"``, ``"zbv"`` or ``"v-half"`` (see ``parallel.pipeline.order``); or an
+            order of your own, as text or the path of a file (see ``parallel.pipeline.text``).
         stages: paths of the modules with which stages begin, but the first; None cuts the model such that the stage
             with most parameters, tables of embeddings not counted, has as few as it can.
         units: which modules are units, by path pattern or class; None finds them.
@@ -199,7 +201,7 @@ class Engine:
         tensor: str | Traced | Mapping[str, str | tuple[str, int]] | None = None,
         sequence_parallel: bool = False,
         attention: str | None = None,
-        pipeline: str = "1f1b",
+        pipeline: str | PathLike[str] = "1f1b",
         stages: Sequence[str] | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         weights: Any = None,
@@ -231,7 +233,7 @@ class Engine:
             ownership.claim(model, job)
             with job.told("making an engine"):
                 sizes = data_mesh.sizes
-                staged = open_stages(model, optimizer, data_mesh, stages, choice.chunks)
+                staged = open_stages(model, optimizer, data_mesh, stages, choice)
                 split_model(model, tensor, sizes, data_mesh.coords, sequence_parallel=sequence_parallel)
                 if staged is not None:
                     held.callback(staged.drop_foreign())
@@ -387,6 +389,8 @@ class Engine:
             if unit.split and unit.life is Life.GATHERED:
                 unit.release()
         made.order(accumulate)  # which may refuse it
+        if staged is not None:
+            self.sharded.comm.job.same({"pipeline=": choice.told})
         self._reports.stages = lambda: made.explained(self.accumulate)
         if staged is not None:
             precision = self.precision

@@ -399,6 +399,10 @@ class Hooks:
 
     # -- backward
 
+    def begin_backward(self, grad: Tensor) -> None:
+        """A hook on what a backward begins from that is none of the model's outputs."""
+        self._model_backward(grad)
+
     def _needs(self, unit: Unit) -> None:
         """A unit's forward runs again: it was gathered for its backward, unless that came by another way."""
         if unit.split and unit.life is not Life.GATHERED:

@@ -49,7 +49,7 @@ class Part(NamedTuple):
     final: bool = False
 
 
-SECTIONS = ("train", "eval", "backward", "last", "quiet")
+SECTIONS = ("train", "eval", "backward", "last", "quiet", "weights", "last_weights")
 RECORDINGS = 8  # a model that changes its order more often than this is asked at every unit
 LOG = getLogger("shardfold")
 
@@ -61,7 +61,8 @@ def mode_of(section: str) -> str:
 
 def _title(section: str) -> str:
     """The section as messages call it."""
-    return {"train": "forward", "eval": "forward in evaluation", "quiet": "backward in no_sync"}.get(section, section)
+    return {"train": "forward", "eval": "forward in evaluation", "quiet": "backward in no_sync",
+            "last_weights": "weights, last"}.get(section, section)  # fmt: skip
 
 
 def _repeated(order: Sequence[str]) -> set[str]:
@@ -142,7 +143,7 @@ class Orders:
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
             name: lower().section("forward" if name in ("train", "eval") else name) for name in SECTIONS
         }
-        names = ("backward", "last", "quiet", "step", "beside", "behind", "arrive", "shared")
+        names = (*SECTIONS[2:], "step", "beside", "behind", "arrive", "shared")
         sections = {name: self.program.section(name) for name in names}
         sections["closing"] = passes.closing(self.program, self._overlap)
         sections["train"] = self.program.forward
@@ -206,7 +207,7 @@ class Orders:
         if part is None:
             return ops
         every = set(backward)
-        waits = section == "last" and not part.final
+        waits = section in ("last", "last_weights") and not part.final
         return [
             op for op in ops
             if not op.unit or op.unit in part.units
@@ -217,6 +218,13 @@ class Orders:
         """One more reduction of these units."""
         names = frozenset(unit.name for unit in units)
         return Track("late gradients", passes.late(self.program, names), self._handlers.bind)
+
+    @property
+    def numbers(self) -> dict[int, int]:
+        """By the ``id`` of a parameter, the number of its unit in the order of backward; roots come last."""
+        order = [op.unit for op in self.program.backward if op.verb == "B" and op.unit not in self.roots]
+        at = {name: i for i, name in enumerate(order)}
+        return {id(p): at.get(unit.name, len(at)) for unit in self.units for _, p in unit.parameters()}
 
     def known(self, section: str) -> bool:
         """Whether the section has an order that is worth following."""

@@ -8,7 +8,7 @@ units are gathered, reduced and freed by the program of this stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +22,10 @@ from shardfold.engine.orders import Part
 from shardfold.engine.runner import Runner
 from shardfold.errors import CollectiveError, ConfigError, OrderError, UsageError
 from shardfold.parallel.pipeline.batch import default_compute, micro_batches
+from shardfold.parallel.pipeline.late import Late, Splits
 from shardfold.parallel.pipeline.order import Action, Choice, forwards, lower, make_order
-from shardfold.parallel.pipeline.picture import drawn, timeline
+from shardfold.parallel.pipeline.picture import drawn
+from shardfold.parallel.pipeline.simulate import timeline
 from shardfold.parallel.pipeline.stages import Borders, Run, StageDone, Stages
 from shardfold.parallel.pipeline.trace import Made, Origin, placeholder, signature
 from shardfold.parallel.pipeline.wire import Parcel, Wire
@@ -73,6 +75,7 @@ class Pipelined:
         self._at: Action | None = None  # what is under way
         self._final: Action | None = None
         self._finals: dict[int, Action] = {}
+        self._late: dict[tuple[int, int], Late] = {}  # of backwards in two parts
         self._parts: dict[int, Part] = self._parts_of(stages) if stages is not None and choice.chunks > 1 else {}
 
     def _parts_of(self, stages: Stages) -> dict[int, Part]:
@@ -98,7 +101,7 @@ class Pipelined:
 
     def place(self, stage: int) -> int:
         """Where along the axis a stage is."""
-        return stage % self._ranks
+        return self.stages.places[stage] if self.stages is not None else 0
 
     def order(self, count: int) -> list[list[Action]]:
         """Of so many micro-batches, by place along the axis.
@@ -110,12 +113,11 @@ class Pipelined:
 
     def order_of_forwards(self, count: int) -> list[list[Action]]:
         """The same of an evaluation, which may have any number of micro-batches."""
-        return forwards(make_order(Choice("looped-bfs", self.choice.chunks), self._ranks, count))
+        return forwards(self.choice, self._ranks, count)
 
     def actions(self, count: int) -> list[Action]:
         """What this rank does for so many micro-batches."""
-        stages = self.stages.count if self.stages is not None else 1
-        return lower(self.order(count)[self._here], self._ranks, stages)
+        return lower(self.order(count)[self._here], self.stages.places if self.stages is not None else [0])
 
     def explained(self, count: int) -> list[str]:
         """The stages and the order of so many micro-batches, in lines of text."""
@@ -182,7 +184,7 @@ class Pipelined:
             meter = self._model.comm.meter
             meter.trains = train
             try:
-                for action in lower(order[self._here], self._ranks, self.stages.count):
+                for action in lower(order[self._here], self.stages.places):
                     self._at = action
                     self._do(action, parts[action.batch], borders[action.batch], compute)
             finally:
@@ -220,6 +222,7 @@ class Pipelined:
             yield
         except BaseException as error:
             self._kept.clear()
+            self._late.clear()
             if self._wire is not None:
                 self._wire.forget()
                 if not isinstance(error, OrderError):
@@ -240,12 +243,15 @@ class Pipelined:
         """What will come, in the order in which others send it; and which backward of each stage is its last."""
         assert self._wire is not None and self.stages is not None
         self._local.clear()
-        self._finals = {each.stage: each for each in order[self._here] if each.verb == "B"}
-        self._final = next((each for each in reversed(order[self._here]) if each.verb == "B"), None)
+        self._finals = {each.stage: each for each in order[self._here] if each.verb in "BW"}
+        self._final = next((each for each in reversed(order[self._here]) if each.verb in "BW"), None)
+        self._late = {(stage, batch): Late() for verb, stage, batch in order[self._here] if verb == "W"}
         coming: dict[int, list[Parcel]] = {}
         forms: dict[Parcel, list[Any]] = {}
         for place, steps in enumerate(order):
             for step in steps:
+                if not step.sends:
+                    continue
                 border, kind = (step.stage, "activations") if step.verb == "F" else (step.stage - 1, "gradients")
                 target = step.stage + 1 if step.verb == "F" else step.stage - 1
                 if not 0 <= border < self.stages.count - 1 or self.place(target) != self._here:
@@ -261,7 +267,7 @@ class Pipelined:
         verb, stage, batch = action
         if verb == "F":
             self._forward(action, part, borders, compute)
-        elif verb == "B":
+        elif verb in "BIW":
             self._backward_of(action)
         else:
             assert self._wire is not None
@@ -295,7 +301,9 @@ class Pipelined:
                 received[origin] = tensor.requires_grad_(grad and borders.trace.made(origin).requires_grad)
         run, loss = Run(stage, borders, received), None
         self._runner.part = self._parts.get(stage)
-        with self.stages.running(run):
+        late = self._late.get((stage, batch))
+        splits = nullcontext() if late is None else Splits(late, self._model.device)
+        with self.stages.running(run), splits:
             try:
                 loss = compute(self._model.module, part)
             except StageDone:
@@ -314,21 +322,39 @@ class Pipelined:
             self._kept[stage, batch] = Kept(received, sent, loss if last else None)
 
     def _backward_of(self, action: Action) -> None:
-        _, stage, batch = action
-        kept, before = self._kept.pop((stage, batch)), self._model.run.micro_batch
-        final = action == self._final
+        verb, stage, batch = action
+        before, final = self._model.run.micro_batch, action == self._final
         if (part := self._parts.get(stage)) is not None:
             self._runner.part = part._replace(last=action == self._finals[stage], final=final)
+        if verb == "W":
+            with self._in_parts(self._late.pop((stage, batch))) as late:
+                self._backward.run_weights(late, self._hooks.begin_backward)
+        else:
+            with self._in_parts(self._late[stage, batch]) if verb == "I" else nullcontext():
+                self._give(stage, batch, self._kept.pop((stage, batch)))
+        if verb != "I":
+            self._runner.count_backward(before, final=final)
+
+    def _give(self, stage: int, batch: int, kept: Kept) -> None:
+        """Runs a backward, of which the gradients of inputs go to the stage before."""
         if kept.loss is not None:
             self._backward.run(kept.loss, None, False)
         else:
             came = self._local.pop(Parcel("gradients", stage, batch))
             self._backward.run_from([tensor for tensor in kept.sent if tensor.requires_grad], came)
-        self._runner.count_backward(before, final=final)
         if stage:
             leaves = [tensor for tensor in kept.received.values() if tensor.requires_grad]
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
             self._local[Parcel("gradients", stage - 1, batch)] = grads
+
+    @contextmanager
+    def _in_parts(self, late: Late) -> Iterator[Late]:
+        """Inside, a backward is one of two parts."""
+        self._runner.late = late
+        try:
+            yield late
+        finally:
+            self._runner.late = None
 
 
 def dress(

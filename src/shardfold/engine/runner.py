@@ -34,6 +34,7 @@ from shardfold.engine.visible import VisibleGradients
 from shardfold.errors import UsageError
 from shardfold.numerics.clipping import Clip
 from shardfold.optim.guard import Guard
+from shardfold.parallel.pipeline.late import Late
 from shardfold.plan.passes import Overlap
 from shardfold.sharding.buffers import Buffers
 from shardfold.sharding.model import ShardedModel
@@ -71,6 +72,8 @@ class Runner:
         orders: in which units run, and the programs.
         visible: gradients as users see them.
         last: whether the next backward is the last before a step; None: each ``accumulate``-th is.
+        late: where the backward under way is one of two parts: what the first leaves to the second.
+        weights: whether it is the second.
         part: of the model that the next pass runs, where a rank has several stages; None: all that it has.
         inside_batch: whether a batch goes through stages, behind its first forward.
         synchronize: False inside ``no_sync()``.
@@ -89,6 +92,8 @@ class Runner:
         self._boundary_before = False
         self.last: bool | None = None
         self.part: Part | None = None
+        self.late: Late | None = None
+        self.weights = False
         self.inside_batch = False
         self.synchronize = True
         self.scaled = False
@@ -140,8 +145,9 @@ class Runner:
         verb = "F" if section in ("train", "eval") else "B"
         if not self.orders.moves(section):
             return LocalPass()
-        roots = [unit for unit in self.units if unit.name in self.roots]
-        if not nested and self.orders.known(section):
+        # Gradients of weights need no values of these.
+        roots = [unit for unit in self.units if unit.name in self.roots and not self.weights]
+        if not nested and (self.orders.known(section) or self.weights):
             return ReplayedPass(
                 verb,
                 self.orders.track(section, self.part),
@@ -468,7 +474,11 @@ class Runner:
         if self.part is not None:
             last = self.part.last
         ready = not nested and self.synchronize and last
-        section = "quiet" if nested or not self.synchronize else "last" if ready else "backward"
+        if self.late is not None:
+            ready = ready and self.weights
+            section = "quiet" if not self.weights else "last_weights" if ready else "weights"
+        else:
+            section = "quiet" if nested or not self.synchronize else "last" if ready else "backward"
         refusal = self.visible.try_hide()
         if self.orders.moves(section):
             count = (
@@ -524,14 +534,39 @@ class Runner:
             self._deliver_first()
         if grad.is_sparse:
             grad = grad.to_dense()
+        if self.late is not None:
+            if not self.weights:
+                self.late.kept.append((unit, place, grad))
+                return
+            self._take_kept(unit)
+        self._accept(unit, place, grad)
+
+    def _take_kept(self, unit: Unit | None) -> None:
+        """Gradients of a unit, or all, that the first part of this backward gave; with its next it may be complete."""
+        assert self.late is not None
+        kept, self.late.kept = self.late.kept, []
+        for other, place, grad in kept:
+            if unit is None or other is unit:
+                self._accept(other, place, grad, kept=True)
+            else:
+                self.late.kept.append((other, place, grad))
+
+    def _accept(self, unit: Unit, place: tuple[int, int], grad: Tensor, *, kept: bool = False) -> None:
         gradients = unit.gradients
         if torch.is_grad_enabled():  # create_graph=True: otherwise entering no_grad() would cost as much as the rest
             with torch.no_grad():
                 gradients.accept(place, grad)
         else:
             gradients.accept(place, grad)
+        if kept and self.late is not None and id(unit.trainable[place[0]].parameters[place[1]]) in self.late.coming:
+            return
         gradients.seen.add(place)
-        if len(gradients.seen) == gradients.count and self._pass is not None and unit.name not in self.roots:
+        if (
+            not kept
+            and len(gradients.seen) == gradients.count
+            and self._pass is not None
+            and unit.name not in self.roots
+        ):
             with self.agreement.uninterrupted():
                 self._pass.complete(unit)
 
@@ -551,6 +586,10 @@ class Runner:
 
     @_uninterrupted
     def end_backward(self) -> None:
+        if self.late is not None:
+            if self.weights and self.late.kept:
+                self._take_kept(None)
+            self._delivered = self.weights  # both parts are one micro-batch
         if self._pass is not None:
             self._finish()
         if self._outer:

@@ -248,6 +248,16 @@ class Program:
         """A backward that reduces nothing (``no_sync``); the first gradient of a unit makes its buffer, which stays."""
         return tuple(op for op in self.backward if not op.is_sum and op.verb not in ("GRADS", "ADD"))
 
+    @property
+    def weights(self) -> tuple[Op, ...]:
+        """The second part of a backward, behind ``quiet``: gradients of weights, which need no values of these."""
+        return _of_weights(self.backward)
+
+    @property
+    def last_weights(self) -> tuple[Op, ...]:
+        """The same of the last micro-batch of a step."""
+        return _of_weights(self.last)
+
     def __str__(self) -> str:
         return self.render()
 
@@ -258,6 +268,10 @@ class Program:
             for name in SECTIONS
             if name in SECTIONS[:4] or self.section(name)
         )
+
+
+def _of_weights(ops: Sequence[Op]) -> tuple[Op, ...]:
+    return tuple(op for op in ops if op.is_sum or op.verb in ("GRADS", "ADD", *MARKERS))
 
 
 def render_section(name: str, ops: Sequence[Op], mark: int | None = None, around: int | None = None) -> str:

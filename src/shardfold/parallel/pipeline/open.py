@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shardfold.comm.mesh import DataMesh
 from shardfold.errors import ConfigError
+from shardfold.parallel.pipeline.order import Choice
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.plan.axes import Mesh, Role
 from shardfold.plan.layout import Activations
@@ -46,10 +47,10 @@ def check_together(
 
 
 def open_stages(
-    model: nn.Module, optimizer: Any, mesh: DataMesh, given: Sequence[str] | None, chunks: int = 1
+    model: nn.Module, optimizer: Any, mesh: DataMesh, given: Sequence[str] | None, choice: Choice
 ) -> Stages | None:
     """The stages along the mesh's axis of pipeline; None: it has none. An optimizer that was made of the whole model
-    keeps this rank's parameters. ``chunks``: how many stages each rank has.
+    keeps this rank's parameters. ``choice``: of the order, by which each stage has its place.
 
     Raises:
         ConfigError: the mesh has two such axes, or there are names of stages and no such axis.
@@ -64,8 +65,9 @@ def open_stages(
     if len(axes) > 1:
         raise ConfigError(f"mesh= has two axes of pipeline, {' and '.join(axes)}: give one.")
     ranks, here = mesh.sizes[axis], mesh.coords[axis]
-    own = [chunk * ranks + here for chunk in range(chunks)]
-    stages = Stages(model, chunks * ranks, own, given, mesh.device, ranks)
+    places = choice.places(ranks)
+    own = [stage for stage, place in enumerate(places) if place == here]
+    stages = Stages(model, len(places), own, given, mesh.device, places)
     mesh.join_places(stages.shared.values())
     if isinstance(optimizer, Optimizer):
         for group in optimizer.param_groups:

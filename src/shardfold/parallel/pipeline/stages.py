@@ -74,12 +74,13 @@ class Stages:
         own: those of this rank.
         given: the first piece of each stage but the first; None: cut such that the dearest is as cheap as can be.
         device: of what flows between them.
-        ranks: along the axis; None: as many as stages.
+        places: of the stages along the axis; None: each is on a rank of its own.
 
     Attributes:
         pieces: of the model.
         stage_of: that of each piece.
         names: of parameters, all that each has, by stage.
+        places: where along the axis each stage is.
         shared: the places along the axis of each parameter that several have, by its first name.
         mine: the parameters of this rank.
         whole: the names of all of the model.
@@ -94,7 +95,7 @@ class Stages:
         own: Sequence[int],
         given: Sequence[str] | None,
         device: torch.device,
-        ranks: int | None = None,
+        places: Sequence[int] | None = None,
     ) -> None:
         self.pieces = find_pieces(model)
         self.count, self.own, self._device = count, tuple(own), device
@@ -107,7 +108,8 @@ class Stages:
         parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
         self.whole = Whole(frozenset([*parameters, *every_buffer(model)]), names_of(model))
         self.names = [set(names) for names in by_stage]
-        self.shared = _shared(by_stage, ranks or count)
+        self.places = list(range(count) if places is None else places)
+        self.shared = _shared(by_stage, self.places)
         parameters = {name: p for names in by_stage for name, p in names.items()}
         self.mine = {id(p): p for stage in self.own for p in by_stage[stage].values()}
         self.shared_here = [self.mine.get(id(parameters[name])) for name in self.shared]
@@ -320,13 +322,13 @@ class Stages:
         return tree_unflatten(leaves, call.spec)
 
 
-def _shared(by_stage: Sequence[Mapping[str, nn.Parameter]], ranks: int) -> dict[str, list[int]]:
+def _shared(by_stage: Sequence[Mapping[str, nn.Parameter]], at: Sequence[int]) -> dict[str, list[int]]:
     found: dict[int, tuple[str, list[int]]] = {}
     for stage, names in enumerate(by_stage):
         for name, p in names.items():
             places = found.setdefault(id(p), (name, []))[1]
-            if stage % ranks not in places:
-                places.append(stage % ranks)
+            if at[stage] not in places:
+                places.append(at[stage])
     return {name: sorted(places) for name, places in found.values() if len(places) > 1}
 
 

@@ -1,0 +1,197 @@
+"""An order gone through without a model: whether it ends, when each rank does what, and what it keeps meanwhile.
+
+Each action begins as soon as its rank is free and what it needs is there; messages take no time, or ``Times.send``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from shardfold.errors import ConfigError
+from shardfold.parallel.pipeline.action import Action
+
+__all__ = ["SLOTS", "Timeline", "Times", "check", "timeline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long actions take: a number for all stages, or one for each.
+
+    Attributes:
+        forward: of a forward.
+        inputs: of the gradients of inputs.
+        weights: of the gradients of weights; a whole backward takes as long as both.
+        send: from a rank to another.
+    """
+
+    forward: float | Sequence[float] = 1.0
+    inputs: float | Sequence[float] = 1.0
+    weights: float | Sequence[float] = 1.0
+    send: float = 0.0
+
+    def of(self, action: Action) -> float:
+        parts = {"F": (self.forward,), "I": (self.inputs,), "W": (self.weights,), "B": (self.inputs, self.weights)}
+        return sum(part if isinstance(part, (int, float)) else part[action.stage] for part in parts[action.verb])
+
+
+SLOTS = Times()
+"""A forward, and each part of a backward, takes one slot."""
+
+
+class Timeline(NamedTuple):
+    """When each rank does what.
+
+    Attributes:
+        rows: by rank the actions with the time at which each begins.
+        end: when the last is done.
+        kept: by rank, the most micro-batches of stages whose forward has run and whose backward is not done, its part
+            for weights included.
+        busy: by rank how long it does something.
+        times: of the actions.
+    """
+
+    rows: list[list[tuple[float, Action]]]
+    end: float
+    kept: list[int]
+    busy: list[float]
+    times: Times = SLOTS
+
+    @property
+    def bubble(self) -> float:
+        """The part of the time of all ranks, from the first action to the last, in which they wait."""
+        return 1 - sum(self.busy) / (self.end * len(self.rows)) if self.end else 0.0
+
+    @property
+    def waits(self) -> list[float]:
+        """By rank, how long it waits between its own first action and its own last: without what it costs that ranks
+        begin one after the other, as where the step of one may begin before another's is over."""
+        found: list[float] = []
+        for row, busy in zip(self.rows, self.busy, strict=True):
+            last = row[-1][0] + self.times.of(row[-1][1]) if row else 0.0
+            found.append(last - (row[0][0] if row else 0.0) - busy)
+        return found
+
+
+def timeline(order: Sequence[Sequence[Action]], stages: int, times: Times = SLOTS) -> Timeline:
+    """
+    Raises:
+        ConfigError: ranks wait for each other for ever.
+    """
+    place = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    done: dict[Action, float] = {}
+    rows: list[list[tuple[float, Action]]] = [[] for _ in order]
+    at, free, busy = [0] * len(order), [0.0] * len(order), [0.0] * len(order)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(order):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                begin: float | None = free[rank]
+                for needs in _needs(action, stages):
+                    ready = next((done[each] for each in needs if each in done), None)
+                    if ready is None:
+                        begin = None
+                        break
+                    begin = max(begin, ready + times.send * (place[needs[0].stage] != rank))
+                if begin is None:
+                    break
+                took = times.of(action)
+                rows[rank].append((begin, action))
+                free[rank] = done[action] = begin + took
+                busy[rank] += took
+                at[rank] += 1
+                moved = True
+    if any(i < len(actions) for actions, i in zip(order, at, strict=True)):
+        raise ConfigError(f"pipeline= is given an order that never ends: {_stuck(order, at, done, stages)}.")
+    return Timeline(rows, max(free, default=0.0), [_most(actions) for actions in order], busy, times)
+
+
+def _stuck(order: Sequence[Sequence[Action]], at: Sequence[int], done: Mapping[Action, float], stages: int) -> str:
+    said: list[str] = []
+    for rank, actions in enumerate(order):
+        if at[rank] < len(actions):
+            action = actions[at[rank]]
+            missing = next(needs[0] for needs in _needs(action, stages) if not any(each in done for each in needs))
+            said.append(f"rank {rank} waits in {action.short} for {missing.short}")
+    return ", ".join(said)
+
+
+def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
+    """What it waits for: of each tuple, one."""
+    verb, stage, batch = action
+    if verb == "F":
+        return [(Action("F", stage - 1, batch),)] if stage else []
+    if verb == "W":
+        return [(Action("I", stage, batch),)]
+    found: list[tuple[Action, ...]] = [(Action("F", stage, batch),)]
+    if stage < stages - 1:
+        found.append((Action("B", stage + 1, batch), Action("I", stage + 1, batch)))
+    return found
+
+
+def _most(actions: Sequence[Action]) -> int:
+    now = most = 0
+    for action in actions:
+        now += {"F": 1, "I": 0}.get(action.verb, -1)
+        most = max(most, now)
+    return most
+
+
+def check(order: Sequence[Sequence[Action]], ranks: int, batches: int, *, trains: bool = True) -> list[int]:
+    """The rank of each stage of an order that can run.
+
+    Raises:
+        ConfigError: it cannot; the sentence names rank and action.
+    """
+
+    def refuse(said: str) -> ConfigError:
+        return ConfigError(f"pipeline= is given an order in which {said}.")
+
+    if len(order) != ranks:
+        raise refuse(f"{len(order)} rank{'s have' if len(order) != 1 else ' has'} a line, where the axis has {ranks}")
+    place: dict[int, int] = {}
+    seen: set[Action] = set()
+    for rank, actions in enumerate(order):
+        for action in actions:
+            other = place.setdefault(action.stage, rank)
+            if other != rank:
+                raise refuse(f"rank {rank} has {action.short}, whose stage rank {other} has")
+            if action in seen:
+                raise refuse(f"rank {rank} has {action.short} twice")
+            if action.batch >= batches:
+                raise refuse(f"rank {rank} has {action.short}, where accumulate= gives {batches} micro-batches")
+            seen.add(action)
+    if not place or sorted(place) != list(range(len(place))):
+        absent = next(stage for stage in range(len(place) + 1) if stage not in place)
+        raise refuse(f"no rank has stage {absent}")
+    counts = [sum(each == rank for each in place.values()) for rank in range(ranks)]
+    if len(set(counts)) > 1:
+        raise refuse(f"rank {counts.index(min(counts))} has {min(counts)} stages and rank {counts.index(max(counts))} "
+                     f"has {max(counts)}: give all as many")  # fmt: skip
+    places = [place[stage] for stage in range(len(place))]
+    for stage, (here, there) in enumerate(pairwise(places)):
+        if (there - here) % ranks not in (0, 1, ranks - 1):
+            raise refuse(f"stage {stage} is on rank {here} and stage {stage + 1} on rank {there}: stages that follow "
+                         "each other are on one rank or on neighbours")  # fmt: skip
+    for stage, rank in enumerate(places):
+        for batch in range(batches):
+            _check_one(seen, rank, stage, batch, refuse, trains=trains)
+    _ = timeline(order, len(places))
+    return places
+
+
+def _check_one(
+    seen: set[Action], rank: int, stage: int, batch: int, refuse: Callable[[str], ConfigError], *, trains: bool
+) -> None:
+    has = {verb for verb in "FBIW" if Action(verb, stage, batch) in seen}
+    if "F" not in has:
+        raise refuse(f"rank {rank} lacks {stage}F{batch}")
+    if has not in ({"F", "B"}, {"F", "I", "W"}) if trains else has != {"F"}:
+        if "B" in has and len(has) > 2:
+            raise refuse(f"rank {rank} has {stage}B{batch} and a part of it, {stage}{min(has - {'F', 'B'})}{batch}")
+        lacks = "W" if "I" in has else "I" if "W" in has else "B"
+        raise refuse(f"rank {rank} lacks {stage}{lacks}{batch}")
