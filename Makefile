@@ -2,6 +2,7 @@
 #   make demo    train a small language model on this machine, on two local processes
 #   make test    the tests          make lint    style, types, import directions
 #   make soak    the long tests     make clean   remove everything that make and the tools made
+#   make docs    the documentation as a site, build/site/index.html
 #   make numerics   the numerical tests with each set of kernels that this CPU has
 #   make mutants    listed faults, each in a copy of the package: tests have to notice all
 #   make matrix  a part of the tests under other versions of PyTorch and Python (MATRIX="--torch 2.11.0")
@@ -25,10 +26,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.ready-dev
+SITE := $(VENV)/.ready-docs
 LOG := $(VENV)/setup.log
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10
 
-.PHONY: demo test lint soak numerics mutants matrix gpu clean
+.PHONY: demo test lint docs soak numerics mutants matrix gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -59,6 +61,10 @@ lint: $(TOOLS)
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/lint-imports --no-logo
 
+docs: $(SITE)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 # The editable install follows the sources by itself: only the two files that name dependencies make it stale.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
@@ -73,6 +79,11 @@ $(READY): pyproject.toml constraints.txt
 $(TOOLS): $(READY)
 	@echo "Adding what the tests need, a few minutes once (log: $(LOG))"
 	@$(call install,.[dev])
+	@touch $@
+
+$(SITE): $(READY)
+	@echo "Adding what the documentation needs (log: $(LOG))"
+	@$(call install,.[docs])
 	@touch $@
 
 install = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '$(1)' \

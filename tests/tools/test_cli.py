@@ -217,7 +217,9 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path, table: list[str]):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     run = tmp_path / "run"
-    names = {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "summary.json"}
+    names = set(
+        ["config.json", "metrics.jsonl", "program.txt", "loss.png", "sample.txt", "summary.json", "report.html"]
+    )
     assert {path.name for path in run.iterdir()} == names
     assert json.loads((run / "config.json").read_text())["derived"]["world_size"] == 2
     steps = read_metrics(run / "metrics.jsonl")
@@ -237,7 +239,7 @@ def test_a_run_leaves_a_complete_folder(tmp_path: Path, table: list[str]):
     assert ("; grads, master, moments in host memory\n" in result.stdout) == ("--offload" in table)
     assert {row["tier"] for row in summary["memory"]} == {"device", "host"} if "--offload" in table else {"device"}
     assert ("Bytes moved per rank and step" in result.stdout) == bool(summary["moved"]) == ("--offload" in table)
-    assert f"Written to {run}: config.json, loss.png, metrics.jsonl, sample.txt, summary.json\n" in result.stdout
+    assert f"Written to {run}: config.json, loss.png, metrics.jsonl, program.txt, report.html, " in result.stdout
     for heading in ("Bits per byte", "Bytes per rank by state", "Bytes sent per rank", "A sample", str(run)):
         assert heading in result.stdout
 

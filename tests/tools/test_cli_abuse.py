@@ -211,7 +211,7 @@ def test_a_finished_run_ends_well_whatever_it_has_to_print(tmp_path: Path):
     assert done.stderr == b""
     said = done.stdout.decode("ascii")
     assert "of " + str(tmp_path / "[b]x") in said and "tests/: folders of this name are left out" in said
-    assert "Written to runs/[/b]: config.json, loss.png, metrics.jsonl, sample.txt, summary.json" in said
+    assert "Written to runs/[/b]: config.json, loss.png, metrics.jsonl, program.txt, report.html, sample.txt" in said
     summary = json.loads(Path("runs/[/b]/summary.json").read_text())
     assert len(summary["skipped_files"]) == 2 and summary["steps"] == 2
 

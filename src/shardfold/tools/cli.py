@@ -33,10 +33,10 @@ METAVARS = {"int": "INTEGER", "float": "NUMBER", "Path": "PATH", "str": "TEXT", 
 
 app = typer.Typer(
     name="shardfold",
-    help="ZeRO-style sharded training for PyTorch.",
+    help="Train PyTorch models that do not fit on one GPU.",
     epilog="For example: shardfold train --layout zero3 --procs 2",
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -48,14 +48,42 @@ def show_version(asked: bool) -> None:
         raise typer.Exit
 
 
+NEXT = """\
+shardfold demo                      train a small language model here, on two local processes, in four minutes
+shardfold train --help              the same with your text, size, layout and number of processes
+shardfold explain zero3 --ranks 8   what a layout keeps on each GPU, what it sends, and the program that it runs
+shardfold run train.py              your own script, on GPUs, hosts, Slurm or MPI
+shardfold bench                     your machine: layouts beside DDP, FSDP2 and DeepSpeed
+shardfold --help                    all commands"""
+
+
 @app.callback()
 def common(
+    invocation: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """ZeRO-style sharded training for PyTorch."""
+    """Train PyTorch models that do not fit on one GPU."""
+    if invocation.invoked_subcommand is None:
+        print(f"shardfold {shardfold.__version__}: train PyTorch models that do not fit on one GPU.\n\n{NEXT}")
+
+
+@app.command(epilog="For example: shardfold demo")
+def demo(invocation: typer.Context) -> None:
+    """Train a small language model on Python's own sources, on two local processes, in about four minutes."""
+    train(invocation)
+
+
+@app.command(epilog="For example: shardfold report runs/20261125-101500")
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
+) -> None:
+    """Write the page of a run, report.html, into its folder: also of one that is under way, or ended early."""
+    from shardfold.tools.observe.page import write_page
+
+    print(f"Written: {write_page(run)}")
 
 
 def train(

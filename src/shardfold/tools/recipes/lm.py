@@ -2,8 +2,8 @@
 
 Each rank runs `train`. It builds the model without memory, lets the engine shard it, and steps through the text in an
 order that is the same for any number of ranks. Now and then, and at the end, it measures bits per byte on held-out
-text. Rank 0 alone prints and writes: config.json, metrics.jsonl, loss.png, sample.txt and summary.json in the run
-folder.
+text. Rank 0 alone prints and writes: config.json, metrics.jsonl, program.txt, loss.png, sample.txt, summary.json and
+report.html in the run folder.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from shardfold.tools.observe import tables
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.formats import format_bytes, format_count, format_duration
 from shardfold.tools.observe.metrics import MetricsWriter, StepMetrics
+from shardfold.tools.observe.page import write_page
 from shardfold.tools.observe.progress import Progress
 from shardfold.tools.recipes.config import SHAPE, TrainConfig
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
@@ -431,6 +432,7 @@ def run_and_report(run: Run, out: Path, writer: MetricsWriter | None, resumed: s
     sample = run.sample()
     if run.leads:
         (out / "sample.txt").write_bytes(sample)
+        write_page(out)
         show(run, out, bits, seconds, sample, said)
     run.engine.close()
     run.stop.release()
@@ -501,6 +503,7 @@ def write_results(run: Run, out: Path, bits: Mapping[str, float], seconds: float
         "skipped_files": list(run.corpus.skipped),
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (out / "program.txt").write_text(run.engine.explain() + "\n", encoding="utf-8")
     try:
         from shardfold.tools.observe.pictures import (
             loss_picture,  # matplotlib takes a second to import: rank 0 alone pays it

@@ -1,0 +1,115 @@
+"""What the site has beyond the pages of docs/: files of the repository that pages link to, and what sources say.
+
+A link from a page to a file outside of docs/ becomes one to a page made of that file. The API reference has a page for
+each public module, and the page of error messages has every sentence that the sources can raise.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import messages
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "LICENSE": "project/license.md",
+}
+"""Files of the repository, and the pages that they are in the site."""
+
+MODULES = {
+    "shardfold": "The package: `import shardfold as sf`.",
+    "shardfold.optim": "Optimizers that update shards, and schedules.",
+    "shardfold.nn": "Layers and losses.",
+    "shardfold.numerics": "Clipping, loss scales, and where inf came from.",
+    "shardfold.parallel": "Layers and sequences that are divided over ranks.",
+    "shardfold.checkpoint": "Checkpoints without an engine.",
+    "shardfold.errors": "Every exception that Shardfold raises on purpose.",
+    "shardfold.testing": "Several ranks in a test, and a simulated accelerator.",
+    "shardfold.compat": "DeepSpeed's interface over the engine.",
+}
+"""The public modules, and what each is for."""
+
+
+def page_of(path: str) -> str | None:
+    """The page that a file of the repository is, by its path there; None: it is none."""
+    if path in PAGES:
+        return PAGES[path]
+    if path.rstrip("/") == "examples":
+        return "examples/index.md"
+    return f"{path}.md" if path.startswith("examples/") and (ROOT / path).is_file() else None
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    made = {page: source(name) for name, page in PAGES.items() if page != "index.md"}
+    examples = sorted(
+        path for path in (ROOT / "examples").iterdir() if path.is_file() and path.suffix in (".py", ".json")
+    )
+    for path in examples:
+        made[f"examples/{path.name}.md"] = (
+            f"# {path.name}\n\n```{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}```\n"
+        )
+    rows = [f"- [{path.name}]({path.name}.md): {said(path)}" for path in examples if path.suffix == ".py"]
+    made["examples/index.md"] = "\n".join(["# Examples", "", *rows, ""])
+    made |= {f"reference/{module}.md": reference(module, meaning) for module, meaning in MODULES.items()}
+    made["reference/messages.md"] = messages.page()
+    for uri, text in made.items():
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+def public(module: str) -> list[str]:
+    """The names in a module's ``__all__``, without those of modules."""
+    path = ROOT / "src" / Path(*module.split("."))
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
+    lists = [node.value for node in tree.body if isinstance(node, ast.Assign) and _is_all(node.targets[0])]
+    names = ast.literal_eval(lists[0]) if lists else []
+    return sorted(name for name in names if f"{module}.{name}" not in MODULES)
+
+
+def _is_all(target: ast.expr) -> bool:
+    return isinstance(target, ast.Name) and target.id == "__all__"
+
+
+def reference(module: str, meaning: str) -> str:
+    return "\n".join([f"# {module}", "", meaning, "", *(f"::: {module}.{name}\n" for name in public(module))])
+
+
+def source(name: str) -> str:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return text if name.endswith(".md") else f"# License\n\n```text\n{text}```\n"
+
+
+def said(path: Path) -> str:
+    """The first sentence of a script."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
+    """Links to files outside of docs/ lead to their pages."""
+    uri = page.file.src_uri
+    origin = {target: name for name, target in PAGES.items()}.get(uri)
+    base = posixpath.dirname(origin) if origin else posixpath.join("docs", posixpath.dirname(uri))
+
+    def led(match: re.Match[str]) -> str:
+        target = match[1]
+        if "://" in target or target.startswith("mailto:"):
+            return target
+        path = posixpath.normpath(posixpath.join(base, target))
+        found = path.removeprefix("docs/") if path.startswith("docs/") else page_of(path)
+        return posixpath.relpath(found, posixpath.dirname(uri) or ".") if found else target
+
+    return LINK.sub(led, markdown)
