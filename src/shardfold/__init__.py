@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from shardfold.errors import ShardfoldError
 from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Activations, Cell, Layout, Precision, Tier, Wire
+from shardfold.plan.outer import Outer
 from shardfold.plan.passes import Overlap
 from shardfold.plan.presets import PRESETS
 from shardfold.plan.version import __version__ as __version__
@@ -65,6 +66,7 @@ __all__ = [
     "Loader",
     "LossScale",
     "MemoryReport",
+    "Outer",
     "Overlap",
     "Precision",
     "Sampler",

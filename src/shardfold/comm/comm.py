@@ -24,7 +24,7 @@ from shardfold.comm.transport import Pending, Transport
 from shardfold.plan.cost import Sent, ring_bytes
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import Axes
-from shardfold.plan.program import Op
+from shardfold.plan.program import KINDS, Op
 from shardfold.tiers.device import DeviceTier
 
 __all__ = ["Comm", "joined", "program_agreement"]
@@ -37,13 +37,14 @@ def joined(
     desync_timeout: float,
     timeout: float,
     held: ExitStack,
+    rare: str = "",
 ) -> tuple[DataMesh, Agreement]:
-    """Mesh and agreement of ``owner``, which spans ranks; see ``Engine`` for the arguments.
+    """Mesh and agreement of ``owner``, which spans ranks; see ``Engine`` for the arguments, and ``Mesh`` for ``rare``.
 
     They end with ``held``, which is left with an exception if ``owner`` could not be made (see :meth:`DataMesh.close`),
     or when ``owner`` is collected; at exit the mesh ends by itself.
     """
-    mesh = DataMesh(sizes, device, timedelta(seconds=timeout))
+    mesh = DataMesh(sizes, device, timedelta(seconds=timeout), rare)
     held.push(lambda kind, error, trace: mesh.close(failed=kind is not None))
     agreement = Agreement(mesh, desync_timeout, timeout)
     held.callback(agreement.close)
@@ -117,8 +118,9 @@ class Comm:
         """Hands one flat to the transport, in the format that ``op`` says, and counts what this rank sends; ``pending``
         gets what is to be waited for. ``out``, ``add`` and ``resident``: see the transport; ``state``: what the format
         keeps."""
-        with self.agreement.uninterrupted():
-            self.agreement.issue(op)
+        agreement = self._among(op.axes)
+        with agreement.uninterrupted():
+            agreement.issue(op)
             self._send(op, flat, pending, out, add, resident, state)
             self.meter.count(op, flat.numel())
 
@@ -133,14 +135,14 @@ class Comm:
         state: Tensor | None,
     ) -> None:
         group = self.mesh.group(op.axes)
-        if op.verb != "ALL_GATHER":
+        if op.kind != "ALL_GATHER" or op.verb in KINDS:
             self.memory.after_compute()  # which writes the gradients; what gathers read was written before the pass
         with self.memory.side():
             if TORCH_DTYPES.get(op.format) is not flat.dtype:
                 pending += self._encoded(op, flat, group, out, add=add, state=state)
-            elif op.verb == "ALL_GATHER":
+            elif op.kind == "ALL_GATHER":
                 pending.append(self.transport.all_gather(flat, group, resident=resident))
-            elif op.verb == "REDUCE_SCATTER":
+            elif op.kind == "REDUCE_SCATTER":
                 assert out is not None
                 pending.append(self.transport.reduce_scatter(flat, out, group, add=add))
             else:
@@ -151,14 +153,15 @@ class Comm:
     ) -> tuple[Pending, Pending]:
         """As :meth:`collective`, of a flat that does not travel as it lies."""
         form = FORMATS[op.format]
-        if op.verb == "ALL_GATHER":
+        if op.kind == "ALL_GATHER":
             return gather_encoded(self.transport, self.memory, form, flat, group)
-        assert op.verb == "REDUCE_SCATTER" and out is not None  # tables of which others would be are not bound
+        assert op.kind == "REDUCE_SCATTER" and out is not None  # tables of which others would be are not bound
         return scatter_encoded(self.transport, self.memory, form, flat, out, group, add=add, state=state)
 
-    def control(self, values: list[float], op: Any, *, program: bool = False) -> list[float]:
-        """A few numbers reduced over all ranks, or those that run this ``program``, on the host."""
-        agreement = self.agreement if program else self.job
+    def control(self, values: list[float], op: Any, *, program: bool = False, group: bool = False) -> list[float]:
+        """A few numbers reduced over all ranks, those that run this ``program``, or that take each step together (a
+        ``group``), on the host."""
+        agreement = self.agreement if program else self.group if group else self.job
         if agreement.peers.size == 1:
             return values
         made = torch.tensor(values, dtype=torch.float64)
@@ -169,8 +172,8 @@ class Comm:
         return self._any(self.agreement, flags, what)
 
     def anyone(self, flags: list[bool], what: str) -> list[bool]:
-        """The same of all ranks."""
-        return self._any(self.job, flags, what)
+        """The same of all ranks that take each step together."""
+        return self._any(self.group, flags, what)
 
     def _any(self, agreement: Agreement, flags: list[bool], what: str) -> list[bool]:
         if agreement.peers.size == 1:
@@ -198,7 +201,13 @@ class Comm:
 
     def _among(self, axes: Axes) -> Agreement:
         """That of ranks along the axes."""
-        return self.job if set(axes) & set(self.mesh.sizes.stages) else self.agreement
+        sizes = self.mesh.sizes
+        return self.job if set(axes) & {*sizes.stages, *sizes.rare} else self.agreement
+
+    @property
+    def group(self) -> Agreement:
+        """That of the ranks that take each step together: all, but those of other groups along a rare axis."""
+        return self.agreement if self.mesh.sizes.rare else self.job
 
     def broadcast(
         self, values: Tensor, what: str, source: int = 0, *, over: Axes | None = None, detail: str = ""

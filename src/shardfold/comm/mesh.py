@@ -52,7 +52,7 @@ Given = Mapping[str, int] | Sequence[Axis]
 """What users say of a mesh: sizes by the name of an axis that has a role, or axes."""
 
 
-def resolve_mesh(world: int, mesh: Given | None, local: int | None = None) -> Mesh:
+def resolve_mesh(world: int, mesh: Given | None, local: int | None = None, rare: str = "") -> Mesh:
     """The mesh of ``world`` ranks: ``inter``, ``intra`` and what else is given, from the slowest link to the fastest.
 
     Args:
@@ -60,13 +60,14 @@ def resolve_mesh(world: int, mesh: Given | None, local: int | None = None) -> Me
         mesh: sizes by axis name, or axes; of ``inter`` and ``intra`` one that is left out takes what remains. None:
             ``intra`` is the ranks of one node.
         local: ranks per node, if known.
+        rare: the name of the axis whose ranks come together now and then only.
 
     Raises:
         LayoutError: an axis is unknown or the sizes do not multiply up.
     """
     if mesh is None:
         intra = local if local and world % local == 0 else world
-        return Mesh([Axis("inter", world // intra), Axis("intra", intra)])
+        return Mesh([Axis("inter", world // intra), Axis("intra", intra)], rare)
     sizes = {**dict.fromkeys(DATA_AXES, 0), **_given_sizes(mesh)}
     given = prod(size for size in sizes.values() if size)
     if world % given or (all(sizes.values()) and given != world):
@@ -78,7 +79,7 @@ def resolve_mesh(world: int, mesh: Given | None, local: int | None = None) -> Me
         sizes["inter"] = 1
     roles = {} if isinstance(mesh, Mapping) else {axis.name: axis.role for axis in mesh}
     axes = [Axis(name, size or world // given, roles.get(name)) for name, size in sizes.items()]
-    return Mesh(sorted(axes, key=lambda axis: LINKS.index(axis.role)))
+    return Mesh(sorted(axes, key=lambda axis: LINKS.index(axis.role)), rare)
 
 
 def _given_sizes(mesh: Given) -> dict[str, int]:
@@ -108,6 +109,11 @@ def _given_sizes(mesh: Given) -> dict[str, int]:
 
 def _by_axis(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _role_text(axis: Axis, sizes: Mesh) -> str:
+    """An axis's role, and whether its ranks come together now and then only."""
+    return str(axis.role) + ", synchronized by outer steps" * (axis.name in sizes.rare)
 
 
 def _axis_text(name: str, size: int, role: str) -> str:
@@ -179,7 +185,7 @@ class DataMesh:
     Attributes:
         sizes: the axes; also ``{"inter": n, "intra": m}``, ``inter`` is the slow link.
         coords: this rank's coordinate on each axis; rank = inter * m + intra where there are no others.
-        data: the axes on which ranks read other things, of more than one rank.
+        data: the axes on which ranks of a group read other things, of more than one rank.
         data_rank: this rank's number among those that it shares parameters with and that read other things.
         data_ranks: how many these are.
         sample_rank: this rank's number among those that read other samples, and not other parts of the same.
@@ -198,7 +204,7 @@ class DataMesh:
         farewell: called when the interpreter exits while the mesh is open.
     """
 
-    def __init__(self, sizes: Given | None, device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, sizes: Given | None, device: torch.device, timeout: timedelta, rare: str = "") -> None:
         accelerator.use(device)
         _start(device, timeout)
         self.name, self.device = "", device
@@ -218,19 +224,19 @@ class DataMesh:
         self._ways: dict[tuple[int, int], Any] = {}  # by the ranks from which and to which activations go
         self._default = _PROCESS.add(self)
         try:
-            self._join(sizes, timeout)
+            self._join(sizes, timeout, rare)
         except BaseException:
             self.close(failed=True)
             raise
 
-    def _join(self, sizes: Given | None, timeout: timedelta) -> None:
+    def _join(self, sizes: Given | None, timeout: timedelta, rare: str) -> None:
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world = dist.get_world_size() if self.distributed else 1
         self.on_streams = accelerator.has_streams(self.device) and self.backend not in ("none", GLOO)
         if self.world > 1:
             self.name, self.default_store, self.store = _next_stores(self.rank)
-        self.sizes = self._agreed_sizes(sizes, timeout)
+        self.sizes = self._agreed_sizes(sizes, timeout, rare)
         self.coords = self.sizes.coords(self.rank)
         self.data: Axes = self.sizes.reading
         self.data_rank = shard_index(self.data, self.sizes, self.coords)
@@ -245,7 +251,7 @@ class DataMesh:
         if self.world > 1:
             self._make_groups(timeout)
 
-    def _agreed_sizes(self, mesh: Given | None, timeout: timedelta) -> Mesh:
+    def _agreed_sizes(self, mesh: Given | None, timeout: timedelta, rare: str) -> Mesh:
         """The sizes, once every rank is known to have the same: making groups, ranks would wait for one that has none,
         or makes others.
 
@@ -255,10 +261,10 @@ class DataMesh:
         """
         local = os.environ.get("LOCAL_WORLD_SIZE")
         try:
-            sizes = resolve_mesh(self.world, mesh, int(local) if local else None)
+            sizes = resolve_mesh(self.world, mesh, int(local) if local else None, rare)
             if self.store is None:
                 return sizes
-            mine = [[axis.name, axis.size, str(axis.role)] for axis in sizes.axes]
+            mine = [[axis.name, axis.size, _role_text(axis, sizes)] for axis in sizes.axes]
             first, theirs = json.loads(self.store.compare_set("sizes", "", json.dumps([self.rank, mine])))
             if theirs != mine:
                 here, there = (" x ".join(_axis_text(*axis) for axis in each) for each in (mine, theirs))
@@ -301,16 +307,21 @@ class DataMesh:
                 if self.rank in ranks:
                     self._groups[axes] = group
         self.program = self.control
+        if len(self.program_ranks) < self.world:
+            self._make_program(timeout)
         if self.sizes.stages:
             self._make_ways(timeout)
 
-    def _make_ways(self, timeout: timedelta) -> None:
-        """What a pipeline needs: a group of the ranks of each stage for what the host needs, and one for each direction
-        between neighbours (the first and the last stage are such, too), so that neither waits for the other."""
+    def _make_program(self, timeout: timedelta) -> None:
+        """For what the host needs, a group of the ranks of each stage, and of each group along a rare axis."""
         for ranks in self.sizes.rows(self.sizes.meeting) if self.sizes.meeting else []:
             group = self._new_group(ranks, timeout, GLOO)
             if self.rank in ranks:
                 self.program = group
+
+    def _make_ways(self, timeout: timedelta) -> None:
+        """What a pipeline needs: a group for each direction between neighbours (the first and the last stage are such,
+        too), so that neither waits for the other."""
         for row in self.sizes.rows(self.sizes.stages):
             ring = list(zip(row, row[1:] + row[:1], strict=True))
             for way in dict.fromkeys([*ring, *((there, here) for here, there in ring)]):

@@ -114,6 +114,10 @@ class Meter:
             self._sections[section] += 1
         self._moves.take(self.behind)
 
+    def ran(self, section: str) -> None:
+        """A section of the program that is none of a pass runs for the step."""
+        self._sections[section] += 1
+
     def end_step(self, *, skipped: bool = False) -> None:
         self._sections["step"] += not skipped
         self._last, self._step = self._step, _counts()

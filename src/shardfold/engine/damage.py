@@ -81,8 +81,8 @@ class Damage:
         flags = [bool(words) for words in self._own.values()]
         if not self.together or not any(comm.anyone(flags, WHAT)):
             return
-        said = [json.loads(text) for text in comm.job.exchange(WHAT, json.dumps(self._own))]
-        ranks = comm.job.peers.ranks
+        said = [json.loads(text) for text in comm.group.exchange(WHAT, json.dumps(self._own))]
+        ranks = comm.group.peers.ranks
         self.unfinished, self.unwritten = (
             by_rank({rank: each[which] for rank, each in zip(ranks, said, strict=True)}).rstrip(".")
             for which in ("unfinished", "unwritten")

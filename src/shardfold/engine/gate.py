@@ -73,6 +73,11 @@ class PassGate:
 
     def follow(self) -> None:
         if needed(self._changes):
+            if self._model.layout.outer is not None:
+                raise UsageError(
+                    "the model's structure has changed, which this version does not follow under outer steps: save, "
+                    "change the model, make an engine of it and load."
+                )
             self.settle()
             rebuild.apply(self._changes)
 

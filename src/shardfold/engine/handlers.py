@@ -23,6 +23,7 @@ from shardfold.errors import ConfigError
 from shardfold.numerics.clipping import Clip
 from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
+from shardfold.optim.global_weights import GlobalWeights
 from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.axes import DATA_AXES, Mesh, Role
@@ -54,6 +55,7 @@ class Handlers:
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
         cursor: the second one.
+        rounds: what outer steps change; None: there are none.
         updates: how long the host has updated.
         damage: what went wrong with updates.
         used: by unit, which parameters any rank used in this step, as soon as ranks have agreed.
@@ -79,6 +81,7 @@ class Handlers:
         if optimizer is not None:
             optimizer.connect(RankLink(layout.master.over, comm), comm.mesh.sizes.of_role(Role.TENSOR))
         self.norms = Norms(clip, comm, self.trainable, looks=loss_scale is not None)
+        self.rounds: GlobalWeights | None = None
         self.used: dict[str, list[list[bool]]] = {}
         self.cursor = Cursor(comm.memory.device)
         self.updates = Waits()
@@ -276,9 +279,22 @@ class Handlers:
 
     def bind_wait(self, op: Op) -> Call:
         unit, waiter = self.units[op.unit], self.comm.agreement.wait
+        if op.target == "outer":
+            return partial(self._rounds.arrive, unit)
         if op.target == "grads":
             return partial(unit.gradients.arrive, waiter)
         return lambda: drain(unit.filling, waiter)
+
+    @property
+    def _rounds(self) -> GlobalWeights:
+        assert self.rounds is not None
+        return self.rounds
+
+    def bind_outer(self, op: Op) -> Call:
+        """Sends what outer steps have made of a unit."""
+        unit = self.units[op.unit]
+        send = self._rounds.push if op.verb == "PUSH" else self._rounds.pull
+        return partial(send, unit, op.each(len(unit.trainable)))
 
     def bind_update(self, op: Op) -> Call:
         return partial(self.damage.attempt, op, partial(self._update, self.units[op.unit]))
@@ -426,7 +442,7 @@ class Handlers:
         used = {u.name: [list(itertools.islice(bit, len(row))) for row in u.gradients.used] for u in units}
         late = [unit for unit in units if next(bit)]
         said = [*bit, bool(late)]
-        return used, late, said if self.comm.job is self.comm.agreement else self.comm.anyone(said, what)
+        return used, late, said if self.comm.group is self.comm.agreement else self.comm.anyone(said, what)
 
 
 HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
@@ -450,6 +466,11 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "STORE": Handlers.bind_move,
     "JOIN": lambda do, op: partial(do.cursor.join, op.unit),
     "SPECULATE": Handlers.bind_speculate,
+    "DIFF": lambda do, op: partial(do._rounds.diff, do.units[op.unit]),
+    "PUSH": Handlers.bind_outer,
+    "OUTER": lambda do, op: partial(do._rounds.step, do.units[op.unit]),
+    "PULL": Handlers.bind_outer,
+    "MIX": lambda do, op: partial(do._rounds.mix, do.units[op.unit]),
 }
 """What binds an operation, by verb; all that are no markers."""
 
@@ -472,6 +493,11 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
                 f"{name} is split over {'+'.join(cell.over)}; this version splits over {'+'.join(DATA_AXES)} in that "
                 "order only."
             )
+    if layout.outer is not None and mesh.stages:
+        raise ConfigError(
+            "outer= on a mesh with an axis of pipeline: this version takes outer steps without one; leave one of the "
+            "two out."
+        )
     if layout.moments.dtype != layout.master.dtype:
         raise ConfigError(
             f"moments are {layout.moments.dtype} but master is {layout.master.dtype}: "

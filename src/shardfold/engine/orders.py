@@ -27,7 +27,7 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.order import contradiction, describe, merge_orders, with_missing
 from shardfold.plan.passes import Overlap
 from shardfold.plan.placement import UnitSpec
-from shardfold.plan.program import COLLECTIVES, MOVES, Op, Program
+from shardfold.plan.program import COLLECTIVES, MOVES, ROUND, Op, Program
 from shardfold.sharding.unit import Unit
 
 __all__ = ["SECTIONS", "Orders", "Part", "mode_of"]
@@ -143,7 +143,9 @@ class Orders:
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
             name: lower().section("forward" if name in ("train", "eval") else name) for name in SECTIONS
         }
-        names = (*SECTIONS[2:], "step", "beside", "behind", "arrive", "shared")
+        names = [*SECTIONS[2:], "step", "beside", "behind", "arrive", "shared"]
+        outer = self._layout.outer
+        names += [f"{name}.{i}" for name in ROUND for i in range(outer.fragments if outer is not None else 0)]
         sections = {name: self.program.section(name) for name in names}
         sections["closing"] = passes.closing(self.program, self._overlap)
         sections["train"] = self.program.forward

@@ -220,14 +220,15 @@ class Runner:
             else:
                 self._help_evaluate(met.flags)
 
-    def meet_all(self, what: str, *, flags: Sequence[bool] = ()) -> Sequence[bool | int]:
-        """As :meth:`meet`, of all ranks, those of other stages included.
+    def meet_all(self, what: str, *, flags: Sequence[bool] = (), group: bool = False) -> Sequence[bool | int]:
+        """As :meth:`meet`, of all ranks, those of other stages included, or of those that take each step together (a
+        ``group``).
 
         Raises:
             OrderError: they are about to do different things.
         """
         said = self.meet(what, flags=flags)
-        job = self.comm.job
+        job = self.comm.group if group else self.comm.job
         return said if job is self.agreement else job.meet(what, flags=[bool(flag) for flag in said]).flags
 
     def _meet_or_refuse(self, what: str, refusal: UsageError | None) -> None:

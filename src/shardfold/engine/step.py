@@ -17,6 +17,7 @@ from shardfold.activations.modes import Replacements
 from shardfold.engine.damage import Damage
 from shardfold.engine.delayed import Delayed
 from shardfold.engine.replicated import Replicated
+from shardfold.engine.rounds import Rounds
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock
 from shardfold.engine.track import Track
@@ -47,6 +48,9 @@ class Stepper:
         replaced: forwards whose modes a budget may still choose.
         replicated: compares gradients of what ranks have alike.
         clock: takes a lap.
+
+    Attributes:
+        rounds: of outer steps; None: there are none.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Stepper:
         self._scaler, self._alarm, self._shares, self._replaced, self._clock = scaler, alarm, shares, replaced, clock
         self._replicated = replicated
         self._handlers, self._norms = runner.handlers, runner.handlers.norms
+        self.rounds: Rounds | None = None
         self._delayed: list[Delayed] = []  # updates of the last step that are still to arrive
 
     def step(self) -> StepReport:
@@ -74,13 +79,13 @@ class Stepper:
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
         by_hand, refusal = self._take_visible()
         flags = [False, self._replaced.waits, by_hand, refusal is not None]  # the first: of buffers
-        said = runner.meet_all("the optimizer step", flags=flags)
+        said = runner.meet_all("the optimizer step", flags=flags, group=True)
         if said[3]:
             if refusal is None:
                 runner.visible.show()  # nothing is done here, either
-            model.comm.job.refuse("engine.step()", refusal)
+            model.comm.group.refuse("engine.step()", refusal)
         if said[1]:
-            self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX))
+            self._replaced.agree(partial(model.comm.control, op=dist.ReduceOp.MAX, group=True))
         if said[2]:
             self._handlers.withdraw()  # of other gradients
             runner.visible.compare("engine.step()")
@@ -130,12 +135,14 @@ class Stepper:
         if overflowed:
             for unit in model.units:
                 unit.forget_gradients()
+            self._end_round()
             runner.end_step(skipped=True)
             return False
         self._replicated.check_gradients()
         if weighed:
-            sums = model.comm.control(self._shares.sums(), dist.ReduceOp.SUM)
-            handlers.set_factors(self._shares.factor(sums, model.world_size * runner.accumulate))
+            sums = model.comm.control(self._shares.sums(), dist.ReduceOp.SUM, group=True)
+            ranks = model.world_size // model.comm.mesh.sizes.groups
+            handlers.set_factors(self._shares.factor(sums, ranks * runner.accumulate))
         self._follow(used)
         for unit in model.units:
             unit.forget_gradients()
@@ -143,9 +150,14 @@ class Stepper:
         self._changes.updated()
         if weighed:
             handlers.set_factors()
+        self._end_round()
         runner.end_step()
         self._refuse_half(handlers.damage, self._model.run.steps + 1)
         return True
+
+    def _end_round(self) -> None:
+        if self.rounds is not None:
+            self.rounds.after_step()
 
     def _not_back(self, step: int) -> StepError | None:
         """What is to be raised on every rank where some rank's states of that step are not where they rest."""
@@ -184,7 +196,7 @@ class Stepper:
         self._runner.reduce_late(late)
         self._runner.sum_shared()
         if scaler is not None and late_anywhere and not overflowed:  # what came late was not among what was looked at
-            overflowed = bool(control([float(self._overflowed())], dist.ReduceOp.MAX)[0])
+            overflowed = bool(control([float(self._overflowed())], dist.ReduceOp.MAX, group=True)[0])
         self._alarm.look(overflowed=overflowed, raised=raised)
         return used, weighed, overflowed
 

@@ -226,11 +226,12 @@ def examine(model: ShardedModel, notes: Notes, *, only_gradients: bool = False) 
             if kind != "output" or micro not in harmless
         ]
     notes.num_examined += 1
-    said = model.comm.job.exchange(f"check/{notes.num_examined}", json.dumps([found, numbers]))
+    group = model.comm.group
+    said = group.exchange(f"check/{notes.num_examined}", json.dumps([found, numbers]))
     defined = {name: place for place, (name, _) in enumerate(model.module.named_parameters(remove_duplicate=False))}
     findings: list[tuple[tuple[int, int, int], Finding]] = []
     rows: dict[str, list[float]] = {}
-    for other, text in enumerate(said):
+    for other, text in zip(group.peers.ranks, said, strict=True):
         theirs, counted = json.loads(text)
         for place, (kind, name, micro, count) in enumerate(theirs):
             if kind == "gradient":  # backward comes from the end of a model

@@ -24,7 +24,12 @@ follow
     replicas    on which axes a parameter has to be equal without being sent: tensor, unless it is distinct there
     normed      over which axes squares are summed for the norm: those that its master is split over, and those on
                 which it is distinct
-    meeting     which ranks run one program, and agree on what comes next: all but those of other stages
+    meeting     which ranks run one program, and agree on what comes next: all but those of other stages, and of other
+                groups
+
+An axis of data may be *rare* (see ``outer``): its ranks read other samples, and begin with the same values, but their
+gradients are summed never, and their weights meet every so many steps. Ranks that differ on other axes only are a
+*group*: to what it sums, divides and agrees on, the axis is not there.
 
 A flat's length divides by the ranks over which its gradients are summed: cells are split over some of these axes, and
 what rests on several ranks alike is read from files by each in part.
@@ -131,15 +136,24 @@ class Axis:
 class Mesh(Mapping[str, int]):
     """Axes whose sizes multiply up to the ranks, in the order in which these are counted: the last varies fastest.
 
-    It is also the mapping of names to sizes.
+    It is also the mapping of names to sizes. ``rare``: the name of the axis whose ranks come together now and then
+    only; empty: there is none.
 
     Raises:
-        LayoutError: two axes have one name.
+        LayoutError: two axes have one name, or the one that is rare is not there, or no axis of data.
     """
 
-    def __init__(self, axes: Iterable[Axis]) -> None:
+    def __init__(self, axes: Iterable[Axis], rare: str = "") -> None:
         self.axes = tuple(axes)
         self._by_name = {axis.name: axis for axis in self.axes}
+        if rare and (rare not in self._by_name or self._by_name[rare].role is not Role.DATA):
+            known = [axis.name for axis in self.axes if axis.role is Role.DATA]
+            raise LayoutError(
+                f"Outer.axis is {rare!r}, which is no axis of data of the mesh; these are {', '.join(known) or 'none'}."
+                f"{did_you_mean(rare, known)}"
+            )
+        #: The axis whose ranks come together now and then only, as a tuple; empty where it has one rank.
+        self.rare: Axes = (rare,) if rare and self._by_name[rare].size > 1 else ()
         if len(self._by_name) < len(self.axes):
             raise LayoutError(f"the mesh has two axes of one name: {', '.join(axis.name for axis in self.axes)}.")
 
@@ -160,7 +174,8 @@ class Mesh(Mapping[str, int]):
         return len(self.axes)
 
     def __repr__(self) -> str:
-        return f"Mesh({', '.join(f'{axis.name}={axis.size}' for axis in self.axes)})"
+        rare = f", rare={self.rare[0]!r}" if self.rare else ""
+        return f"Mesh({', '.join(f'{axis.name}={axis.size}' for axis in self.axes)}{rare})"
 
     @property
     def size(self) -> int:
@@ -194,8 +209,8 @@ class Mesh(Mapping[str, int]):
 
     @property
     def reading(self) -> Axes:
-        """The axes on which ranks read other things."""
-        return self.of_role(*READING)
+        """The axes on which ranks of a group read other things."""
+        return tuple(axis for axis in self.of_role(*READING) if axis not in self.rare)
 
     @property
     def sampling(self) -> Axes:
@@ -210,7 +225,8 @@ class Mesh(Mapping[str, int]):
     @property
     def meeting(self) -> Axes:
         """The axes of the ranks that run one program."""
-        return self.of_role(*(role for role in Role if role is not Role.PIPELINE))
+        axes = self.of_role(*(role for role in Role if role is not Role.PIPELINE))
+        return tuple(axis for axis in axes if axis not in self.rare)
 
     @property
     def stages(self) -> Axes:
@@ -221,6 +237,11 @@ class Mesh(Mapping[str, int]):
         """Over which axes gradients are summed, of parameters that are distinct on some. On the same ranks their
         values are the same."""
         return tuple(axis for axis in self.reading if axis not in distinct)
+
+    @property
+    def groups(self) -> int:
+        """How many groups of ranks there are, whose weights meet now and then."""
+        return self.parts(self.rare)
 
     def replicas(self, distinct: Axes = ()) -> Axes:
         """On which axes parameters that are distinct on some are equal without being sent."""

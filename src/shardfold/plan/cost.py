@@ -39,8 +39,9 @@ __all__ = [
     "traffic",
 ]
 
-STATES = ("params", "held", "grads", "master", "moments", "format")
-"""What rests, and ``format``: what the formats of reductions keep."""
+OUTER = ("global", "momentum")
+STATES = ("params", "held", "grads", "master", "moments", "format", *OUTER)
+"""What rests, and ``format``: what the formats of reductions keep, ``global`` and ``momentum``: what outer steps do."""
 
 
 class Sent(NamedTuple):
@@ -77,6 +78,10 @@ def segment_bytes(
     keeps = FORMATS[segment.format_for("reduce", layout)].state
     if keeps is not None and not frozen:
         bytes_["format"] = elements * ITEMSIZE[keeps]
+    if layout.outer is not None and not frozen:
+        bytes_["global"] = elements * ITEMSIZE[segment.outer_dtype(layout)] / layout.master.parts(mesh)
+        if layout.outer.beta:
+            bytes_["momentum"] = bytes_["global"] / mesh[layout.outer.axis]
     return bytes_
 
 
@@ -135,7 +140,7 @@ def on_disk(layout: Layout, units: Iterable[UnitSpec], mesh: Sizes, num_moments:
             table = segment.table_or(layout)
             for state, nbytes in segment_bytes(layout, segment, mesh, num_moments, segment.length).items():
                 cell = table.cells().get(state) or table.rest
-                if state != "format" and cell.tier is Tier.DISK:
+                if state not in ("format", *OUTER) and cell.tier is Tier.DISK:
                     last = state == "moments"
                     count = num_moments if last else 1
                     if count:  # SGD without momentum has no moments
@@ -147,6 +152,9 @@ def tier_of(layout: Layout, state: str) -> Tier:
     """Where a state rests; what a frozen parameter keeps in place of ``params`` lies as the others' master."""
     if state == "format":
         return Tier.DEVICE
+    if state in OUTER:
+        assert layout.outer is not None
+        return Tier(layout.outer.tier)
     return (layout.cells().get(state) or layout.rest).tier
 
 
@@ -244,10 +252,11 @@ def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
 
 
 def _parts(tensor: str, layout: Layout, mesh: Sizes) -> int:
-    """Into how many shards the whole of a unit's tensor is cut; sums of gradients as ``master``, wherever they rest."""
+    """Into how many shards the whole of a unit's tensor is cut; sums of gradients, and what outer steps make, as
+    ``master``, wherever they rest."""
     if tensor in ("flat", "local"):
         return 1
-    return getattr(layout, "master" if tensor == "grads" else tensor).parts(mesh)
+    return getattr(layout, "master" if tensor in ("grads", "outer") else tensor).parts(mesh)
 
 
 def traffic(

@@ -13,6 +13,7 @@ from shardfold.plan.cost import (
     moves,
     peak_bytes,
     resting_bytes,
+    section_traffic,
     step_of,
     summed_bytes,
     traffic,
@@ -21,7 +22,7 @@ from shardfold.plan.layout import Axes, Layout, Precision, Sizes, Tier
 from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.placement import SegmentSpec, Slot, UnitSpec
 from shardfold.plan.presets import named
-from shardfold.plan.program import Program, lower
+from shardfold.plan.program import ROUND, Program, lower
 from shardfold.plan.stay import with_staying
 
 __all__ = ["explain", "explain_preset"]
@@ -88,6 +89,11 @@ def explain(
     every = {**traffic(program, bound, units, mesh, micro_batches=micro_batches), **(update or {})}
     for kind, (calls, sent) in every.items():
         lines.append(f"  {kind.journey:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
+    if bound.outer is not None:
+        rounds = section_traffic(program, bound, units, mesh, dict.fromkeys(ROUND, 1))
+        lines += ["", f"bytes sent by each rank in a round of {bound.outer.every} steps, besides:"]
+        for kind, (calls, sent) in rounds.items():
+            lines.append(f"  {kind.journey:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
     if moved:
         lines += ["", "bytes that each rank moves between the device and slower tiers in a step:"]
         lines += [f"  {k.tier:<8}{k.op:<28}{calls:>5} calls{n:>18,.0f}" for k, (calls, n) in moved.items()]
@@ -106,10 +112,11 @@ def explain_preset(
     """
     policy = Precision.named(precision)
     table = named(layout)
-    bound = table.bind(policy, mesh)
     root = params // 50
     sizes = {"(root)": root, "block.0": (params - root) // 2, "block.1": params - root - (params - root) // 2}
-    ranks = Mesh.of(mesh).divisor
+    mesh = Mesh(Mesh.of(mesh).axes, table.rare)
+    ranks = mesh.divisor * mesh.groups
+    bound = table.bind(policy, mesh)
     units = [
         UnitSpec(name, (SegmentSpec((Slot("w", (n,), 0),), -(-n // ranks) * ranks, policy.compute),), name == "(root)")
         for name, n in sizes.items()

@@ -31,6 +31,7 @@ from shardfold.plan.axes import DATA_AXES, Axes, Mesh, Sizes
 from shardfold.plan.checks import described, is_integer, is_number
 from shardfold.plan.folders import FOLDERS, Folders, are_folders, folders_of
 from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE, format_named
+from shardfold.plan.outer import Outer
 from shardfold.plan.sizes import parse_bytes
 
 __all__ = [
@@ -369,6 +370,7 @@ class Layout:
     activations: Activations = Activations()
     gather: Wire = Wire(format="compute")
     reduce: Wire = Wire(format="reduce")
+    outer: Outer | None = None
 
     @property
     def rest(self) -> Cell:
@@ -432,6 +434,15 @@ class Layout:
                 raise LayoutError(f"the table has no entry {name!r}.{did_you_mean(name, known)}")
         return replace(self, **changes)
 
+    def with_outer(self, outer: Outer | None) -> Layout:
+        """A copy with these outer steps; None: the table itself."""
+        return self if outer is None else replace(self, outer=outer)
+
+    @property
+    def rare(self) -> str:
+        """The axis along which ranks come together now and then only; empty: there is none."""
+        return self.outer.axis if self.outer is not None else ""
+
     def edit(self, *states: str, **changes: Any) -> Layout:
         """A copy in which the named cells have other fields: ``edit("grads", over=("intra",))``,
         ``edit("activations", mode="recompute")``."""
@@ -463,6 +474,11 @@ class Layout:
                 if not isinstance(value, kind) and not (value is None and name in optional):
                     named = ", or the name of a format" if kind is Wire else ""
                     raise LayoutError(f"{name} of the table is {described(value)}: it is a {kind.__name__}{named}.")
+        if self.outer is not None and not isinstance(self.outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"outer of the table is {described(self.outer)}: it is an Outer, or None.")
+        if self.outer is not None and self.outer.format is not None:  # as programs have it
+            named = replace(self.outer, format=format_named(self.outer.format, "what outer steps send"))
+            object.__setattr__(self, "outer", named)
         for name, cell in self.cells().items():
             if not isinstance(cell.over, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise LayoutError(f"{name} is split over {cell.over!r}: over= takes a tuple of axes, as in ('intra',).")
@@ -571,7 +587,7 @@ class Layout:
                         f"{name} is split over {axis!r}, which the mesh does not have: "
                         f"add it to mesh= or drop it from the layout.{did_you_mean(axis, mesh)}"
                     )
-                if mesh[axis] > 1 and axis not in Mesh.of(mesh).reading:
+                if mesh[axis] > 1 and axis not in (*Mesh.of(mesh).reading, *self._apart):
                     raise LayoutError(
                         f"{name} is split over {axis!r}, whose ranks do not sum gradients: a table splits over axes of "
                         f"data, as {' and '.join(DATA_AXES)}; drop the axis from the layout."
@@ -583,7 +599,7 @@ class Layout:
         def on_mesh(cell: Cell | None) -> Cell | None:
             if cell is None:
                 return None
-            over = tuple(axis for axis in cell.over if mesh[axis] > 1)
+            over = tuple(axis for axis in cell.over if mesh[axis] > 1 and axis not in self._apart)
             return replace(cell, over=over, dtype=resolve(cell.dtype))
 
         changes: dict[str, Any] = {f.name: on_mesh(getattr(self, f.name)) for f in fields(self)[:5]}
@@ -619,6 +635,7 @@ class Layout:
             )
         self._check_gather(bound, precision.compute)
         _check_reduce(bound, alone=alone)
+        _check_outer(bound)
         if bound.params is None and not bound.comes_and_goes:  # nothing is gathered, so the cast copy stays
             bound = replace(bound, params=Cell(dtype=precision.compute))
         if bound.held is not None and bound.held.over == bound.rest.over:
@@ -643,6 +660,11 @@ class Layout:
         if table.held is not None and table.held.over == table.rest.over:
             table = table.replace(held=None)
         return table if table.params or table.comes_and_goes else table.replace(params=Cell(dtype=compute))
+
+    @property
+    def _apart(self) -> Axes:
+        """The axis along which ranks are of different groups, which divide nothing: each has all states."""
+        return (self.rare,) if self.rare else ()
 
     @property
     def axes(self) -> Axes:
@@ -702,6 +724,8 @@ class Layout:
         saved = self.activations
         lines.append(f"{'activations':<13}{saved.over or _axes(()):<16}{'as made':<10}{saved.fate}")
         lines.append(f"communication: gather as {self.gather}, reduce as {self.reduce}")
+        if self.outer is not None:
+            lines.append(f"outer steps: {self.outer}")
         return "\n".join(lines)
 
 
@@ -728,6 +752,28 @@ def _check_reduce(bound: Layout, *, alone: bool) -> None:
         f"grads accumulate unreduced in {grads.dtype} but travel as {form.name}: they are reduced where they lie, so "
         "give Precision.grads and Precision.reduce the same dtype or split grads."
     )
+
+
+def _check_outer(bound: Layout) -> None:
+    """
+    Raises:
+        LayoutError: outer steps cannot be taken on what a bound table keeps, or outer gradients not travel as they say.
+    """
+    outer = bound.outer
+    if outer is None:
+        return
+    if bound.master.tier is Tier.DISK:
+        raise LayoutError(
+            "master rests in the disk tier, where outer steps cannot reach it: let it rest in host memory, or leave "
+            "outer= out."
+        )
+    form = FORMATS[outer.format] if outer.format is not None else None
+    if form is not None and (form.state is not None or not form.carries("fp32")):
+        raise LayoutError(
+            f"Outer.format is {form.name!r}, which "
+            + ("keeps what it loses for the next sum: outer gradients begin anew in each round, so leave that out."
+               if form.state is not None else "does not carry fp32, in which outer gradients are: take another.")
+        )  # fmt: skip
 
 
 def rests(state: str) -> str:

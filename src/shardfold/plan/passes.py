@@ -204,6 +204,9 @@ def apply(
         behind=updates(program.behind),
         arrive=program.arrive,
         shared=program.shared,
+        outer_send=program.outer_send,
+        outer_step=program.outer_step,
+        outer_take=program.outer_take,
     )
     return updates_beside(made) if overlap.update_thread else made
 

@@ -13,12 +13,13 @@ All states of a segment share these offsets, so a shard of ``master`` and a shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 from shardfold.plan.box import Box
+from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import Axes, Layout, Sizes
 
 __all__ = ["ALIGN_BYTES", "SegmentSpec", "Slot", "SlotRange", "UnitSpec", "pack", "shard_index", "shard_range"]
@@ -107,6 +108,16 @@ class SegmentSpec:
         formats = {"gather": table.gather.format, "reduce": table.reduce.format, "grads": table.grads.dtype}
         return self.dtype if self.own else table.buffer if what == "buffer" else formats[what]
 
+    def outer_dtype(self, layout: Layout) -> str:
+        """In which dtype outer steps keep and add up what belongs to this segment: at least fp32."""
+        return "fp64" if self.dtype_for("master", layout) == "fp64" else "fp32"
+
+    def outer_format(self, layout: Layout) -> str:
+        """As what its outer gradients travel; what keeps its own dtype does so here too."""
+        table, dtype = self.table_or(layout), self.outer_dtype(layout)
+        given = table.outer.format if table.outer is not None else None
+        return given if given is not None and not self.own and FORMATS[given].carries(dtype) else dtype
+
     def table_or(self, layout: Layout) -> Layout:
         """Its bound table; ``layout`` is the rest of the model's."""
         return self.table or layout
@@ -150,12 +161,25 @@ class UnitSpec:
         of its segments differ in dtypes only."""
         return next((segment.table for segment in self.segments if segment.table is not None), layout)
 
+    def outer_format(self, layout: Layout) -> str:
+        """As what outer gradients of the unit travel, as of :meth:`format`."""
+        return _joined(segment.outer_format(layout) for segment in self.segments if segment.trainable)
+
+    def outer_dtype(self, layout: Layout) -> str:
+        """In which dtype they are kept, as of :meth:`format`."""
+        return _joined(segment.outer_dtype(layout) for segment in self.segments if segment.trainable)
+
     def format(self, what: str, layout: Layout, *, frozen: bool = False) -> str:
         """As what ``gather``, ``reduce``, ``grads`` or ``buffer`` travel under a bound ``layout``, in one word: where
         the segments differ, that of each, joined by ``+``; ``frozen``: also of those that are not trained."""
         moved = [segment for segment in self.segments if segment.trainable or frozen]
-        formats = [segment.format_for(what, layout) for segment in moved]
-        return "+".join(formats if len(set(formats)) > 1 else formats[:1])
+        return _joined(segment.format_for(what, layout) for segment in moved)
+
+
+def _joined(formats: Iterable[str]) -> str:
+    """Those of segments in one word."""
+    each = list(formats)
+    return "+".join(each if len(set(each)) > 1 else each[:1])
 
 
 def pack(

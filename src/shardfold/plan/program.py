@@ -5,7 +5,9 @@ micro-batch, ``last`` replaces ``backward`` in the last micro-batch of a step, `
 in ``beside`` a second thread does while the first does ``step``. Where updates are delayed, it does them, and what
 brings their states, in ``behind`` behind the step, while the next one computes, and ``arrive`` brings what that gave,
 before the next updates begin. There are no collectives in ``beside`` and ``behind``. In ``shared``, before the step,
-are sums over the stages of a pipeline. ``F u``, ``B u``, ``END`` and
+are sums over the stages of a pipeline. Where groups of ranks meet every so many steps only (see ``outer``), behind such
+a step ``outer_send`` sends what they have learned, ``outer_step`` makes of it what the global weights become, and
+``outer_take`` takes that in; each for the units behind one marker ``FRAGMENT`` at a time. ``F u``, ``B u``, ``END`` and
 ``STEP`` are markers: the model's and the optimizer's own work happens there, and everything up to a marker is done
 before it.
 
@@ -39,6 +41,12 @@ before it.
     JOIN            the first thread waits until all operations of the unit in ``beside`` are done
     SPECULATE       a thread begins to update this rank's shard before the norm is known, behind a snapshot of it;
                     ``UPDATE`` keeps that, or restores the snapshot and updates again
+    FRAGMENT        behind it are the units of the fragment with that number (marker)
+    DIFF            the outer gradient of this rank's shard: the last global weights minus master
+    PUSH            begin to sum outer gradients over the groups, keep this rank's part
+    OUTER           the outer optimizer's step on that part: how the global weights change there
+    PULL            begin to bring the changes of all parts of the shard
+    MIX             the global weights take the change, and master, with its compute-dtype copy, takes these
 
 All that handlers and sums of bytes need to know of an operation is in its operands (:class:`Op`), so neither asks
 where in the program it stands. :data:`VERBS` says which operands a verb has.
@@ -79,15 +87,19 @@ __all__ = [
 REDUCTIONS = ("REDUCE_SCATTER", "ALL_REDUCE")
 SUMS = (*REDUCTIONS, "WAIT", "STORE", "DROP", "SPECULATE")
 """Of a backward: what a unit's gradients go through once all are there."""
-COLLECTIVES = ("ALL_GATHER", *REDUCTIONS)
-MARKERS = ("F", "B", "END", "STEP")
+COLLECTIVES = ("ALL_GATHER", *REDUCTIONS, "PUSH", "PULL")
+MARKERS = ("F", "B", "END", "STEP", "FRAGMENT")
+KINDS = {"PUSH": "REDUCE_SCATTER", "PULL": "ALL_GATHER"}
+"""Collectives that are another one, of other tensors."""
 MOVES = ("READ", "FETCH", "ADD", "FILL", "STORE")
 
-TENSORS = (*STATES, "flat", "local")
-"""What an operation reads or writes: a state of the table, or one of two buffers, both of a unit's whole length.
+TENSORS = (*STATES, "flat", "local", "outer")
+"""What an operation reads or writes: a state of the table, or a buffer, two of a unit's whole length, one of that of
+master's shard.
 
     flat     the gathered parameters
     local    this rank's own gradients, of which no sum was taken yet; where ``grads`` rest whole it is these themselves
+    outer    the outer gradient, and then how the global weights change
 """
 
 
@@ -132,13 +144,21 @@ VERBS: Mapping[str, Verb] = {
     "STORE": Verb(("unit", "source", "tier")),
     "JOIN": Verb(),
     "SPECULATE": Verb(("unit", "tier"), source="grads", target="master"),
+    "FRAGMENT": Verb(),
+    "DIFF": Verb(("unit", "format"), source="master", target="outer"),
+    "PUSH": Verb(("unit", "axes", "format"), source="outer", target="outer"),
+    "OUTER": Verb(source="outer", target="outer"),
+    "PULL": Verb(("unit", "axes", "format"), source="outer", target="outer"),
+    "MIX": Verb(source="outer", target="master"),
 }
 """All verbs. A verb that is not here neither parses nor runs."""
 
 UPDATED = ("master", "moments")
 """States that an update reads and writes."""
 MARK = "   <-- here"
-SECTIONS = ("forward", "backward", "last", "step", "beside", "behind", "arrive", "shared")
+ROUND = ("outer_send", "outer_step", "outer_take")
+"""What is done in a round of outer steps, for each fragment at its time."""
+SECTIONS = ("forward", "backward", "last", "step", "beside", "behind", "arrive", "shared", *ROUND)
 
 PARTIAL = None
 """How a tensor lies whose sum over all ranks is still to be taken."""
@@ -199,8 +219,13 @@ class Op(_Operands):
 
     @property
     def journey(self) -> str:
-        """Which of the table's journeys a collective belongs to: ``gather`` or ``reduce``."""
-        return "gather" if self.verb == "ALL_GATHER" else "reduce"
+        """Which of the table's journeys a collective belongs to: ``gather``, ``reduce`` or ``outer``."""
+        return "outer" if self.verb in KINDS else "gather" if self.verb == "ALL_GATHER" else "reduce"
+
+    @property
+    def kind(self) -> str:
+        """Which collective it is for whoever sends it."""
+        return KINDS.get(self.verb, self.verb)
 
     def moves(self, unit: UnitSpec) -> tuple[SegmentSpec, ...]:
         """The segments of its unit that it works on: what is frozen has nothing but values."""
@@ -239,9 +264,20 @@ class Program:
     behind: tuple[Op, ...] = ()
     arrive: tuple[Op, ...] = ()
     shared: tuple[Op, ...] = ()
+    outer_send: tuple[Op, ...] = ()
+    outer_step: tuple[Op, ...] = ()
+    outer_take: tuple[Op, ...] = ()
 
     def section(self, name: str) -> tuple[Op, ...]:
-        return getattr(self, name)
+        """The operations of a section; those of one fragment where its number is behind the name, as in
+        ``outer_send.0``."""
+        name, _, fragment = name.partition(".")
+        ops: tuple[Op, ...] = getattr(self, name)
+        if not fragment:
+            return ops
+        starts = [i for i, op in enumerate(ops) if op.verb == "FRAGMENT"]
+        bounds = zip(starts, [*starts[1:], len(ops)], strict=True)
+        return next((ops[a + 1 : b] for a, b in bounds if ops[a].unit == fragment), ())
 
     @property
     def quiet(self) -> tuple[Op, ...]:
@@ -352,6 +388,7 @@ def lower(
         behind=tuple(lowering.behind()) if delayed else (),
         arrive=tuple(lowering.updates(behind=True)) if delayed else (),
         shared=tuple(lowering.shared()),
+        **{name: tuple(lowering.outer(name)) for name in ROUND if layout.outer is not None},
     )
 
 
@@ -471,6 +508,36 @@ class _Lowering:
         for unit in self._units:
             if any(segment.places and segment.trainable for segment in unit.segments):
                 yield Op("SHARE", unit.name, self._mesh.stages)
+
+    def outer(self, section: str) -> Iterator[Op]:
+        """What a section of a round of outer steps does, fragment by fragment."""
+        outer = self._layout.outer
+        assert outer is not None
+        trained = [unit for unit in self._units if unit.trainable]
+        sizes = [sum(s.numel for s in unit.segments if s.trainable) for unit in trained]
+        places = [outer.fragment_of(sizes, number) for number in range(len(trained))]
+        for fragment in range(outer.fragments):
+            yield Op("FRAGMENT", str(fragment))
+            waits: list[Op] = []
+            for unit in (unit for unit, place in zip(trained, places, strict=True) if place == fragment):
+                yield from self._outer(unit, section, waits)
+            yield from waits
+
+    def _outer(self, unit: UnitSpec, section: str, waits: list[Op]) -> Iterator[Op]:
+        axes, format = self._mesh.rare, unit.outer_format(self._layout)
+        if section == "outer_send":
+            yield Op("DIFF", unit.name, format=unit.outer_dtype(self._layout))
+        elif axes:
+            yield Op("WAIT", unit.name, target="outer")
+        if section == "outer_step":
+            yield Op("OUTER", unit.name)
+        if section == "outer_take":
+            yield Op("MIX", unit.name)
+            for op in self._turn(unit, "master", "params") if unit.table_or(self._layout).params is not None else ():
+                yield op
+                waits.append(Op("WAIT", unit.name, target="params"))
+        elif axes:
+            yield Op("PUSH" if section == "outer_send" else "PULL", unit.name, axes, format)
 
     def behind(self) -> Iterator[Op]:
         """Updates, in the order in which the next backward needs the memory of the gradients."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from shardfold import accelerator
 from shardfold.comm.coalesced import BATCH
 from shardfold.comm.comm import Comm
+from shardfold.plan.layout import Axes
+from shardfold.plan.placement import shard_index
 from shardfold.torch_internals import set_versions
 
 __all__ = ["Buffers", "take_first_rank"]
@@ -64,22 +66,24 @@ class Buffers:
 
 
 def take_first_rank(
-    comm: Comm, buffers: Sequence[Tensor], what: str, detail: str = "", unchanged: Collection[int] = ()
-) -> None:
-    """Buffers get rank 0's values on every rank, at most 64 MiB, or one, in a broadcast; autograd, which may have kept
-    one, does not see what has them already as written.
+    comm: Comm, buffers: Sequence[Tensor], what: str, detail: str = "", unchanged: Collection[int] = (),
+    over: Axes | None = None,
+) -> None:  # fmt: skip
+    """Buffers get the values of the first rank along the axes ``over`` (None: of the group) on all of them, at most
+    64 MiB, or one, in a broadcast; autograd, which may have kept one, does not see what has them already as written.
 
     ``what`` and ``detail`` are for messages; ``unchanged``: ids of buffers that this rank has not changed since they
     were equal.
     """
-    if comm.mesh.data_ranks == 1:
+    over = comm.mesh.data if over is None else over
+    if comm.mesh.parts(over) == 1:
         return
     with torch.no_grad():
         for batch in _batches([buffer for buffer in buffers if buffer.numel()]):
             # A copy, because elements of an expanded buffer share memory; as bytes, because not every dtype travels.
             flat = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in batch])
-            comm.broadcast(flat, what, detail=detail)
-            if comm.mesh.data_rank:
+            comm.broadcast(flat, what, over=over, detail=detail)
+            if shard_index(over, comm.mesh.sizes, comm.mesh.coords):
                 for buffer, part in zip(batch, flat.split([b.numel() * b.itemsize for b in batch]), strict=True):
                     value = part.clone().view(buffer.dtype).view(buffer.shape)  # a clone is aligned for its dtype
                     _take(buffer, value, unchanged=id(buffer) in unchanged)

@@ -48,7 +48,7 @@ def slices(units: Iterable[UnitSpec | None], mesh: Mesh) -> Claim:
         for slot in segment.slots
         if slot.box is not None and not set(segment.distinct) & {*mesh.reading}  # those exchange what they read
     ]
-    return Claim(texts, mesh.reading, HINT)
+    return Claim(texts, (*mesh.rare, *mesh.reading), HINT)
 
 
 def _which(slot: Slot) -> str:

@@ -157,7 +157,8 @@ def _give_values(unit: Unit, model: nn.Module, comm: Comm, tiers: Tiers, weights
         _initialize(unit, model, empty, weights, seed, comm)
     for segment, flat in zip(unit.segments, exact, strict=True):
         same = comm.mesh.sizes.summed(segment.spec.distinct)  # as DDP does: there rank 0's values are everyone's
-        comm.broadcast(flat, f"broadcast {unit.name}", over=same, detail=FIRST.format(unit.name))
+        for axes in (same, comm.mesh.sizes.rare):  # and of all groups
+            comm.broadcast(flat, f"broadcast {unit.name}", over=axes, detail=FIRST.format(unit.name))
         _check_replicas(segment, flat, comm)
         segment.bind(comm.mesh.sizes, comm.mesh.coords, flat, tiers)
 
@@ -207,7 +208,8 @@ def move_buffers(
             casts = dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64
             module._buffers[name] = buffer.to(comm.memory.device, dtype if casts else buffer.dtype)
     moved = {id(b): b for module in modules.values() for b in module.buffers(recurse=False)}
-    take_first_rank(comm, list(moved.values()), "broadcast the buffers", FIRST.format("the buffers"))
+    for axes in (comm.mesh.data, comm.mesh.sizes.rare):
+        take_first_rank(comm, list(moved.values()), "broadcast the buffers", FIRST.format("the buffers"), over=axes)
 
 
 def buffer_dtypes(rules: Rules, model: nn.Module) -> dict[int, torch.dtype]:

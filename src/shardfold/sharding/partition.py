@@ -322,7 +322,11 @@ def _lay_out(
         least = ALIGN_BYTES // (ITEMSIZE[dtype] if keeps else min(ITEMSIZE[dtype], rest_itemsize(layout)))
         boxes = {name: box for name, p in members.items() if (box := slices.get(id(p), WHOLE).box) is not None}
         parts = mesh.parts(mesh.summed(apart))
-        formats = () if keeps else (FORMATS[wire.format] for wire in (layout.gather, layout.reduce))
+        parts *= mesh.groups  # of an outer step each group takes a part of a shard
+        names = [] if keeps else [layout.gather.format, layout.reduce.format]
+        if not keeps and layout.outer is not None and layout.outer.format is not None:
+            names.append(layout.outer.format)
+        formats = (FORMATS[name] for name in names)
         step = lcm(max(1, least, align if trainable else 1), *(form.block for form in formats))
         slots, length = pack({name: p.shape for name, p in members.items()}, parts, step, boxes)
         table = layout if layout != rules.layouts[-1] else None

@@ -54,7 +54,7 @@ def take_room(model: ShardedModel, units: Sequence[UnitSpec], num_moments: int, 
             problem = str(error.strerror)
             break
     if any(model.comm.anyone([bool(problem)], WHAT)):
-        agreement = model.comm.job
+        agreement = model.comm.group
         said = agreement.exchange(WHAT, problem)
         ranks = by_rank(dict(zip(agreement.peers.ranks, said, strict=True))).rstrip(".")
         total = sum(map(sum, wanted.values()))

@@ -9,6 +9,8 @@
     grads     (length / parts,)    accumulated gradients, in the grads dtype (whole where they are not split)
     master    (length / parts,)    what the optimizer updates (a view of rest where both have one dtype)
     moments   by the optimizer     laid out as master
+    global    (length / parts,)    of outer steps: the last weights that all groups had
+    momentum  (length / parts / groups,)    the outer optimizer's, of this group's part of that
 
     local     (length,)            this rank's own gradients, before they are reduced (see GradientBuffer)
 
@@ -227,6 +229,14 @@ class Segment:
         grads = tier.allocate((size,), self.dtypes["grads"], zero=True)
         self.regions["grads"] = grads
         self._gradient_flat = grads.resting
+        if layout.outer is not None:
+            dtype, outer = TORCH_DTYPES[spec.outer_dtype(layout)], tiers.named(Tier(layout.outer.tier))
+            weights = self.regions["global"] = outer.allocate((b - a,), dtype)
+            weights.store(exact[a:b].to(dtype))
+            weights.values(slice(0, 0))  # ``exact`` may be written to from now on
+            if layout.outer.beta:
+                own = ((b - a) // mesh[layout.outer.axis],)
+                self.regions["momentum"] = outer.allocate(own, dtype, zero=True)
         if self._keeps is not None:
             kept = self.regions["format"] = tiers.device.allocate((spec.length,), self._keeps, zero=True)
             self.format_state = kept.get()

@@ -1,0 +1,111 @@
+"""When the groups of ranks come together: behind which steps which fragment is sent, used and taken in.
+
+Every group counts its own steps, skipped ones too, and all count alike, as each calls ``step()`` as often. What is sent
+has a number among what all ranks do together, so groups that are not where the others are raise, and name both.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from torch.autograd.graph import increment_version
+
+from shardfold.engine.runner import Runner
+from shardfold.optim.global_weights import GlobalWeights
+from shardfold.plan.outer import Outer
+from shardfold.plan.program import ROUND
+from shardfold.sharding.changes import Changes
+from shardfold.sharding.model import ShardedModel
+
+__all__ = ["Flight", "Rounds"]
+
+
+class Flight(Enum):
+    """How far a fragment is on its way."""
+
+    NONE = "nothing is sent"
+    SENT = "outer gradients are on their way"
+    USED = "the global weights' change is on its way, or there"
+
+
+class Rounds:
+    """The rounds of one engine.
+
+    Args:
+        outer: how long they are.
+        model: whose groups come together.
+        runner: has the program.
+        changes: told that parameters have new values.
+        weights: that all groups share.
+
+    Attributes:
+        steps: of this group, skipped ones too, since the first round began.
+        flights: by fragment.
+    """
+
+    def __init__(
+        self, outer: Outer, model: ShardedModel, runner: Runner, changes: Changes, weights: GlobalWeights
+    ) -> None:
+        self.outer, self.weights = outer, weights
+        self._model, self._runner, self._changes = model, runner, changes
+        self.steps = 0
+        self.flights = [Flight.NONE] * outer.fragments
+
+    def after_step(self) -> None:
+        """A step is done, or skipped: what is due behind it is done too."""
+        self.steps += 1
+        outer = self.outer
+        for fragment in range(outer.fragments):
+            if outer.due(self.steps, fragment):
+                if not outer.delay:
+                    self._model.comm.job.meet(f"the outer step behind step {self.steps}")
+                self._send(fragment)
+        for fragment, flight in enumerate(self.flights):
+            if flight is Flight.SENT and outer.due(self.steps, fragment, outer.turn):
+                self._use(fragment)
+        for fragment, flight in enumerate(self.flights):
+            if flight is Flight.USED and outer.due(self.steps, fragment, outer.delay):
+                self._take(fragment)
+
+    def synchronize(self) -> None:
+        """Every fragment is sent, used and taken in now, what is in flight first; all ranks call it."""
+        for fragment in range(self.outer.fragments):
+            for do in (self._use, self._take, self._send, self._use, self._take):
+                do(fragment)
+
+    def hold_still(self) -> None:
+        """What is in flight has come: only to take it in is left, so that it can be read. All ranks call it."""
+        for fragment, flight in enumerate(self.flights):
+            if flight is Flight.SENT:
+                self._use(fragment)
+        for unit in self._model.units:
+            self.weights.arrive(unit)
+
+    def begin_anew(self, steps: int = 0) -> None:
+        """Nothing is in flight, and so many steps are done."""
+        self.weights.forget()
+        self.steps, self.flights = steps, [Flight.NONE] * self.outer.fragments
+
+    def _send(self, fragment: int) -> None:
+        self._run("outer_send", fragment)
+        self.flights[fragment] = Flight.SENT
+
+    def _use(self, fragment: int) -> None:
+        if self.flights[fragment] is Flight.SENT:
+            self._run("outer_step", fragment)
+            self.flights[fragment] = Flight.USED
+
+    def _take(self, fragment: int) -> None:
+        if self.flights[fragment] is Flight.USED:
+            self._run("outer_take", fragment)
+            self.flights[fragment] = Flight.NONE
+            for segment in self._model.trainable():
+                increment_version(segment.parameters)
+            self._changes.updated()
+
+    def _run(self, section: str, fragment: int) -> None:
+        assert section in ROUND
+        name = f"{section}.{fragment}"
+        self._model.comm.meter.ran(name)
+        with self._runner.between(self._runner.orders.tracks[name]) as track:
+            track.finish()

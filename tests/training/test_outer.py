@@ -1,0 +1,235 @@
+"""Groups of ranks that come together now and then train as a plain loop over as many models does, to 1e-12."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardfold as sf
+from shardfold.errors import ConfigError, LayoutError
+from shardfold.testing import Ranks
+
+WIDTH, STEPS = 8, 9
+UNITS = [str(i) for i in range(4)]
+ADAMW = partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+DILOCO = {"every": 3, "optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+STREAMING = {**DILOCO, "every": 4, "fragments": 2, "delay": 2, "alpha": 0.25}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in UNITS)).double()
+
+
+def batch(step: int) -> Tensor:
+    """Of all ranks: the first half is the first group's."""
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def loss_of(module: Any, x: Tensor) -> Tensor:
+    return (module(x).tanh() - x).square().mean()
+
+
+class Reference:
+    """So many models, each with an optimizer of its own, and what they share."""
+
+    def __init__(self, groups: int, inner: Any, outer: sf.Outer) -> None:
+        self.models, self.outer = [model() for _ in range(groups)], outer
+        self.inner = [inner(each.parameters()) for each in self.models]
+        self.shared = [p.detach().clone() for p in self.models[0].parameters()]
+        self.momentum = [torch.zeros_like(p) for p in self.shared]
+        self.changes: dict[int, Tensor] = {}
+
+    def fragment(self, number: int) -> range:
+        each = len(self.shared) // self.outer.fragments
+        return range(number * each, (number + 1) * each)
+
+    @torch.no_grad()
+    def send(self, fragment: int) -> None:
+        for i in self.fragment(fragment):
+            gaps = [self.shared[i] - list(each.parameters())[i] for each in self.models]
+            mean = torch.stack(gaps).mean(0)
+            self.momentum[i].mul_(self.outer.beta).add_(mean)
+            nesterov = mean + self.outer.beta * self.momentum[i] if self.outer.beta else mean
+            self.changes[i] = -self.outer.rate * nesterov
+
+    @torch.no_grad()
+    def take(self, fragment: int) -> None:
+        for i in self.fragment(fragment):
+            self.shared[i] += self.changes.pop(i)
+            for each in self.models:
+                p = list(each.parameters())[i]
+                p.copy_(self.outer.stays * p + (1 - self.outer.stays) * self.shared[i])
+
+    def step(self, number: int) -> None:
+        for each, optimizer, x in zip(self.models, self.inner, batch(number).chunk(len(self.models)), strict=True):
+            optimizer.zero_grad()
+            loss_of(each, x).backward()
+            optimizer.step()
+        for fragment in range(self.outer.fragments):
+            shift = fragment * self.outer.every // self.outer.fragments
+            for behind, do in ((0, self.send), (self.outer.delay, self.take)):
+                since = number + 1 - shift - behind
+                if since > 0 and since % self.outer.every == 0:
+                    do(fragment)
+
+
+def engine_of(layout: str, outer: dict[str, Any], inner: Any, ranks: int = 4, **more: Any) -> sf.Engine:
+    return sf.Engine(
+        model(), optimizer=inner, layout=layout, mesh={"inter": 2, "intra": ranks // 2}, units=UNITS,
+        outer=sf.Outer(**outer), **more,
+    )  # fmt: skip
+
+
+def train(engine: sf.Engine, steps: range) -> dict[str, Tensor]:
+    for number in steps:
+        engine.backward(loss_of(engine, batch(number).chunk(engine.data_ranks)[engine.data_rank]))
+        engine.step()
+    return engine.state_dict()
+
+
+def _run(layout: str, outer: dict[str, Any], inner: Any, ranks: int = 4) -> dict[str, Tensor]:
+    engine = engine_of(layout, outer, inner, ranks)
+    state = train(engine, range(STEPS))
+    engine.close()
+    return state
+
+
+def expected(outer: dict[str, Any], inner: Any, steps: int = STEPS) -> list[dict[str, Tensor]]:
+    reference = Reference(2, inner, sf.Outer(**outer))
+    for number in range(steps):
+        reference.step(number)
+    return [each.state_dict() for each in reference.models]
+
+
+def assert_near(states: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> None:
+    each = len(states) // len(wanted)
+    for rank, state in enumerate(states):
+        for name, value in wanted[rank // each].items():
+            torch.testing.assert_close(
+                state[name], value, rtol=1e-12, atol=1e-12, msg=lambda m, n=name, r=rank: f"{n} on {r}: {m}"
+            )
+
+
+@pytest.mark.parametrize(
+    ("layout", "outer", "inner"),
+    [
+        ("ddp", {"every": 3}, SGD),
+        ("zero1", DILOCO, ADAMW),
+        ("zero2", STREAMING, ADAMW),
+        ("zero3", DILOCO, SGD),
+        ("zero3", STREAMING, ADAMW),
+        ("zero1", {**STREAMING, "delay": 1, "tier": "host"}, SGD),
+    ],
+)
+def test_groups_train_as_models_of_a_plain_loop_do(
+    ranks: Ranks, layout: str, outer: dict[str, Any], inner: Any
+) -> None:
+    """Averaging, DiLoCo and Streaming DiLoCo over groups that train by a layout each."""
+    assert_near(ranks.run(_run, layout, outer, inner), expected(outer, inner))
+
+
+def test_averaging_in_every_step_is_plain_data_parallelism(ranks: Ranks) -> None:
+    """With SGD without momentum the mean of what the groups' updates give is the update by the mean."""
+    plain = partial(torch.optim.SGD, lr=0.1)
+    reference = Reference(1, plain, sf.Outer(every=STEPS + 1))
+    for number in range(STEPS):
+        reference.step(number)
+    assert_near(ranks.run(_run, "zero3", {"every": 1}, plain), [reference.models[0].state_dict()])
+
+
+def _measured(layout: str, outer: dict[str, Any]) -> dict[str, Any]:
+    """By step: bytes of the outer journey as sent and as the program says; and what rests."""
+    engine = engine_of(layout, outer, ADAMW)
+    sent: list[list[tuple[int, float]]] = []
+    for number in range(STEPS):
+        train(engine, range(number, number + 1))
+        rows = [row for row in engine.traffic().rows if row.journey == "outer"]
+        sent.append([(row.sent, row.program) for row in rows])
+        differing = [row for row in engine.traffic().rows if row.sent != row.program]
+        assert not differing
+    memory = {row.state: (row.table + row.padding, row.held) for row in engine.memory().rows}
+    text, length = engine.explain(), sum(s.spec.length for s in engine.sharded.segments())
+    engine.close()
+    return {"sent": sent, "memory": memory, "text": text, "length": length}
+
+
+def test_what_a_round_sends_and_holds(ranks: Ranks) -> None:
+    """Each element is sent to be summed and comes back once in a round, by the group that takes its part, all counted
+    by the program; momentum is divided over the groups."""
+    outer = {"every": 4, "optimizer": "nesterov", "fragments": 2}
+    for seen in ranks.run(_measured, "zero1", outer):
+        shard = seen["length"] // 2 * 8  # bytes of this rank's part in its group
+        fragment = shard // 2  # two units of four
+        one_way = fragment // 2  # to the other of two groups
+        due = [number + 1 for number in range(STEPS) if (number + 1) % 2 == 0 and number + 1 >= 4]
+        for number, rows in enumerate(seen["sent"], 1):
+            assert rows == ([(one_way, one_way)] * 2 if number in due else [])
+        assert seen["memory"]["global"] == (shard, shard)
+        assert seen["memory"]["momentum"] == (shard // 2, shard // 2)
+        assert seen["memory"]["outer"][1] == 0
+        assert (
+            "outer steps: every 4 steps over inter, nesterov with lr 0.7 and momentum 0.9, in 2 fragments"
+            in seen["text"]
+        )
+        assert "bytes sent by each rank in a round of 4 steps, besides:" in seen["text"]
+        assert "FRAGMENT 1\n  DIFF 2 fp64\n  PUSH 2 [inter] fp64" in seen["text"]
+
+
+def _ahead(folder: str) -> int:
+    """The second group begins its third step only when the first has done two; how often this rank stepped."""
+    engine = engine_of("zero2", {"every": 3}, SGD)
+    group, done = engine.mesh.coords["inter"], Path(folder, f"{engine.rank}")
+    train_one = partial(_one_step, engine)
+    for number in range(2):
+        if group:
+            wait_for([Path(folder, "0"), Path(folder, "1")])  # which the first group writes behind both of its steps
+        train_one(number)
+    if not group:
+        done.touch()
+    train_one(2)  # where all meet
+    steps = engine.steps
+    engine.close()
+    return steps
+
+
+def _one_step(engine: sf.Engine, number: int) -> None:
+    engine.backward(loss_of(engine, batch(number).chunk(engine.data_ranks)[engine.data_rank]))
+    engine.step()
+
+
+def wait_for(paths: list[Path]) -> None:
+    """Returns when the files are there; the run ends by its own time if they never are."""
+    while not all(path.exists() for path in paths):
+        os.sched_yield()
+
+
+def test_groups_do_not_wait_for_each_other_between_rounds(ranks: Ranks, tmp_path: Path) -> None:
+    """One group may do its steps up to the outer one before the other begins."""
+    assert ranks.run(_ahead, str(tmp_path)) == [3] * 4
+
+
+def test_what_is_wrong_is_said_in_a_sentence() -> None:
+    """Values that do not go together, an axis that is not there, and a format that is unknown."""
+    for wrong, said in (
+        ({"every": 0}, "Outer.every is 0"),
+        ({"every": 4, "optimizer": "nestorov"}, "Did you mean 'nesterov'?"),
+        ({"every": 4, "momentum": 0.9}, "which has none: take 'nesterov'"),
+        ({"every": 4, "fragments": 3}, "their number divides that of the steps"),
+        ({"every": 4, "delay": 4}, "so let it be less"),
+        ({"every": 4, "alpha": 1.0}, "a number in \\[0, 1\\)"),
+        ({"every": 4, "fragmens": 2}, "Did you mean 'fragments'?"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            sf.Outer(**wrong)
+    with pytest.raises(LayoutError, match="'inner', which is no axis of data of the mesh; these are inter, intra"):
+        sf.Engine(model(), optimizer=SGD, outer=sf.Outer(every=2, axis="inner"))
+    with pytest.raises(LayoutError, match=r"what outer steps send travels as 'bf17'.*Did you mean 'bf16'"):
+        sf.Engine(model(), optimizer=SGD, outer=sf.Outer(every=2, format="bf17"))
