@@ -32,6 +32,7 @@ __all__ = [
     "indexed",
     "is_known",
     "lacking",
+    "multiplies_groups",
     "new_stream",
     "on",
     "peak",
@@ -268,3 +269,10 @@ def _seed(device: torch.device, seed: int) -> None:
         module.set_device(device)  # a module seeds the current one
         module.manual_seed(seed)
         module.set_device(index)
+
+
+def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``F.grouped_mm`` has a kernel for it."""
+    if device.type == "cuda":
+        return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16, torch.float16)

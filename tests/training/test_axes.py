@@ -205,7 +205,7 @@ def test_what_is_not_built_is_refused(ranks: Ranks) -> None:
         said[0],
         (
             "belong to a module whose parts go to several stages",
-            "role expert",
+            "has no experts that are known",
             "and nothing says of what",
             "sharded_init()",
         ),
@@ -294,6 +294,7 @@ def test_a_unit_with_its_own_table() -> None:
     mesh = resolve_mesh(8, {"inter": 2, "intra": 2, "expert": 2})
     table = sf.PRESETS["zero3"].bind(sf.Precision(), mesh)
     ours = sf.PRESETS["zero3"].edit("params", "grads", "master", "moments", over=("intra",)).bind(sf.Precision(), mesh)
+    ours = ours.shared(("expert",), "fp32")
     slot = Slot("w", (64,), 0)
     shared = UnitSpec("attention", (SegmentSpec((slot,), 64, "fp32"),))
     experts = UnitSpec("experts", (SegmentSpec((slot,), 64, "fp32", table=ours, distinct=("expert",)),))
@@ -302,9 +303,8 @@ def test_a_unit_with_its_own_table() -> None:
     ran = {unit.name: [(op.verb, op.axes) for op in program.last if op.axes and op.unit == unit.name] for unit in units}
     assert ran == {
         "attention": [
-            ("ALL_GATHER", ("inter", "intra")),
-            ("REDUCE_SCATTER", ("inter", "intra")),
-            ("ALL_REDUCE", ("expert",)),
+            ("ALL_GATHER", ("inter", "intra", "expert")),  # carved out of intra
+            ("REDUCE_SCATTER", ("inter", "intra", "expert")),
         ],
         "experts": [("ALL_GATHER", ("intra",)), ("REDUCE_SCATTER", ("intra",)), ("ALL_REDUCE", ("inter",))],
     }
@@ -312,7 +312,7 @@ def test_a_unit_with_its_own_table() -> None:
     assert sent[Sent("gather", "ALL_GATHER", ("intra",))] == (2, 2 * 64 * 4 / 2)  # in forward and in backward
     # Of the half that this rank keeps of it: to one other rank, and back.
     assert sent[Sent("reduce", "ALL_REDUCE", ("inter",))] == (1, 64 * 4 / 2)
-    assert state_bytes(table, units, mesh)["params"] == 64 * 4 * (1 / 4 + 1 / 2)
+    assert state_bytes(table, units, mesh)["params"] == 64 * 4 * (1 / 8 + 1 / 2)
 
 
 def test_a_table_over_an_axis_of_slices_is_refused() -> None:

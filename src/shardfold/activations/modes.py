@@ -287,10 +287,12 @@ class Replacements:
     def _search(self, units: Sequence[Any]) -> Iterator[ReplacedForward]:
         rule = self._patterns.assign(self._model)
         unit_of: dict[int, Any] = {}
-        for unit in sorted(units, key=lambda unit: not unit.spec.root):  # the root's are those that no other has
+        # The root's are those that no other has, and a unit's those that none inside of it has.
+        for unit in sorted(units, key=lambda unit: (not unit.spec.root, bool(unit.spec.inside))):
             for module in unit.modules:
                 unit_of.update({id(inner): unit for inner in module.modules()})
-        tops = {id(module) for unit in units if not unit.spec.root for module in unit.modules}
+        outer_units = [unit for unit in units if not unit.spec.root and not unit.spec.inside]
+        tops = {id(module) for unit in outer_units for module in unit.modules}
         around: set[str] = {""}  # paths of what contains units
         modules = dict(self._model.named_modules())
         for path, module in modules.items():

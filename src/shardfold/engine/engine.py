@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from math import nan
 from os import PathLike
 from pathlib import Path
@@ -81,6 +82,7 @@ from shardfold.optim.sharded import (
     check_tier,
 )
 from shardfold.parallel.attention import follow, open_sequence
+from shardfold.parallel.experts import connect_routers, rebalance, share_out
 from shardfold.parallel.link import MeshLink, bind_links
 from shardfold.parallel.pipeline.open import check_together, open_stages
 from shardfold.parallel.pipeline.order import Choice, choose_order
@@ -158,8 +160,9 @@ class Engine:
         loss_scale: a number, or a :class:`LossScale`, which moves; None: ``LossScale()`` where compute or autocast is
             fp16, else none.
         lr_schedule: makes a ``torch.optim.lr_scheduler`` of the optimizer, or is one of it; stepped after each update.
-        mesh: sizes of ``inter``, ``intra``, ``sequence`` and ``tensor``, e.g. ``{"intra": 8}``, or a list of
-            :class:`Axis`; None: ``intra`` is the ranks of one node.
+        mesh: sizes of ``inter``, ``intra``, ``expert``, ``sequence``, ``tensor`` and ``pipeline``, e.g. ``{"intra":
+            8}``, or a list of :class:`Axis`; None: ``intra`` is the ranks of one node. Along ``expert`` ranks read
+            other samples and have other experts (see ``parallel.experts``).
         tensor: how modules are cut along the axis of tensor: ``"auto"``, by the model's own plan, or words by patterns
             of module paths, as ``{"*.q_proj": "column", "*.o_proj": "row"}``; see ``parallel.plan``. A model without a
             plan is traced by ``"auto"``, on inputs that are guessed, or on those of ``Traced(tokens)``. None: not at
@@ -240,7 +243,7 @@ class Engine:
             with job.told("making an engine"):
                 sizes = data_mesh.sizes
                 staged = open_stages(model, optimizer, data_mesh, stages, choice)
-                split_model(model, tensor, sizes, data_mesh.coords, sequence_parallel=sequence_parallel)
+                self._divide(model, tensor, data_mesh, sequence_parallel)
                 if staged is not None:
                     held.callback(staged.drop_foreign())
                 rules = self._read_rules(model, precision, table, data_mesh, held)
@@ -278,6 +281,11 @@ class Engine:
                 vars(sharded).clear()
             vars(self).clear()
 
+    def _divide(self, model: nn.Module, tensor: Any, data_mesh: DataMesh, sequence_parallel: bool) -> None:
+        """Leaves of layers that ranks share this rank's part."""
+        split_model(model, tensor, data_mesh.sizes, data_mesh.coords, sequence_parallel=sequence_parallel)
+        share_out(model, data_mesh.sizes, data_mesh.coords)
+
     def _read_rules(
         self, model: nn.Module, precision: Any, table: Layout, data_mesh: DataMesh, held: ExitStack
     ) -> Rules:
@@ -294,6 +302,8 @@ class Engine:
         """Gives layers their ways to other ranks; the axis of sequence."""
         comm, loans = self.sharded.comm, self.sharded.loans
         held.callback(bind_links(model, comm, lambda: bool(loans)))
+        held.callback(connect_routers(model, comm, lambda: bool(loans)))
+        self.sharded.run.after_step.append(partial(rebalance, model))
         self._replaced.follow_ranks(lambda axis: MeshLink(axis, comm, lambda: bool(loans)))
         shares = comm.mesh.sizes.parts(comm.mesh.sizes.of_role(Role.TENSOR)) if is_cut else 1
         sequence = open_sequence(model, comm, attention, shares=shares, apart=lambda: bool(loans))

@@ -42,6 +42,8 @@ __all__ = ["HANDLERS", "Handlers", "check_supported"]
 
 Call = Callable[[], object]
 CPU = torch.device("cpu")
+RUN = (Role.DATA, Role.SEQUENCE, Role.EXPERT, Role.TENSOR, Role.PIPELINE)
+"""Roles of axes."""
 
 
 class Handlers:
@@ -482,13 +484,14 @@ def check_supported(layout: Layout, mesh: Mesh) -> None:
         ConfigError: with one sentence.
     """
     for axis in mesh.axes:
-        if axis.size > 1 and axis.role not in (Role.DATA, Role.SEQUENCE, Role.TENSOR, Role.PIPELINE):
+        if axis.size > 1 and axis.role not in RUN:
             raise ConfigError(
                 f"mesh= has {axis.size} ranks on {axis.name!r}, an axis of role {axis.role}, which this version's "
-                "engine does not run; use axes of data, sequence, tensor and pipeline."
+                f"engine does not run; use axes of {', '.join(map(str, RUN))}."
             )
     for name, cell in layout.cells().items():
-        if len(cell.over) > 1 and cell.over != tuple(axis for axis in DATA_AXES if axis in cell.over):
+        known = (*DATA_AXES, *mesh.of_role(Role.EXPERT))
+        if len(cell.over) > 1 and cell.over != tuple(axis for axis in known if axis in cell.over):
             raise ConfigError(
                 f"{name} is split over {'+'.join(cell.over)}; this version splits over {'+'.join(DATA_AXES)} in that "
                 "order only."

@@ -24,9 +24,9 @@ from shardfold.numerics.clipping import Clip
 from shardfold.plan import passes, program
 from shardfold.plan.cost import fetched_bytes, room_for, snapshot_bytes
 from shardfold.plan.layout import Layout
-from shardfold.plan.order import contradiction, describe, merge_orders, with_missing
+from shardfold.plan.order import backwards, contradiction, describe, merge_orders, with_missing
 from shardfold.plan.passes import Overlap
-from shardfold.plan.placement import UnitSpec
+from shardfold.plan.placement import UnitSpec, enclosing
 from shardfold.plan.program import COLLECTIVES, MOVES, ROUND, Op, Program
 from shardfold.sharding.unit import Unit
 
@@ -131,7 +131,7 @@ class Orders:
         inner = [unit.name for unit in self.units if unit.name not in self.roots]
         lower = partial(program.lower, self._layout, specs, self._comm.mesh.sizes, **self._clip)
         train = self._with_missing(self.found["train"], inner)
-        back = self._with_missing(self.found["backward"], train[::-1])
+        back = self._with_missing(self.found["backward"], backwards(train, enclosing(specs)))
         evaluation = self._with_missing(self.found["eval"], train)
         lower = partial(lower, delayed=self._overlap.delayed_update, speculated=self._speculated(back, specs))
         shape = partial(

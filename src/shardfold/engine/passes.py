@@ -150,10 +150,11 @@ class ReplayedPass:
         if self._waits:
             self._complete.add(unit.name)
             while (name := self.track.ahead(REDUCTIONS)) in self._complete:
-                self.track.reach("B", name)
-                self.track.follow(SUMS)
+                self.track.come_to(SUMS, name)
         elif self.track.at_marker("B", unit.name) or self.track.reach("B", unit.name):
             self.track.follow(SUMS)
+        elif self.track.ahead(SUMS, before=MARKERS) == unit.name:  # those of a unit around others are there last
+            self.track.come_to(SUMS, unit.name)
 
     def finish(self) -> None:
         self.track.finish()
@@ -218,6 +219,7 @@ class NegotiatedPass:
         # What a replayed pass has reduced is not reduced again here but, if more came, at the step.
         self._reduced: set[str] = set(units) if own is not None else set()
         self._last: Unit | None = None
+        self._around: list[Unit] = []  # in backward, the unit that runs and those that it is inside of
         self._kept = {u.name for u in units.values() if nested and u.life is not Life.RESTING}
 
     def begin(self) -> None:
@@ -235,8 +237,11 @@ class NegotiatedPass:
             return
         self.own.append(unit.name)
         self._begin_backward(unit.name)
-        if self._verb == "B" and self._last is not None and self._last is not unit:
-            self._left[self._last.name] = self._last
+        if self._verb == "B" and unit not in self._around:
+            while self._around and self._around[-1].name != unit.spec.inside:
+                over = self._around.pop()
+                self._left[over.name] = over
+            self._around.append(unit)
         self._last = unit
         if unit.life is Life.RESTING:
             self._round(unit)

@@ -12,6 +12,7 @@ from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.parallel.costs import described
+from shardfold.parallel.experts import described as experts_described
 from shardfold.plan.cost import STATES, moves, resting_bytes, section_traffic, step_of
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
@@ -121,6 +122,7 @@ class Reports:
             parts=model.rules.described(), activations=self._replaced.explained(),
             layers=[
                 *self.stages(), *described(model.module, TORCH_DTYPES[model.rules.default.compute].itemsize),
+                *experts_described(model.module),
             ],
             moved=moves(
                 self._runner.orders.program, model.layout, specs, sizes, step_of(self._runner.accumulate),

@@ -111,12 +111,18 @@ class Track(Section):
             stop += 1
         self._run(stop)
 
-    def ahead(self, verbs: tuple[str, ...]) -> str | None:
-        """The unit of the next operation that is one of ``verbs``; None if there is none before END."""
+    def come_to(self, verbs: tuple[str, ...], unit: str) -> None:
+        """Runs the unit's next operations that are one of ``verbs``, and all that is before them."""
+        ahead = range(self.position, len(self.ops))
+        self._run(next(i for i in ahead if self.ops[i].verb in verbs and self.ops[i].unit == unit))
+        self.follow(verbs)
+
+    def ahead(self, verbs: tuple[str, ...], before: tuple[str, ...] = ("END",)) -> str | None:
+        """The unit of the next operation that is one of ``verbs``; None if there is none before one of the others."""
         for op in self.ops[self.position :]:
             if op.verb in verbs:
                 return op.unit
-            if op.verb == "END":
+            if op.verb in before:
                 return None
         return None
 

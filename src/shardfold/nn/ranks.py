@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["Ranks"]
+__all__ = ["Everyone", "Ranks"]
 
 
 class Ranks(Protocol):
@@ -24,3 +26,43 @@ class Ranks(Protocol):
     def max(self, tensor: Tensor) -> Tensor:
         """The largest of each element over the ranks; ``tensor`` stays as it is."""
         ...
+
+
+class Everyone:
+    """All ranks that read other things than this one, by axis: an engine tells a module who they are. A copy, or what
+    comes of a pickle, is of one rank."""
+
+    def __init__(self) -> None:
+        self.axes: Sequence[Ranks] = ()
+
+    def __reduce__(self) -> Any:
+        return Everyone, ()
+
+    @property
+    def size(self) -> int:
+        found = 1
+        for ranks in self.axes:
+            found *= ranks.size
+        return found
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all of them."""
+        for ranks in self.axes:
+            tensor = ranks.all_reduce(tensor)
+        return tensor
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The same, as autograd knows it, for a loss that is one number on all of them: an engine divides gradients by
+        the ranks, so that of each summand is the sum's times them."""
+        return tensor if self.size == 1 else _Total.apply(tensor, self)  # pyright: ignore[reportReturnType]
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, everyone: Everyone) -> Tensor:
+        ctx.size = everyone.size
+        return everyone.sum(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0] * ctx.size, None

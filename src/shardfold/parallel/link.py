@@ -92,6 +92,11 @@ class Link(Protocol):
         ``concat``; None: as this one's."""
         ...
 
+    def exchange(self, rows: Tensor, to: Sequence[int], by: Sequence[int]) -> Tensor:
+        """Sends rank r the next ``to[r]`` of ``rows``, and gives those that come, ``by[r]`` of rank r, in the order of
+        ranks."""
+        ...
+
     def shift(self, tensors: Sequence[Tensor], to: int = 1, shapes: Sequence[Sequence[int]] | None = None) -> Shift:
         """Begins to send to the rank ``to`` further on, as in a ring, what the one as far behind sends here.
         ``tensors`` stay as they are until :meth:`Shift.wait`. ``shapes``: of what comes; None: as of what goes."""
@@ -138,6 +143,9 @@ class OneRank(Link):
         concat_sizes: Sequence[int] | None = None,
     ) -> Tensor:
         return tensor
+
+    def exchange(self, rows: Tensor, to: Sequence[int], by: Sequence[int]) -> Tensor:
+        return rows
 
     def shift(self, tensors: Sequence[Tensor], to: int = 1, shapes: Sequence[Sequence[int]] | None = None) -> Shift:
         return Shift(tensors)
@@ -254,6 +262,13 @@ class MeshLink(Link):
         self._exchange("ALL_TO_ALL", torch.cat(parts), [len(part) for part in parts], received, by)
         came = zip(received.split(by), shapes, strict=True)
         return torch.cat([part.view(shape) for part, shape in came], dim=concat)
+
+    def exchange(self, rows: Tensor, to: Sequence[int], by: Sequence[int]) -> Tensor:
+        each = prod(rows.shape[1:])
+        received = rows.new_empty(sum(by), *rows.shape[1:])
+        sent, came = [n * each for n in to], [n * each for n in by]
+        self._exchange("ALL_TO_ALL", rows.detach().reshape(-1), sent, received.view(-1), came)
+        return received
 
     def shift(self, tensors: Sequence[Tensor], to: int = 1, shapes: Sequence[Sequence[int]] | None = None) -> Shift:
         received = [t.new_empty(tuple(s)) for t, s in zip(tensors, shapes or [t.shape for t in tensors], strict=True)]
@@ -379,6 +394,9 @@ class AxisLink(Link):
         return self._bound().all_to_all(
             tensor, split, concat, split_sizes=split_sizes, concat_sizes=concat_sizes
         )  # fmt: skip
+
+    def exchange(self, rows: Tensor, to: Sequence[int], by: Sequence[int]) -> Tensor:
+        return self._bound().exchange(rows, to, by)
 
     def shift(self, tensors: Sequence[Tensor], to: int = 1, shapes: Sequence[Sequence[int]] | None = None) -> Shift:
         return self._bound().shift(tensors, to, shapes)

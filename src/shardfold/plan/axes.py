@@ -31,6 +31,9 @@ An axis of data may be *rare* (see ``outer``): its ranks read other samples, and
 gradients are summed never, and their weights meet every so many steps. Ranks that differ on other axes only are a
 *group*: to what it sums, divides and agrees on, the axis is not there.
 
+    carved      what a table says of "intra" holds for axes of experts too: these are ranks of data, of which some
+                parameters, the experts, are not shared
+
 A flat's length divides by the ranks over which its gradients are summed: cells are split over some of these axes, and
 what rests on several ranks alike is read from files by each in part.
 """
@@ -232,6 +235,12 @@ class Mesh(Mapping[str, int]):
     def stages(self) -> Axes:
         """The axes on which ranks have other layers: squares are summed over them too, whatever they are of."""
         return self.of_role(Role.PIPELINE)
+
+    def carved(self, over: Axes) -> Axes:
+        """The axes that a table means by ``over``: axes of experts are carved out of what it calls ``intra``."""
+        if "intra" not in over:
+            return over
+        return (*over, *(axis for axis in self.of_role(Role.EXPERT) if axis not in over))
 
     def summed(self, distinct: Axes = ()) -> Axes:
         """Over which axes gradients are summed, of parameters that are distinct on some. On the same ranks their

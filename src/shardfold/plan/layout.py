@@ -599,7 +599,8 @@ class Layout:
         def on_mesh(cell: Cell | None) -> Cell | None:
             if cell is None:
                 return None
-            over = tuple(axis for axis in cell.over if mesh[axis] > 1 and axis not in self._apart)
+            carved = Mesh.of(mesh).carved(cell.over)
+            over = tuple(axis for axis in carved if mesh[axis] > 1 and axis not in self._apart)
             return replace(cell, over=over, dtype=resolve(cell.dtype))
 
         changes: dict[str, Any] = {f.name: on_mesh(getattr(self, f.name)) for f in fields(self)[:5]}

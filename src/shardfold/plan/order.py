@@ -7,11 +7,11 @@ rank's own is a part of it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import combinations, pairwise, permutations
 
-__all__ = ["contradiction", "describe", "merge_orders", "with_missing"]
+__all__ = ["backwards", "contradiction", "describe", "merge_orders", "with_missing"]
 
 
 def contradiction(orders: Sequence[Sequence[str]]) -> tuple[int, int, str, str] | None:
@@ -78,6 +78,17 @@ def merge_orders(orders: Sequence[Sequence[str]], known: Sequence[str]) -> list[
             if not before[other, j]:
                 heappush(heap, (place.get(other, len(place)), j, other))
     return merged if len(merged) == len(nodes) else None
+
+
+def backwards(order: Sequence[str], inside: Mapping[str, str]) -> list[str]:
+    """The order of backward, of that of forward: reversed, but each unit before those that are ``inside`` of it."""
+    groups: list[list[str]] = []
+    for name in order:
+        if groups and inside.get(name) == groups[-1][0]:
+            groups[-1].insert(1, name)
+        else:
+            groups.append([name])
+    return [name for group in reversed(groups) for name in group]
 
 
 def with_missing(order: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -22,7 +22,9 @@ from shardfold.plan.box import Box
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import Axes, Layout, Sizes
 
-__all__ = ["ALIGN_BYTES", "SegmentSpec", "Slot", "SlotRange", "UnitSpec", "pack", "shard_index", "shard_range"]
+__all__ = [
+    "ALIGN_BYTES", "SegmentSpec", "Slot", "SlotRange", "UnitSpec", "enclosing", "pack", "shard_index", "shard_range",
+]  # fmt: skip
 
 ALIGN_BYTES = 256
 """Every parameter and every shard starts at a multiple of this many bytes of the smallest state."""
@@ -141,11 +143,14 @@ class SegmentSpec:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """Parameters that move together. ``root``: held from the start to the end of a pass."""
+    """Parameters that move together. ``root``: held from the start to the end of a pass. ``inside``: the name of the
+    unit in whose forward and backward this one's lie, as of experts in their block, whose gradients are summed over
+    other ranks."""
 
     name: str
     segments: tuple[SegmentSpec, ...]
     root: bool = False
+    inside: str = ""
 
     @property
     def trainable(self) -> bool:
@@ -180,6 +185,11 @@ def _joined(formats: Iterable[str]) -> str:
     """Those of segments in one word."""
     each = list(formats)
     return "+".join(each if len(set(each)) > 1 else each[:1])
+
+
+def enclosing(units: Iterable[UnitSpec]) -> dict[str, str]:
+    """By the name of each unit that is inside of another, that one's."""
+    return {unit.name: unit.inside for unit in units if unit.inside}
 
 
 def pack(

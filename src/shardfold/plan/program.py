@@ -63,7 +63,8 @@ from typing import Any, NamedTuple
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import STATES, Axes, Layout, Sizes, Tier
-from shardfold.plan.placement import SegmentSpec, UnitSpec
+from shardfold.plan.order import backwards
+from shardfold.plan.placement import SegmentSpec, UnitSpec, enclosing
 
 __all__ = [
     "COLLECTIVES",
@@ -409,7 +410,8 @@ class _Lowering:
         self._roots = [unit for unit in units if unit.root]
         inner = {unit.name: unit for unit in units if not unit.root}
         self._onward = [inner[name] for name in (inner if forward is None else forward)]
-        self._back = self._onward[::-1] if backward is None else [inner[name] for name in backward]
+        back = backwards([unit.name for unit in self._onward], enclosing(units)) if backward is None else backward
+        self._back = [inner[name] for name in back]
 
     def _turn(self, unit: UnitSpec, source: str, target: str) -> Iterator[Op]:
         """From how one tensor of the unit lies to how another shall."""
@@ -484,12 +486,16 @@ class _Lowering:
         order = self._onward if forward else self._back
         final = {unit.name: i for i, unit in enumerate(order)}  # gradients are complete when it ran for the last time
         entered: set[str] = set()
+        around: list[tuple[str, Iterator[Op]]] = []  # units that the one that runs is inside of, and what ends them
         for i, unit in enumerate(order):
             again = final[unit.name] > i
             yield from self._enter(unit, forward=forward, again=unit.name in entered)
             entered.add(unit.name)
             reduce = () if forward or again else self._reduces(unit, last)
-            yield from self._leave(unit, forward=forward, reduce=reduce, again=again)
+            around.append((unit.name, self._leave(unit, forward=forward, reduce=reduce, again=again)))
+            inside = order[i + 1].inside if i + 1 < len(order) else ""
+            while around and around[-1][0] != inside:
+                yield from around.pop()[1]
         yield Op("END")
         for unit in self._roots:
             yield from self._leave(unit, forward=forward, reduce=() if forward else self._reduces(unit, last))

@@ -10,6 +10,9 @@ Units are found in this order; the first that applies wins.
 Then every ``Embedding`` and ``Linear`` outside of these that holds at least as much as 1/16 of all parameters is a
 unit of its own (an embedding, a head), and the rest is the root, which is held through a whole pass. A parameter
 that several units share belongs to the root too.
+
+Modules of experts, parameters of which are distinct on an axis on which ranks read other things, are units of their
+own inside of these: their gradients are summed over other ranks, and their table divides them over other ranks.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ class Cut:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     spec: UnitSpec | None = None
     by_segment: list[list[nn.Parameter]] = field(default_factory=list)
+    inside: str = ""
 
 
 def cut(
@@ -88,6 +92,7 @@ def cut(
     slices = slices_on(model, Mesh.of(mesh), coords or dict.fromkeys(mesh, 0))
     chosen = _named(model, units) if units is not None else _found(model, slices, Mesh.of(mesh).reading)
     cuts = [Cut(name, [module]) for name, module in chosen]
+    cuts = _with_experts(model, cuts, slices, Mesh.of(mesh))
     root = Cut(ROOT, [model])
     _assign(model, cuts, root)
     found = [c for c in (root, *cuts) if c.parameters]
@@ -189,6 +194,19 @@ def _found(model: nn.Module, slices: Mapping[int, Slice], reading: Axes) -> list
     return sorted(chosen, key=lambda pair: order[pair[0]])
 
 
+def _with_experts(model: nn.Module, cuts: list[Cut], slices: Mapping[int, Slice], mesh: Mesh) -> list[Cut]:
+    """Behind the units that modules of experts are inside of, these as units, in the order of the model."""
+    known = {id(module) for c in cuts for module in c.modules}
+    found: list[Cut] = []
+    for path, module in model.named_modules():
+        own = (slices.get(id(p), WHOLE).axes for p in module._parameters.values() if p is not None)
+        if path and id(module) not in known and any(axis in mesh.reading for axes in own for axis in axes):
+            outer = next((c.name for c in cuts if path.startswith(f"{c.name}.")), "")
+            found.append(Cut(path, [module], inside=outer))
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return sorted([*cuts, *found], key=lambda c: order[c.name]) if found else cuts
+
+
 def _as_names(value: Any) -> Iterable[str]:
     return [value] if isinstance(value, str) else [v for v in (value or ()) if isinstance(v, str)]
 
@@ -224,9 +242,12 @@ def _large_leaves(
 def _assign(model: nn.Module, cuts: list[Cut], root: Cut) -> None:
     """Gives each parameter object to the one unit whose modules use it, or to the root if several do."""
     owner: dict[int, Cut] = {}
+    inner = {id(m): c for c in cuts if c.inside for module in c.modules for m in module.modules()}
     for c in cuts:
         for module in c.modules:
             for m in module.modules():
+                if inner.get(id(m), c).inside == c.name:
+                    continue
                 owner[id(m)] = c if owner.get(id(m), c) is c else root  # a module that two units share
     users: dict[int, list[Cut]] = defaultdict(list)
     names: dict[int, tuple[str, nn.Parameter]] = {}
@@ -337,4 +358,4 @@ def _lay_out(
             f"gradients of {c.name!r} would be summed over different axes, because only some of its parameters are "
             "distinct on one or follow another layout: choose units= so that those are a unit of their own."
         )
-    c.spec = UnitSpec(c.name, tuple(specs), root=c.name == ROOT)
+    c.spec = UnitSpec(c.name, tuple(specs), root=c.name == ROOT, inside=c.inside)

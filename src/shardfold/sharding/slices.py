@@ -21,7 +21,7 @@ from shardfold.plan.placement import UnitSpec
 from shardfold.sharding.partitioned import early_shard
 from shardfold.sharding.registry import model_of
 
-__all__ = ["Slice", "check_early", "check_reach", "mark_shared", "mark_slice", "places_of", "slices_on"]
+__all__ = ["Slice", "check_early", "check_reach", "mark_shared", "mark_slice", "marked_on", "places_of", "slices_on"]
 
 _MARKS, _PLACES = "_shardfold_slices", "_shardfold_places"
 INSIDE = " It has none: give the layer inside that owns it."
@@ -135,6 +135,11 @@ def mark_slice(
         of_name[axis] = mark
         _check_marks(f"mark_slice(): {name!r}", module._parameters[name], of_name)
     setattr(module, _MARKS, marks)
+
+
+def marked_on(model: nn.Module, axis: str) -> bool:
+    """Whether a parameter is marked on the axis."""
+    return any(axis in of_name for module in model.modules() for of_name in _marks(module).values())
 
 
 def slices_on(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> dict[int, Slice]:

@@ -1,0 +1,273 @@
+"""Experts that are shared out over the ranks of an axis, and the tokens' way to them and back.
+
+Each rank has some of the experts, all of each, and reads samples of its own. A module of experts is one whose
+parameters have one row for each expert, and whose forward is given ``(tokens, chosen, weights)``: ours
+(:class:`shardfold.nn.Experts`), and those of transformers. Its forward is replaced where it stands:
+
+    tokens' choices, sorted by expert, and counted                     (experts,)
+    counts go to the experts' ranks            one ALL_TO_ALL          (ranks, own experts)
+    rows go to the experts' ranks              one ALL_TO_ALL          (rows that come, width)
+    sorted by own expert, through the experts
+    rows come back                             one ALL_TO_ALL          (rows that went, width)
+    weighed and summed where the token is
+
+Backward goes the same ways with gradients, two exchanges; counts are known. Nothing is dropped, and a rank to which no
+row comes takes part all the same. Gradients of an expert are the sums over all tokens that came, from all ranks of the
+axis; over the remaining axes of data the engine sums them (see ``plan.axes``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.comm.comm import Comm
+from shardfold.errors import ConfigError
+from shardfold.nn.experts import ByRows, combined, sorted_rows
+from shardfold.nn.moe import MoE
+from shardfold.nn.ranks import Everyone
+from shardfold.nn.router import Router
+from shardfold.parallel.link import AxisLink, Link, MeshLink, link_of
+from shardfold.parallel.split import is_cut
+from shardfold.plan.axes import Mesh, Role
+from shardfold.sharding.partitioned import hand_over
+from shardfold.sharding.slices import mark_slice, marked_on
+from shardfold.torch_internals import untraced_from_call
+
+__all__ = ["Dispatch", "connect_routers", "described", "experts_of", "is_shared_out", "rebalance", "share_out"]
+
+_DISPATCH = "_shardfold_dispatch"
+
+
+# -- which modules
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of experts, by path."""
+    for path, module in model.named_modules():
+        if isinstance(module, ByRows) or _is_of_transformers(module):
+            yield path, module
+
+
+def _is_of_transformers(module: Any) -> bool:
+    """Whether it is one of those that share an interface there: experts in parameters with a row for each."""
+    if not type(module).__module__.startswith("transformers.") or not hasattr(type(module), "_apply_gate"):
+        return False
+    own = [p for p in module._parameters.values() if p is not None]
+    return bool(own) and isinstance(getattr(module, "num_experts", None), int)
+
+
+def is_shared_out(module: nn.Module) -> bool:
+    """Whether each rank has some of its experts."""
+    return _DISPATCH in vars(module)
+
+
+def share_out(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None:
+    """Leaves of each module of experts this rank's, which tokens of all ranks along the axis go to.
+
+    Args:
+        model: whole, with values or built under ``meta_init``; or shared out like this before.
+        mesh: its axis of role expert.
+        coords: this rank's place.
+
+    Raises:
+        ConfigError: experts do not divide by the ranks, are cut along an axis of tensor too, or there are none; or the
+            mesh has two such axes.
+    """
+    axes = mesh.of_role(Role.EXPERT)
+    if not axes:
+        return
+    axis, size = axes[0], mesh[axes[0]]
+    if len(axes) > 1:
+        raise ConfigError(f"mesh= has two axes of experts, {' and '.join(axes)}: give one.")
+    found = list(experts_of(model))
+    if not found and not marked_on(model, axis):
+        raise ConfigError(
+            f"mesh= has {size} ranks on {axis!r}, but {type(model).__name__} has no experts that are known: sf.nn.MoE, "
+            "sf.nn.Experts and the experts of transformers are; layers of your own say which they have with "
+            f"sf.mark_slice(module, 'weight', axis={axis!r}, dim=0), or leave the axis out."
+        )
+    for path, module in found:
+        if is_shared_out(module):  # for an engine that was closed; for as many ranks, as is seen where links are bound
+            continue
+        _share_out(path, module, axis, coords[axis], size)
+
+
+def _share_out(path: str, module: Any, axis: str, rank: int, size: int) -> None:
+    """
+    Raises:
+        ConfigError: see :func:`share_out`.
+    """
+    experts: int = module.num_experts
+    if is_cut(module):
+        raise ConfigError(
+            f"{path!r} has experts that tensor= cuts, and mesh= has an axis of experts: give tensor= a plan that "
+            "leaves them whole (without the word 'experts'), or leave one of the axes out."
+        )
+    if experts % size:
+        raise ConfigError(
+            f"{path!r} has {experts} experts, which cannot be divided over the {size} ranks along {axis!r}: give the "
+            f"axis a size that divides them, as {_near(experts, size)}."
+        )
+    each, link = experts // size, link_of(module, axis)
+    link.part(size)
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    for name, parameter in own.items():
+        if len(parameter) != experts:
+            raise ConfigError(
+                f"{path!r} has {experts} experts, but its parameter {name!r} of shape {tuple(parameter.shape)} has no "
+                f"row for each: its experts cannot be shared out along {axis!r}."
+            )
+    hand_over(list(own.values()))  # built under sharded_init(): it is whole here until the next lines
+    for name, parameter in own.items():
+        with torch.no_grad():
+            parameter.data = parameter.detach().narrow(0, rank * each, each).clone()
+        mark_slice(module, name, axis=axis, dim=0)
+    vars(module)["num_experts"] = each
+    vars(module)[_DISPATCH] = vars(module)["forward"] = Dispatch(module, link, experts, path)
+
+
+def _near(experts: int, size: int) -> int:
+    return max(n for n in range(1, size) if experts % n == 0)
+
+
+# -- the way of tokens
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to ranks; its backward is the way back. ``with_`` takes part in the graph on each rank, so that on each rank
+    the way back is gone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, link: Link, to: Sequence[int], by: Sequence[int], *with_: Tensor) -> Tensor:
+        ctx.link, ctx.to, ctx.by = link, to, by
+        ctx.with_ = [(each.shape, each.dtype, each.device) if each.requires_grad else None for each in with_]
+        return link.exchange(rows, to, by)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        back = ctx.link.exchange(grads[0], ctx.by, ctx.to)
+        zeros = [None if each is None else torch.zeros(each[0], dtype=each[1], device=each[2]) for each in ctx.with_]
+        return (back, None, None, None, *zeros)
+
+
+@dataclass(eq=False)
+class Dispatch:
+    """The forward of experts that are shared out.
+
+    Attributes:
+        module: with this rank's experts.
+        link: to the ranks that have the others.
+        experts: on all ranks.
+        path: of the module.
+        sent: rows that went to each rank in the last forward.
+        came: rows that came from each.
+    """
+
+    module: Any
+    link: AxisLink
+    experts: int
+    path: str
+    sent: Sequence[int] = ()
+    came: Sequence[int] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs:
+            names = list(inspect.signature(type(self.module).forward).parameters)[1:]
+            args = (*args, *(kwargs[name] for name in names[len(args) :]))
+        return self._run(*args)
+
+    @untraced_from_call
+    def _run(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        chosen, weights = chosen.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
+        order, counts = sorted_rows(chosen, self.experts)
+        rows = tokens[order // chosen.shape[1]]
+        made = self._of_ranks(rows, counts)
+        return combined(made, order, weights, x.dtype).view(x.shape)
+
+    def _of_ranks(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """What the experts of all ranks make of ``rows``, by expert."""
+        size, each, link = self.link.size, self.experts // self.link.size, self.link
+        mine = torch.tensor(counts, dtype=torch.int64, device=rows.device)
+        told = link.exchange(mine, [each] * size, [each] * size).view(size, each)  # by rank, of own experts
+        by_rank = told.tolist()
+        to = [sum(counts[r * each : (r + 1) * each]) for r in range(size)]
+        by = [sum(of_rank) for of_rank in by_rank]
+        self.sent, self.came = to, by
+        came = self._exchanged(rows, link, to, by)
+        # Rows lie by rank and expert; they are to lie by expert.
+        experts = torch.arange(each, device=rows.device).repeat(size).repeat_interleave(told.reshape(-1))
+        order = experts.argsort(stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=rows.device)
+        made = self._own(came[order], [sum(column) for column in zip(*by_rank, strict=True)])
+        # Where no row came nothing of these is in the graph: they are, so that all ranks go the way back.
+        own = [p for p in self.module._parameters.values() if p is not None]
+        with_ = [] if len(made) else own
+        return self._exchanged(made[back], link, by, to, *with_)
+
+    @staticmethod
+    def _exchanged(rows: Tensor, link: Link, to: Sequence[int], by: Sequence[int], *with_: Tensor) -> Tensor:
+        made: Any = _Exchange.apply(rows.contiguous(), link, to, by, *with_)
+        return made
+
+    def _own(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """What this rank's experts make of ``rows``, ``counts`` of each one behind the other."""
+        if not len(rows):
+            return rows
+        if isinstance(self.module, ByRows):
+            return self.module.of_rows(rows, counts)
+        numbers = torch.arange(len(counts), device=rows.device)
+        chosen = numbers.repeat_interleave(torch.tensor(counts, device=rows.device)).unsqueeze(1)
+        return type(self.module).forward(self.module, rows, chosen, rows.new_ones(len(rows), 1))
+
+
+# -- routers
+
+
+def connect_routers(model: nn.Module, comm: Comm, apart: Callable[[], bool]) -> Callable[[], None]:
+    """Tells each mixture of ours who else reads other things, of which its loss is, and its bias; returns what undoes
+    it."""
+    mesh = comm.mesh.sizes
+    axes = [MeshLink(axis, comm, apart) for axis in mesh.reading]
+    told: list[Everyone] = [module.everyone for module in model.modules() if isinstance(module, (MoE, Router))]
+    for everyone in told:
+        everyone.axes = axes
+
+    def undo() -> None:
+        for everyone in told:
+            everyone.axes = ()
+
+    return undo
+
+
+def rebalance(model: nn.Module) -> None:
+    """After a step: see :meth:`Router.rebalance`."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.rebalance()
+
+
+# -- text
+
+
+def described(model: nn.Module) -> list[str]:
+    """Lines: modules of experts that are shared out, and what is sent for them."""
+    found = [(path, module, vars(module)[_DISPATCH]) for path, module in model.named_modules() if is_shared_out(module)]
+    if not found:
+        return []
+    link: AxisLink = found[0][2].link
+    lines = [
+        f"experts along {link.axis!r} over {link.parts} ranks; for each choice of a token that is another rank's, its "
+        "vector is sent there and one comes back, in forward and in backward:"
+    ]
+    for path, module, dispatch in found:
+        shapes = " ".join(f"{name}{list(p.shape)}" for name, p in module._parameters.items() if p is not None)
+        lines.append(f"  {path:<44}{module.num_experts} of {dispatch.experts} experts here  {shapes}")
+    return lines
