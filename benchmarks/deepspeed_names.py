@@ -207,7 +207,7 @@ AREAS = {
     "checkpoints: there is one here",
     "checkpoint": "parts of DeepSpeed's own checkpoint files: checkpoints here have another form",
     "runtime.fp16.onebit runtime.zero.muon": "optimizers with compressed communication, and Muon's own modules",
-    "runtime.pipe pipe": "the engine of pipelines: its topologies and schedules are here",
+    "runtime.pipe pipe": "pipelines: what trains in stages is here",
     "comm": "backends of communication: torch.distributed's are used, and collectives name their parameters",
     "runtime.zero.stage runtime.fp16.fused runtime.fp16.unfused runtime.bf16 runtime.base_optimizer": "buffers, "
     "partitions and hooks of DeepSpeed's own optimizers: the engine has its own",

@@ -448,7 +448,7 @@ def test_sizes_of_a_config() -> None:
     """The batch triad counts ranks as DeepSpeed does: each of tensor, and those that share sequences once."""
     given = {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2}
     settings = read(given, world_size=8)
-    assert settings.sizes == (2, 2, 2) and settings.micro_batch == 2
+    assert settings.sizes == (2, 2, 2, 1) and settings.micro_batch == 2
     assert settings.mesh == {"inter": 2, "intra": 2, "tensor": 2}
     early = read({**given, "tensor_parallel": {"autotp_size": "auto"}}, early=True)
     assert early["tensor_parallel.autotp_size"] == 0

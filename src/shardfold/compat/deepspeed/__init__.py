@@ -25,6 +25,8 @@ __getattr__, __dir__ = attach(
         "DeepSpeedOptimizerCallable": "runtime.base_optimizer",
         "DeepSpeedSchedulerCallable": "runtime.base_optimizer",
         "OnDevice": "utils.init_on_device",
+        "PipelineEngine": "pipeline_engine",
+        "PipelineModule": "pipeline_module",
         "add_config_arguments": "arguments",
         "add_tuning_arguments": "runtime.lr_schedules",
         "checkpointing": "runtime.activation_checkpointing.checkpointing:",

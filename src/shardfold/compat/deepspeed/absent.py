@@ -12,7 +12,7 @@ _INFERENCE = (
     "inference kernels are not here; call the trained engine.module under torch.no_grad(), or save it with "
     "engine.save_16bit_model and serve that"
 )
-_PIPELINE = "pipeline parallelism is not here; stage 3 of zero_optimization makes a model fit without cutting it up"
+_PIPELINE = "this order is not here; PipelineModule trains in one forward and one backward at a time (1F1B)"
 _EXPERTS = (
     "expert parallelism is not here; experts train right as ordinary modules, with stage 3 of zero_optimization to "
     "make them fit"
@@ -36,9 +36,6 @@ ABSENT: dict[str, str] = {
     "inference.config.DeepSpeedInferenceConfig": _INFERENCE,
     "replace_transformer_layer": _INFERENCE,
     "module_inject.replace_transformer_layer": _INFERENCE,
-    "PipelineModule": _PIPELINE,
-    "PipelineEngine": _PIPELINE,
-    "pipe.PipelineModule": _PIPELINE,
     "moe.layer.MoE": _EXPERTS,
     "moe.utils.split_params_into_different_moe_groups_for_optimizer": _EXPERTS,
     "DeepSpeedHybridEngine": _HYBRID,
@@ -56,9 +53,6 @@ ABSENT: dict[str, str] = {
     "runtime.fp16.onebit.adam.OnebitAdam": _ONEBIT,
     "runtime.fp16.onebit.lamb.OnebitLamb": _ONEBIT,
     "runtime.fp16.onebit.zoadam.ZeroOneAdam": _ONEBIT,
-    "runtime.pipe.PipelineModule": _PIPELINE,
-    "runtime.pipe.module.PipelineModule": _PIPELINE,
-    "runtime.pipe.engine.PipelineEngine": _PIPELINE,
     "runtime.pipe.schedule.DualPipeVSchedule": _PIPELINE,
     "runtime.hybrid_engine.DeepSpeedHybridEngine": _HYBRID,
     "runtime.config.HybridEngineConfig": _HYBRID,

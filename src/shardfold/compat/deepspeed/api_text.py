@@ -51,6 +51,8 @@ TESTED: dict[str, str] = {
     "runtime.fp16.unfused_optimizer": "test_documented.py",
     "runtime.lr_schedules": "test_modules.py",
     "runtime.pipe": "test_behaviours.py",
+    "runtime.pipe.engine": "test_pipeline.py",
+    "runtime.pipe.module": "test_pipeline.py",
     "runtime.pipe.schedule": "test_behaviours.py",
     "runtime.pipe.topology": "test_behaviours.py",
     "runtime.precision_config": "test_names.py",

@@ -270,7 +270,15 @@ PARALLEL = (
               "crosses them by deepspeed.runtime.sequence_parallel or deepspeed.sequence.layer", low=1),
     _honoured("data_parallel_size", "integer", None, "must be all ranks / those of tensor and of sequence", low=1),
     _refused("expert_parallel", "object", None, "there is no automatic expert parallelism", switch="enabled"),
-    _refused("pipeline", "object", None, "there is no PipelineModule", off=(None, {})),
+    _noted("pipeline.stages", "any", "auto", "PipelineModule(num_stages=...) says it", off=(None, "auto")),
+    _noted("pipeline.partition", "string", "best", "PipelineModule(partition_method=...) says it", off=(None, "best")),
+    _noted("pipeline.seed_layers", "boolean", False, "PipelineModule(seed_layers=...) says it"),
+    _honoured("pipeline.activation_checkpoint_interval", "integer", 0, "above 0 layers of a PipelineModule run again "
+              "in backward, each by itself", low=0),
+    _noted("pipeline.pipe_partitioned", "boolean", True, "activations travel whole between stages", off=(None, False)),
+    _noted("pipeline.grad_partitioned", "boolean", True, "gradients travel whole between stages", off=(None, False)),
+    _noted("pipeline.use_reentrant", "boolean", True, "layers run again without re-entrant autograd",
+           off=(None, False)),
     _noted("use_data_before_expert_parallelism", "boolean", False, "there is no expert parallelism"),
 )  # fmt: skip
 

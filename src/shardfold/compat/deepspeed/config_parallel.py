@@ -1,6 +1,6 @@
-"""How a config shares all ranks out: among those of tensor, of sequence and of data.
+"""How a config shares all ranks out: among stages of a pipeline, and those of tensor, of sequence and of data.
 
-    rank = (data, sequence, tensor), the last varies fastest
+    rank = (stage, data, sequence, tensor), the last varies fastest
 
 Sizes come from the config, and from what ``deepspeed.initialize`` is told beside it. Ranks that have parts of the same
 sequences share parameters, so that states are split over them as over ranks of data: they are the mesh's ``intra``.
@@ -15,9 +15,19 @@ from typing import Any, NamedTuple
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.errors import did_you_mean
 
-__all__ = ["AUTOTP", "SEQUENCE_AXIS", "TENSOR_AXIS", "Said", "Sizes", "mesh_of", "plan_words", "sizes_of"]
+__all__ = [
+    "AUTOTP",
+    "PIPELINE_AXIS",
+    "SEQUENCE_AXIS",
+    "TENSOR_AXIS",
+    "Said",
+    "Sizes",
+    "mesh_of",
+    "plan_words",
+    "sizes_of",
+]
 
-SEQUENCE_AXIS, TENSOR_AXIS = "intra", "tensor"
+SEQUENCE_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "intra", "tensor", "pipeline"
 """The mesh's names of these axes."""
 
 AUTOTP = "tensor_parallel.autotp_size"
@@ -43,13 +53,14 @@ class Sizes(NamedTuple):
     tensor: int
     sequence: int
     data: int
+    pipeline: int = 1
 
 
 def sizes_of(
     get: Callable[[str], Any], given: Mapping[str, Any], ranks: int, told: Mapping[str, Sequence[Said]]
 ) -> Sizes:
     """The sizes of the axes of ``ranks``; ``told``: what was said beside the config, of ``"autotp"``,
-    ``"tensor"`` and ``"sequence"``.
+    ``"tensor"``, ``"sequence"`` and ``"pipeline"``.
 
     Raises:
         DeepSpeedConfigError: two sizes of one axis differ, or they do not multiply up.
@@ -62,19 +73,20 @@ def sizes_of(
     sequence = list(told.get("sequence", ()))
     if "sequence_parallel_size" in given:
         sequence.append(Said(given["sequence_parallel_size"], "sequence_parallel_size"))
-    sizes = [_one("tensor", tensor), _one("sequence", sequence)]
-    data, rest = divmod(ranks, sizes[0] * sizes[1])
+    stages = list(told.get("pipeline", ()))
+    sizes = [_one("tensor", tensor), _one("sequence", sequence), _one("pipeline", stages)]
+    data, rest = divmod(ranks, sizes[0] * sizes[1] * sizes[2])
     asked = get("data_parallel_size")
     if rest or (asked is not None and asked != data):
         product = " x ".join(
             [f"data_parallel_size = {asked}"] * (asked is not None)
-            + [f"{each.by} = {each.size}" for each in (*tensor[:1], *sequence[:1])]
+            + [f"{each.by} = {each.size}" for each in (*tensor[:1], *sequence[:1], *stages[:1])]
         )
         raise DeepSpeedConfigError(
             f"{product} does not multiply up to the {ranks} rank{'s' if ranks > 1 else ''} there are: change the sizes "
             "or the number of ranks."
         )
-    return Sizes(sizes[0], sizes[1], data)
+    return Sizes(sizes[0], sizes[1], data, sizes[2])
 
 
 def _one(axis: str, said: Sequence[Said]) -> int:
@@ -102,6 +114,8 @@ def mesh_of(sizes: Sizes, mesh: dict[str, int] | None) -> dict[str, int] | None:
         mesh = {"inter": sizes.data, SEQUENCE_AXIS: sizes.sequence}
     if sizes.tensor > 1:
         mesh = {**(mesh or {}), TENSOR_AXIS: sizes.tensor}
+    if sizes.pipeline > 1:
+        mesh = {PIPELINE_AXIS: sizes.pipeline, **(mesh or {})}
     return mesh
 
 

@@ -42,7 +42,8 @@ class Settings:
         origins: of each of these: ``"given"``, ``"derived"`` or ``"default"``.
         notes: what to say once at start.
         world_size: number of ranks that the triad was solved for: all but that those which share sequences count as
-            one. Those of tensor count each, as they do in DeepSpeed.
+            one. Those of tensor count each, as they do in DeepSpeed; those that have one copy of a model in stages
+            count as one.
         sizes: ranks along each axis.
         stage: 0 to 3.
         train_batch_size, micro_batch, accumulate: the triad; with ``early``, as given, and 1 for ``accumulate``.
@@ -138,8 +139,8 @@ def read(
         early: before clients have filled in their ``"auto"`` values: these count as absent, and the batch triad is not
             solved.
         data_ranks: that the triad is solved for; None: as ``world_size`` and the config say.
-        told: ranks of ``"tensor"`` and ``"sequence"``, as far as they were said beside the config, and of
-            ``"autotp"``: those of tensor of a model that is cut by itself.
+        told: ranks of ``"tensor"``, ``"sequence"`` and ``"pipeline"``, as far as they were said beside the config, and
+            of ``"autotp"``: those of tensor of a model that is cut by itself.
 
     Raises:
         DeepSpeedConfigError: it cannot be honoured; one sentence says what, where and how to mend it.
@@ -171,10 +172,12 @@ def read(
     else:
         readers = ranks // sizes.sequence
         ranks_from += f", of which {sizes.sequence} share sequences" * (sizes.sequence > 1)
+        if told.get("pipeline"):  # in a pipeline DeepSpeed counts each copy of the model once
+            readers, ranks_from = sizes.data, f"copies of the model on {ranks} ranks"
     batch = None if early else solve(train, micro, accumulate, readers, ranks_from)
     optimizer = hyper("optimizer", get("optimizer.type"), get("optimizer.params"))
     _say_defaults(checked, early, optimizer)
-    layout, mesh = layout_of(get, stage, ranks // sizes.tensor, notes, early)
+    layout, mesh = layout_of(get, stage, ranks // (sizes.tensor * sizes.pipeline), notes, early)
     offload, folders = offload_of(get, stage, notes, early)
     if sizes.sequence > 1 and "seq_parallel_communication_data_type" in given:
         given["communication_data_type"] = given["seq_parallel_communication_data_type"]

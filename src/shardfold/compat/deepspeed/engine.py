@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,10 +108,11 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
         tensor = self._tensor_plan(model)
         self._core = Engine(
             model, optimizer=optimizer, layout=settings.table, precision=settings.precision,
-            activations=settings.activations, accumulate=settings.accumulate,
+            activations=self._activations(model), accumulate=settings.accumulate,
             clip=Clip(norm=limit) if limit is not None else None,
             loss_scale=settings.loss_scale if optimizer is not None else None,
             mesh=settings.mesh, tensor=tensor, overlap=settings.overlap, device=_device(args),
+            stages=self._stages(model), units=self._units(model),
         )  # fmt: skip
         self._cross(model)
         self._core._runner.visible.hints = False  # what reads .grad finds None there, as DeepSpeed leaves it
@@ -119,6 +120,18 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
         self.device = self._core.device
         self.basic_optimizer = optimizer
         self._divide_by(settings.accumulate)
+
+    def _stages(self, model: nn.Module) -> Sequence[str] | None:
+        """Where stages of the model begin; None: there are none."""
+        return None
+
+    def _units(self, model: nn.Module) -> Sequence[str] | None:
+        """Which modules are units; None: the engine finds them."""
+        return None
+
+    def _activations(self, model: nn.Module) -> Any:
+        """What the engine does with activations."""
+        return self._settings.activations
 
     def finish(self, monitor: MonitorMaster | None) -> None:
         """Adds what stands around the engine underneath; nothing is sent."""

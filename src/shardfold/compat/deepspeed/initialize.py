@@ -15,6 +15,7 @@ from shardfold.compat.deepspeed.config_parallel import Said
 from shardfold.compat.deepspeed.engine import DeepSpeedEngine
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.mpu import told_by
+from shardfold.compat.deepspeed.pipeline_module import PipelineModule
 from shardfold.compat.deepspeed.ranks import NOW
 from shardfold.compat.deepspeed.refused import WrongArgument
 from shardfold.compat.deepspeed.tensor import check_dtype, told_of
@@ -81,11 +82,12 @@ def initialize(
     if settings["log_level"] is not None:
         set_log_level_from_string(settings["log_level"])
     apply_zero_leaf_module_config(model, view.zero_config.leaf_module)
-    NOW.enter(settings.sizes.tensor, settings.sizes.sequence)
+    NOW.enter(settings.sizes.tensor, settings.sizes.sequence, settings.sizes.pipeline)
     NOW.mpu, NOW.mesh_device = mpu, None
     if mesh_param is not None and settings.sizes.tensor == 1:
         NOW.mesh_device = comm.initialize_mesh_device(tuple(mesh_param), ("data_parallel", "sequence_parallel"))
-    engine = DeepSpeedEngine(model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu)
+    kind = _engine_class(model)
+    engine = kind(model, view, basic, args=args, training_data=training_data, collate_fn=collate_fn, mpu=mpu)
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     try:
         with together("the schedule of deepspeed.initialize()"):
@@ -105,6 +107,14 @@ def initialize(
     if notes:
         log_dist(said(notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _engine_class(model: nn.Module) -> type[DeepSpeedEngine]:
+    if not isinstance(model, PipelineModule):
+        return DeepSpeedEngine
+    from shardfold.compat.deepspeed.pipeline_engine import PipelineEngine
+
+    return PipelineEngine
 
 
 def _config(args: Any, config: Any, config_params: Any) -> Any:
@@ -140,6 +150,14 @@ def _told(model: nn.Module, mpu: Any, mesh_param: Any) -> dict[str, list[Said]]:
         WrongArgument: ``mesh_param`` is no mesh of all ranks, or ``mpu`` is not one that is here.
     """
     told: dict[str, list[Said]] = {"autotp": told_of(model), "tensor": [], "sequence": []}
+    if isinstance(model, PipelineModule):
+        if mpu is not None:
+            raise WrongArgument(
+                "initialize(mpu=...) is not for a PipelineModule, whose topology= says how ranks are shared."
+            )
+        told["pipeline"] = [Said(model.num_stages, "PipelineModule(num_stages=...)")]
+        slices = model.topology().get_dim("model")
+        told["tensor"] += [Said(slices, "PipelineModule(topology=...)")] if slices > 1 else []
     for axis, sizes in told_by(mpu).items():
         told[axis] += sizes
     if mesh_param is not None:

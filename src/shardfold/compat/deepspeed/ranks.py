@@ -1,6 +1,6 @@
 """How all ranks are shared out just now: the groups that DeepSpeed's accessors tell of.
 
-    rank = (data, sequence, tensor), the last varies fastest
+    rank = (stage, data, sequence, tensor), the last varies fastest
 
 The engine underneath has groups of its own. These are for the user's collectives, and for clients'.
 """
@@ -21,32 +21,37 @@ class Ways:
     """Groups of all ranks; every rank makes one of the same sizes.
 
     Attributes:
-        tensor, sequence, data: numbers of ranks along each axis.
-        tensor_rank, sequence_rank, data_rank: this rank's places.
+        tensor, sequence, data, pipeline: numbers of ranks along each axis.
+        tensor_rank, sequence_rank, data_rank, stage: this rank's places.
         reading_rank: its number among those that share its parameters: ``(data, sequence)``.
         tensor_group, sequence_group: of the ranks that differ on the axis only; None for an axis of one rank.
         data_group, reading_group: of those along data, and along data and sequence.
     """
 
-    def __init__(self, tensor: int = 1, sequence: int = 1) -> None:
+    def __init__(self, tensor: int = 1, sequence: int = 1, pipeline: int = 1) -> None:
         world_size, rank = world.get_world_size(), world.get_rank()
-        self.tensor, self.sequence = tensor, sequence
-        self.data = world_size // (tensor * sequence)
-        rest, self.tensor_rank = divmod(rank, tensor)
+        self.tensor, self.sequence, self.pipeline = tensor, sequence, pipeline
+        of_stage = world_size // pipeline
+        self.data = of_stage // (tensor * sequence)
+        self.stage, place = divmod(rank, of_stage)
+        rest, self.tensor_rank = divmod(place, tensor)
         self.reading_rank = rest
         self.data_rank, self.sequence_rank = divmod(rest, sequence)
-        all_ranks = [[[(d * sequence + s) * tensor + t for t in range(tensor)] for s in range(sequence)]
-                     for d in range(self.data)]  # fmt: skip
+        stages = [[[[first + (d * sequence + s) * tensor + t for t in range(tensor)] for s in range(sequence)]
+                   for d in range(self.data)] for first in range(0, world_size, of_stage)]  # fmt: skip
         self.tensor_group = self.sequence_group = None
         self.data_group = self.reading_group = world.get_world_group() if world.is_initialized() else None
         if tensor > 1:
-            self.tensor_group = _mine([row for block in all_ranks for row in block])
-            self.reading_group = _mine([[row[t] for block in all_ranks for row in block] for t in range(tensor)])
-            self.data_group = self.reading_group
+            self.tensor_group = _mine([row for blocks in stages for block in blocks for row in block])
+        if tensor > 1 or pipeline > 1:
+            same = [[row[t] for block in blocks for row in block] for blocks in stages for t in range(tensor)]
+            self.data_group = self.reading_group = _mine(same)
         if sequence > 1:
-            self.sequence_group = _mine([[row[t] for row in block] for block in all_ranks for t in range(tensor)])
+            self.sequence_group = _mine(
+                [[row[t] for row in block] for blocks in stages for block in blocks for t in range(tensor)]
+            )
             self.data_group = _mine(
-                [[block[s][t] for block in all_ranks] for s in range(sequence) for t in range(tensor)]
+                [[block[s][t] for block in blocks] for blocks in stages for s in range(sequence) for t in range(tensor)]
             )
 
 
@@ -71,7 +76,7 @@ class Now:
 
     def __init__(self) -> None:
         self._all: Any = None  # the group of all ranks that the others were made of
-        self._made: dict[tuple[int, int], Ways] = {}
+        self._made: dict[tuple[int, int, int], Ways] = {}
         self._ways: Ways | None = None
         self.mpu: Any = None
         self.mesh_device: Any = None
@@ -84,12 +89,13 @@ class Now:
             self._all, self._ways, self.mpu, self.mesh_device, self.shared = present, None, None, None, 1
             self._made.clear()
 
-    def enter(self, tensor: int, sequence: int) -> Ways:
+    def enter(self, tensor: int, sequence: int, pipeline: int = 1) -> Ways:
         """Shares ranks out like this from now on; every rank calls it."""
         self._renew()
-        if (tensor, sequence) not in self._made:
-            self._made[tensor, sequence] = Ways(tensor, sequence)
-        self._ways = self._made[tensor, sequence]
+        sizes = tensor, sequence, pipeline
+        if sizes not in self._made:
+            self._made[sizes] = Ways(*sizes)
+        self._ways = self._made[sizes]
         return self._ways
 
     @property

@@ -33,6 +33,7 @@ from shardfold.compat.deepspeed.utils.logging import log_dist
 from shardfold.compat.deepspeed.whole_files import written_whole
 from shardfold.engine.engine import Engine
 from shardfold.errors import CheckpointError, ShardfoldError, by_rank
+from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.whole_segments import whole_segments
 from shardfold.sharding.whole_state import named_state
 
@@ -172,7 +173,7 @@ def _everyone(engine: SavedEngine, text: str) -> list[str]:
     """What every rank says, by rank."""
     engine._core.sharded.gate.meet("engine.save_checkpoint() or engine.load_checkpoint()")
     engine._messages += 1
-    return engine._core.sharded.comm.agreement.exchange(f"{OWN}/{engine._messages}", text)
+    return engine._core.sharded.comm.job.exchange(f"{OWN}/{engine._messages}", text)
 
 
 def _own_state(engine: SavedEngine) -> dict[str, Any]:
@@ -422,6 +423,8 @@ def module_state_dict(
     exclude_frozen_parameters: bool,
 ) -> dict[str, Any]:
     """See :meth:`DeepSpeedEngine.module_state_dict`."""
+    if engine._settings.sizes.pipeline > 1:
+        return _of_stages(engine, destination, prefix, exclude_frozen_parameters)
     if engine.zero_optimization_partition_weights() or engine.mp_world_size > 1:
         state: dict[str, Any] = {} if destination is None else destination
         whole = _whole(engine, exclude_frozen_parameters, everywhere=True)
@@ -436,8 +439,23 @@ def module_state_dict(
     return state
 
 
+def _of_stages(
+    engine: SavedEngine, destination: dict[str, Any] | None, prefix: str, exclude_frozen: bool
+) -> dict[str, Any]:
+    """The whole model's, on every rank, in the dtype that forward reads; each value is on one stage."""
+    whole = engine._core.state_dict(frozen="skip" if exclude_frozen else "keep")
+    dtype = engine._core.precision.compute
+    state: dict[str, Any] = {} if destination is None else destination
+    for name, value in whole.items():
+        state[prefix + name] = value.to(TORCH_DTYPES[dtype]) if value.dtype == torch.float32 else value
+    return state
+
+
 def consolidated(engine: SavedEngine, exclude_frozen_parameters: bool) -> dict[str, Tensor] | None:
     """Whole values in the dtype that forward reads, on the CPU of rank 0; None on others."""
+    if engine._settings.sizes.pipeline > 1:
+        whole = _of_stages(engine, None, "", exclude_frozen_parameters)
+        return whole if engine.global_rank == 0 else None
     return _whole(engine, exclude_frozen_parameters, everywhere=False)
 
 
@@ -473,7 +491,7 @@ def load_module_state_dict(
     may_miss: Iterable[str] | None = None,
 ) -> None:
     """See :meth:`DeepSpeedEngine.load_module_state_dict`."""
-    if engine.mp_world_size > 1:
+    if engine.mp_world_size > 1 and engine._settings.sizes.pipeline == 1:
         joining = Joining(engine._core, lambda text: _everyone(engine, text))
         named = dict(engine.module.named_parameters(remove_duplicate=False))
         state = {
@@ -521,6 +539,9 @@ def save_16bit_model(engine: SavedEngine, save_dir: Any, save_filename: str, exc
 
 def give_back(engine: SavedEngine) -> None:
     """Closes the engine underneath; if its values cannot be had any more, without them."""
+    if engine._settings.sizes.pipeline > 1:  # values of other stages are on other ranks
+        engine._core.close()
+        return
     try:
         engine._core.close_split()
     except ShardfoldError as error:

@@ -40,7 +40,7 @@ class Sharing:
 
     def _share_out(self) -> None:
         sizes = self._settings.sizes
-        ways = self._ways = NOW.enter(sizes.tensor, sizes.sequence)
+        ways = self._ways = NOW.enter(sizes.tensor, sizes.sequence, sizes.pipeline)
         self.dp_world_size, self.mp_world_size = ways.data, ways.tensor
         self.seq_dp_world_size, self.sequence_parallel_size = ways.data * ways.sequence, ways.sequence
         self.data_parallel_group, self.seq_data_parallel_group = ways.data_group, ways.reading_group

@@ -3,14 +3,14 @@
 A piece is a module that is called as a whole: a child of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` that is not
 the one such list in it, or a module beside these lists that has parameters (an embedding, a norm, a head). What is
 around the pieces, the code of the modules that contain them, is run by every stage, so masks and positions are nowhere
-sent.
+sent. A model with a method ``pipeline_pieces()`` says by itself which modules they are: it gives their paths, in order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from shardfold.errors import ConfigError, ModelError, did_you_mean
 __all__ = ["Piece", "cost_of", "cut_by_cost", "cut_by_names", "find_pieces"]
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+SAID = "pipeline_pieces"
 
 
 class Piece(NamedTuple):
@@ -35,7 +36,7 @@ def find_pieces(model: nn.Module) -> list[Piece]:
         ModelError: a parameter belongs to a module around the pieces, so no stage could be the one that has it.
     """
     found: dict[int, Piece] = {}
-    for piece in _below(model, ""):
+    for piece in _said(model) if hasattr(model, SAID) else _below(model, ""):
         found.setdefault(id(piece.module), piece)
     inside = {id(p) for piece in found.values() for p in piece.module.parameters()}
     if loose := [name for name, p in model.named_parameters() if id(p) not in inside]:
@@ -45,6 +46,18 @@ def find_pieces(model: nn.Module) -> list[Piece]:
             "its own, which is called."
         )
     return list(found.values())
+
+
+def _said(model: nn.Module) -> list[Piece]:
+    """
+    Raises:
+        ModelError: the model names what is no module of it.
+    """
+    paths: Any = getattr(model, SAID)()
+    try:
+        return [Piece(path, model.get_submodule(path)) for path in paths]
+    except (AttributeError, TypeError) as error:
+        raise ModelError(f"{type(model).__name__}.{SAID}() gives paths of modules of the model: {error}.") from error
 
 
 def _below(module: nn.Module, path: str) -> Iterator[Piece]:

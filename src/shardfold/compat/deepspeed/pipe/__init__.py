@@ -1,14 +1,15 @@
-"""``deepspeed.pipe``: what of pipelines is arithmetic."""
+"""``deepspeed.pipe``: layers in stages, and how ranks are shared out."""
 
 from shardfold.compat.deepspeed.lazy import attach
 
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "LayerSpec": "runtime.pipe.module",
+        "LayerSpec": "runtime.pipe.specs",
         "PipeDataParallelTopology": "runtime.pipe.topology",
         "PipeModelDataParallelTopology": "runtime.pipe.topology",
+        "PipelineModule": "pipeline_module",
         "ProcessTopology": "runtime.pipe.topology",
-        "TiedLayerSpec": "runtime.pipe.module",
+        "TiedLayerSpec": "runtime.pipe.specs",
     },
 )

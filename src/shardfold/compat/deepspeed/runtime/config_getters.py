@@ -139,7 +139,7 @@ def get_scheduler_params(param_dict: Config) -> Any:
 
 
 def get_pipeline_config(param_dict: Config) -> dict[str, Any]:
-    """``pipeline`` over its defaults; ``initialize`` refuses the section."""
+    """``pipeline`` over its defaults."""
     return PIPELINE | dict(param_dict.get("pipeline", {}))
 
 

@@ -1,13 +1,14 @@
-"""``deepspeed.runtime.pipe``: what of pipelines is arithmetic."""
+"""``deepspeed.runtime.pipe``: layers in stages, and how ranks are shared out."""
 
 from shardfold.compat.deepspeed.lazy import attach
 
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "LayerSpec": "runtime.pipe.module",
+        "LayerSpec": "runtime.pipe.specs",
+        "PipelineModule": "pipeline_module",
         "ProcessTopology": "runtime.pipe.topology",
-        "TiedLayerSpec": "runtime.pipe.module",
+        "TiedLayerSpec": "runtime.pipe.specs",
     },
-    ("module", "schedule", "topology"),
+    ("engine", "module", "schedule", "topology"),
 )

@@ -163,6 +163,9 @@ class PipelineParallelGrid:
         following = {rank: ranks[(i + 1) % len(ranks)] for ranks in self.pipe_groups for i, rank in enumerate(ranks)}
         return [[rank, following[rank]] for rank in range(self.world_size)]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineParallelGrid:
+        return self  # groups are not copied
+
     def topology(self) -> ProcessTopology:
         """The grid."""
         return self._topo
