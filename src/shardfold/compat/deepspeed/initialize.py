@@ -103,8 +103,7 @@ def initialize(
         zero.note_parameters(engine)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
-    notes = [*settings.notes, *_without_optimizer(basic, settings, lr_scheduler)]
-    if notes:
+    if notes := [*settings.notes, *_without_optimizer(basic, settings, lr_scheduler)]:
         log_dist(said(notes), ranks=[0], level=logging.WARNING)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
