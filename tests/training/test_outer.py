@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.errors import ConfigError, LayoutError
-from shardfold.testing import Ranks
+from shardfold.errors import CollectiveError, ConfigError, LayoutError
+from shardfold.testing import Ranks, RanksFailed, run_ranks
 
 WIDTH, STEPS = 8, 9
 UNITS = [str(i) for i in range(4)]
@@ -233,3 +233,110 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
         sf.Engine(model(), optimizer=SGD, outer=sf.Outer(every=2, axis="inner"))
     with pytest.raises(LayoutError, match=r"what outer steps send travels as 'bf17'.*Did you mean 'bf16'"):
         sf.Engine(model(), optimizer=SGD, outer=sf.Outer(every=2, format="bf17"))
+
+
+SAVED_AT = 5  # fragment 0 was sent behind step 4 and is to be taken in behind step 6
+
+
+def _save(folder: str) -> dict[str, Tensor]:
+    """Goes on behind a save in the middle of a round, as if it had not been."""
+    engine = engine_of("zero2", STREAMING, ADAMW)
+    train(engine, range(SAVED_AT))
+    engine.save(folder, wait=True)
+    state = train(engine, range(SAVED_AT, STEPS))
+    engine.close()
+    return state
+
+
+def _resume(folder: str, layout: str, ranks: int) -> dict[str, Tensor]:
+    engine = engine_of(layout, STREAMING, ADAMW, ranks)
+    report = engine.load(folder)
+    assert not [note for note in report.notes if "outer" in note], report.notes
+    state = train(engine, range(SAVED_AT, STEPS))
+    engine.close()
+    return state
+
+
+def _alone(folder: str) -> tuple[dict[str, Tensor], list[str]]:
+    engine = sf.Engine(model(), optimizer=ADAMW, layout="ddp", units=UNITS)
+    report = engine.load(folder)
+    state = engine.state_dict()
+    engine.close()
+    return state, report.notes
+
+
+def test_a_round_goes_on_from_its_middle(ranks: Ranks, tmp_path: Path) -> None:
+    """Weights and moments of each group, what they share and what is on its way are in a checkpoint: a run goes on from
+    it to the bit, and by another layout on fewer ranks of each group; without groups it has the first one's weights."""
+    folder = str(tmp_path / "saved")
+    through = ranks.run(_save, folder)
+    assert_near(through, expected(STREAMING, ADAMW))
+    again = ranks.run(_resume, folder, "zero2", 4)
+    for mine, theirs in zip(again, through, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    state, notes = run_ranks(_alone, 1, folder)[0]
+    assert_near([state], expected(STREAMING, ADAMW, SAVED_AT)[:1])
+    assert any("There were 2 groups between outer steps and now there is 1" in note for note in notes)
+
+
+@pytest.mark.soak
+def test_a_round_goes_on_with_other_ranks_in_its_groups(ranks: Ranks, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    ranks.run(_save, folder)
+    assert_near(run_ranks(_resume, 2, folder, "zero3", 2), expected(STREAMING, ADAMW))
+
+
+def _meet(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    engine = engine_of("zero1", {**DILOCO, "every": 50}, ADAMW)
+    apart = train(engine, range(steps))
+    engine.synchronize()
+    together = engine.state_dict()
+    engine.close()
+    return apart, together
+
+
+def test_groups_come_together_when_they_are_told_to(ranks: Ranks) -> None:
+    """``synchronize()`` takes the outer step at once."""
+    seen = ranks.run(_meet, 2)
+    assert not torch.equal(seen[0][0]["0.weight"], seen[2][0]["0.weight"])
+    assert_near([together for _, together in seen], expected({**DILOCO, "every": 2}, ADAMW, 2))
+
+
+def _dies(folder: str) -> str:
+    """Rank 3 is gone in the middle of the second round."""
+    engine = engine_of("zero3", {"every": 2}, SGD)
+    try:
+        for number in range(4):
+            if number == 2:
+                engine.save(folder, wait=True)
+            if engine.rank == 3 and number == 3:
+                os._exit(0)
+            _one_step(engine, number)
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.soak
+def test_a_round_that_lost_a_member_is_repeated(tmp_path: Path) -> None:
+    """Every survivor hears of it, those of the other group at the outer step; from the checkpoint of the round's
+    beginning the run ends as one that lost nobody."""
+    folder = str(tmp_path / "saved")
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_told, 4, folder)
+    assert sorted(f.rank for f in failed.value.failures) == [0, 1, 2, 3]
+    assert "PUSH" in str(failed.value) and "has probably died" in str(failed.value)
+    assert_near(run_ranks(_repeats, 4, folder), expected({"every": 2}, SGD, 4))
+
+
+def _told(folder: str) -> None:
+    if said := _dies(folder):
+        raise RuntimeError(said)
+
+
+def _repeats(folder: str) -> dict[str, Tensor]:
+    engine = engine_of("zero3", {"every": 2}, SGD)
+    engine.load(folder)
+    state = train(engine, range(2, 4))
+    engine.close()
+    return state

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfold.checkpoint.apart import group_here, is_apart, of_group, shared_states
 from shardfold.checkpoint.files import NAMES, Part
 from shardfold.checkpoint.format import Index, Parameter, Piece
 from shardfold.checkpoint.rng import rng_state
@@ -41,19 +42,24 @@ def collect(
     see :func:`sums_of_lost`.
     """
     parts: list[Part] = []
-    index = Index()
+    index, group = Index(), group_here(model)
     for unit in model.units:
         for segment in unit.segments:
             for slot, place in enumerate(segment.spec.slots):
-                if place.name not in left_out and model.counts(segment):
+                if place.name not in left_out and model.counts(segment) and (segment.spec.trainable or not group):
                     _of_parameter(model, segment, slot, parts, index, lost.get(id(segment)))
+    parts = of_group(parts, group)
+    if group:
+        index.once.clear()
+    for segment in model.trainable():
+        _of_all_groups(model, segment, parts)
     tensors: dict[str, Tensor] = {}
     tree = encode({"rng": rng_state()}, "rank_state", tensors)
     tree["state"] = encode(plain(rank_state), "rank_state.state", tensors, "rank_state")
     index.ranks = [tree]
     for name, tensor in tensors.items():
         parts.append(_whole("rank", "", name, tensor, rank=model.rank))
-    if model.leads:
+    if model.leads and not group:
         for name, (buffer, _) in buffers_of(model.module).items():
             parts.append(_whole("buffer", "", name, buffer))
         if model.rank:  # of another stage than rank 0's, which the header tells of
@@ -72,6 +78,7 @@ def header(
         "schedule": model.run.lr_schedule.state_dict() if model.run.lr_schedule is not None else None,
         "loss_scale": model.run.loss_scale.state_dict() if model.run.loss_scale is not None else None,
         "averages": [{"updates": average.updates} for average in model.run.averages],
+        "outer": model.run.outer.describe() if model.run.outer is not None else None,
     }
     tree = encode(run, "run", tensors)
     tree["state"] = encode(plain(state), "run.state", tensors, "state")
@@ -124,7 +131,7 @@ def is_average(state: str) -> bool:
 
 def is_moment(state: str) -> bool:
     """Whether a state is the optimizer's."""
-    return state not in ("weight", LOST) and not is_average(state)
+    return state not in ("weight", LOST) and not is_average(state) and not is_apart(state)
 
 
 # -- a parameter ---------------------------------------------------------------------------------------------------
@@ -186,6 +193,17 @@ def _of_parameter(
                 numbers[name] = encode(value, f"{name} of {place.name}", {})
         if numbers:
             index.once[place.name] = numbers
+
+
+def _of_all_groups(model: ShardedModel, segment: Segment, parts: list[Part]) -> None:
+    """This rank's share of what groups of ranks have together of a segment."""
+    over = (*segment.table.master.over, *model.comm.mesh.sizes.rare)
+    for state, bounds, values in shared_states(model, segment):
+        for place in segment.spec.slots:
+            low, high = _share(model, bounds, over, segment, place)
+            a, b = max(low, place.offset), min(high, place.offset + place.numel)
+            if a < b:
+                parts.append(_range(place, state, a - place.offset, values[a - bounds[0] : b - bounds[0]]))
 
 
 def _range(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfold.checkpoint.apart import group_read, shared_targets, with_group
 from shardfold.checkpoint.base import other_base
 from shardfold.checkpoint.collect import average_state, is_moment
 from shardfold.checkpoint.fit import Fit
@@ -111,6 +112,8 @@ def load(
         )
         _check_base(model, checkpoint, fit, strict)
         model.gate.zero_grad()
+        if model.run.outer is not None:
+            model.run.outer.begin_anew()
         mends = _mends(model, weights_only, fit)
         model.run.broken = (WEIGHTS if weights_only else "") + f"the load of {checkpoint.path} failed half-way"
         agreed.after = "The engine now holds a part of it: load another checkpoint before going on."
@@ -242,6 +245,7 @@ def _take_run(
             notes.append(f"The {title} begins anew: the checkpoint has {what}.")
         elif saved is not None:
             notes.append(f"The {title} of the checkpoint is not used: the engine has none.")
+    notes += _take_rounds(model, run.get("outer") or {})
     averages = run.get("averages", ())
     for number, average in enumerate(model.run.averages):
         average.updates = averages[number]["updates"] if number < len(averages) else 0
@@ -269,12 +273,34 @@ def _take_run(
         )
 
 
+def _take_rounds(model: ShardedModel, said: Mapping[str, Any]) -> list[str]:
+    """The rounds of outer steps go on, or begin anew; what is to be known of it."""
+    outer, groups = model.run.outer, int(said.get("groups", 1))
+    here = model.comm.mesh.sizes.groups
+    notes: list[str] = []
+    if outer is not None:
+        goes_on = outer.goes_on(said)
+        outer.begin_anew(int(said["steps"]) if goes_on else 0)
+        if said and not goes_on:
+            notes.append("The round of outer steps begins anew: rounds were others in the checkpoint's run.")
+    if groups != here:
+        notes.append(
+            f"There were {groups} group{'s' * (groups > 1)} between outer steps and now there "
+            f"{'are' if here > 1 else 'is'} {here}: these go on as the first ones were"
+            f"{', in turn' if here > groups else ''}."
+        )
+    return notes
+
+
 class _Work:
     """Reads a checkpoint into an engine's shards; after a failure it only keeps in step with the other ranks."""
 
     def __init__(self, model: ShardedModel, checkpoint: Checkpoint, fit: Fit) -> None:
         self._model, self._checkpoint, self._fit = model, checkpoint, fit
         self._problem: Exception | None = None
+        said = checkpoint.run().get("outer") or {}
+        self._group, outer = group_read(model, {"outer": said}), model.run.outer
+        self._flies = outer is not None and outer.goes_on(said)
 
     def tensors(self, weights_only: bool) -> None:
         """Parameters, buffers and what the optimizer keeps."""
@@ -286,6 +312,10 @@ class _Work:
                     self._weights(segment)
                     if segment.spec.trainable and not weights_only:
                         self._moments(segment)
+                    if segment.spec.trainable and model.run.outer is not None:
+                        model.run.outer.weights.begin_anew(segment)
+                        if not weights_only:
+                            self._shared(segment)
                 torch.autograd.graph.increment_version([parameter for _, parameter in unit.parameters()])
             for name, (buffer, _) in buffers_of(model.module).items():
                 if name in self._fit.buffers:
@@ -393,6 +423,14 @@ class _Work:
             if segment.spec.slots[slot].name in fit.trained:
                 self.attempt(lambda i=slot, o=old: self._once(segment, i, o))
 
+    def _shared(self, segment: Segment) -> None:
+        """What groups of ranks share of a segment; where the checkpoint has none, they begin with its weights."""
+        names = [self._fit.parameters.get(slot.name) for slot in segment.spec.slots]
+        there = {state for name in names if name is not None for state in self._checkpoint.states(name)}
+        for state, bounds, target in shared_targets(self._model, segment, there, flies=self._flies):
+            over = segment.table.master.over
+            self._fill(segment, state, target, bounds, over)
+
     def _once(self, segment: Segment, slot: int, old: str) -> None:
         update = self._model.updater
         assert update is not None
@@ -427,7 +465,9 @@ class _Work:
                 continue
             out = target[a - bounds[0] : b - bounds[0]]
             x, y = a - place.offset, b - place.offset
-            self.attempt(lambda o=old, x=x, y=y, t=out, b=place.box: checkpoint.read(o, state, x, y, out=t, box=b))
+            read = with_group(self._group, state)
+            read = read if read in checkpoint.states(old) else state
+            self.attempt(lambda o=old, s=read, x=x, y=y, t=out, b=place.box: checkpoint.read(o, s, x, y, out=t, box=b))
         complete(model.comm, [target], others, WHAT)
 
 

@@ -404,6 +404,7 @@ class Engine:
             gate.settle = self._stepper.settle
             if outer is not None and handlers.rounds is not None:
                 self._stepper.rounds = Rounds(outer, sharded, runner, self._changes, handlers.rounds)
+                sharded.run.outer = self._stepper.rounds
         self._reports = Reports(sharded, table, self._updater, runner, self._replaced, self._clock)
         self.saver, self._base, self._loads = Saver(sharded), Base(sharded), 0
         held.callback(self.saver.close)
@@ -526,6 +527,10 @@ class Engine:
 
     def __repr__(self) -> str:
         return self._reports.described()
+
+    @property
+    def _rounds(self) -> Rounds | None:
+        return self._stepper.rounds if self._stepper is not None else None
 
     # -- the user's side
 
@@ -734,6 +739,8 @@ class Engine:
 
         self._gate.meet("engine.load_state_dict()", follow=True, check=check)
         load_state(self.sharded, state)
+        if self._rounds is not None:
+            self._rounds.forget()
 
     def save(
         self,
@@ -790,11 +797,11 @@ class Engine:
             check_options(busy, keep, nonfinite, gradients, shared)
             check_flags("engine.save()", wait=wait, latest=latest)
 
-        if self.layout.outer is not None:
-            raise ConfigError("engine.save() under outer steps is not built yet.")
         self._gate.meet(f"engine.save(frozen={frozen!r})", follow=True, check=check)
         self._gate.secure()
         self._gate.refuse_broken("engine.save()")
+        if self._rounds is not None:
+            self._rounds.hold_still()
         return self.saver.save(
             path, state=state or {}, rank_state=rank_state or {}, wait=wait, busy=busy, keep=keep, nonfinite=nonfinite,
             left_out=self._base.left_out(frozen), latest=latest, gradients=gradients, shared=shared,
@@ -840,6 +847,23 @@ class Engine:
         return load(
             self.sharded, path, weights_only=weights_only, strict=strict, rename=rename, state=state, number=self._loads
         )
+
+    def synchronize(self) -> None:
+        """Brings all groups of ranks together now, whatever of a round of outer steps is over: behind it the model is
+        the same everywhere, as at the end of a run it is to be. Nothing without ``outer=``.
+
+        Raises:
+            UsageError: between the micro-batches of a step.
+        """
+
+        def check() -> None:
+            if self.micro_batch:
+                raise UsageError("engine.synchronize() between the micro-batches of a step: call it behind step().")
+
+        self._gate.meet("engine.synchronize()", check=check, settle=True)
+        if self._rounds is not None:
+            self._gate.secure()
+            self._rounds.synchronize()
 
     def memory(self) -> MemoryReport:
         """Bytes held on this rank by state and tier, walked from live storages, beside what the table says."""

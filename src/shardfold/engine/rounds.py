@@ -6,7 +6,10 @@ has a number among what all ranks do together, so groups that are not where the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
+from itertools import pairwise
+from typing import Any
 
 from torch.autograd.graph import increment_version
 
@@ -82,9 +85,34 @@ class Rounds:
             self.weights.arrive(unit)
 
     def begin_anew(self, steps: int = 0) -> None:
-        """Nothing is in flight, and so many steps are done."""
-        self.weights.forget()
-        self.steps, self.flights = steps, [Flight.NONE] * self.outer.fragments
+        """So many steps are done. At the first, nothing is in flight; else what was sent and is not taken in yet is
+        there."""
+        outer, fragments = self.outer, range(self.outer.fragments)
+        if not steps:
+            self.weights.forget()
+        self.steps = steps
+        flies = [any(outer.due(steps, fragment, behind) for behind in range(outer.delay)) for fragment in fragments]
+        self.flights = [Flight.USED if each else Flight.NONE for each in flies]
+
+    def forget(self) -> None:
+        """The model was given other values, the same to all groups: a round begins with them."""
+        self.begin_anew()
+        for segment in self._model.trainable():
+            self.weights.begin_anew(segment)
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"steps": self.steps, "groups": self.weights.groups, **self._plan()}
+
+    def _plan(self) -> dict[str, Any]:
+        """What has to be the same where a round goes on: when what is sent, and which units a fragment begins with."""
+        ops = self._runner.orders.program.outer_send
+        first = [after.unit for op, after in pairwise(ops) if op.verb == "FRAGMENT" and after.verb != "FRAGMENT"]
+        return {"every": self.outer.every, "delay": self.outer.delay, "fragments": self.outer.fragments, "first": first}
+
+    def goes_on(self, said: Mapping[str, Any]) -> bool:
+        """Whether a round that a checkpoint tells of goes on here."""
+        return "steps" in said and {name: said.get(name) for name in self._plan()} == self._plan()
 
     def _send(self, fragment: int) -> None:
         self._run("outer_send", fragment)

@@ -12,7 +12,7 @@ from shardfold.errors import StepError
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 
-__all__ = ["LRSchedule", "Mirror", "RunState", "Stateful"]
+__all__ = ["LRSchedule", "Mirror", "RunState", "Shared", "Stateful", "Together"]
 
 
 class Stateful(Protocol):
@@ -50,6 +50,25 @@ class Mirror(Protocol):
         ...
 
 
+class Shared(Protocol):
+    """What groups of ranks that train apart share (see ``optim/global_weights``)."""
+
+    def own(self, segment: Segment) -> slice: ...
+    def in_flight(self, segment: Segment) -> Tensor | None: ...
+    def put_in_flight(self, segment: Segment) -> Tensor: ...
+    def begin_anew(self, segment: Segment) -> None: ...
+
+
+class Together(Protocol):
+    """The rounds in which such groups come together (see ``engine/rounds``)."""
+
+    @property
+    def weights(self) -> Shared: ...
+    def describe(self) -> dict[str, Any]: ...
+    def goes_on(self, said: Mapping[str, Any]) -> bool: ...
+    def begin_anew(self, steps: int = 0) -> None: ...
+
+
 @dataclass(eq=False)
 class RunState:
     """The state of a run.
@@ -63,6 +82,7 @@ class RunState:
         gradients_ready: whether the last of them was that before a step, so that gradients are summed.
         averages: copies that follow the updates.
         after_step: called after each update.
+        outer: rounds in which groups of ranks come together, or None.
         broken: why the values are of no run, if they are not.
         unwritten: what the next step has to tell of updates behind the last one.
     """
@@ -75,5 +95,6 @@ class RunState:
     gradients_ready: bool = False
     averages: list[Mirror] = field(default_factory=list[Mirror])
     after_step: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    outer: Together | None = None
     broken: str = ""
     unwritten: StepError | None = None
