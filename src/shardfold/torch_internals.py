@@ -44,6 +44,7 @@ __all__ = [
     "DeviceGuard",
     "DispatchMode",
     "ExcludeKeys",
+    "FakeMode",
     "Internal",
     "NormBase",
     "Pack",
@@ -178,6 +179,7 @@ INTERNALS: tuple[Internal, ...] = (
         "seeing each operation",
         "selective recomputation; measuring of activations",
     ),
+    Internal("torch._subclasses.fake_tensor.FakeTensorMode", "a forward and backward without memory", "shardfold plan"),
     Internal("torch.utils._pytree.tree_flatten", "arguments of checkpointed modules", "activations='recompute'"),
     Internal("torch.utils._pytree.tree_unflatten", "arguments of checkpointed modules", "activations='recompute'"),
     Internal("torch.utils._pytree.tree_iter", "outputs of operations", "shardfold.testing.HeldBytes"),
@@ -475,6 +477,10 @@ foreach_zero_: Callable[..., None] = _get("torch._foreach_zero_")
 fused_adamw_: Callable[..., None] = _get("torch._fused_adamw_")
 fused_adam_: Callable[..., None] = _get("torch._fused_adam_")
 fused_sgd_: Callable[..., None] = _get("torch._fused_sgd_")
+
+# -- tensors without memory
+
+FakeMode: Any = _get("torch._subclasses.fake_tensor.FakeTensorMode")
 
 # -- values in and out
 

@@ -21,7 +21,7 @@ from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.unit import Unit
 from shardfold.torch_internals import SELECTS, NormBase, tree_flatten, tree_unflatten
 
-__all__ = ["KEPT", "recomputing", "without_filling"]
+__all__ = ["KEPT", "recomputing", "selective", "without_filling"]
 
 SMALL = 64 * 1024
 """Bytes of the largest buffer that a forward may change, such as running statistics, and be recomputed as it was."""
@@ -65,7 +65,7 @@ def recomputing(
     ``room``: where slices lie, None: each for itself."""
     given = place.current
     kept = KEPT | set(place.current.kept) if place.current.mode == "select" else frozenset[Any]()
-    contexts: dict[str, Any] = {"context_fn": partial(_selective, kept), **SELECTS} if kept else {}
+    contexts: dict[str, Any] = {"context_fn": partial(selective, kept), **SELECTS} if kept else {}
     statistics = any(isinstance(module, NormBase) for module in place.inner)
 
     @wraps(forward)
@@ -105,7 +105,7 @@ def recomputing(
     return torch.compiler.disable(run) if statistics or whole or apart else run
 
 
-def _selective(kept: frozenset[Any]) -> Any:
+def selective(kept: frozenset[Any]) -> Any:
     """What a checkpoint runs forward and its recomputation under, so that results of ``kept`` are not made again."""
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

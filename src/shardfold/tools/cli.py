@@ -19,7 +19,7 @@ from shardfold import launch
 from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.offload import offloaded
-from shardfold.tools import cli_ckpt, cli_run, extras
+from shardfold.tools import cli_ckpt, cli_plan, cli_run, extras
 from shardfold.tools.observe.printable import printable
 from shardfold.tools.recipes.config import TrainConfig, read_settings, resumed_settings
 from shardfold.tools.recipes.folder import claimed
@@ -259,6 +259,7 @@ def bench(
 
 app.add_typer(cli_ckpt.app, name="ckpt")
 cli_run.register(app)
+cli_plan.register(app)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

@@ -1,0 +1,212 @@
+"""What devices and links can do, as their makers print it; and what was measured on a machine.
+
+Rates are dense ones, without sparsity. A profile that ``shardfold doctor --measure`` wrote has the same fields.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardfold.errors import ConfigError, did_you_mean
+from shardfold.plan.sizes import parse_bytes
+
+__all__ = ["DEVICES", "Cluster", "Device", "Link", "cluster"]
+
+GIB = 1024**3
+MATH = 0.6
+"""Part of a printed rate that large products reach, where nothing was measured."""
+
+
+class Link(NamedTuple):
+    """A way between ranks.
+
+    Attributes:
+        rate: bytes per second that one rank sends.
+        latency: seconds of a message.
+    """
+
+    rate: float
+    latency: float = 10e-6
+
+
+NODE, NETWORK = Link(25e9), Link(12.5e9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device and its links.
+
+    Attributes:
+        name: as ``--gpus`` takes it.
+        memory: bytes.
+        flops: per second, by dtype; of one that it has not, that of the next wider is taken.
+        bandwidth: of its memory, bytes per second.
+        near: to the other devices of its node.
+        far: to devices of other nodes, for each device.
+        host: to host memory, bytes per second.
+        disk: bytes per second.
+        reached: part of ``flops`` that large products reach.
+        launch: seconds that an operation takes at least.
+        reserve: bytes that the driver, its libraries and the context take of ``memory``.
+        source: of the figures.
+        streams: sends beside the computation.
+    """
+
+    name: str
+    memory: float
+    flops: Mapping[str, float]
+    bandwidth: float
+    near: Link = NODE
+    far: Link = NETWORK
+    host: float = 25e9
+    disk: float = 3e9
+    reached: float = MATH
+    launch: float = 5e-6
+    reserve: float = 0.75 * GIB
+    source: str = ""
+    streams: bool = True
+
+    def rate(self, dtype: str) -> float:
+        """Floating-point operations per second of products of that dtype, as printed."""
+        for name in (dtype, "tf32" if dtype == "fp32" else "fp16", "fp32"):
+            if name in self.flops and not (dtype == "fp32" and name == "tf32"):
+                return self.flops[name]
+        return next(iter(self.flops.values()))
+
+    @property
+    def usable(self) -> float:
+        """Bytes for a training run."""
+        return self.memory - self.reserve
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def _gpu(
+    name: str, memory: float, fp16: float, fp32: float, bandwidth: float, near: float, far: float, host: float,
+    source: str, bf16: float | None = None, **more: Any,
+) -> Device:  # fmt: skip
+    """Rates in TFLOP/s and GB/s, memory in GiB."""
+    flops = {"fp16": fp16 * 1e12, "fp32": fp32 * 1e12, "bf16": (fp16 if bf16 is None else bf16) * 1e12}
+    return Device(
+        name=name, memory=memory * GIB, flops=flops, bandwidth=bandwidth * 1e9, near=Link(near * 1e9),
+        far=Link(far * 1e9), host=host * 1e9, source=source, **more,
+    )  # fmt: skip
+
+
+_A100 = "NVIDIA A100 datasheet (2021): 312 TFLOP/s in 16 bits, 19.5 in fp32, NVLink 300 GB/s each way; 200 Gbit/s a GPU"
+_H100 = "NVIDIA H100 datasheet (2023), SXM, dense: 989 TFLOP/s in 16 bits, NVLink 450 GB/s each way; 400 Gbit/s a GPU"
+_V100 = "NVIDIA V100 datasheet (2018), SXM2: 125 TFLOP/s in fp16, 15.7 in fp32, NVLink 150 GB/s each way; 100 Gbit/s"
+
+#: Devices that have names.
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        _gpu("A100-40G", 40, 312, 19.5, 1555, 300, 25, 25, _A100),
+        _gpu("A100-80G", 80, 312, 19.5, 2039, 300, 25, 25, _A100),
+        _gpu("H100", 80, 989, 67, 3350, 450, 50, 50, _H100),
+        _gpu("H200", 141e9 / GIB, 989, 67, 4800, 450, 50, 50,
+             "NVIDIA H200 datasheet (2024): 141 GB at 4.8 TB/s, rates as the H100's"),
+        _gpu("V100-16G", 16, 125, 15.7, 900, 150, 12.5, 12, _V100, bf16=15.7),
+        _gpu("V100-32G", 32, 125, 15.7, 900, 150, 12.5, 12, _V100, bf16=15.7),
+        _gpu("2080Ti", 11, 53.8, 13.4, 616, 12, 1.25, 12,
+             "NVIDIA Turing whitepaper (2018): fp16 with fp32 sums at half rate; PCIe 3.0 x16; 10 Gbit/s", bf16=13.4),
+        _gpu("4090", 24, 165.2, 82.6, 1008, 25, 1.25, 25,
+             "NVIDIA Ada whitepaper (2022): fp16 with fp32 sums; PCIe 4.0 x16, no NVLink; 10 Gbit/s"),
+        _gpu("L4", 24, 121, 30.3, 300, 25, 3.1, 25, "NVIDIA L4 datasheet (2023), dense; PCIe 4.0 x16; 25 Gbit/s"),
+        _gpu("MI300X", 192, 1307.4, 163.4, 5300, 448, 50, 50,
+             "AMD Instinct MI300X datasheet (2023), dense; Infinity Fabric 7 x 64 GB/s; 400 Gbit/s a GPU"),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of devices that are alike.
+
+    Attributes:
+        device: each of them.
+        nodes: how many.
+        per_node: devices on each.
+    """
+
+    device: Device
+    nodes: int = 1
+    per_node: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axes of data over all of them."""
+        return {"inter": self.nodes, "intra": self.per_node}
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
+        return f"{nodes}{self.per_node} x {self.device.name}"
+
+
+def cluster(text: str, *, memory: str | None = None) -> Cluster:
+    """The cluster that ``"8xA100-40G"``, ``"4x8xH100"`` (nodes first) or ``"2xmy-machine.json"`` names.
+
+    Args:
+        text: numbers and a device: one of :data:`DEVICES`, or a file that ``shardfold doctor --measure`` wrote.
+        memory: bytes of each device, in place of its own.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(?:(\d+)\s*[x*]\s*)?(\S+)\s*", text)
+    if match is None:
+        raise ConfigError(f"{text!r} names no devices: write how many and which, as in '8xA100-40G' or '4x8xH100'.")
+    first, second, name = match.groups()
+    device = _device(name)
+    if memory is not None:
+        num_bytes = parse_bytes(memory)
+        if num_bytes is None:
+            raise ConfigError(f"memory={memory!r} is no number of bytes: write it as '40GiB' or '80GB'.")
+        device = replace(device, memory=float(num_bytes), reserve=0.0)
+    nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
+    if nodes < 1 or per_node < 1:
+        raise ConfigError(f"{text!r} has no devices: the numbers are at least 1.")
+    return Cluster(device, nodes, per_node)
+
+
+def _device(name: str) -> Device:
+    if name.endswith(".json"):
+        return read_device(Path(name))
+    known = {each.lower(): each for each in DEVICES}
+    found = known.get(name.lower()) or known.get(name.lower().replace("gb", "g"))
+    if found is None:
+        raise ConfigError(f"there is no device {name!r}.{did_you_mean(name, DEVICES)} Known: {', '.join(DEVICES)}.")
+    return DEVICES[found]
+
+
+def read_device(path: Path) -> Device:
+    """A profile from a file.
+
+    Raises:
+        ConfigError: there is none, or it is no profile.
+    """
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} is no profile of a machine: {error}.") from error
+    known = {each.name for each in fields(Device)}
+    if not isinstance(given, dict) or not {"name", "memory", "flops", "bandwidth"} <= set(given) <= known:
+        raise ConfigError(
+            f"{str(path)!r} is no profile of a machine: it has name, memory, flops and bandwidth, as "
+            "`shardfold doctor --measure` writes them."
+        )
+    for side in ("near", "far"):
+        if side in given:
+            given[side] = Link(*given[side])
+    return Device(**given)

@@ -1,0 +1,62 @@
+"""Bytes of storages that operations made, as long as they live: of real tensors, and of those without memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfold.torch_internals import DispatchMode, storage_key, tree_iter
+
+__all__ = ["LiveBytes"]
+
+
+class LiveBytes(DispatchMode):
+    """Inside, the bytes of all storages that operations make, each until it is given back, whoever holds it.
+
+    Args:
+        beside: tensors whose storages do not count.
+        told: called behind each operation with it, its arguments and its result.
+
+    Attributes:
+        level: bytes that live now.
+        peak: the most since :meth:`mark`.
+    """
+
+    def __init__(self, beside: Iterable[Tensor] = (), told: Callable[[Any, Any, Any, Any], None] | None = None) -> None:
+        super().__init__()
+        self.level = self.peak = 0
+        self._beside = {storage_key(tensor.untyped_storage()) for tensor in beside}
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._told = told
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for value in (out,) if isinstance(out, Tensor) else tree_iter(out):
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                self._meet(value.untyped_storage())
+        self.peak = max(self.peak, self.level)
+        if self._told is not None:
+            self._told(func, args, kwargs, out)
+        return out
+
+    def mark(self) -> int:
+        """The peak since the last mark; from now on it is that of what follows."""
+        peak, self.peak = self.peak, self.level
+        return peak
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        key = storage_key(storage)
+        if key in self._known or key in self._beside:
+            return
+        size = storage.nbytes()
+        self.level += size
+        self._known[key] = weakref.ref(storage, lambda _: self._lose(key, size))
+
+    def _lose(self, key: int, size: int) -> None:
+        self.level -= size
+        self._known.pop(key, None)

@@ -1,0 +1,454 @@
+"""Bytes over time: a trace and a program, walked together as the engine walks them.
+
+Events of the trace move a position through the program's sections, as the hooks' events move the engine's tracks: what
+lies before the marker that an event reaches has been done by then. Each operation says by its operands what begins to
+live and what is given back; what forward and backward hold themselves is in the trace. The most of the sum is the peak,
+and the operation, or the part of the model, at which it is reached is known with it.
+
+    at rest        params held grads master moments format, by tier     plan.cost.resting_bytes
+    gathered       a unit's parameters, from the first of CAST READ FILL ALL_GATHER to FREE
+    gradients      the buffer of a unit, from GRADS, or its first gradient, to DROP
+    transport      what a reduction needs besides, to its WAIT; payloads of formats
+    spare          buffers that wait for the next taker, where the allocator of the device does not do that itself
+    tier           a state on its way to its update, from FETCH to STORE
+    update         what an update needs besides
+    model          activations and temporaries of forward and backward, by the trace
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from shardfold.plan.axes import Mesh
+from shardfold.plan.cost import encoded_bytes, fetched_bytes, resting_bytes, summed_bytes
+from shardfold.plan.layout import ITEMSIZE, Layout, Tier
+from shardfold.plan.placement import UnitSpec
+from shardfold.plan.program import COLLECTIVES, MARKERS, MOVES, REDUCTIONS, SUMS, Op, Program
+from shardfold.planner.trace import SMALL, Event, Trace
+
+__all__ = ["CPU", "GPU", "Behaviour", "MemoryPlan", "Point", "Setting", "plan_memory"]
+
+BLOCK = 256 * 1024  # of the near transport
+CPU_BLOCK = 64 * 1024
+DEVICE_BLOCK = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """How a device and its transport use memory.
+
+    Attributes:
+        streams: the device has streams: its allocator keeps what is given back, and collectives run beside.
+        transport: ``near`` (ranks read each other's memory), ``gloo`` or ``nccl``.
+    """
+
+    streams: bool
+    transport: str
+
+    def temporary(self, num_bytes: float, ranks: int) -> float:
+        """Bytes that a reduction of ``num_bytes`` holds besides, until its WAIT."""
+        return {"near": 0.0, "gloo": num_bytes, "nccl": num_bytes / ranks}[self.transport]
+
+    def room(self, ranks: int) -> float:
+        """Bytes that the transport keeps for its sums."""
+        return ranks * BLOCK if self.transport == "near" else 0.0
+
+    @property
+    def block(self) -> int:
+        """Elements that one call of an update handles."""
+        return DEVICE_BLOCK if self.streams else CPU_BLOCK
+
+
+CPU = Behaviour(streams=False, transport="near")
+GPU = Behaviour(streams=True, transport="nccl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What one rank's engine binds.
+
+    Attributes:
+        layout: bound.
+        units: laid out on the mesh.
+        program: behind its passes.
+        moments: that the optimizer keeps of each element.
+        micro_batches: of a step.
+        clip: the norm of the gradients is taken.
+    """
+
+    layout: Layout
+    units: Sequence[UnitSpec]
+    mesh: Mesh
+    program: Program
+    moments: int = 2
+    micro_batches: int = 1
+    clip: bool = False
+    behaviour: Behaviour = CPU
+
+    @cached_property
+    def by_name(self) -> Mapping[str, UnitSpec]:
+        return {unit.name: unit for unit in self.units}
+
+    @property
+    def adopts(self) -> bool:
+        """Whether the tensors that autograd makes are kept as gradients, where they have the dtype of these."""
+        return self.mesh.size == 1 and not self.behaviour.streams and self.micro_batches == 1
+
+    def resting(self) -> dict[tuple[str, Tier], float]:
+        """Bytes at rest by state and tier; gradients that are adopted are not at rest."""
+        found = dict(resting_bytes(self.layout, self.units, self.mesh, num_moments=self.moments, padded=True))
+        if self.adopts:
+            for unit in self.units:
+                if not unit.table_or(self.layout).buffered:
+                    for segment in unit.segments:
+                        dtype = segment.dtype_for("grads", self.layout)
+                        size = ITEMSIZE[dtype]
+                        if segment.trainable and dtype == segment.dtype:
+                            large = sum(s.numel * size for s in segment.slots if s.numel * size > SMALL)
+                            found["grads", segment.table_or(self.layout).grads.tier] -= large
+        return found
+
+
+class Point(NamedTuple):
+    """A moment of a step.
+
+    Attributes:
+        engine: bytes of the engine's that live then, on the device, besides those at rest.
+        event: number of the trace's event before which, or at which, it is; -1: in the optimizer's step.
+        at: whether it is at the event; else the most before it counts.
+        where: section and operation, or part of the model.
+        terms: of ``engine``.
+    """
+
+    engine: float
+    event: int
+    at: bool
+    where: str
+    terms: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank over a step.
+
+    Attributes:
+        resting: at rest, by state and tier.
+        points: in order.
+        trace: of the model.
+        fixed: bytes of buffers, of the batch and of the transport's room.
+    """
+
+    resting: Mapping[tuple[str, Tier], float]
+    points: Sequence[Point]
+    trace: Trace
+    fixed: Mapping[str, float]
+
+    @cached_property
+    def base(self) -> float:
+        """Bytes of the device that are there all the time."""
+        return sum(n for (_, tier), n in self.resting.items() if tier is Tier.DEVICE) + sum(self.fixed.values())
+
+    def total(self, point: Point) -> float:
+        """Bytes of the device at a point."""
+        return self.base + point.engine + self.model(point)
+
+    def model(self, point: Point) -> float:
+        """What forward and backward hold at it."""
+        if point.event < 0:
+            return self.trace.events[-1].level
+        event = self.trace.events[point.event]
+        return event.level if point.at else event.peak
+
+    @cached_property
+    def top(self) -> Point:
+        """Where the most bytes of the device live."""
+        return max(self.points, key=self.total)
+
+    @property
+    def peak(self) -> float:
+        """The most bytes of the device at once."""
+        return self.total(self.top)
+
+    @property
+    def tiers(self) -> dict[Tier, float]:
+        """Bytes at rest in slower tiers."""
+        found: dict[Tier, float] = {}
+        for (_, tier), n in self.resting.items():
+            if tier is not Tier.DEVICE:
+                found[tier] = found.get(tier, 0.0) + n
+        return found
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """What the peak is made of, on the device."""
+        found = {state: n for (state, tier), n in self.resting.items() if tier is Tier.DEVICE}
+        found |= {name: n for name, n in self.fixed.items() if n}
+        found |= {name: n for name, n in self.top.terms.items() if n}
+        held = self.model(self.top)
+        number = self.top.event
+        before = 0.0 if number < 0 else self.trace.events[max(number - 1, 0)].level
+        found["activations"] = min(held, before) if number >= 0 else held
+        found["temporaries"] = held - found["activations"]
+        return {name: n for name, n in found.items() if n}
+
+
+def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
+    """Bytes over a step of ``trace`` under a setting."""
+    walk = _Walk(setting, trace.events)
+    points = list(walk.step())
+    ranks = setting.mesh.parts(setting.mesh.reading)
+    sends = any(op.verb in REDUCTIONS for op in setting.program.last)
+    fixed = {
+        "buffers": trace.buffers,
+        "batch": trace.batch,
+        "transport's room": setting.behaviour.room(ranks) if sends else 0.0,
+    }
+    return MemoryPlan(setting.resting(), points, trace, fixed)
+
+
+class _Track:
+    """As the engine's: everything before ``position`` has been done."""
+
+    def __init__(self, name: str, ops: Sequence[Op]) -> None:
+        self.name, self.ops, self.position = name, ops, 0
+        self._markers: dict[tuple[str, str], list[int]] = {}
+        for i, op in enumerate(ops):
+            if op.verb in MARKERS:
+                self._markers.setdefault((op.verb, op.unit), []).append(i)
+
+    def reach(self, verb: str, unit: str) -> Iterator[Op]:
+        for i in self._markers.get((verb, unit), ()):
+            if i >= self.position:
+                yield from self._to(i + 1)
+                return
+
+    def ahead(self, verb: str, unit: str) -> bool:
+        return any(i >= self.position for i in self._markers.get((verb, unit), ()))
+
+    def at_marker(self, verb: str, unit: str) -> bool:
+        return self.position > 0 and self.ops[self.position - 1][:2] == (verb, unit)
+
+    def follow(self, verbs: Sequence[str]) -> Iterator[Op]:
+        stop = self.position
+        while stop < len(self.ops) and self.ops[stop].verb in verbs:
+            stop += 1
+        yield from self._to(stop)
+
+    def finish(self) -> Iterator[Op]:
+        yield from self._to(len(self.ops))
+
+    def _to(self, stop: int) -> Iterator[Op]:
+        start, self.position = self.position, stop
+        yield from self.ops[start:stop]
+
+
+class _Walk:
+    """One step of one rank."""
+
+    def __init__(self, setting: Setting, events: Sequence[Event]) -> None:
+        self._setting, self._events = setting, events
+        self._layout, self._mesh, self._units = setting.layout, setting.mesh, setting.by_name
+        self._held: dict[tuple[str, str], float] = {}  # by unit and what it is
+        self._spares: dict[tuple[float, str], int] = {}
+        self._taken: dict[tuple[str, str], list[tuple[float, str]]] = {}  # buffers that may be spares
+        self._total = 0.0
+        self._split = {
+            name: any(segment.table_or(self._layout).comes_and_goes for segment in unit.segments)
+            for name, unit in self._units.items()
+        }
+
+    # -- a step
+
+    def step(self) -> Iterator[Point]:
+        last = self._setting.micro_batches - 1
+        for number in range(min(last, 1), -1, -1) if last else (0,):
+            yield from self._micro_batch("last" if number == 0 else "backward")
+        for section in ("arrive", "step", "beside", "behind"):
+            for op in self._setting.program.section(section):
+                yield from self._do(op, -1, section)
+
+    def _micro_batch(self, backward: str) -> Iterator[Point]:
+        program = self._setting.program
+        tracks = {name: _Track(name, program.section(name)) for name in ("forward", backward)}
+        moves = {name: any(op.verb in (*COLLECTIVES, *MOVES) for op in t.ops) for name, t in tracks.items()}
+        track, local = tracks["forward"], not moves["forward"]
+        if not local:
+            for unit in self._setting.units:
+                if unit.root:
+                    yield from self._all(track.reach("F", unit.name), 0, "forward")
+        for number, event in enumerate(self._events):
+            name = event.unit
+            yield self._point(number, False, f"{track.name}: {_words(event)}")
+            if event.kind == "begin_backward":
+                track, local = tracks[backward], not moves[backward]
+            if event.kind == "gradient":
+                self._accept(event)
+            if local:
+                if event.kind == "end":
+                    self._forget_spares()
+                continue
+            yield from self._all(self._ops_of(event, track), number, track.name)
+            if event.kind == "end":
+                self._forget_spares()
+            yield self._point(number, True, f"{track.name}: {name or event.kind}")
+
+    def _ops_of(self, event: Event, track: _Track) -> Iterator[Op]:
+        """Operations that an event brings about."""
+        name, unit = event.unit, self._units.get(event.unit)
+        if event.kind in ("enter", "enter_backward") and unit is not None and not unit.root and self._split[name]:
+            verb = "F" if event.kind == "enter" else "B"
+            if not track.at_marker(verb, name):
+                yield from track.reach(verb, name)
+        elif event.kind == "begin_backward":
+            for root in self._setting.units:
+                if root.root:
+                    yield from track.reach("B", root.name)
+        elif event.kind == "complete" and unit is not None and not unit.root:
+            if track.at_marker("B", name) or track.ahead("B", name):
+                if not track.at_marker("B", name):
+                    yield from track.reach("B", name)
+                yield from track.follow(SUMS)
+        elif event.kind in ("end_forward", "end"):
+            yield from track.finish()
+
+    def _all(self, ops: Iterator[Op], number: int, section: str) -> Iterator[Point]:
+        for op in ops:
+            yield from self._do(op, number, section)
+
+    def _point(self, number: int, at: bool, where: str, more: float = 0.0, what: str = "") -> Point:
+        terms: dict[str, float] = {}
+        for (_, kind), n in self._held.items():
+            terms[kind] = terms.get(kind, 0.0) + n
+        if more:
+            terms[what] = terms.get(what, 0.0) + more
+        if spare := sum(ITEMSIZE[dtype] * numel * count for (numel, dtype), count in self._spares.items()):
+            terms["spare"] = spare
+        return Point(sum(terms.values()), number, at, where, terms)
+
+    # -- operations
+
+    def _do(self, op: Op, number: int, section: str) -> Iterator[Point]:
+        unit, where = self._units.get(op.unit), f"{section}: {op}"
+        more, what = 0.0, ""
+        if unit is not None:
+            if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target == "flat":
+                self._gather(op, unit)
+            elif op.verb == "GRADS":
+                self._buffer(unit)
+            elif op.verb in REDUCTIONS:
+                self._reduce(op, unit)
+            elif op.verb == "FETCH":
+                self._fetch(op, unit)
+            elif op.verb == "UPDATE":
+                more, what = self._update(unit), "update"
+            elif op.verb in ("F", "B"):
+                self._give_back(unit.name, "payloads")
+        elif op.verb == "NORM":
+            more, what = self._norm(), "norm"
+        yield self._point(number, True, where, more, what)
+        if unit is None:
+            return
+        if op.verb == "FREE":
+            self._held.pop((unit.name, "gathered"), None)
+            self._give_back(unit.name, "payloads")
+        elif op.verb == "DROP":
+            self._give_back(unit.name, "gradients")
+        elif op.verb == "WAIT":
+            self._give_back(unit.name, "transport")
+        elif op.verb == "STORE":
+            self._held.pop((unit.name, f"{op.source} on their way"), None)
+
+    def _gather(self, op: Op, unit: UnitSpec) -> None:
+        split = [s for s in unit.segments if s.table_or(self._layout).comes_and_goes]
+        self._held[unit.name, "gathered"] = sum(s.length * ITEMSIZE[s.dtype] for s in split)
+        if op.verb == "ALL_GATHER":
+            self._take(unit.name, "payloads", [(encoded_bytes(op, self._layout, unit, self._mesh), "int8")])
+
+    def _buffer(self, unit: UnitSpec) -> None:
+        if (unit.name, "gradients") not in self._taken:
+            flats = [(float(s.length), s.dtype_for("reduce", self._layout)) for s in unit.segments if s.trainable]
+            self._take(unit.name, "gradients", flats)
+
+    def _accept(self, event: Event) -> None:
+        unit = self._units[event.unit]
+        if unit.table_or(self._layout).buffered:
+            self._buffer(unit)
+        elif self._setting.adopts and event.size > SMALL:
+            segment = next(s for s in unit.segments if any(slot.name == event.slot for slot in s.slots))
+            if segment.dtype_for("grads", self._layout) == segment.dtype:
+                key = unit.name, "gradients"
+                self._held[key] = self._held.get(key, 0.0) + event.size
+
+    def _reduce(self, op: Op, unit: UnitSpec) -> None:
+        ranks = prod(self._mesh[axis] for axis in op.axes)
+        if encoded := encoded_bytes(op, self._layout, unit, self._mesh):
+            self._take(unit.name, "transport", [(encoded, "int8")])
+        elif op.verb == "REDUCE_SCATTER" and self._setting.behaviour.temporary(1.0, ranks):
+            parts = ranks if self._setting.behaviour.transport == "nccl" else 1
+            dtypes = [(s.length / parts, s.dtype_for("reduce", self._layout)) for s in unit.segments if s.trainable]
+            self._take(unit.name, "transport", dtypes)
+        if self._setting.behaviour.streams and (summed := summed_bytes(op, self._layout, unit, self._mesh)):
+            self._held[unit.name, "grads on their way"] = summed
+
+    def _fetch(self, op: Op, unit: UnitSpec) -> None:
+        if unit.table_or(self._layout).updates_on is Tier.DEVICE:
+            num_bytes = fetched_bytes(op, self._layout, unit, self._mesh, self._setting.moments)
+            self._held[unit.name, f"{op.source} on their way"] = num_bytes
+
+    def _update(self, unit: UnitSpec) -> float:
+        """A block of the gradients in the dtype of the master; all of a shard's, where one call updates it all."""
+        if unit.table_or(self._layout).updates_on is not Tier.DEVICE:
+            return 0.0
+        most = 0.0
+        for s in unit.segments:
+            if s.trainable:
+                table, dtype = s.table_or(self._layout), s.dtype_for("master", self._layout)
+                shard = s.length / table.master.parts(self._mesh)
+                copies = table.params is not None and "master" not in table.aliases(own=s.own)
+                at_once = not copies and s.dtype_for("grads", self._layout) == dtype
+                adopted = self._setting.adopts and at_once and not self._setting.clip and not copies
+                block = shard if at_once else min(shard, self._setting.behaviour.block)
+                most = max(most, 0.0 if adopted else block * ITEMSIZE[dtype])
+        return most
+
+    def _norm(self) -> float:
+        """A row of sums of the largest shard's gradients."""
+        numels = [s.length / s.table_or(self._layout).master.parts(self._mesh) for u in self._setting.units
+                  for s in u.segments if s.trainable]  # fmt: skip
+        return max(numels, default=0.0) / 4096 * 16
+
+    # -- buffers for a short while
+
+    def _take(self, unit: str, what: str, flats: Sequence[tuple[float, str]]) -> None:
+        flats = [(numel, dtype) for numel, dtype in flats if numel]
+        if not flats:
+            return
+        self._taken[unit, what] = list(flats)
+        for flat in flats:
+            if self._spares.get(flat):
+                self._spares[flat] -= 1
+        self._held[unit, what] = sum(numel * ITEMSIZE[dtype] for numel, dtype in flats)
+
+    def _give_back(self, unit: str, what: str) -> None:
+        for flat in self._taken.pop((unit, what), ()):
+            if not self._setting.behaviour.streams and self._spares.get(flat, 0) < 2:
+                self._spares[flat] = self._spares.get(flat, 0) + 1
+        self._held.pop((unit, what), None)
+
+    def _forget_spares(self) -> None:
+        self._spares.clear()
+
+
+def _words(event: Event) -> str:
+    """What runs until an event, in words."""
+    words = {
+        "begin": "before the model", "enter": f"before {event.unit}", "leave": f"in {event.unit}",
+        "end_forward": "behind the last unit", "begin_backward": "the loss", "end": "the end",
+        "enter_backward": f"before the backward of {event.unit}", "gradient": f"the backward of {event.unit}",
+        "complete": f"the backward of {event.unit}",
+    }  # fmt: skip
+    return words[event.kind]

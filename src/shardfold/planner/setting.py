@@ -1,0 +1,155 @@
+"""What a rank's engine would bind for a model: its units, its orders, its program; no process group is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.plan import presets
+from shardfold.plan.axes import Axis, Mesh
+from shardfold.plan.cost import fetched_bytes
+from shardfold.plan.layout import Layout, Precision
+from shardfold.plan.passes import Overlap, apply
+from shardfold.plan.program import Op, lower
+from shardfold.plan.rules import Rules
+from shardfold.planner.hollow import hollow, hollow_values
+from shardfold.planner.memory import CPU, Behaviour, Setting
+from shardfold.planner.trace import Trace, complete_orders
+from shardfold.planner.tracing import Compute, loss_of, trace_model
+from shardfold.sharding.partition import Cut, cut
+from shardfold.torch_internals import tree_iter
+
+__all__ = ["Subject", "mesh_of"]
+
+LINE = 2, 4
+"""Samples of the two micro-batches that others are found by. (Of one sample, some tensors lie otherwise.)"""
+
+
+def mesh_of(given: Mapping[str, int] | Sequence[Axis]) -> Mesh:
+    """Axes as an engine takes them; ``inter`` and ``intra`` are there in any case."""
+    if not isinstance(given, Mapping):
+        return Mesh(given)
+    return Mesh.of({"inter": 1, "intra": 1} | dict(given))
+
+
+def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+@dataclass
+class Subject:
+    """A model that is planned for, and a micro-batch of it.
+
+    Attributes:
+        model: with or without memory; it stays as it is.
+        batch: a micro-batch as ``compute`` takes it.
+        compute: gives the loss.
+        units: as of the engine.
+        real: see :func:`~shardfold.planner.tracing.trace_model`.
+    """
+
+    model: nn.Module
+    batch: Any
+    compute: Compute = loss_of
+    units: Sequence[str | type[nn.Module]] | None = None
+    real: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.hollow: nn.Module = hollow(self.model, _on_meta, {})
+        self._traces: dict[tuple[Precision, str, int], Trace] = {}
+        leaves = [v for v in tree_iter(self.batch) if isinstance(v, Tensor) and v.dim()]
+        #: Samples in ``batch``.
+        self.samples = leaves[0].shape[0] if leaves else 1
+
+    def cuts(self, table: Layout, precision: Precision, mesh: Mesh) -> tuple[Rules, list[Cut]]:
+        """The units on a mesh, and the rules that they follow."""
+        rules = Rules(precision, table, mesh)
+        groups = {id(p): 0 for p in self.hollow.parameters() if p.requires_grad}
+        return rules, cut(self.hollow, self.units, groups, rules, mesh)
+
+    def trace(
+        self,
+        precision: str | Precision = "fp32",
+        mode: str = "keep",
+        samples: int | None = None,
+        *,
+        exact: bool = False,
+    ) -> Trace:
+        """One micro-batch on one rank, of so many samples; None: as ``batch`` has.
+
+        What forward and backward hold is a number of bytes and as many more for each sample, so of large micro-batches
+        it is found on the line through those of 2 and of 4; not where ``exact``.
+        """
+        policy, samples = Precision.named(precision), self.samples if samples is None else samples
+        key = policy, mode, samples
+        if key not in self._traces:
+            on_line = samples > 4 and not exact and self.samples > 1
+            if on_line:
+                few, more = (self.trace(policy, mode, n) for n in LINE)
+                on_line = [event[:2] for event in few.events] == [event[:2] for event in more.events]
+                if on_line:
+                    self._traces[key] = few.between(more, (samples - LINE[0]) / (LINE[1] - LINE[0]))
+            if not on_line:
+                _, cuts = self.cuts(presets.ddp, policy, mesh_of({}))
+                self._traces[key] = trace_model(
+                    self.model, cuts, self._rows(samples), precision=policy, mode=mode, compute=self.compute,
+                    real=self.real,
+                )  # fmt: skip
+        return self._traces[key]
+
+    def _rows(self, samples: int) -> Any:
+        """A micro-batch of so many samples: of tensors whose first dimension is that of ``batch``."""
+        if samples == self.samples:
+            return self.batch
+
+        def resized(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+            shape = tuple(tensor.shape)
+            if shape[:1] == (self.samples,):
+                shape = (samples, *shape[1:])
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        return hollow_values(self.batch, resized)
+
+    def setting(
+        self,
+        trace: Trace,
+        *,
+        layout: str | Layout = "zero3",
+        precision: str | Precision = "fp32",
+        mesh: Mapping[str, int] | Sequence[Axis] = (),
+        overlap: Overlap | None = None,
+        micro_batches: int = 1,
+        moments: int = 2,
+        clip: bool = False,
+        behaviour: Behaviour = CPU,
+    ) -> Setting:
+        """What an engine with these arguments binds; orders of units are those of the trace."""
+        sizes = mesh_of(mesh or {})
+        rules, cuts = self.cuts(presets.named(layout), Precision.named(precision), sizes)
+        layout = rules.layouts[-1]
+        specs = [replace(s, root=s.root or s.name in trace.touched) for c in cuts if (s := c.spec) is not None]
+        overlap = overlap or Overlap()
+        if overlap.reduces_in_flight is None:
+            overlap = replace(overlap, reduces_in_flight=int(behaviour.streams))
+        by_name = {spec.name: spec for spec in specs}
+        inner = [spec.name for spec in specs if not spec.root]
+        forward = complete_orders([n for n in trace.forward_order if n in inner], inner)
+        back = trace.backward_order(split=any(s.table_or(layout).comes_and_goes for s in specs))
+        backward = complete_orders([n for n in back if n in inner], forward[::-1])
+
+        def fetched(op: Op) -> float:
+            return fetched_bytes(op, layout, by_name[op.unit], sizes, moments)
+
+        lowered = lower(
+            layout, specs, sizes, clip=clip, forward=forward, backward=backward, delayed=overlap.delayed_update
+        )
+        program = apply(lowered, overlap, fetched=partial(fetched))
+        return Setting(
+            layout=layout, units=specs, mesh=sizes, program=program, moments=moments, micro_batches=micro_batches,
+            clip=clip, behaviour=behaviour,
+        )  # fmt: skip

@@ -1,0 +1,142 @@
+"""What a model's forward and backward do, seen once without memory: what lives when, and how much is computed.
+
+The model runs on tensors that have shapes but no values (torch's fake tensors), so neither weights nor a device are
+needed, and seconds do for 70B parameters. What happens is noted as the engine's hooks hear it: a unit is entered, left,
+reached by backward, a gradient is there. Between two such events the trace has the most bytes that lived and those that
+lived at its end; which of the engine's own buffers live beside them follows from the program (see ``memory``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+__all__ = ["Event", "Trace", "Work"]
+
+SMALL = 16 * 1024
+BATCH = 64 * 1024
+"""As ``sharding.gradient_buffer`` has them: gradients of so few bytes wait until there are so many of them."""
+
+
+class Work(NamedTuple):
+    """What was computed between two events.
+
+    Attributes:
+        products: floating-point operations of matrix products, convolutions and attention, by dtype.
+        product_bytes: that these read and write.
+        other_bytes: that all other operations read and write.
+        calls: operations.
+        attention: those of ``products`` that attention does between tokens.
+    """
+
+    products: tuple[tuple[str, float], ...] = ()
+    product_bytes: float = 0.0
+    other_bytes: float = 0.0
+    calls: int = 0
+    attention: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        return sum(flops for _, flops in self.products)
+
+
+class Event(NamedTuple):
+    """Something that the engine's hooks hear.
+
+    Attributes:
+        kind: ``begin``, ``enter``, ``leave``, ``end_forward``, ``begin_backward``, ``enter_backward``, ``gradient``,
+            ``complete`` (all gradients of the unit are there) or ``end``.
+        unit: its name, where it is of one.
+        peak: the most bytes that forward and backward held since the event before.
+        level: those that they hold now.
+        size: of a gradient, its bytes.
+        slot: of a gradient, its parameter's name.
+        work: since the event before.
+    """
+
+    kind: str
+    unit: str = ""
+    peak: float = 0
+    level: float = 0
+    size: float = 0
+    slot: str = ""
+    work: Work = Work()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward and backward of a model on one micro-batch.
+
+    Attributes:
+        events: in order.
+        batch: bytes of the inputs.
+        buffers: bytes of the model's buffers.
+        mode: of the units' activations.
+        tokens: of the micro-batch; 0: not known.
+        touched: units whose weights are read outside of their forward, and which an engine therefore holds.
+    """
+
+    events: tuple[Event, ...]
+    batch: float = 0
+    buffers: float = 0
+    mode: str = "keep"
+    tokens: float = 0
+    touched: frozenset[str] = field(default_factory=frozenset[str])
+
+    @property
+    def forward_order(self) -> list[str]:
+        """Units as forward enters them; one that is entered twice in a row is there once."""
+        return _once(event.unit for event in self.events if event.kind == "enter")
+
+    def backward_order(self, *, split: bool) -> list[str]:
+        """Units as backward reaches them, or, where their values do not come and go, as their gradients are there."""
+        kind = "enter_backward" if split else "complete"
+        return _once(event.unit for event in self.events if event.kind == kind)
+
+    @property
+    def flops(self) -> float:
+        return sum(event.work.flops for event in self.events)
+
+    @property
+    def peak(self) -> float:
+        """The most bytes of activations and temporaries at once."""
+        return max((event.peak for event in self.events), default=0.0)
+
+    @property
+    def saved(self) -> float:
+        """Bytes that live between forward and backward."""
+        return next((event.level for event in self.events if event.kind == "begin_backward"), 0.0)
+
+    def between(self, other: Trace, at: float) -> Trace:
+        """The trace that lies on the line through this one, at 0, and the ``other``, at 1, with the same events."""
+
+        def on(a: float, b: float) -> float:
+            return a + (b - a) * at
+
+        def mixed(a: Work, b: Work) -> Work:
+            more = dict(b.products)
+            products = tuple((dtype, on(flops, more.get(dtype, flops))) for dtype, flops in a.products)
+            return Work(
+                products, on(a.product_bytes, b.product_bytes), on(a.other_bytes, b.other_bytes), a.calls,
+                on(a.attention, b.attention),
+            )  # fmt: skip
+
+        events = tuple(
+            a._replace(peak=on(a.peak, b.peak), level=on(a.level, b.level), work=mixed(a.work, b.work))
+            for a, b in zip(self.events, other.events, strict=True)
+        )
+        return replace(self, events=events, batch=on(self.batch, other.batch), tokens=on(self.tokens, other.tokens))
+
+
+def _once(names: Iterable[str]) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        if not found or found[-1] != name:
+            found.append(name)
+    return found
+
+
+def complete_orders(order: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The order with the units that it lacks at its end."""
+    return [*order, *(name for name in known if name not in set(order))]

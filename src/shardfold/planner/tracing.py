@@ -1,0 +1,357 @@
+"""Runs a model on tensors without memory, and notes what the engine's hooks would hear."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardfold.activations.recompute import KEPT, selective, without_filling
+from shardfold.errors import ConfigError, ModelError
+from shardfold.plan.layout import Precision
+from shardfold.planner.hollow import hollow, hollow_values
+from shardfold.planner.live import LiveBytes
+from shardfold.planner.trace import BATCH, SMALL, Event, Trace, Work
+from shardfold.sharding.autograd import inside_checkpoint, tensors_in
+from shardfold.sharding.partition import Cut
+from shardfold.sharding.segment import TORCH_DTYPES, dtype_name
+from shardfold.sharding.tree import cast_floats
+from shardfold.torch_internals import (
+    SELECTS,
+    FakeMode,
+    in_backward,
+    storage_key,
+    tree_flatten,
+    tree_iter,
+    tree_unflatten,
+)
+
+__all__ = ["MODES", "Compute", "loss_of", "trace_model"]
+
+MODES = ("keep", "recompute", "select")
+"""Of activations, which a trace can follow."""
+
+Compute = Callable[[nn.Module, Any], Tensor]
+"""Calls the model on a micro-batch and gives the loss."""
+
+SMALL_MODEL = 1 << 30
+"""Bytes of parameters of the largest model that is run with memory where it does not run without."""
+ONLY_INPUTS = (nn.Embedding, nn.Linear)
+PRODUCTS = {str(operation).split(".")[1] for operation in KEPT} | {
+    "convolution_backward",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+}
+"""Names of operations whose work is counted by what they multiply."""
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """The model's own loss, or the mean square of its first output."""
+    if isinstance(batch, Mapping):
+        output: Any = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    if isinstance(output, Tensor):
+        return output if not output.dim() else output.float().square().mean()
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    first = next((value for value in tensors_in(output) if value.requires_grad), None)
+    if first is None:
+        raise ModelError(f"{type(model).__name__} gives nothing that backward could begin at: pass compute= that does.")
+    return first.float().square().mean()
+
+
+def trace_model(
+    model: nn.Module,
+    cuts: Sequence[Cut],
+    batch: Any,
+    *,
+    precision: Precision,
+    mode: str = "keep",
+    compute: Compute = loss_of,
+    real: bool | None = None,
+) -> Trace:
+    """The trace of one micro-batch.
+
+    Args:
+        model: with or without memory; it stays as it is.
+        cuts: its units.
+        batch: as ``compute`` takes it, with or without memory.
+        precision: of the whole model.
+        mode: of the activations of each unit, one of :data:`MODES`.
+        compute: gives the loss.
+        real: runs on zeros with memory, for a forward that asks for values; None: where it has to and the model is
+            small.
+
+    Raises:
+        ConfigError: the mode is none that a trace follows.
+        ModelError: the forward asks for values, which there are none of.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
+    if real is not None:
+        return _trace(model, cuts, batch, precision, mode, compute, real=real)
+    try:
+        with _silent():
+            return _trace(model, cuts, batch, precision, mode, compute, real=False)
+    except Exception as error:
+        size = sum(p.numel() * p.itemsize for p in model.parameters())
+        if size <= SMALL_MODEL:
+            return _trace(model, cuts, batch, precision, mode, compute, real=True)
+        if not _asks_for_values(error):
+            raise
+        raise ModelError(
+            f"the forward of {type(model).__name__} asks for values of tensors, which a plan has none of "
+            f"({type(error).__name__}): plan it with real=True, which takes the memory of one micro-batch."
+        ) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What fails without values is tried with some: PyTorch need not say so."""
+    log = logging.getLogger(FakeMode.__module__)
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _trace(
+    model: nn.Module, cuts: Sequence[Cut], batch: Any, precision: Precision, mode: str, compute: Compute, *, real: bool
+) -> Trace:
+    """See :func:`trace_model`."""
+    fake = nullcontext() if real else FakeMode(allow_non_fake_inputs=True)
+
+    def make(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        with fake:
+            return torch.zeros(tensor.shape, dtype=dtype, device="cpu")
+
+    names = {slot.name: s for c in cuts if c.spec is not None for s in c.spec.segments for slot in s.slots}
+    dtypes = {name: TORCH_DTYPES[segment.dtype] for name, segment in names.items()}
+    compute_dtype = TORCH_DTYPES[precision.compute]
+    if precision.buffers == "compute":
+        dtypes |= {n: compute_dtype for n, b in model.named_buffers() if b.is_floating_point()}
+    made = hollow(model, make, dtypes)
+    values = hollow_values(batch, make)
+    listener = _Listener(made, cuts)
+    narrow = compute_dtype if precision.compute in ("bf16", "fp16") else None
+    with fake, listener.hooked(mode, narrow, precision.autocast):
+        listener.run(compute, values)
+    return Trace(
+        tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*made.buffers()]), mode=mode,
+        tokens=_tokens(values), touched=frozenset(listener.touched),
+    )  # fmt: skip
+
+
+def _asks_for_values(error: Exception) -> bool:
+    return any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutput", "UnsupportedFakeTensor"))
+
+
+def _nbytes(values: Any) -> int:
+    return sum({id(v): v.nbytes for v in tree_iter(values) if isinstance(v, Tensor)}.values())
+
+
+def _tokens(values: Any) -> int:
+    """Of what looks like token numbers: the elements of the first tensor of integers."""
+    for value in tree_iter(values):
+        if isinstance(value, Tensor) and not value.is_floating_point() and value.dim() > 1:
+            return value.numel()
+    return 0
+
+
+class _Listener:
+    """Notes events of one model that has no memory."""
+
+    def __init__(self, model: nn.Module, cuts: Sequence[Cut]) -> None:
+        self.events: list[Event] = []
+        self._model, self._modules = model, dict(model.named_modules())
+        self._cuts = cuts
+        self._live = LiveBytes([*model.parameters(), *model.buffers()], self._count)
+        self._work: dict[str, float] = {}
+        self._bytes, self._others, self._calls, self._attention = 0.0, 0.0, 0, 0.0
+        self._in_backward = False
+        self._left: dict[str, int] = {}
+        self._owners: dict[int, str] = {}  # units that are no roots, by the storages of their parameters
+        self._running: dict[str, int] = {}
+        self.touched: set[str] = set()
+        self._waiting: list[Tensor] = []
+        self._waiting_bytes = 0
+
+    # -- events
+
+    def note(self, kind: str, unit: str = "", size: float = 0, slot: str = "") -> None:
+        work = Work(tuple(self._work.items()), self._bytes, self._others, self._calls, self._attention)
+        self._work, self._bytes, self._others, self._calls, self._attention = {}, 0.0, 0.0, 0, 0.0
+        self.events.append(Event(kind, unit, self._live.mark(), self._live.level, size, slot, work))
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if not self._in_backward:
+            self._look_for_weights(args)
+        moved = sum(v.nbytes for v in tree_iter((args, out)) if isinstance(v, Tensor) and v.layout is torch.strided)
+        name = str(func).split(".")[1].rstrip("_")
+        if name not in PRODUCTS:
+            self._others += moved if not func.is_view else 0
+            self._calls += not func.is_view
+            return
+        self._calls += 1
+        self._bytes += moved
+        flops, attention = _flops(name, args, out)
+        first = next((v for v in tree_iter(args) if isinstance(v, Tensor)), None)
+        dtype = (dtype_name(first.dtype) if first is not None else None) or "fp32"
+        self._work[dtype] = self._work.get(dtype, 0.0) + flops
+        self._attention += attention
+
+    def _look_for_weights(self, args: Any) -> None:
+        """Weights that are read outside of their unit's forward are held to the end of each pass."""
+        for value in tree_iter(args):
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                unit = self._owners.get(storage_key(value.untyped_storage()))
+                if unit is not None and not self._running[unit]:
+                    self.touched.add(unit)
+
+    # -- the run
+
+    def run(self, compute: Compute, batch: Any) -> None:
+        with self._live:
+            loss = compute(self._model, batch)
+            del batch
+            loss.backward()
+            self._flush()
+            self.note("end")
+
+    @contextmanager
+    def hooked(self, mode: str, narrow: torch.dtype | None, autocast: str | None) -> Iterator[None]:
+        model = self._model
+        model.register_forward_pre_hook(partial(self._before_model, narrow), with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._after_model)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for c in self._cuts:
+            assert c.spec is not None
+            names = [slot.name for s in c.spec.segments if s.trainable for slot in s.slots]
+            self._left[c.name] = len({id(parameters[name]) for name in names})
+            for name in names:
+                parameters[name].register_post_accumulate_grad_hook(partial(self._gradient, c.name, name))
+            if not c.spec.root:
+                every = [slot.name for s in c.spec.segments for slot in s.slots]
+                self._owners |= {storage_key(parameters[name].untyped_storage()): c.name for name in every}
+                self._running[c.name] = 0
+                self._hook_unit(c.name, self._modules[c.name], mode)
+        with torch.autocast("cpu", TORCH_DTYPES[autocast], cache_enabled=False) if autocast else nullcontext():
+            yield
+
+    def _hook_unit(self, name: str, module: nn.Module, mode: str) -> None:
+        if mode != "keep" and not isinstance(module, ONLY_INPUTS):
+            module.forward = _recomputed(module.forward, select=mode == "select")
+
+        def before(module: nn.Module, args: Any) -> None:
+            if not in_backward():
+                self.note("enter", name)
+            self._running[name] += 1
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._running[name] -= 1
+            inputs = {id(tensor) for tensor in tensors_in((args, kwargs))}
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and id(tensor) not in inputs:
+                    tensor.register_hook(lambda grad: self._reached(name))
+            if not in_backward():
+                self.note("leave", name)
+
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after, with_kwargs=True)
+
+    def _before_model(self, narrow: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not any(event.kind == "begin" for event in self.events):
+            self.note("begin")
+        return None if narrow is None else (cast_floats(args, narrow), cast_floats(kwargs, narrow))
+
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self._begin_backward())
+        self.note("end_forward")
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self.note("begin_backward")
+
+    def _reached(self, unit: str) -> None:
+        self._begin_backward()
+        self.note("enter_backward", unit)
+
+    def _gradient(self, unit: str, slot: str, parameter: Tensor) -> None:
+        """A gradient is taken as the engine takes it: it is copied at once, or, if it is small, a little later."""
+        self._begin_backward()
+        grad, parameter.grad = parameter.grad, None
+        if grad is None:
+            return
+        size = grad.nbytes
+        self.note("gradient", unit, size, slot)
+        if size <= SMALL:
+            self._waiting.append(grad)
+            self._waiting_bytes += size
+        self._left[unit] -= 1  # the last one lives, in the hook, until its unit's are on their way
+        if not self._left[unit] or self._waiting_bytes >= BATCH:
+            self._flush()
+        if not self._left[unit]:
+            self.note("complete", unit)
+
+    def _flush(self) -> None:
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+
+def _recomputed(forward: Callable[..., Any], *, select: bool) -> Callable[..., Any]:
+    """As :func:`shardfold.activations.recompute.recomputing`, of what has no values."""
+    contexts: dict[str, Any] = {"context_fn": partial(selective, KEPT), **SELECTS} if select else {}
+    own = without_filling(forward)
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or inside_checkpoint():
+            return forward(*args, **kwargs)
+        leaves, shape = tree_flatten((args, kwargs))
+
+        def again(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(list(leaves), shape)
+            return own(*args, **kwargs)
+
+        return checkpoint(again, *leaves, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+    return run
+
+
+def _flops(name: str, args: Any, out: Any) -> tuple[float, float]:
+    """Floating-point operations of a product, and those of them that are between tokens in attention."""
+    shapes = [v.shape for v in tree_iter(args) if isinstance(v, Tensor)]
+    if name in ("mm", "_int_mm"):
+        return 2.0 * shapes[0].numel() * shapes[1][-1], 0.0
+    if name == "addmm":
+        return 2.0 * shapes[1].numel() * shapes[2][-1], 0.0
+    if name == "bmm":
+        return 2.0 * shapes[0].numel() * shapes[1][-1], 0.0
+    if name == "baddbmm":
+        return 2.0 * shapes[1].numel() * shapes[2][-1], 0.0
+    if name == "convolution":
+        first = next(v for v in tree_iter(out) if isinstance(v, Tensor))
+        return 2.0 * first.numel() * prod(shapes[1][1:]), 0.0
+    if name == "convolution_backward":
+        return 4.0 * shapes[0].numel() * prod(shapes[2][1:]), 0.0
+    if "attention" in name:
+        q, k = (shapes[1], shapes[2]) if "backward" in name else (shapes[0], shapes[1])
+        products = 5 if "backward" in name else 2
+        flops = 2.0 * products * q.numel() * k[-2]
+        return flops, flops
+    return 0.0, 0.0

@@ -1,0 +1,151 @@
+"""Peaks as planned beside peaks as measured: live storages of real steps, on real ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.engine import hooks
+from shardfold.engine.engine import Engine
+from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.plan.layout import Layout, Tier
+from shardfold.planner.live import LiveBytes
+from shardfold.planner.memory import CPU, MemoryPlan, plan_memory
+from shardfold.planner.setting import Subject
+from shardfold.planner.trace import SMALL
+from shardfold.planner.tracing import Compute, loss_of
+from shardfold.torch_internals import no_subclass_functions, storage_key, tree_iter
+
+__all__ = ["Comparison", "compare", "measured_peak"]
+
+
+class Comparison(NamedTuple):
+    """Bytes of one rank at the peak of a step, with what rests in host memory, which on the CPU is the same.
+
+    Attributes:
+        planned: by the program and the trace.
+        measured: of live storages.
+        plan: that planned.
+    """
+
+    planned: float
+    measured: float
+    plan: MemoryPlan
+
+    @property
+    def error(self) -> float:
+        """How much more was planned, as a part of what was measured."""
+        return self.planned / self.measured - 1
+
+
+class _Watched(LiveBytes):
+    """With what lives between steps, and flats, whose memory comes and goes."""
+
+    def __init__(self, engine: Engine, batch: Any) -> None:
+        self._flats = {
+            storage_key(s.flat.untyped_storage()): s.flat for unit in engine.units for s in unit.segments if s.split
+        }
+        resting = [r.resting for s in engine.sharded.segments() for r in s.regions.values() if r.resting is not None]
+        if isinstance(engine.sharded.updater, ShardedOptimizer):
+            resting += [r.resting for r in engine.sharded.updater.regions() if r.resting is not None]
+        self._still = _unique([*resting, *engine.module.buffers(), *tree_iter(batch)], self._flats)
+        self._rest = sum(self._still.values()) - _vacated(engine)
+        with no_subclass_functions():
+            super().__init__([*resting, *self._flats.values(), *engine.module.buffers(), *engine.module.parameters(),
+                              *(v for v in tree_iter(batch) if isinstance(v, Tensor))])  # fmt: skip
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with no_subclass_functions():  # a parameter that is freed would refuse
+            for value in tree_iter((args, kwargs)):
+                if isinstance(value, Tensor) and value.layout is torch.strided:
+                    self._meet(value.untyped_storage())
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        flats = sum(flat.untyped_storage().nbytes() for flat in self._flats.values())
+        self.most = max(self.most, self._rest + flats + self.mark())
+        return out
+
+
+def _unique(values: Iterable[Any], without: Mapping[int, Tensor]) -> dict[int, int]:
+    storages = [v.untyped_storage() for v in values if isinstance(v, Tensor) and v.layout is torch.strided]
+    return {storage_key(s): s.nbytes() for s in storages if storage_key(s) not in without}
+
+
+def _vacated(engine: Engine) -> int:
+    """Bytes of gradients at rest that have no pages, as the tensors that autograd made are used in their place."""
+    if engine.mesh.world > 1 or engine.accumulate > 1:
+        return 0
+    return sum(
+        slot.numel * s.gradient_flat.itemsize
+        for unit in engine.units
+        for s in unit.trainable
+        if s.gradient_flat is not None and s.gradient_flat.dtype == s.dtype and not s.table.buffered
+        for slot in s.spec.slots
+        if slot.numel * s.gradient_flat.itemsize > SMALL
+    )
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    """Modes see what the engine does in its hooks, too, which it hides from those of users."""
+    own = hooks.apart
+    hooks.apart = nullcontext
+    try:
+        yield
+    finally:
+        hooks.apart = own
+
+
+def measured_peak(engine: Engine, batch: Any, compute: Compute, steps: int = 3) -> int:
+    """The most bytes of live storages in a step of this rank."""
+
+    def step() -> None:
+        for _ in range(engine.accumulate):
+            loss = compute(engine, batch)  # type: ignore[arg-type]
+            engine.backward(loss)
+            del loss
+        engine.step()
+
+    for _ in range(3):  # orders are found, and what is made once is made
+        step()
+    gc.collect()
+    watched = _Watched(engine, batch)
+    peaks: list[int] = []
+    with watched, _inside():
+        for _ in range(steps):
+            step()
+            peaks.append(watched.most)
+            watched.most = 0
+    return max(peaks[1:])
+
+
+def compare(
+    build: Callable[[], nn.Module], batch: Any, *, layout: str | Layout, precision: str, mode: str = "keep",
+    compute: Compute = loss_of, accumulate: int = 1, clip_norm: float | None = None, real: bool | None = None,
+    **more: Any,
+) -> Comparison:  # fmt: skip
+    """On every rank: plans the model, then trains it for some steps."""
+    model = build()
+    engine = Engine(
+        model, optimizer=partial(torch.optim.AdamW, lr=1e-4), layout=layout, precision=precision, activations=mode,
+        accumulate=accumulate, clip_norm=clip_norm, **more,
+    )  # fmt: skip
+    try:
+        measured = measured_peak(engine, batch, compute)
+        mesh = engine.mesh.sizes
+    finally:
+        engine.close()
+    subject = Subject(build(), batch, compute, real=real)
+    trace = subject.trace(precision, mode)
+    setting = subject.setting(
+        trace, layout=layout, precision=precision, mesh=mesh.axes, micro_batches=accumulate,
+        clip=clip_norm is not None, behaviour=CPU,
+    )  # fmt: skip
+    plan = plan_memory(setting, trace)
+    return Comparison(plan.peak + plan.tiers.get(Tier.HOST, 0.0), measured, plan)

@@ -1,0 +1,49 @@
+"""The command `shardfold plan`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardfold.errors import ConfigError, did_you_mean
+from shardfold.plan import presets
+
+__all__ = ["plan", "register"]
+
+LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "offload", "infinity")
+MODES = ("keep", "select", "recompute")
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option(help="A size of `train`, a shape such as llama-7b, a config.json, or module:function.")
+    ] = "demo",
+    gpus: Annotated[str, typer.Option(help="How many of which device, nodes first: 8xA100-40G, 4x8xH100.")] = "1xH100",
+    memory: Annotated[str | None, typer.Option(help="Memory of each device, in place of its own, as 40GiB.")] = None,
+    precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",
+    micro_batch: Annotated[int, typer.Option(min=1, help="Samples on each device at a time.")] = 1,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="Layouts to look at; may be repeated.")] = None,
+    activations: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}; may be repeated.")] = None,
+) -> None:
+    """Say what fits before anything runs: the peak of each layout on these devices, when it is reached and why."""
+    for mode in activations or ():
+        if mode not in MODES:
+            raise ConfigError(f"--activations {mode}: a plan follows {', '.join(MODES)}.{did_you_mean(mode, MODES)}")
+    tables = {name: presets.named(name) for name in layout or LAYOUTS}
+    from shardfold.plan.layout import Precision
+
+    Precision.named(precision)
+    from shardfold.tools.planning.command import print_plan
+
+    print_plan(
+        model, gpus, memory=memory, precision=precision, micro_batch=micro_batch, accumulate=accumulate, length=length,
+        tables=tables, modes=activations or list(MODES),
+    )  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command(epilog="For example: shardfold plan --model llama-7b --gpus 8xA100-80G --micro-batch 2")(plan)

@@ -1,0 +1,1 @@
+"""The command `shardfold plan`: models by name, what fits where, as text."""

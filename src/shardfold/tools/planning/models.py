@@ -1,0 +1,176 @@
+"""The models that `shardfold plan` knows, each built without memory, and a micro-batch of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardfold.errors import ConfigError, did_you_mean
+from shardfold.planner.setting import Subject
+from shardfold.sharding.materialize import meta_init
+from shardfold.tools.recipes.config import SIZES, GPTConfig
+from shardfold.tools.recipes.gpt import GPT
+
+__all__ = ["KNOWN", "Planned", "planned_model"]
+
+LENGTH = 2048  # tokens, where a model does not say how many it takes
+
+#: Configurations of transformers, by the name of what they are shaped like.
+KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-7b": ("llama", {"vocab_size": 32000, "max_position_embeddings": 4096}),
+    "llama-13b": ("llama", {"vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824,
+                            "num_hidden_layers": 40, "num_attention_heads": 40, "max_position_embeddings": 4096}),
+    "llama-70b": ("llama", {"vocab_size": 32000, "hidden_size": 8192, "intermediate_size": 28672,
+                            "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+                            "max_position_embeddings": 4096}),
+    "gpt2": ("gpt2", {}),
+    "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "bert-base": ("bert", {"vocab_size": 28996}),
+    "bert-large": ("bert", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+                            "intermediate_size": 4096}),
+    "vit-base": ("vit", {}),
+    "t5-base": ("t5", {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model to plan for.
+
+    Attributes:
+        name: as given.
+        subject: the model and a micro-batch of ``samples``.
+        parameters: elements.
+        length: tokens of a sample; 0: it has none.
+    """
+
+    name: str
+    subject: Subject
+    parameters: int
+    length: int
+
+
+def planned_model(given: str, *, length: int | None = None, samples: int = 1) -> Planned:
+    """The model that a name, a path of a config.json, or ``module:function`` gives; the function gives a model, or a
+    model and a micro-batch.
+
+    Raises:
+        ConfigError: it gives none.
+    """
+    batch: Any = None
+    if ":" in given and not Path(given).exists():
+        model, batch = _called(given)
+    elif given in SIZES:
+        config = GPTConfig.named(given, **({"context": length} if length else {}))
+        with meta_init():
+            model = GPT(config)
+        length = config.context
+        tokens = _tokens(samples, length)
+        batch = (tokens, tokens)
+    else:
+        model, length = _of_transformers(_config(given), length)
+    if batch is None:
+        batch = _batch(model, samples, length or LENGTH)
+    numel = sum({id(p): p.numel() for p in model.parameters()}.values())
+    return Planned(given, Subject(model, batch), numel, length or 0)
+
+
+def _tokens(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def _called(given: str) -> tuple[nn.Module, Any]:
+    module, _, name = given.partition(":")
+    try:
+        function: Callable[[], Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--model {given}: {error}. Write it as module:function.") from error
+    with meta_init():
+        made = function()
+    model, batch = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--model {given} gives a {type(model).__name__}: it is to give a module, or it and a batch.")
+    return model, batch
+
+
+def _config(given: str) -> dict[str, Any]:
+    path = Path(given)
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix == ".json":
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--model {given} cannot be read: {error}.") from error
+        if not isinstance(found, dict) or "model_type" not in found:
+            raise ConfigError(f"--model {given} has no 'model_type', so it is no config of transformers.")
+        return found
+    if given not in KNOWN:
+        names = [*SIZES, *KNOWN]
+        raise ConfigError(
+            f"there is no model {given!r}.{did_you_mean(given, names)} Known: {', '.join(names)}; a path of a "
+            "config.json; module:function."
+        )
+    kind, sizes = KNOWN[given]
+    return {"model_type": kind, **sizes}
+
+
+def _of_transformers(config: dict[str, Any], length: int | None) -> tuple[nn.Module, int | None]:
+    """The model of a configuration, for what it trains on."""
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "models by name or config.json are those of transformers: pip install transformers"
+        ) from error
+    settings = dict(config)
+    kind = settings.pop("model_type")
+    try:
+        made = transformers.AutoConfig.for_model(kind, **settings)
+    except ValueError as error:
+        raise ConfigError(f"transformers knows no model_type {kind!r}.") from error
+    named = [name for name in settings.get("architectures") or () if hasattr(transformers, name)]
+    with meta_init():
+        if named:
+            model = getattr(transformers, named[0])(made)
+        else:
+            model = _auto(transformers, made)
+    model.train()
+    most = getattr(made, "max_position_embeddings", None) or getattr(made, "n_positions", None)
+    return model, length or (min(most, LENGTH) if isinstance(most, int) and most > 0 else length)
+
+
+def _auto(transformers: Any, config: Any) -> nn.Module:
+    for name in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification"):
+        try:
+            return getattr(transformers, f"AutoModelFor{name}").from_config(config)
+        except ValueError:
+            continue
+    return transformers.AutoModel.from_config(config)
+
+
+def _batch(model: nn.Module, samples: int, length: int) -> dict[str, torch.Tensor]:
+    """What a model of transformers takes, by its main input."""
+    config: Any = getattr(model, "config", None)
+    main = getattr(model, "main_input_name", "input_ids")
+    if main == "pixel_values":
+        side = getattr(config, "image_size", 224)
+        side = side if isinstance(side, int) else 224
+        channels = getattr(config, "num_channels", 3)
+        return {
+            "pixel_values": torch.empty(samples, channels, side, side, device="meta"),
+            "labels": _tokens(samples),
+        }
+    if main != "input_ids":
+        raise ConfigError(
+            f"{type(model).__name__} takes {main!r}, of which it is not known what it looks like: give "
+            "--model module:function, whose function gives the model and a batch."
+        )
+    return {"input_ids": _tokens(samples, length), "labels": _tokens(samples, length)}

@@ -1,0 +1,65 @@
+"""A plan as text: what each layout needs, what the peak is made of, and what would lower it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardfold.plan.layout import Tier
+from shardfold.plan.sizes import human
+from shardfold.planner.choice import Option
+from shardfold.planner.hardware import Cluster
+from shardfold.tools.planning.models import Planned
+
+__all__ = ["advice", "detail", "head", "table"]
+
+
+def head(model: Planned, cluster: Cluster, precision: str) -> str:
+    """What is planned for."""
+    length = f", {model.length:,} tokens each" if model.length else ""
+    budget = human(cluster.device.usable)
+    return (
+        f"{model.name}: {model.parameters:,} parameters in {precision}, AdamW; {cluster} with {budget} for training"
+        f"{length}"
+    )
+
+
+def table(options: Sequence[Option]) -> str:
+    """One line for each way to train."""
+    lines = [
+        f"{'layout':<10}{'activations':<13}{'at rest':>11}{'peak':>11}{'host':>11}  {'largest micro-batch':>19}  "
+        f"{'of ' + str(options[0].micro_batch) if options else ''}"
+    ]
+    for each in options:
+        host = each.plan.tiers.get(Tier.HOST, 0.0)
+        fits = "fits" if each.fits else "too much"
+        lines.append(
+            f"{each.layout:<10}{each.mode:<13}{human(each.plan.base):>11}{human(each.plan.peak):>11}"
+            f"{human(host) if host else '-':>11}  {each.largest or 'none':>19}  {fits}"
+        )
+    return "\n".join(lines)
+
+
+def detail(option: Option) -> str:
+    """What the peak of one is made of, and where it is."""
+    lines = [
+        f"{option.layout} with activations={option.mode!r}, micro-batch {option.micro_batch}: "
+        f"{human(option.plan.peak)} at {option.plan.top.where}"
+    ]
+    for name, num_bytes in sorted(option.plan.terms.items(), key=lambda pair: -pair[1]):
+        lines.append(f"  {name:<20}{human(num_bytes):>11}{100 * num_bytes / option.plan.peak:>7.1f} %")
+    return "\n".join([*lines, *(f"  {line}" for line in advice(option))])
+
+
+def advice(option: Option) -> list[str]:
+    """What would lower the peak, by its largest terms."""
+    terms, found = option.plan.terms, []
+    shares = {name: n / option.plan.peak for name, n in terms.items()}
+    if shares.get("activations", 0) > 0.25 and option.mode != "recompute":
+        found.append("less: activations='recompute', or a smaller micro-batch")
+    if shares.get("temporaries", 0) > 0.25:
+        found.append("less: a loss in parts (shardfold.nn.chunked_cross_entropy), or a smaller micro-batch")
+    if shares.get("moments", 0) + shares.get("master", 0) > 0.3:
+        found.append("less: zero1 and up split these over ranks; offload='host' lets them rest in host memory")
+    if shares.get("gradients", 0) + shares.get("gathered", 0) > 0.3:
+        found.append("less: smaller units (units=), as the largest are whole while they run")
+    return found
