@@ -33,7 +33,8 @@ MORE = [
       if (data == 1 or count == 2) and not (count == 3 and order == "interleaved:3")),
     *(("gpt-tied", count, 1, "zero2", "zb-h1", micro) for count, micro in product((2, 3, 4), range(1, 13))),
     *(("skipping", count, 1, "zero1", order, micro) for count, order, micro in
-      product((2, 3), ("zbv", "v-half", "v-min", "dualpipev", "interleaved-zb:2"), (1, 2, 5, 8))),
+      product((2, 3), ("zbv", "v-half", "v-min", "dualpipev", "interleaved-zb:2"), (2, 3, 5, 8))),
+    *(("gpt-tied", 2, 1, "zero1", order, 1) for order in ("zbv", "v-half", "v-min", "dualpipev", "interleaved-zb:2")),
     *(("gpt-tied", 2, 2, layout, order, micro) for layout, order, micro in
       product(("ddp", "zero1", "zero2", "zero3"), ("zb-h1", "zbv", "v-half", "dualpipev", "interleaved-zb:2"), (2, 5))),
     *((name, count, 1, "zero3", "zb-h1", 3) for name, count in

@@ -418,6 +418,7 @@ class Engine:
         if staged is not None:
             self.sharded.comm.job.same({"pipeline=": choice.told})
         self._reports.stages = lambda: made.explained(self.accumulate)
+        self._reports.of_stages = lambda: made.measured(self.accumulate)
         if staged is not None:
             precision = self.precision
             narrow = TORCH_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
@@ -881,8 +882,11 @@ class Engine:
         """Times, rates, waiting, bytes sent and held, as data; ``peak_flops`` of this rank's device is for the MFU."""
         return self._reports.stats(peak_flops)
 
-    def explain(self) -> str:
-        """The table, the units and the program, as text."""
+    def explain(self, batch: Any = None, compute: Callable[[nn.Module, Any], Tensor] | None = None) -> str:
+        """The table, the units and the program, as text; of a pipeline also what a ``batch`` as of :meth:`train_batch`
+        sends and keeps, without running it (None: one like the last)."""
+        if batch is not None:
+            self._pipelined.look(batch, compute, self.accumulate)
         return self._reports.explained()
 
     def mean(self, value: float | Tensor, weight: float | Tensor = 1.0) -> float:

@@ -25,9 +25,10 @@ from shardfold.parallel.pipeline.batch import default_compute, micro_batches
 from shardfold.parallel.pipeline.late import Late, Splits
 from shardfold.parallel.pipeline.order import Action, Choice, forwards, lower, make_order
 from shardfold.parallel.pipeline.picture import drawn
-from shardfold.parallel.pipeline.simulate import timeline
+from shardfold.parallel.pipeline.simulate import most, timeline
 from shardfold.parallel.pipeline.stages import Borders, Run, StageDone, Stages
 from shardfold.parallel.pipeline.trace import Made, Origin, placeholder, signature
+from shardfold.parallel.pipeline.watch import PipelineStats, Watch
 from shardfold.parallel.pipeline.wire import Parcel, Wire
 from shardfold.plan.rules import Rules
 from shardfold.sharding.model import ShardedModel
@@ -56,6 +57,9 @@ class Pipelined:
         runner, hooks, backward: of the engine.
         stages: of the model; None: there is one.
         choice: of the order.
+
+    Attributes:
+        watch: what this rank does of its time.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Pipelined:
         self._final: Action | None = None
         self._finals: dict[int, Action] = {}
         self._late: dict[tuple[int, int], Late] = {}  # of backwards in two parts
+        self.watch = Watch()
         self._parts: dict[int, Part] = self._parts_of(stages) if stages is not None and choice.chunks > 1 else {}
 
     def _parts_of(self, stages: Stages) -> dict[int, Part]:
@@ -138,7 +143,36 @@ class Pipelined:
         lines += [f"slots, where a backward takes two: bubble {line.bubble:.1%}", *drawn(line, self._ranks)]
         kept = ", ".join(map(str, line.kept))
         lines.append(f"micro-batches of stages that wait for their backward, at most, by rank: {kept}")
+        if (borders := stages.latest) is not None:
+            lines += self._bytes(order, borders)
+        if any(action.verb == "W" for action in order[self._here]):
+            lines.append("an I runs the section backward without GRADS and sums, a W only these, or those of last")
         return [*lines, "batch:", *(f"  {action}" for action in self.actions(count))]
+
+    def _bytes(self, order: Sequence[Sequence[Action]], borders: Borders) -> list[str]:
+        """What a batch like the last one keeps and sends."""
+        stages, lines = self.stages, list[str]()
+        assert stages is not None
+        for border in range(stages.count - 1):
+            there, back = (borders.crossing_bytes(border, back=back) for back in (False, True))
+            ranks = self.place(border), self.place(border + 1)
+            sent = f"{there:,} bytes, and {back:,} back" if ranks[0] != ranks[1] else "stays on its rank"
+            lines.append(f"  a micro-batch from stage {border} to {border + 1}: {sent}")
+        kept = [most(actions, lambda stage: borders.saved[stage]) for actions in order]
+        lines.append(f"activations of pieces, at most, by rank, bytes: {', '.join(f'{each:,}' for each in kept)}")
+        return lines
+
+    def measured(self, count: int) -> PipelineStats | None:
+        """See :attr:`Stats.pipeline`."""
+        if self.stages is None:
+            return None
+        planned = timeline(self.order(count), self.stages.count).shares[self._here]
+        return self.watch.stats(str(self.choice), planned, sees=not self._model.comm.mesh.on_streams)
+
+    def look(self, batch: Any, compute: Compute | None, count: int) -> None:
+        """Finds what crosses borders of such a batch, and what is kept of it; nothing is computed or sent."""
+        if self.stages is not None:
+            self._borders(micro_batches("engine.explain()", batch, count)[0], compute or default_compute)
 
     def refuse_call(self, what: str) -> None:
         """
@@ -184,12 +218,17 @@ class Pipelined:
             meter = self._model.comm.meter
             meter.trains = train
             try:
+                self.watch.start()
                 for action in lower(order[self._here], self.stages.places):
                     self._at = action
+                    self.watch.begin(action)
                     self._do(action, parts[action.batch], borders[action.batch], compute)
+                    self.watch.end(action)
             finally:
                 meter.trains = False
             self._at = None
+            if train:
+                self.watch.stop()
             assert self._wire is not None
             self._wire.finish()
             return self._mean_loss()

@@ -13,6 +13,7 @@ from shardfold.engine.stats import Clock, Stats
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.parallel.costs import described
 from shardfold.parallel.experts import described as experts_described
+from shardfold.parallel.pipeline.watch import PipelineStats
 from shardfold.plan.cost import STATES, moves, resting_bytes, section_traffic, step_of
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
@@ -45,6 +46,7 @@ class Reports:
         self._model, self._table, self._updater = model, table, updater
         self._runner, self._replaced, self._clock = runner, replaced, clock
         self.stages: Callable[[], list[str]] = list  # tells of the stages of a pipeline, in lines
+        self.of_stages: Callable[[], PipelineStats | None] = lambda: None  # and in numbers
 
     def memory(self) -> MemoryReport:
         """See :meth:`Engine.memory`."""
@@ -169,6 +171,7 @@ class Reports:
             traffic=self.traffic(),
             memory=memory,
             transient_peak=None if peak is None else peak - memory.held,
+            pipeline=self.of_stages(),
         )
 
 

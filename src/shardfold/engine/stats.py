@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from shardfold.errors import ConfigError
+from shardfold.parallel.pipeline.watch import PipelineStats
 from shardfold.plan.checks import described, is_number
 from shardfold.plan.report import MemoryReport, TierSeconds, TrafficReport
 
@@ -46,6 +47,7 @@ class Stats:
         memory: bytes held at this moment, by state.
         transient_peak: the most bytes besides the states at rest since the engine was made, activations included; None
             on the CPU, where nothing counts them.
+        pipeline: of this rank's stages; None: there is no axis of pipeline.
     """
 
     steps: int
@@ -60,6 +62,7 @@ class Stats:
     traffic: TrafficReport
     memory: MemoryReport
     transient_peak: int | None
+    pipeline: PipelineStats | None = None
 
 
 class Lap(NamedTuple):

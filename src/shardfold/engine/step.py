@@ -95,7 +95,8 @@ class Stepper:
         if scaler is not None:
             scaler.update(not updated)
             self._alarm.settle()
-        waited = model.comm.agreement.waited
+        comm = model.comm
+        waited = comm.agreement.waited + (comm.job.waited if comm.job is not comm.agreement else 0.0)
         if not updated:  # neither weights, moments, counts nor the schedule have moved
             took = self._clock.end_step(waited, self._handlers.tier_seconds, skipped=True)
             if scaler is not None and scaler.exhausted:
@@ -109,7 +110,7 @@ class Stepper:
             run.lr_schedule.step()
         for call in run.after_step:
             call()
-        took = self._clock.end_step(model.comm.agreement.waited, self._handlers.tier_seconds)
+        took = self._clock.end_step(waited, self._handlers.tier_seconds)
         behind, run.unwritten = run.unwritten, None
         if (problem := behind or self._not_back(run.steps)) is not None:
             raise problem

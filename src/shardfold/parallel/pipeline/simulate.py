@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.action import Action
 
-__all__ = ["SLOTS", "Timeline", "Times", "check", "timeline"]
+__all__ = ["SLOTS", "Timeline", "Times", "check", "most", "timeline"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,12 @@ class Timeline(NamedTuple):
             found.append(last - (row[0][0] if row else 0.0) - busy)
         return found
 
+    @property
+    def shares(self) -> list[float]:
+        """By rank, the part of the time from the beginning of the batch until its own last action in which it waits."""
+        ends = [row[-1][0] + self.times.of(row[-1][1]) if row else 0.0 for row in self.rows]
+        return [1 - busy / end if end else 0.0 for busy, end in zip(self.busy, ends, strict=True)]
+
 
 def timeline(order: Sequence[Sequence[Action]], stages: int, times: Times = SLOTS) -> Timeline:
     """
@@ -107,7 +113,7 @@ def timeline(order: Sequence[Sequence[Action]], stages: int, times: Times = SLOT
                 moved = True
     if any(i < len(actions) for actions, i in zip(order, at, strict=True)):
         raise ConfigError(f"pipeline= is given an order that never ends: {_stuck(order, at, done, stages)}.")
-    return Timeline(rows, max(free, default=0.0), [_most(actions) for actions in order], busy, times)
+    return Timeline(rows, max(free, default=0.0), [most(actions) for actions in order], busy, times)
 
 
 def _stuck(order: Sequence[Sequence[Action]], at: Sequence[int], done: Mapping[Action, float], stages: int) -> str:
@@ -133,12 +139,13 @@ def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
     return found
 
 
-def _most(actions: Sequence[Action]) -> int:
-    now = most = 0
+def most(actions: Sequence[Action], size: Callable[[int], int] = lambda stage: 1) -> int:
+    """What a rank keeps at most of forwards whose backward is not done, if that of a stage has ``size(stage)``."""
+    now = found = 0
     for action in actions:
-        now += {"F": 1, "I": 0}.get(action.verb, -1)
-        most = max(most, now)
-    return most
+        now += {"F": 1, "I": 0}.get(action.verb, -1) * size(action.stage)
+        found = max(found, now)
+    return found
 
 
 def check(order: Sequence[Sequence[Action]], ranks: int, batches: int, *, trains: bool = True) -> list[int]:

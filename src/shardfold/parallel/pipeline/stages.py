@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -34,11 +35,18 @@ class Borders:
         trace: of one signature of inputs.
         crossing: by border, that between the stages i and i + 1 at i: the tensors that cross it, in order.
         last: by stage the number of its last call; -1: it has none.
+        saved: by stage the bytes that its pieces keep of a micro-batch for their backward.
     """
 
     trace: Trace
     crossing: list[list[Origin]]
     last: list[int]
+    saved: list[int]
+
+    def crossing_bytes(self, border: int, *, back: bool = False) -> int:
+        """What crosses a border of one micro-batch; ``back``: its gradients."""
+        made = [self.trace.made(origin) for origin in self.crossing[border]]
+        return sum(prod(each.shape) * each.dtype.itemsize for each in made if each.requires_grad or not back)
 
 
 @dataclass
@@ -85,6 +93,7 @@ class Stages:
         mine: the parameters of this rank.
         whole: the names of all of the model.
         skeleton: of it.
+        latest: what crosses borders of the inputs that were asked about last.
         shared_here: those of ``shared``, in that order; None for one that this rank does not have.
     """
 
@@ -117,6 +126,7 @@ class Stages:
             mark_shared(parameters[name], stages)
         self.skeleton = Skeleton(model, self.pieces, device)
         self._traces: dict[Any, Borders] = {}
+        self.latest: Borders | None = None
         self._run: Run | None = None
         self._closers: list[Callable[[], object]] = []
         self._dropped: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
@@ -192,7 +202,8 @@ class Stages:
         if key not in self._traces:
             self.skeleton.take_flags(flags())
             self._traces[key] = self._cut(self.skeleton.run(call, training=training))
-        return self._traces[key]
+        self.latest = self._traces[key]
+        return self.latest
 
     def _cut(self, trace: Trace) -> Borders:
         stages = [self.stage_of[call.piece] for call in trace.calls]
@@ -213,7 +224,10 @@ class Stages:
             for border in range(self.count - 1)
         ]
         last = [max((i for i, stage in enumerate(stages) if stage == each), default=-1) for each in range(self.count)]
-        return Borders(trace, crossing, last)
+        saved = [0] * self.count
+        for call, stage in zip(trace.calls, stages, strict=True):
+            saved[stage] += call.saved
+        return Borders(trace, crossing, last, saved)
 
     def _not_parameters(self, origins: Iterable[Origin], stage: int) -> Iterator[Origin]:
         """Those that are what pieces give.

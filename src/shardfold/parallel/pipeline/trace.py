@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from shardfold.errors import ModelError
 from shardfold.parallel.pipeline.pieces import Piece
@@ -71,12 +72,14 @@ class Call:
         reads: the tensors of earlier calls that its inputs were made of.
         spec: how its outputs are nested.
         leaves: what they are.
+        saved: bytes that autograd keeps of it for backward, parameters left out.
     """
 
     piece: int
     reads: frozenset[Origin]
     spec: Any
     leaves: tuple[Made | Passed | Constant, ...]
+    saved: int = 0
 
 
 @dataclass
@@ -196,7 +199,8 @@ class Skeleton:
         args, kwargs = tree_unflatten([hollow[id(x)] for x in given], spec)
         self._inside = self._origins.off = True
         try:
-            with _on_meta(self.module.get_submodule(path)):
+            saved = _Saved()
+            with _on_meta(self.module.get_submodule(path)), saved:
                 out = forward(*args, **kwargs)
         finally:
             self._inside = self._origins.off = False
@@ -221,8 +225,26 @@ class Skeleton:
                 outputs.append(value)
             else:
                 raise ModelError(f"the piece {path!r} gives a {type(value).__name__}, which no stage can send.")
-        self._trace.calls.append(Call(number, reads, spec, tuple(found)))
+        self._trace.calls.append(Call(number, reads, spec, tuple(found), saved.nbytes))
         return tree_unflatten(outputs, spec)
+
+
+class _Saved(saved_tensors_hooks):
+    """Counts bytes of what autograd saves inside, each storage once."""
+
+    def __init__(self) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
+        self._storages: dict[int, Any] = {}
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
+            storage = tensor.untyped_storage()
+            self._storages[storage_key(storage)] = storage
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
 
 
 @contextmanager
