@@ -23,6 +23,7 @@ from shardfold.plan.program import (
     MARKERS,
     PARTIAL,
     REDUCTIONS,
+    SCATTERS,
     SECTIONS,
     TENSORS,
     VERBS,
@@ -243,7 +244,7 @@ def test_the_quiet_backward_is_the_backward_without_its_reductions(made: Made):
 def test_gradients_that_rest_whole_are_reduced_in_the_last_micro_batch_only(made: Made):
     layout, program = made.layout, made.program
     early = {op.verb for op in program.backward} & set(REDUCTIONS)
-    assert early <= ({"REDUCE_SCATTER"} if layout.grads.over else set())
+    assert early <= ({*SCATTERS} if layout.grads.over else set())
 
 
 def test_the_norm_is_taken_before_any_update_and_only_if_the_step_clips():

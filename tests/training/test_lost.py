@@ -56,12 +56,14 @@ def _applied(layout: str, reduce: str, mesh: Any, steps: range, folder: str, loa
     return {"applied": -weights, "kept": kept, "memory": memory, "notes": notes}
 
 
-@pytest.mark.parametrize(("layout", "reduce"), [("zero2", "int8+error"), ("hsdp", "int4+error")])
+@pytest.mark.parametrize(
+    ("layout", "reduce"), [("zero2", "int8+error"), ("hsdp", "int4+error"), ("zero3", "int4x2+error")]
+)
 def test_the_sum_of_what_was_applied_differs_from_the_true_one_by_what_is_kept(
     ranks: Ranks, tmp_path: Path, layout: str, reduce: str
 ) -> None:
     """Over 200 steps, with a save on 4 ranks and a load on 2 in between, to 1e-6: error feedback telescopes."""
-    folder, mesh = str(tmp_path / "run"), {"inter": 2, "intra": 2} if layout == "hsdp" else None
+    folder, mesh = str(tmp_path / "run"), {"inter": 2, "intra": 2} if layout != "zero2" else None
     ranks.run(_applied, layout, reduce, mesh, range(100), folder, False, world_size=4)
     found = ranks.run(_applied, layout, reduce, None, range(100, 200), folder, True, world_size=2)
     true = torch.zeros(715, dtype=torch.float64)
@@ -73,7 +75,7 @@ def test_the_sum_of_what_was_applied_differs_from_the_true_one_by_what_is_kept(
     assert float((applied + kept - true).abs().max()) < 1e-6
     assert not [note for note in found[0]["notes"] if "lost" in note]
     table, held = found[0]["memory"]["format"]
-    assert table == 4 * 715 <= held
+    assert table == 4 * 715 <= held  # on one node, where one hop is left
 
 
 def _other(folder: str, reduce: str) -> list[str]:

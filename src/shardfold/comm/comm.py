@@ -17,6 +17,7 @@ from shardfold.comm.agreement import Agreement
 from shardfold.comm.choice import data_transport
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.comm.encoded import gather_encoded, scatter_encoded
+from shardfold.comm.hops import gather_between, gather_within, nodes
 from shardfold.comm.mesh import DataMesh, Given
 from shardfold.comm.meter import LAYERS, Meter
 from shardfold.comm.peers import Peers
@@ -138,7 +139,7 @@ class Comm:
         if op.kind != "ALL_GATHER" or op.verb in KINDS:
             self.memory.after_compute()  # which writes the gradients; what gathers read was written before the pass
         with self.memory.side():
-            if TORCH_DTYPES.get(op.format) is not flat.dtype:
+            if TORCH_DTYPES.get(op.format) is not flat.dtype or op.target == "node":
                 pending += self._encoded(op, flat, group, out, add=add, state=state)
             elif op.kind == "ALL_GATHER":
                 pending.append(self.transport.all_gather(flat, group, resident=resident))
@@ -156,7 +157,23 @@ class Comm:
         if op.kind == "ALL_GATHER":
             return gather_encoded(self.transport, self.memory, form, flat, group)
         assert op.kind == "REDUCE_SCATTER" and out is not None  # tables of which others would be are not bound
-        return scatter_encoded(self.transport, self.memory, form, flat, out, group, add=add, state=state)
+        parts = nodes(self.mesh)[0] if op.target == "node" else 1
+        return scatter_encoded(self.transport, self.memory, form, flat, out, group, add=add, state=state, parts=parts)
+
+    def relay(self, op: Op, flat: Tensor, payload: Tensor | None, *, pending: list[Pending]) -> Tensor:
+        """As :meth:`collective`, one of the two hops of a gather: the first gives the payload, which the second takes
+        when it is there."""
+        with self.agreement.uninterrupted(), self.memory.side():
+            self.agreement.issue(op)
+            form, length = FORMATS[op.format], flat.numel()
+            if payload is None:
+                payload, first = gather_between(self.transport, self.memory, self.mesh, form, flat)
+                pending.append(first)
+                length //= nodes(self.mesh)[1]
+            else:
+                pending += gather_within(self.transport, self.memory, self.mesh, form, flat, payload)
+            self.meter.count(op, length)
+        return payload
 
     def control(self, values: list[float], op: Any, *, program: bool = False, group: bool = False) -> list[float]:
         """A few numbers reduced over all ranks, those that run this ``program``, or that take each step together (a

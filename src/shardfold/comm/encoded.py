@@ -46,14 +46,22 @@ def scatter_encoded(
     *,
     add: bool,
     state: Tensor | None,
+    parts: int = 1,
 ) -> tuple[Pending, Pending]:
     """Sums ``full`` over the group; this rank's chunk goes to (``add``: is added to) ``out``, which may be in ``full``;
-    to be waited for in this order. ``state``: what the format keeps, ``(len(full),)``."""
+    to be waited for in this order. ``state``: what the format keeps, ``(len(full),)``. ``parts``: of so many equal
+    parts of ``full`` this rank's chunk has its slice of each, one behind the other (see ``hops``)."""
     ranks = dist.get_world_size(group)
     size = form.nbytes(full.numel() // ranks)
     sent, received = (memory.empty(ranks * size, torch.uint8) for _ in range(2))
     with torch.no_grad():
-        form.encode(full.view(ranks, -1), sent.view(ranks, -1), None if state is None else state.view(ranks, -1))
+        values, kept = (None if each is None else each.view(parts, ranks, -1) for each in (full, state))
+        assert values is not None
+        rows = sent.view(ranks, parts, -1)
+        for rank in range(ranks) if parts > 1 else ():
+            form.encode(values[:, rank], rows[rank], None if kept is None else kept[:, rank])
+        if parts == 1:
+            form.encode(values[0], rows[:, 0], None if kept is None else kept[0])
     sizes = [size] * ranks
     exchanged = transport.exchange(sent, sizes, received, sizes, group)
     return exchanged, Pending([], partial(_sum, memory, form, sent, received.view(ranks, -1), out, add))

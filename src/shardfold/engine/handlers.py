@@ -208,6 +208,8 @@ class Handlers:
         each = op.each(len(op.moves(unit.spec)))
         if op.target == "params":
             return partial(self.gather_updated, unit, each)
+        if op.source == "node":
+            return partial(self.gather_within, unit, each)
         return partial(self.gather, unit, op.source, each)
 
     def gather(self, unit: Unit, source: str, ops: Sequence[Op]) -> None:
@@ -223,9 +225,23 @@ class Handlers:
                 for segment in unit.segments:
                     segment.fill_own_range(source)
         for segment, op in zip(unit.segments, ops, strict=True):
+            if op.target == "node":
+                segment.payload = self.comm.relay(op, segment.flat, None, pending=unit.filling)
+                continue
             resident = None if unit.name in self.repeated else segment.own_copy(source)
             self.comm.collective(op, segment.flat, pending=unit.filling, resident=resident)
         if again:
+            drain(unit.filling, self.comm.agreement.wait)
+
+    def gather_within(self, unit: Unit, ops: Sequence[Op]) -> None:
+        """The second of two hops: fills the flats of a unit with what has come from other nodes, and this one."""
+        if unit.pins:
+            return
+        drain(unit.filling, self.comm.agreement.wait)
+        for segment, op in zip(unit.segments, ops, strict=True):
+            self.comm.relay(op, segment.flat, segment.payload, pending=unit.filling)
+            segment.payload = None
+        if unit.life is Life.GATHERED:
             drain(unit.filling, self.comm.agreement.wait)
 
     def hold(self, unit: Unit) -> None:
@@ -258,6 +274,10 @@ class Handlers:
         sends = [partial(self.comm.collective, each) for each in op.each(len(gradients.segments))]
         if op.source == "grads":
             return partial(gradients.send_scattered, sends)
+        if op.verb == "REDUCE_WITHIN":
+            return partial(gradients.send_within, sends, self.comm.mesh.parts(op.axes))
+        if op.verb == "REDUCE_BETWEEN":
+            return partial(gradients.send_between, sends, self.comm.agreement.wait)
         return partial(gradients.send, sends, scatter=op.verb == "REDUCE_SCATTER")
 
     def bind_share(self, op: Op) -> Call:
@@ -455,6 +475,8 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "FREE": lambda do, op: partial(do.free, do.units[op.unit]),
     "GRADS": lambda do, op: do.units[op.unit].gradients.make,
     "REDUCE_SCATTER": Handlers.bind_reduce,
+    "REDUCE_WITHIN": Handlers.bind_reduce,
+    "REDUCE_BETWEEN": Handlers.bind_reduce,
     "ALL_REDUCE": Handlers.bind_reduce,
     "WAIT": Handlers.bind_wait,
     "DROP": lambda do, op: do.units[op.unit].gradients.give_back,

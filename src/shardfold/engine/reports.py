@@ -17,7 +17,7 @@ from shardfold.parallel.pipeline.watch import PipelineStats
 from shardfold.plan.cost import STATES, moves, resting_bytes, section_traffic, step_of
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
-from shardfold.plan.presets import PRESETS
+from shardfold.plan.presets import LOSSY, PRESETS
 from shardfold.plan.report import MemoryReport, MemoryRow, TrafficReport
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.segment import TORCH_DTYPES
@@ -141,7 +141,9 @@ class Reports:
         numel = sum(segment.spec.numel for segment in model.segments())
         trained = sum(segment.spec.numel for segment in model.segments() if segment.spec.trainable)
         cells, precision = self._table.cells(), model.rules.default
-        layout = next((name for name, preset in PRESETS.items() if preset.cells() == cells), "a Layout of its own")
+        wires = self._table.gather, self._table.reduce
+        named = {name: (t.cells(), (t.gather, t.reduce)) for name, t in {**PRESETS, **LOSSY}.items()}
+        layout = next((name for name, each in named.items() if each == (cells, wires)), "a Layout of its own")
         policy = next((name for name, named in PRECISIONS.items() if named == precision), "a Precision of its own")
         ranks, units = model.world_size, len(model.units)
         return (

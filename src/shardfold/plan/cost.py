@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from shardfold.plan.folders import Folders
 from shardfold.plan.formats import FORMATS
-from shardfold.plan.layout import ITEMSIZE, Axes, Layout, Sizes, Tier
+from shardfold.plan.layout import DATA_AXES, ITEMSIZE, Axes, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec
-from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, Op, Program
+from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, SCATTERS, Op, Program
 
 __all__ = [
     "STATES",
@@ -77,7 +77,8 @@ def segment_bytes(
         bytes_["params"] = elements * ITEMSIZE[segment.dtype] / layout.rest.parts(mesh)
     keeps = FORMATS[segment.format_for("reduce", layout)].state
     if keeps is not None and not frozen:
-        bytes_["format"] = elements * ITEMSIZE[keeps]
+        second = 1 / mesh[DATA_AXES[1]] if layout.reduce.hops == 2 else 0
+        bytes_["format"] = elements * ITEMSIZE[keeps] * (1 + second)
     if layout.outer is not None and not frozen:
         bytes_["global"] = elements * ITEMSIZE[segment.outer_dtype(layout)] / layout.master.parts(mesh)
         if layout.outer.beta:
@@ -256,6 +257,8 @@ def _parts(tensor: str, layout: Layout, mesh: Sizes) -> int:
     ``master``, wherever they rest."""
     if tensor in ("flat", "local"):
         return 1
+    if tensor == "node":
+        return mesh[DATA_AXES[1]]
     return getattr(layout, "master" if tensor in ("grads", "outer") else tensor).parts(mesh)
 
 
@@ -307,7 +310,7 @@ def in_use(
     held: dict[tuple[str, str], float] = {}
     for section in ("forward", "backward", "forward", "last", "arrive", "step", "beside", "behind"):
         for number, op in enumerate(program.section(section)):
-            if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target == "flat":
+            if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target in ("flat", "node"):
                 flats = sum(s.length * ITEMSIZE[s.dtype] for s in by_name[op.unit].segments)
                 held[op.unit, "flat"] = flats + (encoded(op) if encoded and op.verb == "ALL_GATHER" else 0.0)
             elif op.verb == "GRADS":
@@ -318,7 +321,7 @@ def in_use(
                 held[op.unit, "temporary"] = temporary(_sent_bytes(op, by_name[op.unit]), op.axes)
             elif op.verb == "FETCH" and fetched is not None:
                 held[op.unit, op.source] = fetched(op)
-            if op.verb in REDUCTIONS and op.source == "local" and summed is not None:
+            if op.verb in REDUCTIONS and op.source in ("local", "node") and summed is not None:
                 held[op.unit, op.target] = summed(op)
             yield section, number, sum(held.values())
             if op.verb in ("FREE", "DROP", "STORE"):
@@ -337,15 +340,18 @@ def encoded_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
     they lie."""
     segments, total = op.moves(unit), 0.0
     ranks = prod(mesh[axis] for axis in op.axes)
+    slices = mesh[DATA_AXES[1]] if op.source == "node" and op.verb in REDUCTIONS else 1
     for segment, each in zip(segments, op.each(len(segments)), strict=True):
         form, table = FORMATS[each.format], segment.table_or(layout)
         if op.verb == "ALL_GATHER":
             dtype = segment.dtype
         else:
             dtype = segment.dtype_for("reduce" if op.source == "local" and table.grads.over else "grads", layout)
-        if form.native != dtype:
-            payload = form.nbytes(segment.length)
-            total += payload if op.verb == "ALL_GATHER" else 2 * payload + 2 * 4 * segment.length / ranks
+        if "node" in (op.source, op.target) and op.verb in REDUCTIONS:
+            total += 4 * segment.length / mesh[DATA_AXES[1]]
+        if form.native != dtype or "node" in (op.source, op.target):
+            payload, length = form.nbytes(segment.length) / slices, segment.length / slices
+            total += payload if op.verb == "ALL_GATHER" else 2 * payload + 2 * 4 * length / ranks
     return total
 
 
@@ -353,7 +359,7 @@ def summed_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
     """Bytes of the device that this rank's shard of the sums of ``op``, a reduction, takes on its way to the slower
     tier that gradients rest in; 0 where it is scattered to where they rest, or lies where they came."""
     table = unit.table_or(layout)
-    if op.verb != "REDUCE_SCATTER" or table.grads.tier is Tier.DEVICE:
+    if op.verb not in SCATTERS or op.target == "node" or table.grads.tier is Tier.DEVICE:
         return 0.0
     parts = table.master.parts(mesh)
     return sum(s.length * ITEMSIZE[s.dtype_for("grads", layout)] for s in op.moves(unit)) / parts

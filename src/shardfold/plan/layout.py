@@ -19,6 +19,7 @@ Sources: ZeRO (arXiv 1910.02054, section 5), ZeRO++ (arXiv 2306.10209, section 3
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from math import prod
@@ -33,6 +34,8 @@ from shardfold.plan.folders import FOLDERS, Folders, are_folders, folders_of
 from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE, format_named
 from shardfold.plan.outer import Outer
 from shardfold.plan.sizes import parse_bytes
+
+_HOPS = re.compile(r"(?P<name>[a-z]+\d*(/\d+)?)x(?P<hops>\d+)(?P<options>([:+,].*)?)")
 
 __all__ = [
     "DATA_AXES",
@@ -340,12 +343,26 @@ class Activations:
 @dataclass(frozen=True, kw_only=True)
 class Wire:
     """What a journey puts on the link: the name of a format (see :mod:`shardfold.plan.formats`), which a dtype's name
-    is too, or a dtype word of the table."""
+    is too, or a dtype word of the table.
+
+    Attributes:
+        hops: 2: what is split over nodes and ranks of a node crosses one after the other, so that between nodes each
+            element travels once and not once per rank. ``x2`` in the format's name says the same: ``int4x2``.
+    """
 
     format: str
+    hops: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.format, str) and (found := _HOPS.fullmatch(self.format)):  # pyright: ignore
+            object.__setattr__(self, "format", found["name"] + found["options"])
+            object.__setattr__(self, "hops", int(found["hops"]))
+        if self.hops not in (1, 2):
+            raise LayoutError(f"a journey has {self.hops!r} hops: it is 1, or 2, first within nodes and then between.")
 
     def __str__(self) -> str:
-        return self.format
+        name, colon, options = self.format.partition(":")
+        return name + ("x2" if self.hops == 2 else "") + colon + options
 
     @staticmethod
     def named(given: str | Wire) -> Wire:
@@ -611,9 +628,14 @@ class Layout:
         bound = replace(
             self,
             **changes,
-            gather=Wire(format=resolve(self.gather.format)),
+            gather=Wire(
+                format=resolve(self.gather.format), hops=_hops(self.gather, changes["params"] or changes["master"])
+            ),
             # What is not sent is not rounded on its way to where it rests either.
-            reduce=Wire(format=changes["grads"].dtype if exact else resolve(self.reduce.format)),
+            reduce=Wire(
+                format=changes["grads"].dtype if exact else resolve(self.reduce.format),
+                hops=_hops(self.reduce, changes["master"]),
+            ),
         )
         for name in ("params", "held"):
             part: Cell | None = getattr(bound, name)
@@ -775,6 +797,11 @@ def _check_outer(bound: Layout) -> None:
             + ("keeps what it loses for the next sum: outer gradients begin anew in each round, so leave that out."
                if form.state is not None else "does not carry fp32, in which outer gradients are: take another.")
         )  # fmt: skip
+
+
+def _hops(wire: Wire, cell: Cell) -> int:
+    """Of a journey to or from what is split as ``cell``; where there is one axis, there is one hop."""
+    return wire.hops if cell.over == DATA_AXES else 1
 
 
 def rests(state: str) -> str:

@@ -118,7 +118,8 @@ def prefetch(
             if op.verb == "FREE":
                 freed[op.unit] = i
             elif op.verb in moved:
-                there = min(i - depth - (op.verb == "READ"), reach[i] if op.tier == Tier.DISK else i)
+                ahead = 0 if op.source == "node" else depth  # a second hop has the first to wait for, which is slow
+                there = min(i - ahead - (op.verb == "READ"), reach[i] if op.tier == Tier.DISK else i)
                 fetched[max(0, there, freed.get(op.unit, 0))].append(op)
     out: list[Op] = []
     for group, fetches in zip(groups, fetched, strict=True):

@@ -105,9 +105,14 @@ class SegmentSpec:
 
     def format_for(self, what: str, layout: Layout) -> str:
         """As what ``gather``, ``reduce`` or ``grads`` of this segment travel under a bound ``layout``; ``grads``: sums
-        that are summed on, as they rest; ``buffer``: what gradients wait in until they travel."""
+        that are summed on, as they rest; ``buffer``: what gradients wait in until they travel; ``held``: what forward
+        has held, which was rounded to blocks when it came, and is not once more."""
         table = self.table_or(layout)
-        formats = {"gather": table.gather.format, "reduce": table.reduce.format, "grads": table.grads.dtype}
+        blocks = FORMATS[table.gather.format].native is None
+        formats = {
+            "gather": table.gather.format, "held": self.dtype if blocks else table.gather.format,
+            "reduce": table.reduce.format, "grads": table.grads.dtype,
+        }  # fmt: skip
         return self.dtype if self.own else table.buffer if what == "buffer" else formats[what]
 
     def outer_dtype(self, layout: Layout) -> str:
@@ -175,8 +180,9 @@ class UnitSpec:
         return _joined(segment.outer_dtype(layout) for segment in self.segments if segment.trainable)
 
     def format(self, what: str, layout: Layout, *, frozen: bool = False) -> str:
-        """As what ``gather``, ``reduce``, ``grads`` or ``buffer`` travel under a bound ``layout``, in one word: where
-        the segments differ, that of each, joined by ``+``; ``frozen``: also of those that are not trained."""
+        """As what ``gather``, ``held``, ``reduce``, ``grads`` or ``buffer`` travel under a bound ``layout``, in one
+        word: where the segments differ, that of each, joined by ``+``; ``frozen``: also of those that are not
+        trained."""
         moved = [segment for segment in self.segments if segment.trainable or frozen]
         return _joined(segment.format_for(what, layout) for segment in moved)
 

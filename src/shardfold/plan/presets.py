@@ -7,9 +7,24 @@ from __future__ import annotations
 
 from shardfold.errors import LayoutError, did_you_mean
 from shardfold.plan.checks import described
-from shardfold.plan.layout import DATA_AXES, Cell, Layout, Tier
+from shardfold.plan.layout import DATA_AXES, Cell, Layout, Tier, Wire
 
-__all__ = ["PRESETS", "ddp", "fsdp2", "hpz", "hsdp", "infinity", "named", "offload", "zero1", "zero2", "zero3"]
+__all__ = [
+    "LOSSY",
+    "NAMES",
+    "PRESETS",
+    "ddp",
+    "fsdp2",
+    "hpz",
+    "hsdp",
+    "infinity",
+    "named",
+    "offload",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zeropp",
+]
 
 #: Everything on every rank (Li et al., arXiv 2006.15704).
 ddp = Layout()
@@ -32,6 +47,9 @@ infinity = zero3.edit("params", "grads", "master", "moments", tier=Tier.HOST)
 #: ``zero3`` with a second copy split within a node for backward (hpZ of ZeRO++, arXiv 2306.10209, section 3.2).
 hpz = zero3.replace(held=Cell(dtype="compute", over=("intra",)))
 
+#: ``hpz`` that gathers blocks of int8 and reduces blocks of int4, each in two hops (ZeRO++, sections 3.1 and 3.3).
+zeropp = hpz.replace(gather=Wire(format="int8", hops=2), reduce=Wire(format="int4", hops=2))
+
 PRESETS: dict[str, Layout] = {
     "ddp": ddp,
     "zero1": zero1,
@@ -45,6 +63,14 @@ PRESETS: dict[str, Layout] = {
 }
 
 
+LOSSY: dict[str, Layout] = {
+    "zeropp": zeropp,
+}
+"""Those whose formats round what travels: they train close to plain PyTorch, where the others train as it does."""
+
+NAMES = (*PRESETS, *LOSSY)
+
+
 def named(layout: str | Layout) -> Layout:
     """The preset of that name, or the layout itself.
 
@@ -54,7 +80,7 @@ def named(layout: str | Layout) -> Layout:
     if isinstance(layout, Layout):
         return layout
     if not isinstance(layout, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(f"layout= is {described(layout)}: it is a Layout or the name of one: {', '.join(PRESETS)}.")
-    if layout not in PRESETS:
-        raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout, PRESETS)}")
-    return PRESETS[layout]
+        raise LayoutError(f"layout= is {described(layout)}: it is a Layout or the name of one: {', '.join(NAMES)}.")
+    if layout not in NAMES:
+        raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout, NAMES)}")
+    return PRESETS.get(layout) or LOSSY[layout]

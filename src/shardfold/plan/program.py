@@ -20,6 +20,9 @@ before it.
     FREE            give the gathered buffer back
     GRADS           make the buffer ``local``, which the unit's gradients are added to as they come
     REDUCE_SCATTER  begin to sum gradients over the axes, keep this rank's shard
+    REDUCE_WITHIN   the first of two hops: begin to sum gradients within the node, keep this rank's slice of each node's
+                    part
+    REDUCE_BETWEEN  the second: begin to sum those between nodes, keep this rank's shard
     ALL_REDUCE      begin to sum gradients over the axes, keep the sum
     WAIT            go on when ``grads`` hold the sums, or ``params`` what was updated
     DROP            give the buffer ``local`` back
@@ -72,6 +75,7 @@ __all__ = [
     "MOVES",
     "PARTIAL",
     "REDUCTIONS",
+    "SCATTERS",
     "SECTIONS",
     "SUMS",
     "TENSORS",
@@ -85,7 +89,8 @@ __all__ = [
     "render_section",
 ]
 
-REDUCTIONS = ("REDUCE_SCATTER", "ALL_REDUCE")
+SCATTERS = ("REDUCE_SCATTER", "REDUCE_WITHIN", "REDUCE_BETWEEN")
+REDUCTIONS = (*SCATTERS, "ALL_REDUCE")
 SUMS = (*REDUCTIONS, "WAIT", "STORE", "DROP", "SPECULATE")
 """Of a backward: what a unit's gradients go through once all are there."""
 COLLECTIVES = ("ALL_GATHER", *REDUCTIONS, "PUSH", "PULL")
@@ -94,13 +99,14 @@ KINDS = {"PUSH": "REDUCE_SCATTER", "PULL": "ALL_GATHER"}
 """Collectives that are another one, of other tensors."""
 MOVES = ("READ", "FETCH", "ADD", "FILL", "STORE")
 
-TENSORS = (*STATES, "flat", "local", "outer")
-"""What an operation reads or writes: a state of the table, or a buffer, two of a unit's whole length, one of that of
-master's shard.
+TENSORS = (*STATES, "flat", "local", "node", "outer")
+"""What an operation reads or writes: a state of the table, or a buffer; the first two have a unit's whole length.
 
     flat     the gathered parameters
     local    this rank's own gradients, of which no sum was taken yet; where ``grads`` rest whole it is these themselves
-    outer    the outer gradient, and then how the global weights change
+    node     between two hops: of each node's part of a unit the slice of the ranks that have this rank's place in
+             theirs. Of gradients it is summed within the node, of parameters it is encoded
+    outer    of master's shard: the outer gradient, and then how the global weights change
 """
 
 
@@ -130,6 +136,8 @@ VERBS: Mapping[str, Verb] = {
     "FREE": Verb(source="flat"),
     "GRADS": Verb(("unit", "format"), target="local"),
     "REDUCE_SCATTER": Verb(("unit", "axes", "format"), source="local", target="grads"),
+    "REDUCE_WITHIN": Verb(("unit", "axes", "format"), source="local", target="node"),
+    "REDUCE_BETWEEN": Verb(("unit", "axes", "format"), source="node", target="grads"),
     "ALL_REDUCE": Verb(("unit", "source", "axes", "format"), target="grads"),
     "WAIT": Verb(("unit", "target")),
     "DROP": Verb(source="local"),
@@ -226,11 +234,12 @@ class Op(_Operands):
     @property
     def kind(self) -> str:
         """Which collective it is for whoever sends it."""
-        return KINDS.get(self.verb, self.verb)
+        return "REDUCE_SCATTER" if self.verb in SCATTERS else KINDS.get(self.verb, self.verb)
 
     def moves(self, unit: UnitSpec) -> tuple[SegmentSpec, ...]:
         """The segments of its unit that it works on: what is frozen has nothing but values."""
-        if "flat" in (self.source, self.target):
+        ends = (self.source, self.target)
+        if "flat" in ends or ("node" in ends and self.journey == "gather"):
             return unit.segments
         return tuple(segment for segment in unit.segments if segment.trainable)
 
@@ -323,8 +332,9 @@ def render_section(name: str, ops: Sequence[Op], mark: int | None = None, around
 
 
 def redistribute(
-    unit: str, have: Axes | None, need: Axes, *, data: Axes, source: str, target: str, format: Mapping[str, str]
-) -> Iterator[Op]:
+    unit: str, have: Axes | None, need: Axes, *, data: Axes, source: str, target: str, format: Mapping[str, str],
+    hops: Mapping[str, int] | None = None,
+) -> Iterator[Op]:  # fmt: skip
     """The collectives that turn how a unit lies into how its reader needs it.
 
     Args:
@@ -336,12 +346,17 @@ def redistribute(
         target: the tensor that is needed.
         format: by journey what is on the link: of ``gather`` and ``reduce``, and of ``sum``, the reduction of what a
             reduction has scattered.
+        hops: of ``gather`` and ``reduce``; 2: over the axes between nodes and those within one after the other.
 
     Raises:
         LayoutError: the two cannot be joined by a gather or a reduction.
     """
+    two = {journey for journey, number in (hops or {}).items() if number == 2}
     if have is None:  # PARTIAL
-        if need:
+        if len(need) == 2 and "reduce" in two:
+            yield Op("REDUCE_WITHIN", unit, need[1:], format["reduce"])
+            yield Op("REDUCE_BETWEEN", unit, need[:1], format["reduce"])
+        elif need:
             yield Op("REDUCE_SCATTER", unit, need, format["reduce"], source, target)
         if rest := tuple(axis for axis in data if axis not in need):
             if need:
@@ -351,6 +366,10 @@ def redistribute(
     elif have != need:
         if have[: len(need)] != need:
             raise LayoutError(f"{unit} lies split over {have} but is needed split over {need}, which no gather gives.")
+        if len(have) == 2 and not need and "gather" in two:
+            yield Op("ALL_GATHER", unit, have[:1], format["gather"], source, "node")
+            yield Op("ALL_GATHER", unit, have[1:], format["gather"], "node", target)
+            return
         yield Op("ALL_GATHER", unit, have[len(need) :], format["gather"], source, target)
 
 
@@ -415,14 +434,16 @@ class _Lowering:
 
     def _turn(self, unit: UnitSpec, source: str, target: str) -> Iterator[Op]:
         """From how one tensor of the unit lies to how another shall."""
+        table = unit.table_or(self._layout)
+        hops = {"gather": table.gather.hops if target == "flat" else 1, "reduce": table.reduce.hops}
         format = {
-            "gather": unit.format("gather", self._layout, frozen=target == "flat"),
+            "gather": unit.format("held" if source == "held" else "gather", self._layout, frozen=target == "flat"),
             "reduce": unit.format("reduce", self._layout),
             "sum": unit.format("grads", self._layout),
         }
         have, need = PARTIAL if source == "local" else self._over(unit, source), self._over(unit, target)
         data = self._mesh.summed(unit.distinct)
-        return redistribute(unit.name, have, need, data=data, source=source, target=target, format=format)
+        return redistribute(unit.name, have, need, data=data, source=source, target=target, format=format, hops=hops)
 
     def _over(self, unit: UnitSpec, tensor: str) -> Axes:
         """The axes that a tensor is split over; sums of gradients are used as ``master`` is, wherever they rest."""
@@ -469,7 +490,7 @@ class _Lowering:
         grads = unit.table_or(self._layout).grads
         away = grads.tier is not Tier.DEVICE
         for op in self._turn(unit, "local", "grads"):
-            if last or away or (grads.over and op.verb == "REDUCE_SCATTER"):
+            if last or away or (grads.over and op.verb in SCATTERS):
                 yield op
                 yield Op("WAIT", unit.name, target="grads")
                 if grads.over and op.source == "local" and not away:

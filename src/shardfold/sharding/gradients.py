@@ -55,6 +55,7 @@ class Gradients:
         sending: operations on their way.
         sent: the buffer that they send; None: ``resting``, or none.
         summed: by segment, this rank's shard of what a reduction gives, on its way to a slower tier; else None.
+        node: by segment, between two hops: what the first has summed.
         extra: by segment: a second reduce-scatter's result of a step that has :attr:`Sums.TWICE` already; it is added
             to ``grads`` when it is summed over the other axes too.
         seen: places whose gradient came in this backward.
@@ -74,6 +75,7 @@ class Gradients:
         self.used = [[False] * len(segment.parameters) for segment in self.segments]
         self.count = sum(map(len, self.used))
         self.summed: list[Tensor] | None = None
+        self.node: list[Tensor] = []
         self._store = store
         self._away = any(segment.table.grads.tier is not Tier.DEVICE for segment in self.segments)
         self._filed = any(segment.table.grads.tier is Tier.DISK for segment in self.segments)
@@ -131,24 +133,54 @@ class Gradients:
     def send(self, sends: Sequence[Callable[..., None]], *, scatter: bool) -> None:
         """Hands the flat of each segment to one of ``sends``, which take ``(flat, pending=)`` and, to ``scatter``,
         ``out=``, ``add=`` and ``state=``. The buffer is :attr:`sent` until it is given back."""
+        self._send(sends, self._complete(), [segment.format_state for segment in self.segments], scatter=scatter)
+
+    def send_within(self, sends: Sequence[Callable[..., None]], ranks: int) -> None:
+        """As :meth:`send`, the first of two hops, between so many ranks: its sums are :attr:`node`."""
+        flats = self._complete()
+        self.node = [
+            self._store.empty(len(flat) // ranks, flat.dtype if flat.dtype == torch.float64 else torch.float32)
+            for flat in flats
+        ]
+        for segment, send, flat, out in zip(self.segments, sends, flats, self.node, strict=True):
+            send(flat, pending=self.sending, out=out, add=False, state=segment.format_state)
+
+    def send_between(self, sends: Sequence[Callable[..., None]], waiter: Waiter) -> None:
+        """As :meth:`send`, the second of two hops, behind the first: what that has summed within the node."""
+        self.arrive(waiter)
+        node, self.node = self.node, []
+        self._send(sends, node, [segment.node_state for segment in self.segments], scatter=True)
+        self.sending.append(Pending([], lambda: [self._store.recycle(flat) for flat in node]))
+
+    def _complete(self) -> list[Tensor]:
+        """The flats of what is sent next, all there."""
         buffer = self.resting if self.sums is Sums.OWN else None
         if buffer is None:
-            buffer = self._take_local()
-        else:
-            with torch.no_grad():
-                buffer.complete()
+            return self._take_local().flats
+        with torch.no_grad():
+            buffer.complete()
+        return buffer.flats
+
+    def _send(
+        self,
+        sends: Sequence[Callable[..., None]],
+        flats: list[Tensor],
+        states: Sequence[Tensor | None],
+        *,
+        scatter: bool,
+    ) -> None:
         self._there = self._away and scatter and self._direct and not self._filed
         if self._away and not self._there:
-            self._send_away(sends, buffer.flats, scatter=scatter)
+            self._send_away(sends, flats, states, scatter=scatter)
             return
         add = self.sums is not Sums.OWN
         if self.sums is Sums.OWN:
             self.sums = Sums.REDUCED
         if self.sums is Sums.TWICE and self.extra is None:
             self.extra = [torch.zeros_like(segment.master_grads) for segment in self.segments]
-        for segment, send, flat, out in zip(self.segments, sends, buffer.flats, self._scattered(), strict=True):
+        for segment, send, flat, out, state in zip(self.segments, sends, flats, self._scattered(), states, strict=True):
             if scatter:
-                send(flat, pending=self.sending, out=out, add=add, state=segment.format_state)
+                send(flat, pending=self.sending, out=out, add=add, state=state)
             else:
                 send(flat, pending=self.sending)
                 if add:
@@ -162,7 +194,10 @@ class Gradients:
             buffer.complete()
         return buffer
 
-    def _send_away(self, sends: Sequence[Callable[..., None]], flats: Sequence[Tensor], *, scatter: bool) -> None:
+    def _send_away(
+        self, sends: Sequence[Callable[..., None]], flats: Sequence[Tensor], states: Sequence[Tensor | None], *,
+        scatter: bool,
+    ) -> None:  # fmt: skip
         """As :meth:`send`, of gradients whose sum goes to a slower tier (:meth:`store`)."""
         if scatter:
             # In the order in which they would be added up in memory, so that sums are the same to the bit.
@@ -171,8 +206,8 @@ class Gradients:
                 self._earlier(s) if self._adds else self._store.empty(s.shard_numel, s.dtypes["grads"])
                 for s in self.segments
             ]
-            for segment, send, flat, out in zip(self.segments, sends, flats, self.summed, strict=True):
-                send(flat, pending=self.sending, out=out, add=self._adds, state=segment.format_state)
+            for send, flat, out, state in zip(sends, flats, self.summed, states, strict=True):
+                send(flat, pending=self.sending, out=out, add=self._adds, state=state)
         else:
             for send, flat in zip(sends, flats, strict=True):
                 send(flat, pending=self.sending)
@@ -305,12 +340,14 @@ class Gradients:
     def forget_lost(self) -> None:
         """Formats keep nothing of what they have lost so far."""
         for segment in self.segments:
-            if segment.format_state is not None:
-                segment.format_state.zero_()
+            for state in (segment.format_state, segment.node_state):
+                if state is not None:
+                    state.zero_()
 
     def forget(self) -> None:
         """As before the first backward of a step."""
         self.local = self.extra = self.summed = None
+        self.node = []
         self._there = self._adds = False
         for segment in self.segments:
             segment.noted = None

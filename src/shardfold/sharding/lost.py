@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfold.comm.comm import Comm
+from shardfold.comm.hops import nodes
+from shardfold.plan.layout import DATA_AXES
 from shardfold.plan.program import Op
 from shardfold.sharding.segment import Segment
 
@@ -32,11 +34,12 @@ def sums_of_lost(comm: Comm, segments: Sequence[Segment], what: str) -> dict[int
         kept = segment.format_state
         if kept is None:
             continue
+        whole = _all(comm, segment, kept)
         axes = comm.mesh.sizes.summed(segment.spec.distinct)
         start, stop = segment.master_range
         out = found[id(segment)] = torch.zeros(stop - start, dtype=kept.dtype, device=kept.device)
         for at in range(0, len(kept), AT_ONCE):
-            some = kept[at : at + AT_ONCE].clone()
+            some = whole[at : at + AT_ONCE].clone()
             if comm.mesh.parts(axes) > 1:
                 op = Op("ALL_REDUCE", axes=axes)
                 comm.agreement.issue(f"{op} for {what}")
@@ -48,6 +51,16 @@ def sums_of_lost(comm: Comm, segments: Sequence[Segment], what: str) -> dict[int
     return found
 
 
+def _all(comm: Comm, segment: Segment, kept: Tensor) -> Tensor:
+    """What a rank keeps of each element, of the second of two hops too."""
+    if segment.node_state is None:
+        return kept
+    num_nodes, ranks = nodes(comm.mesh)
+    both = kept.clone()
+    both.view(num_nodes, ranks, -1)[:, comm.mesh.coords[DATA_AXES[1]]] += segment.node_state.view(num_nodes, -1)
+    return both
+
+
 def take_lost(comm: Comm, segment: Segment, values: Tensor) -> None:
     """Gives this rank what it is to keep of the sums on its master range; the first of those that have it keeps all."""
     kept = segment.format_state
@@ -55,5 +68,7 @@ def take_lost(comm: Comm, segment: Segment, values: Tensor) -> None:
     others = [axis for axis in comm.mesh.sizes.summed(segment.spec.distinct) if axis not in segment.table.master.over]
     with torch.no_grad():
         kept.zero_()
+        if segment.node_state is not None:
+            segment.node_state.zero_()
         if not any(comm.mesh.coords[axis] for axis in others):
             kept[slice(*segment.master_range)] = values

@@ -33,7 +33,7 @@ from shardfold import accelerator
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.errors import ConfigError
 from shardfold.plan.formats import FORMATS
-from shardfold.plan.layout import ITEMSIZE, ROLES, Cell, Layout, Sizes, Tier
+from shardfold.plan.layout import DATA_AXES, ITEMSIZE, ROLES, Cell, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, shard_range
 from shardfold.sharding.shard import Shard
 from shardfold.tiers.device import DeviceTier
@@ -93,6 +93,8 @@ class Segment:
         gather, reduce = (FORMATS[spec.format_for(journey, layout)] for journey in ("gather", "reduce"))
         self._rounds = None if gather.native == spec.dtype else gather
         self.format_state: Tensor | None = None  # what the format of its reductions keeps, ``(length,)``
+        self.node_state: Tensor | None = None  # the same of the second of two hops, ``(length / ranks of a node,)``
+        self.payload: Tensor | None = None  # of a gather between its two hops
         self._keeps = TORCH_DTYPES[reduce.state] if reduce.state is not None else None
         self.table = spec.table_or(layout)
         self.rest_range = shard_range(spec.length, self.table.rest.over, mesh, coords)
@@ -238,8 +240,10 @@ class Segment:
                 own = ((b - a) // mesh[layout.outer.axis],)
                 self.regions["momentum"] = outer.allocate(own, dtype, zero=True)
         if self._keeps is not None:
-            kept = self.regions["format"] = tiers.device.allocate((spec.length,), self._keeps, zero=True)
-            self.format_state = kept.get()
+            second = spec.length // mesh[DATA_AXES[1]] if layout.reduce.hops == 2 else 0
+            kept = self.regions["format"] = tiers.device.allocate((spec.length + second,), self._keeps, zero=True)
+            self.format_state = kept.get()[: spec.length]
+            self.node_state = kept.get()[spec.length :] if second else None
 
     def _rest_in(self, tiers: Tiers, state: str, cell: Cell, values: Tensor) -> Tensor | None:
         """A state with these values, in its tier; the memory itself, or None of a file."""
@@ -359,7 +363,7 @@ class Segment:
         """The segment is no more: nothing here keeps memory."""
         self.forget_fetched()
         self._rest = self.held = self._gradient_flat = self._master = self.sent_grads = self.updated = None
-        self.format_state = None
+        self.format_state = self.node_state = self.payload = None
         self.under_way = None
         self.regions.clear()
         self.flat = self.flat.new_empty(0)

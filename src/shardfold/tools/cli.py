@@ -164,7 +164,7 @@ app.command(epilog="For example: shardfold train lm --layout zero2 --steps 200 -
     "shardfold explain --config ds_config.json --ranks 16"
 )
 def explain(
-    layout: Annotated[str, typer.Argument(help=f"A layout's name: {', '.join(presets.PRESETS)}.")] = "zero3",
+    layout: Annotated[str, typer.Argument(help=f"A layout's name: {', '.join(presets.NAMES)}.")] = "zero3",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 8,
     nodes: Annotated[int, typer.Option(min=1, help="Machines that the ranks are spread over evenly.")] = 1,
     precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",

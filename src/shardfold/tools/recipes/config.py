@@ -107,7 +107,7 @@ class TrainConfig(BaseModel):
     data: Path | None = Field(
         None, description="A file or folder of text; without it, the Python standard library's own sources."
     )
-    layout: str = Field("zero3", description=f"How state is split over ranks: {', '.join(presets.PRESETS)}.")
+    layout: str = Field("zero3", description=f"How state is split over ranks: {', '.join(presets.NAMES)}.")
     offload: str | None = Field(
         None,
         description="Slower tier of gradients and optimizer states: host or disk; or a tier of each state, as "
