@@ -72,12 +72,12 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], object], list[str]]] = {
     ),
     "a wire that is no wire": (lambda: zero3.replace(gather=16), ["gather of the table is 16", "it is a Wire"]),
     "integers for parameters": (
-        lambda: zero3.replace(gather="int8").bind(PRECISIONS["fp32"], MESH),
-        ["gather travels as int8", "Precision.compute is fp32", "narrower"],
+        lambda: zero3.replace(gather="uint8").bind(PRECISIONS["fp32"], MESH),
+        ["gather travels as uint8", "Precision.compute is fp32", "narrower"],
     ),
     "integers for gradients": (
-        lambda: zero3.replace(reduce="int8").bind(PRECISIONS["fp32"], {"inter": 1, "intra": 1}),
-        ["reduce travels as int8", "grads accumulate in fp32"],
+        lambda: zero3.replace(reduce="uint8").bind(PRECISIONS["fp32"], {"inter": 1, "intra": 1}),
+        ["reduce travels as uint8", "grads accumulate in fp32"],
     ),
     "rounding where nothing is gathered": (
         lambda: ddp.replace(gather="bf16").bind(PRECISIONS["fp32"], MESH),
