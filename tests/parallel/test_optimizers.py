@@ -18,7 +18,9 @@ STEPS = 4
 
 def muon(model: nn.Module) -> Any:
     return sf.optim.Muon(
-        sf.optim.muon_groups(model, lr=0.02, adamw_lr=0.01, others=["*head*", "*embed*"]), ns_dtype=torch.float64
+        # eps: see ADAM in models.py
+        sf.optim.muon_groups(model, lr=0.02, adamw_lr=0.01, others=["*head*", "*embed*"], adamw_eps=1e-3),
+        ns_dtype=torch.float64,
     )
 
 
