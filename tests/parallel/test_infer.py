@@ -44,6 +44,8 @@ class Fused(nn.Module):
             pieces = y[..., :WIDTH], y[..., WIDTH : 2 * WIDTH], y[:, :, 2 * WIDTH :]
         elif self.way == "narrow":
             pieces = tuple(y.narrow(-1, WIDTH * at, WIDTH) for at in range(3))
+        elif self.way == "features":
+            pieces = y.split(self.c_attn.out_features // 3, dim=2)
         else:
             pieces = y.split(WIDTH, dim=2) if self.way == "split" else y.chunk(3, dim=-1)
         return tuple(each.view(batch, time, HEADS, WIDTH // HEADS).transpose(1, 2) for each in pieces)
@@ -126,6 +128,10 @@ class Feed(nn.Module):
             return self.square(F.relu(self.down(y)))
         if self.kind == "gate-of-whole":
             return self.down(y * self.square(x)[..., :1].tanh())
+        if self.kind == "length":
+            y = y / self.up.weight.shape[0]
+        if self.kind == "features":
+            y = y / self.down.in_features
         if self.kind == "read":
             return self.down(y) + F.linear(y, self.gate.weight.t())
         return self.down(y)
@@ -141,8 +147,8 @@ class Residual(nn.Module):
 
 
 FEEDS = ("plain", "fused", "gated", "norm", "shift", "softmax", "whole", "roll", "mean", "pool", "twice", "chain",
-         "gate-of-whole", "read", "inplace")  # fmt: skip
-WAYS = ("3hd", "h3d", "slices", "narrow", "split", "chunk")
+         "gate-of-whole", "read", "inplace", "length", "features")  # fmt: skip
+WAYS = ("3hd", "h3d", "slices", "narrow", "split", "chunk", "features")
 EXTRAS = ("none", "grouped", "norm", "scales", "bias", "across")
 PIECES: dict[str, Callable[[], nn.Module]] = {
     **{f"feed-{kind}": lambda kind=kind: Feed(kind) for kind in FEEDS},
@@ -185,7 +191,7 @@ def same(model: nn.Module, loss: Callable[[Any], Tensor], ranks: int, given: Giv
 
 
 WHOLE = {"feed-norm", "feed-shift", "feed-softmax", "feed-whole", "feed-roll", "feed-mean", "feed-twice",
-         "feed-gate-of-whole", "feed-read", "apart-scales", "apart-across"}  # fmt: skip
+         "feed-gate-of-whole", "feed-read", "feed-length", "feed-features", "apart-scales", "apart-across"}  # fmt: skip
 """What cannot be cut."""
 
 
@@ -201,6 +207,24 @@ def test_each_piece(ranks: int) -> None:
                 TensorPlan(model, "auto", ranks)
         else:
             same(model, lambda m: m(X).square().sum(), ranks)
+
+
+class Words(nn.Module):
+    """Words, a layer that can be cut, and a head whose length the model may read."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.words, self.feed, self.head = nn.Embedding(8, WIDTH), Feed("plain"), nn.Linear(WIDTH, 8)
+        self.read = read
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.feed(self.words(tokens)))
+        return logits / self.head.out_features if self.read else logits
+
+
+def test_words_whose_number_is_read_stay_whole() -> None:
+    assert TensorPlan(Words(False), "auto", 2).words.keys() >= {"words", "head"}
+    assert TensorPlan(Words(True), "auto", 2).words.keys() == {"feed.up", "feed.down"}
 
 
 def stack(seed: int) -> nn.Module:

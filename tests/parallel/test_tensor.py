@@ -230,6 +230,13 @@ class Between(nn.Module):
         return self.down(self.scale(self.up(x))).square().mean()
 
 
+class Aside(Between):
+    """What a column gives goes into the loss past the row, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up(x).abs().mean()
+
+
 BETWEEN = {"up": "column", "down": "row"}
 
 
@@ -249,6 +256,14 @@ def _apart(layout: str) -> list[str]:
     said.append(str(gradients_differ.value))
     assert all(torch.equal(before[key], value) for key, value in engine.state_dict().items())
     engine.close()
+    torch.manual_seed(0)
+    aside = Aside().double()
+    engine = sf.Engine(aside, optimizer=ADAM, layout=layout, mesh={"tensor": 2}, tensor={**BETWEEN, "scale": "partial"})
+    engine.backward(engine(x))
+    with pytest.raises(ModelError) as losses_differ:
+        engine.step()
+    said.append(str(losses_differ.value))
+    engine.close()
     engine = sf.Engine(model, optimizer=ADAM, layout=layout, mesh={"tensor": 2}, tensor={**BETWEEN, "scale": "partial"})
     for _ in range(3):
         engine.backward(engine(x))
@@ -259,10 +274,12 @@ def _apart(layout: str) -> list[str]:
 
 def test_what_ranks_have_to_have_alike_is_compared(ranks: Ranks) -> None:
     """Batches that differ between ranks that share layers are refused on all of them at the first forward, and at the
-    first step the gradient of a parameter that has to be summed, by name, before any weight has changed."""
-    for batch, gradient in ranks.run(_apart, "zero1", world_size=2):
+    first step the gradient of a parameter that has to be summed, by name, before any weight has changed, and a loss
+    of which each rank has a part."""
+    for batch, gradient, loss in ranks.run(_apart, "zero1", world_size=2):
         assert "ranks along 'tensor', which share each layer, have different batches" in batch
         assert gradient.startswith("the gradient of 'scale.weight' differs between ranks along 'tensor'")
+        assert loss.startswith("the loss differs between ranks along 'tensor'")
 
 
 def _built_split() -> None:

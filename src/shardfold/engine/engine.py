@@ -556,6 +556,7 @@ class Engine:
         """
         self._gate.refuse_closed("engine.backward()")
         self._pipelined.refuse_call("engine.backward()")
+        self._replicated.note(loss)
         if self.sequence is None:
             self._backward.run(loss, weight, retain_graph)
             return

@@ -37,6 +37,7 @@ class Replicated:
         self._model, self._always = model, always
         self._axes = model.comm.mesh.sizes.of_role(Role.TENSOR)
         self._forwards = self._steps = 0
+        self._loss: Tensor | None = None
 
     def check_inputs(self, inputs: Any) -> None:
         """All ranks along the axis call it, before a forward.
@@ -55,15 +56,23 @@ class Replicated:
                     "give the sampler rank=engine.data_rank and num_ranks=engine.data_ranks."
                 )
 
+    def note(self, loss: Any) -> None:
+        """A backward begins at this loss."""
+        if self._axes and isinstance(loss, Tensor) and (self._steps < STEPS or self._always):
+            self._loss = loss.detach()
+
     def check_gradients(self) -> None:
         """All ranks call it, between backward and update.
 
         Raises:
-            ModelError: on all of them: gradients of what is replicated differ.
+            ModelError: on all of them: losses, or gradients of what is replicated, differ.
         """
         if not self._axes or (self._steps >= STEPS and not self._always):
             return
         self._steps += 1
+        loss, self._loss = self._loss, None
+        for axis in self._axes if loss is not None and loss.numel() == 1 else ():
+            self._check_loss(loss, axis)
         for axis in self._axes:
             names, mine = self._sums(axis)
             if not names:
@@ -81,6 +90,23 @@ class Replicated:
                     "word 'partial' in tensor=. Or ranks draw other random numbers: seed them alike. Nothing was "
                     "updated; engine.zero_grad() drops these gradients."
                 )
+
+    def _check_loss(self, loss: Tensor, axis: str) -> None:
+        """
+        Raises:
+            ModelError: on all ranks: they have different losses.
+        """
+        value = loss.double().reshape(())
+        mine = torch.stack([value, value.square(), torch.ones_like(value)]).reshape(1, 3)
+        first = mine.clone()
+        self._model.comm.broadcast(first, f"the comparison of losses on {axis}", over=(axis,))
+        if self._model.comm.any_rank((~_near(mine, first)).tolist(), f"losses on {axis}")[0]:
+            raise ModelError(
+                f"the loss differs between ranks along {axis!r}, which share each layer and have the same batch: "
+                "something besides a row computes with what a column gives, or reads a weight that is cut, so it has "
+                "a part of it: leave that layer 'replicated', or give it the word 'gathered'. Or ranks draw other "
+                "random numbers: seed them alike. Nothing was updated; engine.zero_grad() drops these gradients."
+            )
 
     def _sums(self, axis: str) -> tuple[list[str], Tensor]:
         """Names of replicated parameters, and ``(parameters, 3)``: of this rank's elements of their gradients the sum,

@@ -65,7 +65,9 @@ def infer(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ran
         except _Again:
             continue
     if not inner:
-        found.words.update(_words_of(module, run, found, ranks))
+        words = _words_of(module, run, found, ranks)
+        if words and not _read_lengths(module, run, args, kwargs, words, ranks):
+            found.words.update(words)
     for path in found.words:
         found.left.pop(path, None)
     return found
@@ -385,6 +387,20 @@ def _words_of(module: nn.Module, run: Run, found: Found, ranks: int) -> dict[str
         if mine and all(name in free for name in tied):
             chosen.update(dict.fromkeys([path, *mine, *tied], ("vocabulary", 1)))
     return chosen
+
+
+def _read_lengths(
+    module: nn.Module, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any], words: Iterable[str], ranks: int
+) -> bool:
+    """Whether the model does something else where embeddings and heads say that they have one rank's words."""
+    weights = {path: module.get_submodule(path)._parameters["weight"] for path in words}
+    rows = {path: len(weight) // ranks for path, weight in weights.items() if weight is not None}
+    try:
+        other = record(module, args, kwargs, differentiable=False, words=rows)
+    except Exception:  # the module's own, on lengths that it does not expect
+        return True
+    done = [[(each.op, each.args, dict(each.kwargs)) for each in one.steps] for one in (run, other)]
+    return done[0] != done[1] or run.shapes != other.shapes
 
 
 def _common(stacks: Sequence[tuple[tuple[str, int], ...]]) -> tuple[tuple[str, int], ...]:

@@ -35,8 +35,9 @@ from shardfold.parallel.guess import guessed
 from shardfold.parallel.head import split_heads
 from shardfold.parallel.infer import infer
 from shardfold.parallel.known import STYLES, divided_of, known_plan, unknown_style
+from shardfold.parallel.lengths import is_transposed
 from shardfold.parallel.link import link_of
-from shardfold.parallel.split import Cut, Owners, Place, Shared, cut_module, is_cut, is_streamed, is_transposed
+from shardfold.parallel.split import Cut, Owners, Place, Shared, cut_module, is_cut, is_streamed
 from shardfold.parallel.stream import DROPOUTS, Stream
 from shardfold.parallel.trace import leaf_of
 from shardfold.plan.axes import Mesh, Role

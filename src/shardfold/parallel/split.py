@@ -24,6 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from shardfold.errors import ConfigError, UsageError
 from shardfold.parallel.draws import Parts
 from shardfold.parallel.functions import collect, copy, gather, reduce, scatter, spread
+from shardfold.parallel.lengths import adapt_lengths, is_transposed
 from shardfold.parallel.link import AxisLink, link_of
 from shardfold.parallel.stream import DROPOUTS, TOKENS, Stream, apart_draws
 from shardfold.sharding.partitioned import hand_over
@@ -43,7 +44,6 @@ __all__ = [
     "is_cut",
     "is_partial",
     "is_streamed",
-    "is_transposed",
     "sum_gradients",
 ]
 
@@ -286,11 +286,6 @@ def is_partial(module: nn.Module) -> bool:
     return _SUMMED in vars(module)
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether its weight is ``(inputs, outputs)``, as of the Conv1D of transformers."""
-    return hasattr(module, "nf")
-
-
 @dataclass(frozen=True)
 class Cut:
     """How one module is to be cut.
@@ -483,23 +478,13 @@ def cut_module(cut: Cut, place: Place, shared: Shared, owners: Owners, parts: Pa
                 _cut(owners, module, own, dim, (start, stop), place, cut.blocks)
         if word == "vocabulary" and not cut.embedding:
             forward.word = "gathered"
-    _adapt(module, word)
+    if word != "kv":
+        adapt_lengths(module)
     vars(module)[_FORWARD] = vars(module)["forward"] = forward
 
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ in ("Linear", "Conv1D")
-
-
-def _adapt(module: Any, word: str) -> None:
-    """The numbers that a module keeps of its own shape, and its own forward reads or its text shows."""
-    shape = module.weight.shape
-    if isinstance(module, nn.Embedding):
-        module.num_embeddings, module.embedding_dim = shape
-    elif is_transposed(module):
-        module.nx, module.nf = shape
-    elif isinstance(module, nn.Linear) and word != "kv":
-        module.out_features, module.in_features = shape
 
 
 def _cut(

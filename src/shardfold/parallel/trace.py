@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardfold.parallel.lengths import adapt_lengths, is_transposed
 from shardfold.torch_internals import DispatchMode, storage_key
 
 __all__ = ["Call", "Leaf", "Ref", "Run", "Step", "leaf_of", "mapped", "record", "tensors_in"]
@@ -134,6 +135,7 @@ def record(
     *,
     differentiable: bool,
     leaves: Mapping[str, Leaf] | None = None,
+    words: Mapping[str, int] | None = None,
     rewrite: Rewrite | None = None,
 ) -> Run:
     """Runs a copy of ``module`` on meta tensors.
@@ -141,7 +143,9 @@ def record(
     Args:
         args, kwargs: of its forward; only shapes and dtypes of tensors are read.
         differentiable: gradients go back into ``args``.
-        leaves: of some paths that are leaves, which lengths they have in this run in place of their own.
+        leaves: of some paths that are leaves, which lengths they have in this run in place of their own, in what they
+            give and in what the model reads of them.
+        words: of embeddings and heads, how many words the model reads that they have; they give what they gave.
         rewrite: changes arguments of calls.
 
     Raises:
@@ -157,6 +161,8 @@ def record(
         inner.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
         if leaf is not None:
             vars(inner)["forward"] = _LeafRun(recorder, path, inner, (leaves or {}).get(path, leaf))
+            if path in (leaves or {}) or path in (words or {}):
+                _shorten(inner, (leaves or {}).get(path, leaf), (words or {}).get(path))
     given = mapped((tuple(args), dict(kwargs)), _as_given)
     for tensor in tensors_in(given):
         value = recorder.number(tensor)
@@ -166,6 +172,27 @@ def record(
         result = twin(*given[0], **given[1])
     recorder.run.results = [recorder.number(tensor) for tensor in tensors_in(result)]
     return recorder.run
+
+
+def _shorten(module: nn.Module, leaf: Leaf, words: int | None) -> None:
+    """Gives a leaf a weight and a bias of these lengths, and the numbers that it keeps of them."""
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    if isinstance(module, nn.Embedding):
+        shape = words or len(weight), leaf.outputs
+    elif is_transposed(module):
+        shape = leaf.inputs, words or leaf.outputs
+    else:
+        shape = words or leaf.outputs, leaf.inputs
+    module._parameters["weight"] = _of_shape(weight, shape)
+    if bias is not None:
+        module._parameters["bias"] = _of_shape(bias, (words or leaf.outputs,))
+    adapt_lengths(module)
+
+
+def _of_shape(parameter: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
+    made = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
 def _as_given(tensor: Tensor) -> Tensor:

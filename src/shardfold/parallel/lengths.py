@@ -1,0 +1,25 @@
+"""The numbers that a linear layer or an embedding keeps of its own shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["adapt_lengths", "is_transposed"]
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether its weight is ``(inputs, outputs)``, as of the Conv1D of transformers."""
+    return hasattr(module, "nf")
+
+
+def adapt_lengths(module: Any) -> None:
+    """Those that its own forward reads or its text shows become those of its weight."""
+    shape = module.weight.shape
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = shape
+    elif is_transposed(module):
+        module.nx, module.nf = shape
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = shape
