@@ -71,8 +71,9 @@ class Replicated:
             return
         self._steps += 1
         loss, self._loss = self._loss, None
-        for axis in self._axes if loss is not None and loss.numel() == 1 else ():
-            self._check_loss(loss, axis)
+        if loss is not None and loss.numel() == 1:
+            for axis in self._axes:
+                self._check_loss(loss, axis)
         for axis in self._axes:
             names, mine = self._sums(axis)
             if not names:
