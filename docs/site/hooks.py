@@ -20,9 +20,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import messages
 
 ROOT = Path(__file__).parents[2]
+ROLE = re.compile(
+    r":(?:class|func|meth|data|attr|mod|exc):(?=<code)"
+)  # of docstrings: marks that Markdown does not know
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
 PAGES = {
-    "README.md": "index.md",
+    "README.md": "project/readme.md",
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "LICENSE": "project/license.md",
@@ -53,7 +56,7 @@ def page_of(path: str) -> str | None:
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    made = {page: source(name) for name, page in PAGES.items() if page != "index.md"}
+    made = {page: source(name) for name, page in PAGES.items()}
     examples = sorted(
         path for path in (ROOT / "examples").iterdir() if path.is_file() and path.suffix in (".py", ".json")
     )
@@ -113,3 +116,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         return posixpath.relpath(found, posixpath.dirname(uri) or ".") if found else target
 
     return LINK.sub(led, markdown)
+
+
+def on_page_content(html: str, *, page: Any, config: Any, files: Files) -> str:
+    """Without the marks of roles in front of names in docstrings."""
+    return ROLE.sub("", html)

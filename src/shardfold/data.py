@@ -109,6 +109,11 @@ class Sampler(data.Sampler[list[int]]):
 
     Raises:
         ConfigError: an argument is not usable, the dataset has no length, or ``drop_last`` drops every sample.
+
+    Examples:
+        >>> sampler = sf.Sampler(10, 2, shuffle=False, rank=1, num_ranks=2)  # of rank 1 of two
+        >>> list(sampler)
+        [[2, 3], [6, 7], [9]]
     """
 
     def __init__(
@@ -288,6 +293,12 @@ class Loader(data.DataLoader[Any]):
     Raises:
         ConfigError: the sampler is none or of another length, the dataset is iterable, or ``DataLoader`` does not take
             an option, or it is the sampler's.
+
+    Examples:
+        >>> data = torch.arange(10)
+        >>> loader = sf.Loader(data, sf.Sampler(data, 2, shuffle=False))
+        >>> [batch.tolist() for batch in loader][:2]
+        [[0, 1], [2, 3]]
     """
 
     def __init__(self, dataset: data.Dataset[Any], sampler: Sampler, **options: Any) -> None:

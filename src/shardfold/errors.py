@@ -40,47 +40,122 @@ LIKE = 0.6
 
 
 class ShardfoldError(Exception):
-    """Base of all exceptions that Shardfold raises on purpose."""
+    """Base of all exceptions that Shardfold raises on purpose.
+
+    Examples:
+        >>> try:
+        ...     sf.Engine(nn.Linear(2, 2), optimizer=adam, layout="zero4")
+        ... except sf.ShardfoldError as error:
+        ...     print(type(error).__name__)
+        LayoutError
+    """
 
 
 class ConfigError(ShardfoldError, ValueError):
-    """An option or key that is unknown, of the wrong type, or contradicts another."""
+    """An option or key that is unknown, of the wrong type, or contradicts another.
+
+    Examples:
+        >>> try:
+        ...     sf.Engine(nn.Linear(2, 2), optimizer=adam, accumulate=0)
+        ... except sf.errors.ConfigError as error:
+        ...     print("accumulate" in str(error))
+        True
+    """
 
 
 class LayoutError(ConfigError):
-    """A layout table that contradicts itself or the mesh it is bound to."""
+    """A layout table that contradicts itself or the mesh it is bound to.
+
+    Examples:
+        >>> try:
+        ...     sf.Engine(nn.Linear(2, 2), optimizer=adam, layout="zero4")
+        ... except sf.errors.LayoutError as error:
+        ...     print("zero3" in str(error) or "zero1" in str(error))
+        True
+    """
 
 
 class ModelError(ShardfoldError, ValueError):
-    """A model that cannot be cut into units or materialized as asked."""
+    """A model that cannot be cut into units or materialized as asked.
+
+    Examples:
+        >>> try:
+        ...     engine.load_state_dict([1])
+        ... except sf.errors.ModelError as error:
+        ...     print("state dict" in str(error))
+        True
+    """
 
 
 class UsageError(ShardfoldError, RuntimeError):
-    """A call that is not legal in the present state."""
+    """A call that is not legal in the present state.
+
+    Examples:
+        >>> closed = sf.Engine(nn.Linear(2, 2), optimizer=adam)
+        >>> closed.close()
+        >>> try:
+        ...     closed(torch.ones(1, 2))
+        ... except sf.errors.UsageError as error:
+        ...     print("close" in str(error))
+        True
+    """
 
 
 class FreedParameterError(UsageError):
-    """A parameter was read or written while only this rank's shard of it is in memory."""
+    """A parameter was read or written while only this rank's shard of it is in memory.
+
+    Examples:
+        >>> issubclass(sf.errors.FreedParameterError, sf.errors.UsageError)  # read inside of `with engine.gathered():`
+        True
+    """
 
 
 class NonFiniteError(ShardfoldError, ArithmeticError):
-    """Numbers of the training are inf or NaN, and going on would not mend them."""
+    """Numbers of the training are inf or NaN, and going on would not mend them.
+
+    Examples:
+        >>> issubclass(sf.errors.NonFiniteError, ArithmeticError)
+        True
+    """
 
 
 class CheckpointError(ShardfoldError, RuntimeError):
-    """A checkpoint cannot be read, or could not be written."""
+    """A checkpoint cannot be read, or could not be written.
+
+    Examples:
+        >>> try:
+        ...     engine.load(f"{folder}/nowhere")
+        ... except sf.errors.CheckpointError as error:
+        ...     print("nowhere" in str(error))
+        True
+    """
 
 
 class StepError(ShardfoldError, RuntimeError):
-    """A step could not update all that it was to update, or not keep it where it belongs, on some rank."""
+    """A step could not update all that it was to update, or not keep it where it belongs, on some rank.
+
+    Examples:
+        >>> issubclass(sf.errors.StepError, RuntimeError)
+        True
+    """
 
 
 class OrderError(ShardfoldError, RuntimeError):
-    """Ranks asked for operations in orders that cannot be reconciled."""
+    """Ranks asked for operations in orders that cannot be reconciled.
+
+    Examples:
+        >>> issubclass(sf.errors.OrderError, RuntimeError)
+        True
+    """
 
 
 class CollectiveError(ShardfoldError, RuntimeError):
-    """A collective failed or did not finish in time."""
+    """A collective failed or did not finish in time.
+
+    Examples:
+        >>> issubclass(sf.errors.CollectiveError, RuntimeError)
+        True
+    """
 
 
 def nearest(word: object, choices: Iterable[str]) -> str | None:
@@ -88,6 +163,10 @@ def nearest(word: object, choices: Iterable[str]) -> str | None:
 
     A name with an underscore in front, as comments have in JSON, is no slip of one without; what is no word at all is
     none of any.
+
+    Examples:
+        >>> sf.errors.nearest("layot", ["layout", "precision"])
+        'layout'
     """
     if not isinstance(word, str):
         return None
@@ -97,7 +176,12 @@ def nearest(word: object, choices: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
-    """``" Did you mean 'x'?"`` for the nearest of ``choices``, else the list of them."""
+    """``" Did you mean 'x'?"`` for the nearest of ``choices``, else the list of them.
+
+    Examples:
+        >>> sf.errors.did_you_mean("zero4", ["zero1", "ddp"])
+        " Did you mean 'zero1'?"
+    """
     known = sorted(choices)
     near = nearest(word, known)
     return f" Did you mean {near!r}?" if near else f" Known: {', '.join(known)}."
@@ -108,6 +192,10 @@ def by_rank(said: Mapping[int, str] | Sequence[str], shown: Callable[[str], str]
     where there is one rank.
 
     ``shown``: what is shown of a text; two that differ are told apart even if they are shown alike.
+
+    Examples:
+        >>> sf.errors.by_rank(["yes", "yes", "no"])
+        'rank 0, 1: yes; rank 2: no'
     """
     ranks: dict[str, list[str]] = {}
     for rank, text in said.items() if isinstance(said, Mapping) else enumerate(said):

@@ -96,6 +96,10 @@ def export_to(
         ConfigError: an option is unknown or has no meaning for this target.
         CheckpointError: the checkpoint is damaged, a parameter has no elements, the target exists or is inside of
             what is read, or the disk is full; nothing is left of what was written.
+
+    Examples:
+        >>> saved = engine.save(f"{folder}/step-0", wait=True)
+        >>> report = sf.checkpoint.export_to(folder, f"{folder}-hf", "hf", dtype=torch.bfloat16)
     """
     target = Path(os.path.abspath(target))
     if to not in TARGETS:

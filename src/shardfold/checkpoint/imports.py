@@ -44,6 +44,12 @@ class ImportReport:
         num_bytes: of all that was written.
         optimizer: whether the optimizer's state is in it.
         notes: what was left out and why, a sentence each.
+
+    Examples:
+        >>> torch.save(engine.state_dict(), f"{folder}/weights.pt")
+        >>> report = sf.checkpoint.import_from(f"{folder}/weights.pt", f"{folder}/step-0")
+        >>> report.num_tensors
+        4
     """
 
     path: Path
@@ -90,6 +96,12 @@ def import_from(
         ConfigError: ``form`` is unknown.
         CheckpointError: it is of another form, is damaged, or has no weights where they are looked for; ``target`` is
             inside of it, or around it. Nothing is left of what was written.
+
+    Examples:
+        >>> torch.save(engine.state_dict(), f"{folder}/weights.pt")
+        >>> report = sf.checkpoint.import_from(f"{folder}/weights.pt", f"{folder}/step-0")
+        >>> report.num_tensors
+        4
     """
     path = Path(source)
     if form not in ("auto", *SOURCES):

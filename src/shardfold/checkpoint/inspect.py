@@ -108,6 +108,12 @@ class Contents:
         tensors: parameters and then buffers, in the order of the model.
         not_finite: None: was not looked for.
         missing: files that are not there, such as those on other hosts, or not whole.
+
+    Examples:
+        >>> from shardfold.checkpoint import inspect
+        >>> saved = engine.save(f"{folder}/step-0", wait=True)
+        >>> len(inspect.inspect(folder).tensors) > 0
+        True
     """
 
     path: Path

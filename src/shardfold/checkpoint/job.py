@@ -44,6 +44,11 @@ class SaveReport:
         stall_seconds: for which training stood still on this rank.
         seconds: until the checkpoint was there.
         nonfinite: names of weights and buffers that have inf or NaN.
+
+    Examples:
+        >>> report = engine.save(f"{folder}/step-0").wait()
+        >>> report.nonfinite
+        ()
     """
 
     path: Path
@@ -67,6 +72,10 @@ class Saving:
 
     Attributes:
         path: where the checkpoint will be.
+
+    Examples:
+        >>> saving = engine.save(f"{folder}/step-0")  # beside the training
+        >>> report = saving.wait()
     """
 
     def __init__(self, path: Path) -> None:

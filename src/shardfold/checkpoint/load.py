@@ -65,6 +65,11 @@ class LoadReport:
         state: what was given as ``state=`` to :meth:`Engine.save`, by name, as plain values.
         rank_state: the same of this rank; None if there were other ranks.
         rank_states: of all ranks that there were.
+
+    Examples:
+        >>> saved = engine.save(f"{folder}/step-0", wait=True)
+        >>> engine.load(folder).missing
+        ()
     """
 
     path: Path

@@ -53,6 +53,12 @@ def load_model(
     Raises:
         ConfigError: an argument is of a wrong type.
         CheckpointError: names or shapes do not fit, all are listed and nothing was changed; or a file is damaged.
+
+    Examples:
+        >>> saved = engine.save(f"{folder}/step-0", wait=True)
+        >>> plain = sf.load_model(folder, lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+        >>> tuple(plain(x).shape)
+        (4, 8)
     """
     check_place("load_model()", path, "a checkpoint or of safetensors files")
     check_dtype("load_model()", dtype)

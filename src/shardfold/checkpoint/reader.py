@@ -48,6 +48,12 @@ class Checkpoint:
     Raises:
         ConfigError: ``path`` is none.
         CheckpointError: there is none, it is not complete, or its index is damaged.
+
+    Examples:
+        >>> saved = engine.save(f"{folder}/step-0", wait=True)
+        >>> with sf.Checkpoint(folder) as checkpoint:
+        ...     print(tuple(checkpoint.parameter("0.weight").shape))
+        (8, 8)
     """
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:

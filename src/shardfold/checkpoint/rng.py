@@ -30,6 +30,13 @@ def rng_state() -> dict[str, Any]:
         - ``"torch"``: (5056,) uint8 in today's PyTorch.
         - ``"device"``: None, or of the device that this process uses: its ``type``, as ``"cuda"``, and ``state``
           (uint8). Which number it has says nothing: a rank that goes on elsewhere has another one.
+
+    Examples:
+        >>> state = sf.rng_state()
+        >>> first = torch.rand(2)
+        >>> sf.set_rng_state(state)
+        >>> torch.equal(first, torch.rand(2))
+        True
     """
     version, words, gauss = random.getstate()
     device = accelerator.current(used=True)
@@ -47,6 +54,13 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: it is none, a part of it is missing, or numpy's global generator is of another kind.
+
+    Examples:
+        >>> state = sf.rng_state()
+        >>> first = torch.rand(2)
+        >>> sf.set_rng_state(state)
+        >>> torch.equal(first, torch.rand(2))
+        True
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"the state of the generators is {described(state)}: give what rng_state() returned.")

@@ -41,6 +41,10 @@ def trusted() -> Iterator[None]:
 
         with shardfold.checkpoint.trusted():
             engine.load_checkpoint(folder)
+
+    Examples:
+        >>> with sf.checkpoint.trusted():  # only for files that you made yourself
+        ...     pass
     """
     token = _TRUSTED.set(True)
     try:

@@ -58,6 +58,10 @@ class Damage:
         file: in the folder; empty: of none in particular.
         tensor: its name in the file, or in the index; empty: of none in particular.
         range: bytes of the file, ``[first, behind the last)``; None: of none in particular.
+
+    Examples:
+        >>> sf.checkpoint.Damage("its checksum differs", file="rank-0.safetensors").file
+        'rank-0.safetensors'
     """
 
     what: str
@@ -84,6 +88,12 @@ class Verification:
         num_tensors: in its files.
         num_bytes: that were read.
         damage: what is wrong; empty: nothing.
+
+    Examples:
+        >>> from shardfold.checkpoint import verify
+        >>> saved = engine.save(f"{folder}/step-0", wait=True)
+        >>> verify.verify(folder).damage
+        []
     """
 
     path: Path

@@ -50,6 +50,12 @@ class Writer:
 
     Raises:
         CheckpointError: from every method: a name is given twice, or shape or dtype cannot be kept.
+
+    Examples:
+        >>> writer = sf.checkpoint.Writer(f"{folder}/step-0", source="a script")
+        >>> writer.parameter("weight", torch.ones(2, 2))
+        >>> writer.commit().name
+        'step-0'
     """
 
     def __init__(self, target: str | Path, *, step: int = 0, source: str = "", file_bytes: int = 4 * 2**30) -> None:

@@ -86,6 +86,13 @@ def install() -> None:
 
     Raises:
         UsageError: the real DeepSpeed is imported already.
+
+    Examples:
+        >>> sf.compat.install()
+        >>> import deepspeed
+        >>> deepspeed.__version__ == sf.compat.VERSION
+        True
+        >>> sf.compat.uninstall()
     """
     loaded = sys.modules.get(NAME)
     if loaded is not None and not _is_ours(loaded):
@@ -101,7 +108,12 @@ def install() -> None:
 
 def uninstall() -> None:
     """Takes back what :func:`install` did, and what this layer gave to PyTorch's classes for its split parameters;
-    modules of the compatibility layer that were imported stay usable."""
+    modules of the compatibility layer that were imported stay usable.
+
+    Examples:
+        >>> sf.compat.install()
+        >>> sf.compat.uninstall()
+    """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     sys.path[:] = [entry for entry in sys.path if entry != str(PATH)]
     for name, module in list(sys.modules.items()):
@@ -117,7 +129,12 @@ def uninstall() -> None:
 
 
 def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """``base`` with the compatibility layer first on ``PYTHONPATH``, for a process that is to be started."""
+    """``base`` with the compatibility layer first on ``PYTHONPATH``, for a process that is to be started.
+
+    Examples:
+        >>> "PYTHONPATH" in sf.compat.environment({})
+        True
+    """
     entries = [str(PATH), *filter(None, base.get("PYTHONPATH", "").split(os.pathsep))]
     return {**base, "PYTHONPATH": os.pathsep.join(dict.fromkeys(entries))}
 

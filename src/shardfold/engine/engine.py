@@ -189,6 +189,15 @@ class Engine:
 
     Raises:
         ConfigError, LayoutError, ModelError: the arguments contradict each other or the model.
+
+    Examples:
+        >>> trained = sf.Engine(nn.Linear(8, 1), optimizer=adam, layout="zero2", clip_norm=1.0)
+        >>> for step in range(3):
+        ...     trained.backward(trained(x).square().mean())
+        ...     report = trained.step()
+        >>> report.step
+        3
+        >>> trained.close()
     """
 
     def __init__(
@@ -950,5 +959,10 @@ class Engine:
 
 @known_arguments
 def engine_of(parameter: nn.Parameter) -> Engine | None:
-    """The engine that holds ``parameter`` in one of its units, or None; one that was closed holds nothing."""
+    """The engine that holds ``parameter`` in one of its units, or None; one that was closed holds nothing.
+
+    Examples:
+        >>> sf.engine_of(engine.module[0].weight) is engine
+        True
+    """
     return owner_of(parameter)

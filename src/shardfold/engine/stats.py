@@ -48,6 +48,10 @@ class Stats:
         transient_peak: the most bytes besides the states at rest since the engine was made, activations included; None
             on the CPU, where nothing counts them.
         pipeline: of this rank's stages; None: there is no axis of pipeline.
+
+    Examples:
+        >>> engine.stats().skipped
+        0
     """
 
     steps: int

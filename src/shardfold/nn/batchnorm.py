@@ -37,6 +37,11 @@ class SyncBatchNorm(BatchNormBase):
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as those of ``torch.nn.BatchNorm``.
         process_group: the ranks whose batches count as one; None: all.
+
+    Examples:
+        >>> norm = sf.nn.SyncBatchNorm(8)
+        >>> tuple(norm(x).shape)
+        (4, 8)
     """
 
     def __init__(
@@ -89,6 +94,11 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
 
     Raises:
         ModelError: one is of a class of the user's, or lazy, so that its forward is not known; nothing is changed.
+
+    Examples:
+        >>> model = sf.nn.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+        >>> type(model[1]).__name__
+        'SyncBatchNorm'
     """
     for name, child in module.named_modules():
         if isinstance(child, BatchNormBase) and type(child) not in (*PLAIN, SyncBatchNorm):

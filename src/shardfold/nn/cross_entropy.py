@@ -74,6 +74,13 @@ def chunked_cross_entropy(
     Raises:
         ConfigError: an option, a shape or a dtype does not fit.
         UsageError: in backward with ``create_graph=True``: there are no gradients of these gradients.
+
+    Examples:
+        >>> hidden, head = torch.randn(6, 8), torch.randn(100, 8)
+        >>> targets = torch.arange(6)
+        >>> loss = sf.nn.chunked_cross_entropy(hidden, head, targets, chunk=2)
+        >>> torch.allclose(loss, nn.functional.cross_entropy(hidden @ head.T, targets))
+        True
     """
     check_head("chunked_cross_entropy", hidden, weight, targets, bias, chunk, label_smoothing, reduction, softcap)
     device = hidden.device.type

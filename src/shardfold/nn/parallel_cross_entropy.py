@@ -59,6 +59,17 @@ def parallel_cross_entropy(
     Raises:
         ConfigError: an option, a shape or a dtype does not fit.
         UsageError: in backward with ``create_graph=True``.
+
+    Examples:
+        >>> class Alone:  # one rank that has all classes; a layer of an engine gets a `Link`
+        ...     size, rank = 1, 0
+        ...     def all_reduce(self, tensor):
+        ...         return tensor
+        ...     max = all_reduce
+        >>> hidden, head, targets = torch.randn(6, 8), torch.randn(100, 8), torch.arange(6)
+        >>> loss = sf.nn.parallel_cross_entropy(hidden, head, targets, ranks=Alone())
+        >>> torch.allclose(loss, nn.functional.cross_entropy(hidden @ head.T, targets))
+        True
     """
     if weight.shape[0] == classes or (ranks.size == 1 and classes is None):
         return chunked_cross_entropy(
@@ -123,6 +134,17 @@ def parallel_margin_loss(
     Raises:
         ConfigError: an option, a shape or a dtype does not fit.
         UsageError: in backward with ``create_graph=True``.
+
+    Examples:
+        >>> class Alone:  # one rank that has all classes
+        ...     size, rank = 1, 0
+        ...     def all_reduce(self, tensor):
+        ...         return tensor
+        ...     max = all_reduce
+        >>> hidden, centres, targets = torch.randn(6, 8), torch.randn(100, 8), torch.arange(6)
+        >>> loss = sf.nn.parallel_margin_loss(hidden, centres, targets, ranks=Alone(), angle=0.5)
+        >>> loss.shape
+        torch.Size([])
     """
     who = "parallel_margin_loss"
     check_head(who, hidden, weight, targets, None, chunk, 0.0, reduction, None)

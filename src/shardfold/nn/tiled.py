@@ -49,6 +49,12 @@ def tiled(function: Callable[..., Tensor], *inputs: Tensor, tile: int) -> Tensor
     Raises:
         ConfigError: ``tile`` is no number of tokens, inputs have several, or the function does not give a tensor with
             as many.
+
+    Examples:
+        >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> tokens = torch.randn(1, 100, 8)
+        >>> torch.allclose(sf.nn.tiled(mlp, tokens, tile=16), mlp(tokens), atol=1e-6)
+        True
     """
     modules = function.modules() if isinstance(function, nn.Module) else ()
     return tiles_of(function, inputs, tile, modules)

@@ -42,6 +42,12 @@ class Clip:
 
     Raises:
         ConfigError: both or neither of ``norm`` and ``value``, or a number out of its range.
+
+    Examples:
+        >>> clipped = sf.Engine(nn.Linear(8, 8), optimizer=adam, clip=sf.Clip(norm=1.0, p=float("inf")))
+        >>> clipped.backward(clipped(x).square().mean())
+        >>> clipped.step().updated
+        True
     """
 
     norm: float | None = None

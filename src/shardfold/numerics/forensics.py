@@ -34,7 +34,13 @@ __all__ = ["ActivationWatch", "NumericsReport", "UnitNumbers", "check", "examine
 
 class UnitNumbers(NamedTuple):
     """One state of one unit over all ranks: its smallest and largest finite element, NaN where none is finite, and the
-    norm of these."""
+    norm of these.
+
+    Examples:
+        >>> numbers = sf.numerics.check(engine).units[0]
+        >>> numbers.minimum <= numbers.maximum
+        True
+    """
 
     unit: str
     state: str
@@ -45,7 +51,13 @@ class UnitNumbers(NamedTuple):
 
 
 class NumericsReport(NamedTuple):
-    """What :func:`check` found: ``findings`` with the likely cause first, and numbers of every unit."""
+    """What :func:`check` found: ``findings`` with the likely cause first, and numbers of every unit.
+
+    Examples:
+        >>> report = sf.numerics.check(engine)
+        >>> len(report.findings)
+        0
+    """
 
     findings: tuple[Finding, ...]
     units: tuple[UnitNumbers, ...]
@@ -114,6 +126,13 @@ class ActivationWatch:
 
     Nothing is read on the host, and nothing sent, until a report is made; the sums of one step are kept. Modules that
     the model gets later are not watched, and copies of the model are not either.
+
+    Examples:
+        >>> watch = sf.numerics.ActivationWatch(engine)
+        >>> engine.backward(engine(x).square().mean())
+        >>> engine.step().updated
+        True
+        >>> watch.close()
     """
 
     def __init__(self, engine: Watched) -> None:
@@ -183,7 +202,13 @@ class ActivationWatch:
 @known_arguments
 def check(engine: Watched) -> NumericsReport:
     """Reads parameters, gradients (once all are summed, before ``step()``), the optimizer's states and buffers, and the
-    sums of a :class:`ActivationWatch`, on every rank. Every rank calls it, between passes."""
+    sums of a :class:`ActivationWatch`, on every rank. Every rank calls it, between passes.
+
+    Examples:
+        >>> report = sf.numerics.check(engine)
+        >>> report.findings
+        ()
+    """
     model = engine.sharded
     model.gate.meet("sf.numerics.check()")
     with model.gate.gradients_hidden():
@@ -193,7 +218,12 @@ def check(engine: Watched) -> NumericsReport:
 @known_arguments
 def replicas(engine: Watched) -> list[str]:
     """The names of parameters that should be equal on the ranks along an axis of tensor, and are not; the same on every
-    rank, empty where all is well. Every rank calls it, between passes."""
+    rank, empty where all is well. Every rank calls it, between passes.
+
+    Examples:
+        >>> sf.numerics.replicas(engine)  # names of parameters that differ between ranks and should not
+        []
+    """
     engine.sharded.gate.meet("sf.numerics.replicas()")
     return differing(engine.sharded)
 

@@ -48,6 +48,11 @@ class LossScale:
 
     Raises:
         ConfigError: a number is out of its range.
+
+    Examples:
+        >>> half = sf.Engine(nn.Linear(8, 8), optimizer=adam, precision="fp16", loss_scale=sf.LossScale(initial=1024.0))
+        >>> half.loss_scale.scale
+        1024.0
     """
 
     initial: float = 2.0**16
@@ -94,6 +99,11 @@ class Scaler:
         skipped: steps skipped so far.
         stuck: steps skipped in a row that would have lowered the scale below its floor.
         last_scales: of the last 16 steps, done or skipped.
+
+    Examples:
+        >>> half = sf.Engine(nn.Linear(8, 8), optimizer=adam, precision="fp16")
+        >>> half.loss_scale.scale
+        65536.0
     """
 
     def __init__(self, rule: LossScale) -> None:

@@ -36,6 +36,10 @@ class Adafactor(PartOptimizer):
 
     Raises:
         ConfigError: a hyper-parameter is out of its range.
+
+    Examples:
+        >>> few_states = sf.Engine(nn.Linear(8, 8), optimizer=partial(sf.optim.Adafactor, lr=1e-2), layout="zero2")
+        >>> few_states.close()
     """
 
     per_element = ("variance",)

@@ -43,6 +43,10 @@ class AdamW8bit(PartOptimizer):
 
     Raises:
         ConfigError: a hyper-parameter is out of its range.
+
+    Examples:
+        >>> small = sf.Engine(nn.Linear(8, 8), optimizer=partial(sf.optim.AdamW8bit, lr=1e-3), layout="zero2")
+        >>> small.close()
     """
 
     per_element = ("exp_avg", "exp_avg_sq")

@@ -50,6 +50,14 @@ class Average:
 
     Raises:
         ConfigError: ``decay`` is out of range, or the engine is none or has no optimizer.
+
+    Examples:
+        >>> average = sf.Average(engine, decay=0.99)
+        >>> engine.backward(engine(x).square().mean())
+        >>> step = engine.step()
+        >>> with average.applied():  # the model has averaged weights in here
+        ...     prediction = engine.module(x)
+        >>> average.close()
     """
 
     def __init__(self, engine: Owner, decay: float = 0.999, *, warmup: bool = False) -> None:

@@ -35,6 +35,10 @@ class LAMB(PartOptimizer):
 
     Raises:
         ConfigError: a hyper-parameter is out of its range.
+
+    Examples:
+        >>> large_batches = sf.Engine(nn.Linear(8, 8), optimizer=partial(sf.optim.LAMB, lr=1e-3), layout="zero2")
+        >>> large_batches.close()
     """
 
     per_element = ("exp_avg", "exp_avg_sq")

@@ -26,6 +26,10 @@ class Lion(PartOptimizer):
 
     Raises:
         ConfigError: a hyper-parameter is out of its range.
+
+    Examples:
+        >>> signs = sf.Engine(nn.Linear(8, 8), optimizer=partial(sf.optim.Lion, lr=1e-4), layout="zero3")
+        >>> signs.close()
     """
 
     per_element = ("exp_avg",)

@@ -43,6 +43,11 @@ class Muon(PartOptimizer):
 
     Raises:
         ConfigError: a hyper-parameter is out of its range, or a group for matrices has something else.
+
+    Examples:
+        >>> groups = sf.optim.muon_groups(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), lr=0.02, adamw_lr=1e-3)
+        >>> len(groups)
+        2
     """
 
     per_element = ("momentum_buffer", "exp_avg", "exp_avg_sq")
@@ -175,6 +180,12 @@ def muon_groups(
         adamw_lr: of the others.
         others: patterns of names of parameters that are no hidden layers, such as the output layer's.
         adamw: more options of the second group.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> groups = sf.optim.muon_groups(model, lr=0.02, adamw_lr=1e-3)
+        >>> [len(group["params"]) for group in groups]
+        [2, 2]
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     matrices: list[nn.Parameter] = []

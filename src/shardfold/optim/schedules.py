@@ -38,6 +38,14 @@ def warmup_cosine(*, warmup: int, total: int, floor: float = 0.1) -> Callable[[O
 
     Raises:
         ConfigError: the numbers do not describe a schedule.
+
+    Examples:
+        >>> scheduled = sf.Engine(
+        ...     nn.Linear(8, 8), optimizer=adam, lr_schedule=sf.optim.warmup_cosine(warmup=10, total=100)
+        ... )
+        >>> scheduled.backward(scheduled(x).square().mean())
+        >>> scheduled.step().lr < 1e-3
+        True
     """
     if not 0 <= warmup <= total or total < 1 or not 0.0 <= floor <= 1.0:
         raise ConfigError(
@@ -144,6 +152,12 @@ class WarmupLR(_Warmup):
 
     Raises:
         ConfigError: an argument is unknown or out of its range.
+
+    Examples:
+        >>> sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+        >>> schedule = sf.optim.WarmupLR(sgd, warmup_max_lr=1.0, warmup_num_steps=10, warmup_type="linear")
+        >>> sgd.param_groups[0]["lr"] <= 1.0
+        True
     """
 
     def __init__(
@@ -186,6 +200,12 @@ class WarmupDecayLR(WarmupLR):
 
     Raises:
         ConfigError: an argument is unknown or out of its range.
+
+    Examples:
+        >>> sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+        >>> schedule = sf.optim.WarmupDecayLR(sgd, total_num_steps=100, warmup_max_lr=1.0, warmup_num_steps=10)
+        >>> sgd.param_groups[0]["lr"] <= 1.0
+        True
     """
 
     def __init__(
@@ -227,6 +247,12 @@ class WarmupCosineLR(_Warmup):
 
     Raises:
         ConfigError: an argument is unknown or out of its range.
+
+    Examples:
+        >>> sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+        >>> schedule = sf.optim.WarmupCosineLR(sgd, total_num_steps=100, warmup_num_steps=10)
+        >>> sgd.param_groups[0]["lr"] <= 1.0
+        True
     """
 
     def __init__(
@@ -275,6 +301,12 @@ class LRRangeTest(_Curve):
 
     Raises:
         ConfigError: an argument is unknown or out of its range.
+
+    Examples:
+        >>> sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+        >>> schedule = sf.optim.LRRangeTest(sgd, lr_range_test_min_lr=0.01, lr_range_test_step_size=10)
+        >>> sgd.param_groups[0]["lr"]
+        0.01
     """
 
     def __init__(
@@ -322,6 +354,12 @@ class OneCycle(_Curve):
 
     Raises:
         ConfigError: an argument is unknown or out of its range.
+
+    Examples:
+        >>> sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0, momentum=0.9)
+        >>> schedule = sf.optim.OneCycle(sgd, cycle_min_lr=0.1, cycle_max_lr=1.0, cycle_first_step_size=10)
+        >>> sgd.param_groups[0]["lr"]
+        0.1
     """
 
     def __init__(

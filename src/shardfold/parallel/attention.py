@@ -35,6 +35,12 @@ class Attention:
 
     Args:
         heads: of queries, by which ``attention="auto"`` chooses.
+
+    Examples:
+        >>> attention = sf.parallel.Attention(heads=2)
+        >>> query = torch.randn(1, 2, 6, 4)  # batch, heads, tokens, width
+        >>> tuple(attention(query, query, query, is_causal=True).shape)
+        (1, 2, 6, 4)
     """
 
     def __init__(self, heads: int | None = None) -> None:

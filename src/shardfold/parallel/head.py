@@ -60,6 +60,12 @@ class MarginHead(nn.Module):
 
     Raises:
         ConfigError: an argument is out of its range.
+
+    Examples:
+        >>> head = sf.parallel.MarginHead(8, classes=100)
+        >>> loss = head(x, torch.arange(4))
+        >>> loss.shape
+        torch.Size([])
     """
 
     def __init__(

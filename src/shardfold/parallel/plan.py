@@ -50,7 +50,11 @@ AUTO = "auto"
 
 class Traced:
     """``"auto"`` for a model that brings no plan, with arguments of its forward as it gets them, of which shapes and
-    dtypes are read: ``tensor=Traced(tokens, mask=mask)``."""
+    dtypes are read: ``tensor=Traced(tokens, mask=mask)``.
+
+    Examples:
+        >>> plan = sf.parallel.Traced(torch.randn(2, 8))  # what forward is called with
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs = args, kwargs

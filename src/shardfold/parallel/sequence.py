@@ -275,6 +275,13 @@ def sequence_shard(
         ConfigError: a tensor is unknown or of another length, there are fewer tokens than ranks, or ranks along the
             axis have different batches, which the first attention of the forward raises.
         UsageError: there is no engine with an axis of sequence, or there are several.
+
+    Examples:
+        >>> tokens = torch.arange(16).view(2, 8)
+        >>> long = sf.Engine(nn.Embedding(16, 8), optimizer=adam, mesh={"sequence": 1})
+        >>> part = sf.sequence_shard({"input_ids": tokens, "labels": tokens}, engine=long)  # one rank: all of it
+        >>> part["input_ids"].shape
+        torch.Size([2, 8])
     """
     axes = [engine.sequence] if engine is not None else list(_OPEN)
     if len(axes) != 1 or axes[0] is None:

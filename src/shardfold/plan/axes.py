@@ -104,6 +104,12 @@ class Axis:
 
     Raises:
         LayoutError: the name or the role is unknown, or the size is no number of ranks.
+
+    Examples:
+        >>> sf.Axis("tensor", 4).role.value
+        'tensor'
+        >>> sf.Axis("rows", 2, "data").size
+        2
     """
 
     name: str

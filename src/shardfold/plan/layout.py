@@ -65,7 +65,12 @@ MODES = ("keep", "recompute", "select", "host", "disk", *ENCODED)
 
 
 class Tier(str, Enum):
-    """Where a state rests."""
+    """Where a state rests.
+
+    Examples:
+        >>> sf.PRESETS["infinity"].params.tier is sf.Tier.HOST
+        True
+    """
 
     DEVICE = "device"
     HOST = "host"
@@ -92,6 +97,11 @@ class Precision:
         tf32: whether matrix products and convolutions of fp32 tensors may round their inputs to TF32 (10 bits) on
             NVIDIA GPUs, in the whole process while the engine lives; None: as PyTorch is set. On the CPU it does
             nothing.
+
+    Examples:
+        >>> sixteen = sf.Precision(compute="bf16", grads="bf16", reduce="bf16")  # as the ZeRO paper counts: 16 bytes
+        >>> sixteen.master
+        'fp32'
     """
 
     compute: str = "fp32"
@@ -166,7 +176,13 @@ class Cell:
     ``folder``: of the disk tier, where the file is, or several, one for each drive, over which values are spread; ``~``
     is the user's home, and ``{local_rank}`` the rank's number on its node; None: the system's folder for temporary
     files. ``share``: of master and moments in a slower tier: at least which part of their bytes rests there, in whole
-    units; the others are as if all tiers were the device's (see :meth:`Layout.near`)."""
+    units; the others are as if all tiers were the device's (see :meth:`Layout.near`).
+
+    Examples:
+        >>> cell = sf.Cell(over=("intra",), dtype="master", tier="host")
+        >>> cell.parts({"inter": 2, "intra": 8})
+        8
+    """
 
     over: Axes = ()
     dtype: str
@@ -207,6 +223,10 @@ class Activations:
 
     Raises:
         ConfigError: the mode is unknown, or a field does not go with it.
+
+    Examples:
+        >>> sf.PRESETS["zero2"].replace(activations=sf.Activations(mode="recompute", inputs="host")).activations.mode
+        'recompute'
     """
 
     mode: str = "keep"
@@ -348,6 +368,10 @@ class Wire:
     Attributes:
         hops: 2: what is split over nodes and ranks of a node crosses one after the other, so that between nodes each
             element travels once and not once per rank. ``x2`` in the format's name says the same: ``int4x2``.
+
+    Examples:
+        >>> sf.PRESETS["zero3"].replace(gather=sf.Wire(format="bf16")).gather.format
+        'bf16'
     """
 
     format: str
@@ -377,6 +401,11 @@ class Layout:
 
     Raises:
         LayoutError: the table contradicts itself; the message says which two cells and how to mend them.
+
+    Examples:
+        >>> within_nodes = sf.PRESETS["zero2"].edit("grads", "master", "moments", over=("intra",))
+        >>> within_nodes.moments.over
+        ('intra',)
     """
 
     params: Cell | None = Cell(dtype="compute")

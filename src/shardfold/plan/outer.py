@@ -50,6 +50,11 @@ class Outer:
 
     Raises:
         ConfigError: a field is of a wrong type or value, or does not go with another.
+
+    Examples:
+        >>> diloco = sf.Outer(every=500, optimizer="nesterov")
+        >>> diloco.axis
+        'inter'
     """
 
     every: int

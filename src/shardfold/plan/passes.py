@@ -54,6 +54,10 @@ class Overlap:
 
     Raises:
         ConfigError: a value is negative or unknown.
+
+    Examples:
+        >>> ahead = sf.Engine(nn.Linear(8, 8), optimizer=adam, overlap=sf.Overlap(prefetch=2))
+        >>> ahead.close()
     """
 
     prefetch: int = 1

@@ -31,6 +31,15 @@ def register_forward(module: nn.Module, method: str) -> None:
         ModelError: there is no such method.
         UsageError: it is ``forward``, which a model has as an entry already, and a part cannot have; or ``module`` is
             no module, or ``method`` no name.
+
+    Examples:
+        >>> class Encoder(nn.Linear):
+        ...     def encode(self, x):
+        ...         return self(x).tanh()
+        >>> encoder = sf.Engine(Encoder(8, 8), optimizer=adam)
+        >>> sf.register_forward(encoder.module, "encode")
+        >>> tuple(encoder.module.encode(x).shape)
+        (4, 8)
     """
     if not isinstance(module, nn.Module) or not isinstance(method, str):
         raise UsageError(

@@ -64,6 +64,12 @@ def meta_init() -> Iterator[None]:
 
     Raises:
         UsageError: values are copied into a parameter that has no memory, and would be lost (``load_state_dict``).
+
+    Examples:
+        >>> with sf.meta_init():
+        ...     large = nn.Linear(10**4, 10**4)  # 400 MB that nobody touches
+        >>> large.weight.device.type
+        'meta'
     """
     register, load = nn.Module.register_parameter, nn.Module.load_state_dict
 

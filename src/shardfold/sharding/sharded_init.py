@@ -62,6 +62,13 @@ def sharded_init(
     Raises:
         ConfigError: an argument is of a wrong type or value.
         OrderError: ranks build different modules, or initialize them in different ways.
+
+    Examples:
+        >>> with sf.sharded_init():
+        ...     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> split = sf.Engine(model, optimizer=adam)
+        >>> tuple(split(x).shape)
+        (4, 8)
     """
     if TOUCHED:
         yield

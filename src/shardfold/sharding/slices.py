@@ -99,6 +99,10 @@ def mark_slice(
     Raises:
         ConfigError: the module has no such parameter, the axis is no word, or the slice does not lie in the parameter.
         UsageError: an engine has the parameter already.
+
+    Examples:
+        >>> part = nn.Linear(8, 4)  # this rank's four of eight rows
+        >>> sf.mark_slice(part, "weight", axis="tensor", dim=0)
     """
     given: Any = module
     if not isinstance(given, nn.Module):

@@ -40,6 +40,11 @@ def whole(
         ConfigError: an argument is of a wrong type.
         UsageError: changed without ``source``; or as :meth:`Engine.gathered` does.
         OrderError: ranks ask for different parameters, or only some of them ask.
+
+    Examples:
+        >>> with sf.whole(engine.module.parameters()), torch.no_grad():
+        ...     tuple(engine.module[0].weight.shape)
+        (8, 8)
     """
     if not isinstance(parameters, (torch.Tensor, Iterable)) or isinstance(parameters, str):
         raise ConfigError(f"sf.whole(): the parameters are {described(parameters)}: give one, or several in a list.")

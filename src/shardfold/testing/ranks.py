@@ -56,6 +56,10 @@ class RankFailure:
 
     ``kind`` is ``"raised"``, ``"died"`` (a signal or an exit), ``"hung"`` (the time was over) or ``"stopped"`` (it was
     still busy after another rank had failed). ``text`` is its traceback or stacks, where there is one.
+
+    Examples:
+        >>> RankFailure(rank=1, kind="exception", summary="ValueError: no").rank
+        1
     """
 
     rank: int
@@ -78,7 +82,13 @@ class RankFailure:
 
 
 class RanksFailed(ShardfoldError, RuntimeError):
-    """Some ranks of a call failed. ``failures`` has one entry per rank without a result, the first to fail first."""
+    """Some ranks of a call failed. ``failures`` has one entry per rank without a result, the first to fail first.
+
+    Examples:
+        >>> failure = RankFailure(rank=0, kind="exception", summary="ValueError: no")
+        >>> RanksFailed([failure], 2).failures[0].summary
+        'ValueError: no'
+    """
 
     def __init__(self, failures: Sequence[RankFailure], world_size: int) -> None:
         self.failures = tuple(sorted(failures, key=lambda failure: failure._order))
@@ -185,6 +195,11 @@ class Ranks:
 
     Each call has its own process group. Module globals, torch's default dtype and the like do survive from call to call
     in a worker: a function that changes them changes them back, or runs under `run_ranks`.
+
+    Examples:
+        >>> with Ranks(2) as ranks:
+        ...     ranks.run(os.getpid, world_size=2)[0] != os.getpid()
+        True
     """
 
     def __init__(self, num_ranks: int, *, device: str | None = None) -> None:
@@ -310,6 +325,10 @@ def run_ranks(
     ``fn`` must be defined at the top level of a module. ``device="sim"``: each process has the simulated device
     (:mod:`shardfold.testing.simulated`), and the group is one of its own. Other options and errors are those of
     `Ranks.run`.
+
+    Examples:
+        >>> run_ranks(os.getpid, 2)[0] != os.getpid()
+        True
     """
     with Ranks(world_size, device=device) as ranks:
         return ranks.run(

@@ -29,7 +29,16 @@ Batch: TypeAlias = "Tensor | tuple[Any, ...] | Mapping[str, Any]"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMatch:
-    """How near two trainings were. Differences are relative to the reference; lists have one entry per step."""
+    """How near two trainings were. Differences are relative to the reference; lists have one entry per step.
+
+    Examples:
+        >>> from shardfold.tools.recipes.gpt import GPT, GPTConfig
+        >>> build = partial(GPT, GPTConfig(layers=1, d_model=8, heads=2, d_ff=16, context=4, vocab=8))
+        >>> tokens = torch.arange(8).view(2, 4)
+        >>> match = same_training(build, [(tokens, tokens)], layout="zero3", world_size=2, steps=2)
+        >>> match.max_loss_difference < 1e-5
+        True
+    """
 
     losses: list[float]
     reference_losses: list[float]
@@ -114,6 +123,14 @@ def same_training(
 
     Raises `AssertionError` where the trainings differ, `RanksFailed` if one of them fails, and `UsageError` for
     batches that cannot be cut evenly and an unknown ``reference``.
+
+    Examples:
+        >>> from shardfold.tools.recipes.gpt import GPT, GPTConfig
+        >>> build = partial(GPT, GPTConfig(layers=1, d_model=8, heads=2, d_ff=16, context=4, vocab=8))
+        >>> tokens = torch.arange(8).view(2, 4)
+        >>> match = same_training(build, [(tokens, tokens)], layout="zero3", world_size=2, steps=2)
+        >>> match.max_loss_difference < 1e-5
+        True
     """
     if reference not in ("whole", "parts"):
         raise UsageError(f"same_training(reference={reference!r}): it is 'whole' or 'parts'.")

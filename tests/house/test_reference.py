@@ -1,0 +1,94 @@
+"""The reference: every public name has an example that runs, and every sentence that can be raised is on its page."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import importlib.util
+import inspect
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardfold as sf
+import shardfold.errors
+import shardfold.testing
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "docs/site"
+ROOMS = ("optim", "nn", "numerics", "parallel", "checkpoint", "errors", "testing", "compat")
+MODULES = ["shardfold", *(f"shardfold.{room}" for room in ROOMS)]
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for each in module.__all__:
+            value = getattr(module, each)
+            if (inspect.isclass(value) or inspect.isroutine(value)) and id(value) not in seen:
+                seen.add(id(value))
+                yield f"{name}.{each}", value
+
+
+PUBLIC = dict(public())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_has_an_example_that_runs(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `engine`, an engine of a small model, a batch `x`, a folder, and `adam`, an optimizer to be made."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    adam = partial(torch.optim.AdamW, lr=1e-3)
+    engine = sf.Engine(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), optimizer=adam)
+    space = {"sf": sf, "torch": torch, "nn": nn, "partial": partial, "os": os, "adam": adam, "engine": engine}
+    (tmp_path / "run").mkdir()
+    space |= {"x": torch.randn(4, 8), "folder": str(tmp_path / "run")}
+    if name.startswith("shardfold.testing"):
+        space |= {each: getattr(shardfold.testing, each) for each in shardfold.testing.__all__}
+    test = doctest.DocTestParser().get_doctest(inspect.getdoc(PUBLIC[name]) or "", space, name, None, 0)
+    assert test.examples, f"{name} has no example: add `Examples:` with a line of `>>>` to its docstring"
+    failed = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed
+    engine.close()
+    assert not failed, capsys.readouterr().out
+
+
+def _fixed(node: ast.expr) -> Iterator[str]:
+    """The runs of words in a text that do not vary."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    for part in (node.left, node.right) if isinstance(node, ast.BinOp) else getattr(node, "values", ()):
+        if isinstance(part, ast.Constant | ast.BinOp | ast.JoinedStr):
+            yield from _fixed(part)
+
+
+def test_every_sentence_that_is_raised_is_on_the_page() -> None:
+    """Each `raise` of an error of ours with a text of its own, looked up by the longest run of its fixed words."""
+    spec = importlib.util.spec_from_file_location("messages", SITE / "messages.py")
+    assert spec is not None and spec.loader is not None
+    messages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(messages)
+    page = messages.page()
+    errors = set(shardfold.errors.__all__)
+    count = 0
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            call = node.exc if isinstance(node, ast.Raise) else None
+            if not (isinstance(call, ast.Call) and call.args and getattr(call.func, "id", "") in errors):
+                continue
+            text = max((" ".join(each.split()) for each in _fixed(call.args[0])), key=len, default="")
+            if len(text) > 12:
+                count += 1
+                assert text.replace("`", "'") in page, (
+                    f"{path}:{node.lineno} raises what the page does not have: {text}"
+                )
+    assert count > 500
