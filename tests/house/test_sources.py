@@ -44,7 +44,7 @@ def test_no_global_statements(path: Path):
 
 def _examples(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of examples at the end of its docstring."""
-    said, found, examples = (ast.get_docstring(function) or "").partition("Examples:\n")
+    _, found, examples = (ast.get_docstring(function) or "").partition("Examples:\n")
     return examples.count("\n") + 2 if found else 0
 
 
