@@ -21,6 +21,7 @@ from shardfold.compat.deepspeed.config_text import effective, markdown
 from shardfold.errors import ConfigError
 from shardfold.numerics.scaling import Scaler
 from shardfold.plan.layout import Precision
+from shardfold.plan.presets import named, zero3
 from shardfold.tools import cli
 
 DOCS = Path(__file__).parents[2] / "docs" / "from-deepspeed.md"
@@ -370,6 +371,20 @@ def test_groups_of_ranks_are_a_mesh():
     mics = read(nested("zero_optimization", {"stage": 3, "mics_shard_size": 4}), world_size=8)
     assert (mics.layout, mics.mesh) == ("hsdp", {"intra": 4})
     assert "the stage is 0" in said(read(nested("zero_optimization.zero_hpz_partition_size", 2)).notes)
+
+
+def test_zeropp_is_formats_of_the_table():
+    quantized = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    got = read(nested("zero_optimization", {"stage": 3, "zero_hpz_partition_size": 2, **quantized}), world_size=4)
+    assert got.table == named("zeropp") and got.mesh == {"intra": 2}
+    loco = {**quantized, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
+    got = read(nested("zero_optimization", {"stage": 3, **loco}))
+    assert got.table == zero3.replace(gather="int8x2", reduce="int4x2+error") and "err_beta" in said(got.notes)
+    got = read(nested("zero_optimization", {"stage": 2, **loco}))
+    assert got.table == "zero2" and "it is for stage 3, and the stage is 2" in said(got.notes)
+    assert all(name in said(got.notes) for name in loco)
+    alone = read(nested("zero_optimization", {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}))
+    assert alone.table == "zero3" and "zero_quantized_gradients, which is not set" in said(alone.notes)
 
 
 def test_timing():

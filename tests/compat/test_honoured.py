@@ -74,6 +74,12 @@ BOTH: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "zero_optimization.cpu_offload": (False, True, {"zero_optimization": {"stage": 1}}),
     "zero_optimization.cpu_offload_param": (False, True, {"zero_optimization": {"stage": 3}}),
     "zero_optimization.zero_hpz_partition_size": (1, 2, {"zero_optimization": {"stage": 3}}),
+    "zero_optimization.zero_quantized_weights": (False, True, {"zero_optimization": {"stage": 3}}),
+    "zero_optimization.zero_quantized_gradients": (False, True, {"zero_optimization": {"stage": 3}}),
+    "zero_optimization.zeropp_loco_param": (
+        None, {"err_beta": 0.8, "reset_T": 1024},
+        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+    ),
     "zero_optimization.mics_shard_size": (-1, 2, {"zero_optimization": {"stage": 3}}),
     "tensor_parallel.autotp_size": (0, 2, {}),
     "sequence_parallel_size": (1, 2, {}),

@@ -220,13 +220,14 @@ ZERO = (
     _honoured("zero_optimization.mics_shard_size", "integer", -1, "stage 3 splits states over so many ranks and "
               "replicates them between such groups: layout hsdp"),
     _noted("zero_optimization.mics_hierarchical_params_gather", "boolean", False, "hsdp gathers within a group only"),
-    _refused("zero_optimization.zero_quantized_weights", "boolean", False, "parameters in INT8 on the wire change the "
-             "numbers"),
+    _honoured("zero_optimization.zero_quantized_weights", "boolean", False, "stage 3 gathers blocks of int8, between "
+              "nodes and then within them: gather int8x2"),
     _refused("zero_optimization.zero_quantized_nontrainable_weights", "boolean", False, "frozen parameters in INT8 "
              "change the numbers"),
-    _refused("zero_optimization.zero_quantized_gradients", "boolean", False, "gradients in INT4 on the wire change the "
-             "numbers"),
-    _refused("zero_optimization.zeropp_loco_param", "object", None, GONE),
+    _honoured("zero_optimization.zero_quantized_gradients", "boolean", False, "stage 3 sums blocks of int4, within "
+              "nodes and then between them: reduce int4x2"),
+    _honoured("zero_optimization.zeropp_loco_param", "object", None, "with zero_quantized_gradients: what a reduction "
+              "loses is added to the next, reduce int4x2+error; all of it, whatever err_beta and reset_T say"),
     _noted("zero_optimization.memory_efficient_linear", "boolean", True, "linear layers are PyTorch's own",
            off=(None, True, False)),
     _noted("zero_optimization.pipeline_loading_checkpoint", "boolean", False, "checkpoints are read in parallel"),

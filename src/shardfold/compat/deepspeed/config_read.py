@@ -20,8 +20,10 @@ from shardfold.compat.deepspeed.config_offload import offload_of, older_words, t
 from shardfold.compat.deepspeed.config_parallel import AUTOTP, Said, Sizes, mesh_of, sizes_of
 from shardfold.compat.deepspeed.config_precision import Scaling, layout_of, loss_scale_of, overlap_of, precision_of
 from shardfold.compat.deepspeed.config_source import load
+from shardfold.compat.deepspeed.config_wires import wires_of
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.passes import Overlap
+from shardfold.plan.presets import named
 
 if TYPE_CHECKING:
     from shardfold.numerics.scaling import LossScale
@@ -78,6 +80,7 @@ class Settings:
     optimizer: tuple[str, dict[str, Any]] | None = None
     scheduler: tuple[str, dict[str, Any]] | None = None
     activations: str = "keep"
+    wires: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, path: str) -> Any:
         """The effective value of a key, e.g. ``settings["tensorboard.output_path"]``."""
@@ -86,7 +89,8 @@ class Settings:
     @property
     def table(self) -> str | Layout:
         """The layout, as :class:`shardfold.Engine` takes it."""
-        return table_of(self.layout, self.offload, self.offload_folders)
+        table = table_of(self.layout, self.offload, self.offload_folders)
+        return named(table).replace(**self.wires) if self.wires else table
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -179,6 +183,7 @@ def read(
     _say_defaults(checked, early, optimizer)
     layout, mesh = layout_of(get, stage, ranks // (sizes.tensor * sizes.pipeline), notes, early)
     offload, folders = offload_of(get, stage, notes, early)
+    wires = wires_of(get, stage, notes)
     if sizes.sequence > 1 and "seq_parallel_communication_data_type" in given:
         given["communication_data_type"] = given["seq_parallel_communication_data_type"]
     precision = precision_of(get, given, stage, notes)
@@ -192,7 +197,7 @@ def read(
         offload=offload, offload_folders=folders, overlap=overlap_of(get), scaling=loss_scale_of(get),
         optimizer=optimizer,
         scheduler=hyper("scheduler", get("scheduler.type"), get("scheduler.params")),
-        notes=tuple(notes),
+        wires=wires, notes=tuple(notes),
     )  # fmt: skip
 
 
