@@ -285,3 +285,70 @@ def _own_layer() -> None:
 def test_layers_of_ones_own_are_marked(ranks: Ranks) -> None:
     """What is marked on the axis is a unit of its own, and needs no rule."""
     ranks.run(_own_layer, world_size=2)
+
+
+# -- with other axes
+
+
+def product(layout: str, mesh: dict[str, int], settings: dict[str, Any]) -> None:
+    """Two micro-batches: those of one process are the ranks' together."""
+    engine = sf.Engine(
+        build(**LOSSES), optimizer=ADAM, layout=layout, mesh=mesh, clip_norm=LIMIT, accumulate=2, **settings
+    )
+    losses, norms = [], []
+    for batch in batches():
+        parts = [
+            tuple(t.chunk(2)[micro].chunk(engine.data_ranks)[engine.data_rank] for t in batch) for micro in range(2)
+        ]
+        if engine.mesh.sizes.stages:
+            total = engine.train_batch(parts, lambda model, part: model(*part)).item()
+            report = engine.step()
+        else:
+            total = 0.0
+            for part in parts:
+                loss = engine(*part)
+                total += loss.item() / 2
+                engine.backward(loss)
+                report = engine.step()
+        losses.append(engine.mean(total))
+        norms.append(report.grad_norm)
+    expected, expected_norms, whole = plain(LIMIT, pieces=2, **LOSSES)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert norms == pytest.approx(expected_norms, rel=1e-12)
+    for name, value in engine.state_dict().items():
+        own = mine(name, whole[name], engine.mesh.coords["expert"], mesh["expert"])
+        assert torch.allclose(value, own, rtol=1e-12, atol=1e-12), name
+    engine.close()
+
+
+WHOLE_EXPERTS = {"tensor": {"*.mix": "replicated"}}
+
+
+def test_with_stages(ranks: Ranks) -> None:
+    """Two ranks of experts in each of two stages."""
+    ranks.run(product, "zero3", {"expert": 2, "pipeline": 2}, {}, world_size=4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [({"expert": 2, "pipeline": 2}, {}), ({"expert": 2, "tensor": 2}, WHOLE_EXPERTS),
+     ({"expert": 2, "pipeline": 2}, {"pipeline": "gpipe"})],
+)  # fmt: skip
+def test_with_stages_or_tensor_by_data(
+    ranks: Ranks, layout: str, mesh: dict[str, int], settings: dict[str, Any]
+) -> None:
+    """By two ranks of data, on eight."""
+    ranks.run(product, layout, mesh, settings, world_size=8, timeout=250.0)
+
+
+def _cut_twice() -> str:
+    model = nn.Sequential(sf.nn.MoE(8, 8, 4), nn.Linear(8, 8))
+    plan = {"0.experts": "experts"}
+    return _refused(lambda: sf.Engine(model, mesh={"expert": 2, "tensor": 2}, tensor=plan))
+
+
+def test_experts_are_cut_along_one_axis(ranks: Ranks) -> None:
+    for text in ranks.run(_cut_twice, world_size=4):
+        assert "'0.experts' has experts that tensor= cuts" in text

@@ -126,6 +126,8 @@ class ByRows(nn.Module):
         Returns:
             ``(T, width)``.
         """
+        if x.is_meta:
+            return x * weights.sum().to(x.dtype)
         order, counts = sorted_rows(chosen, self.num_experts)
         made = self.of_rows(x[order // chosen.shape[1]], counts)
         return combined(made, order, weights, x.dtype)

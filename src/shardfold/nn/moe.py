@@ -107,6 +107,8 @@ class MoE(nn.Module):
         """``x``: ``(..., width)``."""
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
+        if x.is_meta:  # where each token goes is not known without values: shapes, and that both have gradients
+            return Mixed(x * routing.weights.sum().to(x.dtype), routing.logits.sum())
         loss = self._loss(routing)
         chosen, factor = routing.chosen, self.capacity if self.training else self.eval_capacity
         if factor is not None:

@@ -10,6 +10,7 @@ experts that had fewer tokens than the mean, and falls for those that had more. 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """``x``: ``(T, width)``."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        with torch.autocast(x.device.type, enabled=False):
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.to(wide), self.weight.to(wide))
         raw = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
         ranked = raw if self.bias_rate is None else raw.detach() + self.bias
@@ -91,7 +92,8 @@ class Router(nn.Module):
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
         scores = raw if self.kind == "softmax" else raw / raw.sum(-1, keepdim=True).clamp(min=1e-20)
-        if self.bias_rate is not None and self.training and not in_backward():  # a recomputation counts nothing
+        # A recomputation counts nothing.
+        if self.bias_rate is not None and self.training and not x.is_meta and not in_backward():
             seen = torch.bincount(chosen.detach().reshape(-1), minlength=self.experts)
             self._seen = seen if self._seen is None else self._seen + seen
         return Routing(chosen, weights * self.scale, scores, logits)

@@ -20,7 +20,7 @@ from shardfold.plan import presets
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 
-SHAPE = ("d_model", "layers", "heads", "context")
+SHAPE = ("d_model", "layers", "heads", "context", "experts", "top_k")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,17 @@ class GPTConfig:
     """Width of the feed-forward layer; 0 derives 8/3 d_model, rounded up to a multiple of 32 (SwiGLU's convention)."""
     tied: bool = False
     """Whether the head shares the embedding's weight."""
+    experts: int = 0
+    """Experts of width `d_ff` in each block, in place of one feed-forward layer; 0: none."""
+    top_k: int = 2
+    """Experts that each token goes through."""
+    balance: float = 0.01
+    """Factor of the loss that keeps experts in use."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name in ("d_ff", "tied") else 1
+            least = 0 if field.name in ("d_ff", "tied", "experts", "balance") else 1
             if value < least:
                 raise ConfigError(f"{field.name} is {value}, but must be at least {least}.")
         if self.d_model % self.heads:
@@ -52,6 +58,8 @@ class GPTConfig:
                 f"d_model {self.d_model} over {self.heads} heads gives {self.head_dim} dims per head, but rotary "
                 "positions need an even number: choose other heads."
             )
+        if self.experts and self.top_k > self.experts:
+            raise ConfigError(f"top_k is {self.top_k}, but there are {self.experts} experts.")
         if self.d_ff == 0:
             object.__setattr__(self, "d_ff", -(-8 * self.d_model // (3 * 32)) * 32)
 
@@ -61,7 +69,8 @@ class GPTConfig:
 
     @property
     def num_parameters(self) -> int:
-        block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff + 2 * self.d_model
+        block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff * max(1, self.experts) + 2 * self.d_model
+        block += self.experts * self.d_model  # routers
         tables = (1 if self.tied else 2) * self.vocab * self.d_model
         return self.layers * block + tables + self.d_model
 
@@ -104,6 +113,12 @@ class TrainConfig(BaseModel):
     layers: int | None = Field(None, ge=1, le=2**12, description="Number of blocks, in place of the size's own.")
     heads: int | None = Field(None, ge=1, le=2**12, description="Attention heads, in place of the size's own.")
     context: int | None = Field(None, ge=2, le=2**30, description="Bytes of context, in place of the size's own.")
+    experts: int | None = Field(
+        None, ge=0, le=2**16, description="Experts in each block, in place of one feed-forward layer."
+    )
+    top_k: int | None = Field(
+        None, ge=1, le=2**10, description="Experts that each token goes through: 2, if not given."
+    )
     data: Path | None = Field(
         None, description="A file or folder of text; without it, the Python standard library's own sources."
     )
@@ -126,6 +141,7 @@ class TrainConfig(BaseModel):
     attention: Literal["auto", "ulysses", "ring"] = Field(
         "auto", description="How attention crosses them: ulysses (by heads), ring (keys travel), auto."
     )
+    expert: int = Field(1, ge=1, le=4096, description="Processes that have other experts; they read other samples too.")
     pipeline: int = Field(1, ge=1, le=4096, description="Stages of layers, each on ranks of its own.")
     order: str = Field(
         "1f1b",
@@ -178,6 +194,11 @@ class TrainConfig(BaseModel):
                 f"{f', each of {self.sequence} once more' if self.sequence > 1 else ''}, which do not come out even: "
                 "give another --context."
             )
+        if self.expert > 1 and (not self.model_shape().experts or self.model_shape().experts % self.expert):
+            raise ConfigError(
+                f"expert is {self.expert}, which does not divide the model's {self.model_shape().experts} experts: "
+                f"give --experts a multiple of {self.expert}, or leave --expert out."
+            )
         self._check_stages()
         self.table()
         if self.warmup and self.warmup >= self.steps and "warmup" in self.model_fields_set:
@@ -204,7 +225,9 @@ class TrainConfig(BaseModel):
 
     def axes(self) -> dict[str, int]:
         """Return how many processes there are on each axis but those of data."""
-        return {"pipeline": self.pipeline, "sequence": self.sequence, "tensor": self.tensor}
+        return {
+            "pipeline": self.pipeline, "expert": self.expert, "sequence": self.sequence, "tensor": self.tensor,
+        }  # fmt: skip
 
     def warmup_steps(self) -> int:
         """Return `warmup`, or a tenth of a run that is too short for the default."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
-from shardfold.nn import parallel_cross_entropy
+from shardfold.nn import MoE, parallel_cross_entropy
 from shardfold.parallel import Attention as Attend
 from shardfold.parallel.functions import copy
 from shardfold.parallel.link import link_of
@@ -133,6 +133,26 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
+class MixtureBlock(nn.Module):
+    """The same with experts in place of one feed-forward layer; the loss of their balance is added to what is given."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        residual_std = INIT_STD / (2 * config.layers) ** 0.5
+        self.attention_norm = RMSNorm(config.d_model)
+        self.attention = Attention(config, residual_std)
+        self.feed_forward_norm = RMSNorm(config.d_model)
+        self.feed_forward = MoE(
+            config.d_model, config.d_ff, config.experts, top_k=config.top_k, balance=config.balance, std=INIT_STD,
+            down_std=residual_std,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, loss: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        out, more = self.feed_forward(self.feed_forward_norm(x))
+        return x + out, loss + more
+
+
 class GPT(nn.Module):
     """The decoder: tokens (batch, time) to logits (batch, time, vocab), or to the mean loss where targets are given.
 
@@ -157,7 +177,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocab, config.d_model)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        kind = MixtureBlock if config.experts else Block
+        self.blocks = nn.ModuleList(kind(config) for _ in range(config.layers))
+        if config.experts:  # experts stay whole
+            self.tensor_plan = {path: word for path, word in self.tensor_plan.items() if ".feed_forward." not in path}
         self.norm = RMSNorm(config.d_model)
         self.head = Linear(config.d_model, config.vocab)
         if config.tied:
@@ -175,8 +198,14 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         at = slice(time) if positions is None else positions.unsqueeze(1)  # (batch, 1, time): the same for all heads
         cos, sin = self.cos[at].to(x.dtype), self.sin[at].to(x.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin)
+        loss = None
+        if self.config.experts:
+            loss = x.new_zeros((), dtype=torch.float32)
+            for block in self.blocks:
+                x, loss = block(x, loss, cos, sin)
+        else:
+            for block in self.blocks:
+                x = block(x, cos, sin)
         x = self.norm(x)
         if targets is None:
             return self.head(x)
@@ -185,7 +214,8 @@ class GPT(nn.Module):
         x = x.to(weight.dtype)
         if len(weight) < classes:
             x = copy(x, self.ranks)
-        return parallel_cross_entropy(x, weight, targets, ranks=self.ranks, classes=classes, summed=False)
+        nats = parallel_cross_entropy(x, weight, targets, ranks=self.ranks, classes=classes, summed=False)
+        return nats if loss is None or not torch.is_grad_enabled() else nats + loss
 
 
 @torch.no_grad()

@@ -313,10 +313,14 @@ class Run:
                 loss = self.engine.eval_batch([self.on_device(part[:, :-1], part[:, 1:])], micro_batches=1)
                 nats += loss.item() * len(part) * self.shape.context * (number < len(parts))
             return nats
+        often = len(parts)
+        if self.config.expert > 1:  # ranks that share experts out do, too
+            often = math.ceil(math.ceil(len(self.windows) / self.engine.mesh.data_ranks) / EVAL_BATCH)
         with self.engine.gathered(), self.whole_sequences():
-            for part in parts:
+            for number in range(often):
+                part = parts[min(number, len(parts) - 1)]
                 batch = self.on_device(part[:, :-1], part[:, 1:])
-                nats += self.model(**batch).item() * len(part) * self.shape.context
+                nats += self.model(**batch).item() * len(part) * self.shape.context if number < len(parts) else 0.0
         return nats
 
     @torch.no_grad()
@@ -361,7 +365,7 @@ class Run:
         length = min(self.config.sample, HASTY_SAMPLE) if self.interrupted else self.config.sample
         with self.engine.gathered(), self.whole_sequences():
             # Ranks that share layers generate together.
-            if not length or not (self.leads or self.config.tensor > 1):
+            if not length or not (self.leads or self.config.tensor > 1 or self.config.expert > 1):
                 return b""
             return prompt + generate(
                 self.model, prompt, length, temperature=self.config.temperature, seed=self.config.seed

@@ -18,7 +18,7 @@ def states_bytes(config: TrainConfig, shape: GPTConfig, ranks: int, tiers: Colle
     """Return the bytes that parameters, gradients and optimizer states take in `tiers`, between steps on each rank."""
     policy = Precision.named(config.precision)
     apart = config.tensor * config.pipeline
-    mesh = {"inter": 1, "intra": max(ranks // apart, 1)}
+    mesh = {"inter": 1, "intra": max(ranks // apart, 1)}  # experts are split over them too, or shared out
     numel = shape.num_parameters // apart
     segment = SegmentSpec((Slot("all", (numel,), 0),), numel, policy.compute)
     bound = config.table().bind(policy, mesh)
