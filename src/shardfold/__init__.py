@@ -32,6 +32,7 @@ from shardfold.plan.layout import Activations, Cell, Layout, Precision, Tier, Wi
 from shardfold.plan.outer import Outer
 from shardfold.plan.passes import Overlap
 from shardfold.plan.presets import PRESETS
+from shardfold.plan.signs import Signs
 from shardfold.plan.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ __all__ = [
     "Precision",
     "Sampler",
     "ShardfoldError",
+    "Signs",
     "Stats",
     "StepReport",
     "Tier",

@@ -2,7 +2,8 @@
 
 The states of the first group have the names that they always have: a reader that knows of no groups takes these. Those
 of another one have its number in front (``group1.weight``), as weights and moments differ between rounds. What groups
-share is there once: the last global weights, the outer momentum, and changes that are still to be taken in.
+share is there once: the last global weights, the outer momentum, and changes that are still to be taken in; of what
+ranks have lost that send signs, the mean, which is all that later averages feel.
 
 A run of as many groups goes on to the bit. One of another number gives its groups those that there were, in turn, so
 what groups that are no more had learned since the last outer step is lost, as when a group dies.
@@ -26,6 +27,7 @@ __all__ = [
     "group_here",
     "group_read",
     "is_apart",
+    "lost_targets",
     "of_group",
     "shared_states",
     "shared_targets",
@@ -33,7 +35,8 @@ __all__ = [
 ]
 
 GLOBAL, MOMENTUM, CHANGE = "outer_global", "outer_momentum", "outer_change"
-SHARED = (GLOBAL, MOMENTUM, CHANGE)
+WORKER, SERVER = "signs_worker", "signs_server"
+SHARED = (GLOBAL, MOMENTUM, CHANGE, WORKER, SERVER)
 OF_GROUP = re.compile(r"group[1-9]\d*\..+", re.DOTALL)
 
 
@@ -50,7 +53,7 @@ def with_group(group: int, state: str) -> str:
 def group_here(model: ShardedModel) -> int:
     """The number of this rank's group."""
     mesh = model.comm.mesh
-    return mesh.coords[mesh.sizes.rare[0]] if mesh.sizes.rare else 0
+    return mesh.coords[mesh.sizes.rare[0]] if mesh.sizes.rare and not mesh.sizes.meets else 0
 
 
 def group_read(model: ShardedModel, run: Mapping[str, Any]) -> int:
@@ -68,7 +71,12 @@ def of_group(parts: list[Part], group: int) -> list[Part]:
 
 def shared_states(model: ShardedModel, segment: Segment) -> Iterator[tuple[str, tuple[int, int], Tensor]]:
     """What this rank has to tell of what groups share: its group's part, with where that lies in the segment."""
-    outer = model.run.outer
+    outer, signs = model.run.outer, model.run.signs
+    if signs is not None and "worker" in segment.regions:
+        own, start = signs.own(segment), segment.master_range[0]
+        bounds = start + own.start, start + own.stop
+        yield WORKER, bounds, signs.mean(segment)[own]
+        yield SERVER, bounds, segment.regions["server"].values()
     if outer is None or not segment.spec.trainable:
         return
     own, start = outer.weights.own(segment), segment.master_range[0]
@@ -99,3 +107,18 @@ def shared_targets(
         change = torch.zeros(segment.shard_numel, dtype=region.dtype, device=region.values().device)
         yield CHANGE, bounds, change
         region.values().add_(change)
+
+
+def lost_targets(
+    model: ShardedModel, segment: Segment, there: Collection[str]
+) -> Iterator[tuple[str, tuple[int, int], Tensor]]:
+    """Where what ranks lost that send signs is read to: each takes the mean of what all had; where there is none, 0."""
+    signs = model.run.signs
+    if signs is None or "worker" not in segment.regions:
+        return
+    own, bounds = signs.own(segment), segment.master_range
+    places = {WORKER: ("worker", bounds), SERVER: ("server", (bounds[0] + own.start, bounds[0] + own.stop))}
+    for state, (region, at) in places.items():
+        values = segment.regions[region].values().zero_()
+        if state in there:
+            yield state, at, values

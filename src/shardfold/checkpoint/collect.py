@@ -148,7 +148,7 @@ def _share(model: ShardedModel, bounds: tuple[int, int], over: Axes, segment: Se
     parameter that is whole, any."""
     sizes = model.comm.mesh.sizes
     every = slot.box is None and not segment.spec.distinct
-    shared = sizes.meeting if every else [a for a in model.comm.mesh.data if a not in segment.spec.distinct]
+    shared = sizes.meeting if every else [a for a in sizes.alike if a not in segment.spec.distinct]
     others = tuple(axis for axis in shared if axis not in over and sizes[axis] > 1)
     replicas = model.comm.mesh.parts(others)
     number = shard_index(others, sizes, model.comm.mesh.coords)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfold.checkpoint.apart import group_read, shared_targets, with_group
+from shardfold.checkpoint.apart import group_read, lost_targets, shared_targets, with_group
 from shardfold.checkpoint.base import other_base
 from shardfold.checkpoint.collect import average_state, is_moment
 from shardfold.checkpoint.fit import Fit
@@ -384,6 +384,8 @@ class _Work:
 
     def _moments(self, segment: Segment) -> None:
         """The optimizer's state, the averages and what its reductions have lost of a segment."""
+        for state, at, target in lost_targets(self._model, segment, self._there(segment)):
+            self._fill(segment, state, target, at, segment.table.master.over)
         model, checkpoint, fit = self._model, self._checkpoint, self._fit
         update = model.updater
         assert update is not None
@@ -430,11 +432,15 @@ class _Work:
 
     def _shared(self, segment: Segment) -> None:
         """What groups of ranks share of a segment; where the checkpoint has none, they begin with its weights."""
-        names = [self._fit.parameters.get(slot.name) for slot in segment.spec.slots]
-        there = {state for name in names if name is not None for state in self._checkpoint.states(name)}
+        there = self._there(segment)
         for state, bounds, target in shared_targets(self._model, segment, there, flies=self._flies):
             over = segment.table.master.over
             self._fill(segment, state, target, bounds, over)
+
+    def _there(self, segment: Segment) -> set[str]:
+        """States that the checkpoint has of any of its parameters."""
+        names = [self._fit.parameters.get(slot.name) for slot in segment.spec.slots]
+        return {state for name in names if name is not None for state in self._checkpoint.states(name)}
 
     def _once(self, segment: Segment, slot: int, old: str) -> None:
         update = self._model.updater

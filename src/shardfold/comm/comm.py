@@ -39,13 +39,14 @@ def joined(
     timeout: float,
     held: ExitStack,
     rare: str = "",
+    meets: bool = False,
 ) -> tuple[DataMesh, Agreement]:
-    """Mesh and agreement of ``owner``, which spans ranks; see ``Engine`` for the arguments, and ``Mesh`` for ``rare``.
+    """Mesh and agreement of ``owner``, which spans ranks; see ``Engine`` for arguments, ``Mesh`` for the last two.
 
     They end with ``held``, which is left with an exception if ``owner`` could not be made (see :meth:`DataMesh.close`),
     or when ``owner`` is collected; at exit the mesh ends by itself.
     """
-    mesh = DataMesh(sizes, device, timedelta(seconds=timeout), rare)
+    mesh = DataMesh(sizes, device, timedelta(seconds=timeout), rare, meets)
     held.push(lambda kind, error, trace: mesh.close(failed=kind is not None))
     agreement = Agreement(mesh, desync_timeout, timeout)
     held.callback(agreement.close)

@@ -52,7 +52,7 @@ Given = Mapping[str, int] | Sequence[Axis]
 """What users say of a mesh: sizes by the name of an axis that has a role, or axes."""
 
 
-def resolve_mesh(world: int, mesh: Given | None, local: int | None = None, rare: str = "") -> Mesh:
+def resolve_mesh(world: int, mesh: Given | None, local: int | None = None, rare: str = "", meets: bool = False) -> Mesh:
     """The mesh of ``world`` ranks: ``inter``, ``intra`` and what else is given, from the slowest link to the fastest.
 
     Args:
@@ -60,14 +60,14 @@ def resolve_mesh(world: int, mesh: Given | None, local: int | None = None, rare:
         mesh: sizes by axis name, or axes; of ``inter`` and ``intra`` one that is left out takes what remains. None:
             ``intra`` is the ranks of one node.
         local: ranks per node, if known.
-        rare: the name of the axis whose ranks come together now and then only.
+        rare, meets: see :class:`Mesh`.
 
     Raises:
         LayoutError: an axis is unknown or the sizes do not multiply up.
     """
     if mesh is None:
         intra = local if local and world % local == 0 else world
-        return Mesh([Axis("inter", world // intra), Axis("intra", intra)], rare)
+        return Mesh([Axis("inter", world // intra), Axis("intra", intra)], rare, meets=meets)
     sizes = {**dict.fromkeys(DATA_AXES, 0), **_given_sizes(mesh)}
     given = prod(size for size in sizes.values() if size)
     if world % given or (all(sizes.values()) and given != world):
@@ -79,7 +79,7 @@ def resolve_mesh(world: int, mesh: Given | None, local: int | None = None, rare:
         sizes["inter"] = 1
     roles = {} if isinstance(mesh, Mapping) else {axis.name: axis.role for axis in mesh}
     axes = [Axis(name, size or world // given, roles.get(name)) for name, size in sizes.items()]
-    return Mesh(sorted(axes, key=lambda axis: LINKS.index(axis.role)), rare)
+    return Mesh(sorted(axes, key=lambda axis: LINKS.index(axis.role)), rare, meets=meets)
 
 
 def _given_sizes(mesh: Given) -> dict[str, int]:
@@ -204,7 +204,9 @@ class DataMesh:
         farewell: called when the interpreter exits while the mesh is open.
     """
 
-    def __init__(self, sizes: Given | None, device: torch.device, timeout: timedelta, rare: str = "") -> None:
+    def __init__(
+        self, sizes: Given | None, device: torch.device, timeout: timedelta, rare: str = "", meets: bool = False
+    ) -> None:
         accelerator.use(device)
         _start(device, timeout)
         self.name, self.device = "", device
@@ -224,19 +226,19 @@ class DataMesh:
         self._ways: dict[tuple[int, int], Any] = {}  # by the ranks from which and to which activations go
         self._default = _PROCESS.add(self)
         try:
-            self._join(sizes, timeout, rare)
+            self._join(sizes, timeout, rare, meets)
         except BaseException:
             self.close(failed=True)
             raise
 
-    def _join(self, sizes: Given | None, timeout: timedelta, rare: str) -> None:
+    def _join(self, sizes: Given | None, timeout: timedelta, rare: str, meets: bool) -> None:
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world = dist.get_world_size() if self.distributed else 1
         self.on_streams = accelerator.has_streams(self.device) and self.backend not in ("none", GLOO)
         if self.world > 1:
             self.name, self.default_store, self.store = _next_stores(self.rank)
-        self.sizes = self._agreed_sizes(sizes, timeout, rare)
+        self.sizes = self._agreed_sizes(sizes, timeout, rare, meets)
         self.coords = self.sizes.coords(self.rank)
         self.data: Axes = self.sizes.reading
         self.data_rank = shard_index(self.data, self.sizes, self.coords)
@@ -251,7 +253,7 @@ class DataMesh:
         if self.world > 1:
             self._make_groups(timeout)
 
-    def _agreed_sizes(self, mesh: Given | None, timeout: timedelta, rare: str) -> Mesh:
+    def _agreed_sizes(self, mesh: Given | None, timeout: timedelta, rare: str, meets: bool) -> Mesh:
         """The sizes, once every rank is known to have the same: making groups, ranks would wait for one that has none,
         or makes others.
 
@@ -261,7 +263,7 @@ class DataMesh:
         """
         local = os.environ.get("LOCAL_WORLD_SIZE")
         try:
-            sizes = resolve_mesh(self.world, mesh, int(local) if local else None, rare)
+            sizes = resolve_mesh(self.world, mesh, int(local) if local else None, rare, meets)
             if self.store is None:
                 return sizes
             mine = [[axis.name, axis.size, _role_text(axis, sizes)] for axis in sizes.axes]
@@ -298,8 +300,9 @@ class DataMesh:
         self.control = self._new_group(None, timeout, GLOO)
         if self.data_ranks == self.world:
             self._groups[self.data] = dist.group.WORLD if self.on_streams else self.control
-        parts = [axes for n in range(1, len(self.data) + 1) for axes in combinations(reversed(self.data), n)]
-        for axes in (*(part[::-1] for part in parts), *((axis,) for axis in self.sizes if axis not in self.data)):
+        data = (*self.sizes.rare, *self.data)
+        parts = [axes for n in range(1, len(data) + 1) for axes in combinations(reversed(data), n)]
+        for axes in (*(part[::-1] for part in parts), *((axis,) for axis in self.sizes if axis not in data)):
             if axes in self._groups or self.sizes.parts(axes) == 1:
                 continue
             for ranks in self.sizes.rows(axes):  # every rank makes every group, in the same order

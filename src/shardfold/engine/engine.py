@@ -81,6 +81,7 @@ from shardfold.optim.sharded import (
     check_speculation,
     check_tier,
 )
+from shardfold.optim.sign_exchange import SignExchange, sign_exchange
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.experts import connect_routers, rebalance, share_out
 from shardfold.parallel.link import MeshLink, bind_links
@@ -101,6 +102,7 @@ from shardfold.plan.passes import Overlap
 from shardfold.plan.program import Program
 from shardfold.plan.report import MemoryReport, SavedReport, StepReport, TrafficReport
 from shardfold.plan.rules import Rules
+from shardfold.plan.signs import Signs
 from shardfold.sharding import ownership
 from shardfold.sharding.changes import Changes
 from shardfold.sharding.gathered import gathered
@@ -153,7 +155,7 @@ class Engine:
             each; with ``"host:0.7"`` the optimizer's states of some units stay on the device. ``folder`` beside the
             states, or as in ``"disk,folder=/mnt/a"``, says where files are. None: as the layout says.
         outer: short for ``outer`` of ``layout``: the ranks along an axis come together every so many steps only, as
-            :class:`Outer` says; None: as the layout says.
+            :class:`Outer` says, or send signs of momentum (:class:`Signs`); None: as the layout says.
         accumulate: micro-batches per optimizer step.
         clip_norm: the largest norm of all gradients, short for ``clip=Clip(norm=...)``; None does not clip.
         clip: by another norm, or by value; see :class:`Clip`.
@@ -209,7 +211,7 @@ class Engine:
         precision: str | Precision | Mapping[Any, str | Precision] | Sequence[tuple[Any, str | Precision]] = "fp32",
         activations: str | Activations | Mapping[Any, str | Activations] | Sequence[Any] | None = None,
         offload: str | Mapping[str, Any] | None = None,
-        outer: Outer | None = None,
+        outer: Outer | Signs | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
         clip: Clip | None = None,
@@ -245,7 +247,7 @@ class Engine:
         self.clip, self.overlap = one_clip(clip_norm, clip), overlap or Overlap()
         announce(model.parameters(), "an engine of their model")
         with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
-            data_mesh, job = joined(self, mesh, place, desync_timeout, timeout, held, table.rare)
+            data_mesh, job = joined(self, mesh, place, desync_timeout, timeout, held, table.rare, bool(table.signs))
             agreement = program_agreement(job, data_mesh, desync_timeout, timeout, held)
             held.push(self._forget_failed)
             ownership.claim(model, job)
@@ -383,8 +385,8 @@ class Engine:
         self.alarm, self._clock = Alarm(sharded, self.loss_scale, self.clip), Clock(sharded.comm.agreement.waited)
         held.callback(self.alarm.close)
         outer = sharded.layout.outer
-        if outer is not None:
-            handlers.rounds = GlobalWeights(outer, sharded)
+        weights = GlobalWeights(outer, sharded) if outer is not None else None
+        handlers.rounds = weights or sign_exchange(sharded, handlers.norms.coefficient)
         runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=self.clip)
         #: Some parameters follow the policy of the model as a whole.
         policy = any(
@@ -411,9 +413,7 @@ class Engine:
         )  # fmt: skip
         if self._stepper is not None:
             gate.settle = self._stepper.settle
-            if outer is not None and handlers.rounds is not None:
-                self._stepper.rounds = Rounds(outer, sharded, runner, self._changes, handlers.rounds)
-                sharded.run.outer = self._stepper.rounds
+            self._stepper.meet_rarely(self._changes, handlers.rounds)
         self._reports = Reports(sharded, table, self._updater, runner, self._replaced, self._clock)
         self.saver, self._base, self._loads = Saver(sharded), Base(sharded), 0
         held.callback(self.saver.close)
@@ -652,6 +652,8 @@ class Engine:
         handlers = self._runner.handlers
         self._runner.accumulate, handlers.scale = accumulate, 1.0 / (self.mesh.data_ranks * accumulate)
         handlers.set_factors()
+        if self._stepper is not None and self._stepper.freeze is not None:
+            self._stepper.freeze.scale()
 
     @property
     def last_micro_batch(self) -> bool | None:
@@ -813,6 +815,8 @@ class Engine:
         self._gate.refuse_broken("engine.save()")
         if self._rounds is not None:
             self._rounds.hold_still()
+        elif isinstance(exchange := self._runner.handlers.rounds, SignExchange):
+            exchange.hold_still()
         return self.saver.save(
             path, state=state or {}, rank_state=rank_state or {}, wait=wait, busy=busy, keep=keep, nonfinite=nonfinite,
             left_out=self._base.left_out(frozen), latest=latest, gradients=gradients, shared=shared,
@@ -855,9 +859,12 @@ class Engine:
         self._gate.meet(f"engine.load(weights_only={weights_only})", follow=True, check=check)
         self._gate.secure()
         self._loads += 1
-        return load(
+        report = load(
             self.sharded, path, weights_only=weights_only, strict=strict, rename=rename, state=state, number=self._loads
         )
+        if self._stepper is not None and self._stepper.freeze is not None:
+            self._stepper.freeze.follow()
+        return report
 
     def synchronize(self) -> None:
         """Brings all groups of ranks together now, whatever of a round of outer steps is over: behind it the model is
@@ -874,7 +881,7 @@ class Engine:
         self._gate.meet("engine.synchronize()", check=check, settle=True)
         if self._rounds is not None:
             self._gate.secure()
-            self._rounds.synchronize()
+            self._rounds.end_now()
 
     def memory(self) -> MemoryReport:
         """Bytes held on this rank by state and tier, walked from live storages, beside what the table says."""

@@ -26,6 +26,7 @@ from shardfold.numerics.token_weights import Shares
 from shardfold.optim.global_weights import GlobalWeights
 from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.optim.sign_exchange import SignExchange
 from shardfold.plan.axes import DATA_AXES, Mesh, Role
 from shardfold.plan.cost import fetched_bytes
 from shardfold.plan.layout import Layout, Tier
@@ -57,7 +58,7 @@ class Handlers:
         backward_follows: whether the forward under way is one of training.
         norms: of the gradients.
         cursor: the second one.
-        rounds: what outer steps change; None: there are none.
+        rounds: what outer steps change, or signs are sent of; None: there are none.
         updates: how long the host has updated.
         damage: what went wrong with updates.
         used: by unit, which parameters any rank used in this step, as soon as ranks have agreed.
@@ -83,7 +84,7 @@ class Handlers:
         if optimizer is not None:
             optimizer.connect(RankLink(layout.master.over, comm), comm.mesh.sizes.of_role(Role.TENSOR))
         self.norms = Norms(clip, comm, self.trainable, looks=loss_scale is not None)
-        self.rounds: GlobalWeights | None = None
+        self.rounds: GlobalWeights | SignExchange | None = None
         self.used: dict[str, list[list[bool]]] = {}
         self.cursor = Cursor(comm.memory.device)
         self.updates = Waits()
@@ -308,7 +309,7 @@ class Handlers:
         return lambda: drain(unit.filling, waiter)
 
     @property
-    def _rounds(self) -> GlobalWeights:
+    def _rounds(self) -> GlobalWeights | SignExchange:
         assert self.rounds is not None
         return self.rounds
 
@@ -495,6 +496,9 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "OUTER": lambda do, op: partial(do._rounds.step, do.units[op.unit]),
     "PULL": Handlers.bind_outer,
     "MIX": lambda do, op: partial(do._rounds.mix, do.units[op.unit]),
+    "BLEND": lambda do, op: partial(do._rounds.diff, do.units[op.unit]),
+    "SERVE": lambda do, op: partial(do._rounds.step, do.units[op.unit]),
+    "GIVE": lambda do, op: partial(do._rounds.mix, do.units[op.unit]),
 }
 """What binds an operation, by verb; all that are no markers."""
 

@@ -87,6 +87,7 @@ class Orders:
         late: names of those that are reduced at the end of backward, as gradients came behind their reduction.
         touched: names of those whose weights this rank's model reads outside of their forward.
         found: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
+        signed: whether momentum is averaged by signs, and gradients are not summed over the axis of those.
         program: what runs, for display and for counting.
         tracks: the program's sections, ready to run.
     """
@@ -104,6 +105,7 @@ class Orders:
         self.units: list[Unit] = []
         self.roots: set[str] = set()
         self.late: set[str] = set()
+        self.signed = False
         self.touched: set[str] = set()
 
     @property
@@ -133,7 +135,9 @@ class Orders:
         train = self._with_missing(self.found["train"], inner)
         back = self._with_missing(self.found["backward"], backwards(train, enclosing(specs)))
         evaluation = self._with_missing(self.found["eval"], train)
-        lower = partial(lower, delayed=self._overlap.delayed_update, speculated=self._speculated(back, specs))
+        lower = partial(
+            lower, delayed=self._overlap.delayed_update, speculated=self._speculated(back, specs), signed=self.signed
+        )
         shape = partial(
             passes.apply, overlap=self._overlap, late=frozenset(self.late | self._unplaced(inner)),
             fetched=partial(self._fetched_bytes, {spec.name: spec for spec in specs}),

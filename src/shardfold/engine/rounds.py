@@ -70,7 +70,7 @@ class Rounds:
             if flight is Flight.USED and outer.due(self.steps, fragment, outer.delay):
                 self._take(fragment)
 
-    def synchronize(self) -> None:
+    def end_now(self) -> None:
         """Every fragment is sent, used and taken in now, what is in flight first; all ranks call it."""
         for fragment in range(self.outer.fragments):
             for do in (self._use, self._take, self._send, self._use, self._take):

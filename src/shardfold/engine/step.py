@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardfold.activations.modes import Replacements
 from shardfold.engine.damage import Damage
 from shardfold.engine.delayed import Delayed
+from shardfold.engine.freeze import Freeze
 from shardfold.engine.replicated import Replicated
 from shardfold.engine.rounds import Rounds
 from shardfold.engine.runner import Runner
@@ -25,7 +26,9 @@ from shardfold.errors import NonFiniteError, StepError, UsageError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
+from shardfold.optim.global_weights import GlobalWeights
 from shardfold.optim.sharded import ShardedOptimizer
+from shardfold.optim.sign_exchange import SignExchange
 from shardfold.plan.layout import Tier
 from shardfold.plan.report import StepReport
 from shardfold.sharding.changes import Changes
@@ -51,6 +54,7 @@ class Stepper:
 
     Attributes:
         rounds: of outer steps; None: there are none.
+        freeze: of the variance of an optimizer that sends signs behind it; None: it sends gradients.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Stepper:
         self._replicated = replicated
         self._handlers, self._norms = runner.handlers, runner.handlers.norms
         self.rounds: Rounds | None = None
+        self.freeze: Freeze | None = None
         self._delayed: list[Delayed] = []  # updates of the last step that are still to arrive
 
     def step(self) -> StepReport:
@@ -105,6 +110,8 @@ class Stepper:
                 run.steps, updated=False, skipped=True, lr=lr, loss_scale=scale, findings=findings, tiers=took
             )
         run.steps += 1
+        if self.freeze is not None:
+            self.freeze.follow()
         model.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
         if run.lr_schedule is not None:
             run.lr_schedule.step()
@@ -142,19 +149,28 @@ class Stepper:
         self._replicated.check_gradients()
         if weighed:
             sums = model.comm.control(self._shares.sums(), dist.ReduceOp.SUM, group=True)
-            ranks = model.world_size // model.comm.mesh.sizes.groups
+            ranks = model.comm.group.peers.size
             handlers.set_factors(self._shares.factor(sums, ranks * runner.accumulate))
         self._follow(used)
         for unit in model.units:
             unit.forget_gradients()
             torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
         self._changes.updated()
-        if weighed:
+        if weighed or self.freeze is not None:
             handlers.set_factors()
         self._end_round()
         runner.end_step()
         self._refuse_half(handlers.damage, self._model.run.steps + 1)
         return True
+
+    def meet_rarely(self, changes: Changes, shared: GlobalWeights | SignExchange | None) -> None:
+        """From now on groups of ranks come together in rounds, or send signs once the variance is frozen."""
+        model, runner = self._model, self._runner
+        if isinstance(shared, SignExchange):
+            self.freeze = Freeze(model, runner, shared.optimizer, shared.groups)
+            self.freeze.follow()
+        elif shared is not None:
+            self.rounds = model.run.outer = Rounds(shared.outer, model, runner, changes, shared)
 
     def _end_round(self) -> None:
         if self.rounds is not None:
@@ -266,7 +282,8 @@ class Stepper:
             self._handlers.damage.begun = True
             host = self._model.layout.updates_on is Tier.HOST
             with torch.no_grad(), self._handlers.updating() if host else nullcontext():
-                self._updater.step_whole(self._model.units, used, self._norms.coefficient)
+                whole = self._norms.coefficient if not self._runner.orders.signed else lambda device: None
+                self._updater.step_whole(self._model.units, used, whole)
         cursor, tracks = self._handlers.cursor, self._runner.orders.tracks
         with cursor.following(tracks["beside"]):
             track.finish()

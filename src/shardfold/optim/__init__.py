@@ -9,6 +9,7 @@ from shardfold.optim.adamw8bit import AdamW8bit
 from shardfold.optim.lamb import LAMB
 from shardfold.optim.lion import Lion
 from shardfold.optim.muon import Muon, muon_groups
+from shardfold.optim.onebit import OneBitAdam
 from shardfold.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, warmup_cosine
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "LRRangeTest",
     "Lion",
     "Muon",
+    "OneBitAdam",
     "OneCycle",
     "WarmupCosineLR",
     "WarmupDecayLR",

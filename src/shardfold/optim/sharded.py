@@ -486,6 +486,12 @@ class ShardedOptimizer:
         dtypes = segment.dtypes
         return compiled_adam(decoupled, dtypes["master"], dtypes["moments"], dtypes["grads"], segment.dtype)
 
+    def pieces(self, segment: Segment) -> Iterator[tuple[Tensor, dict[str, Any], slice]]:
+        """This rank's pieces of a segment, as the optimizer has them, with their groups and places in the shard."""
+        group = self.torch_optimizer.param_groups[segment.spec.group]
+        for piece in self._pieces[id(segment)]:
+            yield piece.tensor, group, slice(piece.start, piece.start + piece.tensor.numel())
+
     def point_pieces(self, segment: Segment) -> None:
         """The pieces of a segment whose master lies elsewhere now are views of that."""
         master = segment.master

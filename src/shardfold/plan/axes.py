@@ -146,23 +146,25 @@ class Mesh(Mapping[str, int]):
     """Axes whose sizes multiply up to the ranks, in the order in which these are counted: the last varies fastest.
 
     It is also the mapping of names to sizes. ``rare``: the name of the axis whose ranks come together now and then
-    only; empty: there is none.
+    only; empty: there is none. ``meets``: they do in every step, though they sum no gradients.
 
     Raises:
         LayoutError: two axes have one name, or the one that is rare is not there, or no axis of data.
     """
 
-    def __init__(self, axes: Iterable[Axis], rare: str = "") -> None:
+    def __init__(self, axes: Iterable[Axis], rare: str = "", *, meets: bool = False) -> None:
         self.axes = tuple(axes)
         self._by_name = {axis.name: axis for axis in self.axes}
         if rare and (rare not in self._by_name or self._by_name[rare].role is not Role.DATA):
             known = [axis.name for axis in self.axes if axis.role is Role.DATA]
             raise LayoutError(
-                f"Outer.axis is {rare!r}, which is no axis of data of the mesh; these are {', '.join(known) or 'none'}."
+                f"the axis of outer= is {rare!r}, which is no axis of data of the mesh; these are "
+                f"{', '.join(known) or 'none'}."
                 f"{did_you_mean(rare, known)}"
             )
         #: The axis whose ranks come together now and then only, as a tuple; empty where it has one rank.
         self.rare: Axes = (rare,) if rare and self._by_name[rare].size > 1 else ()
+        self.meets = meets and bool(self.rare)
         if len(self._by_name) < len(self.axes):
             raise LayoutError(f"the mesh has two axes of one name: {', '.join(axis.name for axis in self.axes)}.")
 
@@ -235,7 +237,12 @@ class Mesh(Mapping[str, int]):
     def meeting(self) -> Axes:
         """The axes of the ranks that run one program."""
         axes = self.of_role(*(role for role in Role if role is not Role.PIPELINE))
-        return tuple(axis for axis in axes if axis not in self.rare)
+        return tuple(axis for axis in axes if self.meets or axis not in self.rare)
+
+    @property
+    def alike(self) -> Axes:
+        """The axes of data on which ranks have the same values in every step."""
+        return (*self.rare, *self.reading) if self.meets else self.reading
 
     @property
     def stages(self) -> Axes:

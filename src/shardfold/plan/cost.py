@@ -39,9 +39,10 @@ __all__ = [
     "traffic",
 ]
 
-OUTER = ("global", "momentum")
+OUTER = ("global", "momentum", "worker", "server")
 STATES = ("params", "held", "grads", "master", "moments", "format", *OUTER)
-"""What rests, and ``format``: what the formats of reductions keep, ``global`` and ``momentum``: what outer steps do."""
+"""What rests, and ``format``: what the formats of reductions keep, ``global`` and ``momentum``: what outer steps do,
+``worker`` and ``server``: what signs have lost."""
 
 
 class Sent(NamedTuple):
@@ -83,6 +84,9 @@ def segment_bytes(
         bytes_["global"] = elements * ITEMSIZE[segment.outer_dtype(layout)] / layout.master.parts(mesh)
         if layout.outer.beta:
             bytes_["momentum"] = bytes_["global"] / mesh[layout.outer.axis]
+    if layout.signs is not None and layout.signs.error and not frozen and mesh[layout.signs.axis] > 1:
+        bytes_["worker"] = elements * 4 / layout.master.parts(mesh)
+        bytes_["server"] = bytes_["worker"] / mesh[layout.signs.axis]
     return bytes_
 
 
@@ -154,8 +158,7 @@ def tier_of(layout: Layout, state: str) -> Tier:
     if state == "format":
         return Tier.DEVICE
     if state in OUTER:
-        assert layout.outer is not None
-        return Tier(layout.outer.tier)
+        return Tier(layout.outer.tier) if layout.outer is not None else Tier.DEVICE
     return (layout.cells().get(state) or layout.rest).tier
 
 

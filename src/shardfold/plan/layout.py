@@ -33,6 +33,7 @@ from shardfold.plan.checks import described, is_integer, is_number
 from shardfold.plan.folders import FOLDERS, Folders, are_folders, folders_of
 from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE, format_named
 from shardfold.plan.outer import Outer
+from shardfold.plan.signs import Signs
 from shardfold.plan.sizes import parse_bytes
 
 _HOPS = re.compile(r"(?P<name>[a-z]+\d*(/\d+)?)x(?P<hops>\d+)(?P<options>([:+,].*)?)")
@@ -417,6 +418,7 @@ class Layout:
     gather: Wire = Wire(format="compute")
     reduce: Wire = Wire(format="reduce")
     outer: Outer | None = None
+    signs: Signs | None = None
 
     @property
     def rest(self) -> Cell:
@@ -480,14 +482,17 @@ class Layout:
                 raise LayoutError(f"the table has no entry {name!r}.{did_you_mean(name, known)}")
         return replace(self, **changes)
 
-    def with_outer(self, outer: Outer | None) -> Layout:
-        """A copy with these outer steps; None: the table itself."""
+    def with_outer(self, outer: Outer | Signs | None) -> Layout:
+        """A copy with these outer steps, or signs; None: the table itself."""
+        if isinstance(outer, Signs):
+            return replace(self, signs=outer)
         return self if outer is None else replace(self, outer=outer)
 
     @property
     def rare(self) -> str:
         """The axis along which ranks come together now and then only; empty: there is none."""
-        return self.outer.axis if self.outer is not None else ""
+        between = self.outer or self.signs
+        return between.axis if between is not None else ""
 
     def edit(self, *states: str, **changes: Any) -> Layout:
         """A copy in which the named cells have other fields: ``edit("grads", over=("intra",))``,
@@ -522,6 +527,8 @@ class Layout:
                     raise LayoutError(f"{name} of the table is {described(value)}: it is a {kind.__name__}{named}.")
         if self.outer is not None and not isinstance(self.outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"outer of the table is {described(self.outer)}: it is an Outer, or None.")
+        if self.signs is not None and (self.outer is not None or not isinstance(self.signs, Signs)):  # pyright: ignore
+            raise LayoutError("signs of the table are Signs or None, and a table has them or outer steps, not both.")
         if self.outer is not None and self.outer.format is not None:  # as programs have it
             named = replace(self.outer, format=format_named(self.outer.format, "what outer steps send"))
             object.__setattr__(self, "outer", named)
@@ -778,6 +785,8 @@ class Layout:
         lines.append(f"communication: gather as {self.gather}, reduce as {self.reduce}")
         if self.outer is not None:
             lines.append(f"outer steps: {self.outer}")
+        if self.signs is not None:
+            lines.append(f"signs: {self.signs}")
         return "\n".join(lines)
 
 

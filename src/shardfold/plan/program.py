@@ -49,6 +49,9 @@ before it.
     PUSH            begin to sum outer gradients over the groups, keep this rank's part
     OUTER           the outer optimizer's step on that part: how the global weights change there
     PULL            begin to bring the changes of all parts of the shard
+    BLEND           this rank's momentum, with its gradients in it; PUSH and PULL then carry its signs
+    SERVE           the mean of what all ranks have of this rank's part
+    GIVE            the averaged momentum takes the place of the gradients
     MIX             the global weights take the change, and master, with its compute-dtype copy, takes these
 
 All that handlers and sums of bytes need to know of an operation is in its operands (:class:`Op`), so neither asks
@@ -106,7 +109,8 @@ TENSORS = (*STATES, "flat", "local", "node", "outer")
     local    this rank's own gradients, of which no sum was taken yet; where ``grads`` rest whole it is these themselves
     node     between two hops: of each node's part of a unit the slice of the ranks that have this rank's place in
              theirs. Of gradients it is summed within the node, of parameters it is encoded
-    outer    of master's shard: the outer gradient, and then how the global weights change
+    outer    of master's shard: the outer gradient, and then how the global weights change; or momentum that is sent by
+             signs
 """
 
 
@@ -159,6 +163,9 @@ VERBS: Mapping[str, Verb] = {
     "OUTER": Verb(source="outer", target="outer"),
     "PULL": Verb(("unit", "axes", "format"), source="outer", target="outer"),
     "MIX": Verb(source="outer", target="master"),
+    "BLEND": Verb(source="grads", target="outer"),
+    "SERVE": Verb(source="outer", target="outer"),
+    "GIVE": Verb(source="outer", target="grads"),
 }
 """All verbs. A verb that is not here neither parses nor runs."""
 
@@ -384,6 +391,7 @@ def lower(
     backward: Sequence[str] | None = None,
     speculated: Collection[str] = (),
     delayed: bool = False,
+    signed: bool = False,
 ) -> Program:
     """The program of one optimizer step of a bound layout (see :meth:`Layout.bind`).
 
@@ -398,8 +406,9 @@ def lower(
         backward: the same for backward; None: ``forward`` reversed.
         speculated: names of units that are updated before the norm is known.
         delayed: updates go on behind their step.
+        signed: ranks that send signs do; else gradients are summed over their axis, too.
     """
-    lowering = _Lowering(layout, units, mesh, forward, backward, speculated)
+    lowering = _Lowering(layout, units, mesh, forward, backward, speculated, signed=signed)
     return Program(
         forward=tuple(lowering.one_pass(True, False)),
         backward=tuple(lowering.one_pass(False, False)),
@@ -423,7 +432,10 @@ class _Lowering:
         forward: Sequence[str] | None,
         backward: Sequence[str] | None,
         speculated: Collection[str],
+        *,
+        signed: bool = False,
     ) -> None:
+        self._signed = signed
         self._layout, self._units, self._speculated = layout, units, speculated
         self._mesh = Mesh.of(mesh)
         self._roots = [unit for unit in units if unit.root]
@@ -442,7 +454,8 @@ class _Lowering:
             "sum": unit.format("grads", self._layout),
         }
         have, need = PARTIAL if source == "local" else self._over(unit, source), self._over(unit, target)
-        data = self._mesh.summed(unit.distinct)
+        dense = self._layout.signs is not None and not self._signed
+        data = (*(self._mesh.rare if dense else ()), *self._mesh.summed(unit.distinct))
         return redistribute(unit.name, have, need, data=data, source=source, target=target, format=format, hops=hops)
 
     def _over(self, unit: UnitSpec, tensor: str) -> Axes:
@@ -526,9 +539,24 @@ class _Lowering:
             yield Op("CLAMP")
         if clip:
             yield Op("NORM")
+        if self._signed:
+            yield from self.signs()
         yield Op("STEP")
         if not delayed:
             yield from self.updates()
+
+    def signs(self) -> Iterator[Op]:
+        """Momentum is averaged by signs."""
+        signs, axes = self._layout.signs, self._mesh.rare
+        assert signs is not None
+        units = [unit for unit in self._units if unit.trainable]
+        for verb, format in (("PUSH", signs.format), ("PULL", signs.back)):
+            for unit in units:
+                yield Op("BLEND" if verb == "PUSH" else "SERVE", unit.name)
+                if axes:
+                    yield Op(verb, unit.name, axes, format)
+            yield from (Op("WAIT", unit.name, target="outer") for unit in units if axes)
+        yield from (Op("GIVE", unit.name) for unit in units)
 
     def shared(self) -> Iterator[Op]:
         """Sums of gradients of what several stages have."""

@@ -50,7 +50,7 @@ class Buffers:
     def synchronize(self, changed: bool) -> None:
         """Gives every rank rank 0's values if any rank changed one."""
         self.due = False
-        if not changed or self._comm.mesh.data_ranks == 1:
+        if not changed or self._comm.mesh.parts(self._comm.mesh.sizes.alike) == 1:
             return
         known = set(self._known)
         unchanged = {identity for identity, version in self._state() if (identity, version) in known}
@@ -75,7 +75,7 @@ def take_first_rank(
     ``what`` and ``detail`` are for messages; ``unchanged``: ids of buffers that this rank has not changed since they
     were equal.
     """
-    over = comm.mesh.data if over is None else over
+    over = comm.mesh.sizes.alike if over is None else over
     if comm.mesh.parts(over) == 1:
         return
     with torch.no_grad():

@@ -347,6 +347,8 @@ def _lay_out(
         names = [] if keeps else [layout.gather.format, layout.reduce.format]
         if not keeps and layout.outer is not None and layout.outer.format is not None:
             names.append(layout.outer.format)
+        if layout.signs is not None:
+            names.append(layout.signs.back)
         formats = (FORMATS[name] for name in names)
         step = lcm(max(1, least, align if trainable else 1), *(form.block for form in formats))
         slots, length = pack({name: p.shape for name, p in members.items()}, parts, step, boxes)

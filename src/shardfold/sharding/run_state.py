@@ -12,7 +12,7 @@ from shardfold.errors import StepError
 from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 
-__all__ = ["LRSchedule", "Mirror", "RunState", "Shared", "Stateful", "Together"]
+__all__ = ["LRSchedule", "Lossy", "Mirror", "RunState", "Shared", "Stateful", "Together"]
 
 
 class Stateful(Protocol):
@@ -59,6 +59,13 @@ class Shared(Protocol):
     def begin_anew(self, segment: Segment) -> None: ...
 
 
+class Lossy(Protocol):
+    """What ranks that send signs have lost (see ``optim/sign_exchange``)."""
+
+    def own(self, segment: Segment) -> slice: ...
+    def mean(self, segment: Segment) -> Tensor: ...
+
+
 class Together(Protocol):
     """The rounds in which such groups come together (see ``engine/rounds``)."""
 
@@ -83,6 +90,7 @@ class RunState:
         averages: copies that follow the updates.
         after_step: called after each update.
         outer: rounds in which groups of ranks come together, or None.
+        signs: what ranks have lost that send signs of momentum, or None.
         broken: why the values are of no run, if they are not.
         unwritten: what the next step has to tell of updates behind the last one.
     """
@@ -96,5 +104,6 @@ class RunState:
     averages: list[Mirror] = field(default_factory=list[Mirror])
     after_step: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     outer: Together | None = None
+    signs: Lossy | None = None
     broken: str = ""
     unwritten: StepError | None = None

@@ -10,6 +10,8 @@
     master    (length / parts,)    what the optimizer updates (a view of rest where both have one dtype)
     moments   by the optimizer     laid out as master
     global    (length / parts,)    of outer steps: the last weights that all groups had
+    worker    (length / parts,)    of signs: what this rank has lost in sending
+    server    (length / parts / groups,)    the same in answering
     momentum  (length / parts / groups,)    the outer optimizer's, of this group's part of that
 
     local     (length,)            this rank's own gradients, before they are reduced (see GradientBuffer)
@@ -239,6 +241,9 @@ class Segment:
             if layout.outer.beta:
                 own = ((b - a) // mesh[layout.outer.axis],)
                 self.regions["momentum"] = outer.allocate(own, dtype, zero=True)
+        if layout.signs is not None and layout.signs.error and mesh[layout.signs.axis] > 1:
+            for side, parts in (("worker", 1), ("server", mesh[layout.signs.axis])):
+                self.regions[side] = tiers.device.allocate(((b - a) // parts,), torch.float32, zero=True)
         if self._keeps is not None:
             second = spec.length // mesh[DATA_AXES[1]] if layout.reduce.hops == 2 else 0
             kept = self.regions["format"] = tiers.device.allocate((spec.length + second,), self._keeps, zero=True)
