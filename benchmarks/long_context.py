@@ -2,6 +2,7 @@
 
     python benchmarks/long_context.py saved                       # bytes of activations beside a formula
     python benchmarks/long_context.py tiles                       # bytes of a token, with tiles and without
+    python benchmarks/long_context.py windows                     # a sliding window beside dense attention
     python benchmarks/long_context.py longest --ranks 2           # adds its points to long-context.json
     python benchmarks/long_context.py draw long-context.png       # their picture
 
@@ -23,10 +24,13 @@ import tempfile
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import shardfold as sf
 from shardfold.testing import run_ranks
@@ -127,6 +131,63 @@ def print_tiles() -> None:
     for name, activations in ways.items():
         between, most, loss = of_tokens(activations)
         print(f"| {name} | {between / SAVED.context:,.0f} | {most / SAVED.context:,.0f} | {loss:.6f} |", flush=True)
+
+
+# -- windows
+
+WINDOW = {"tokens": 512, "times": 10, "width": 256, "heads": 4, "rounds": 3}
+
+
+class OneAttention(torch.nn.Module):
+    """A layer of attention alone."""
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        width = WINDOW["width"]
+        self.qkv, self.attend, self.window = (
+            torch.nn.Linear(width, 3 * width),
+            sf.parallel.Attention(WINDOW["heads"]),
+            window,
+        )
+
+    def forward(self, inputs_embeds: Tensor, position_ids: Tensor) -> Tensor:
+        q, k, v = self.qkv(inputs_embeds).unflatten(-1, (3, WINDOW["heads"], -1)).transpose(1, 3).unbind(2)
+        return self.attend(q, k, v, is_causal=True, window=self.window).square().mean()
+
+
+def attended(ranks: int, way: str, tokens: int, window: int | None) -> tuple[float, int]:
+    """Seconds of forward and backward on the slower rank, the median of rounds, and the most bytes at once."""
+    torch.manual_seed(0)
+    engine = sf.Engine(
+        OneAttention(window), optimizer=SGD, layout="ddp", mesh={"sequence": ranks}, attention=way
+    )  # fmt: skip
+    x = torch.randn(1, tokens, WINDOW["width"], generator=torch.Generator().manual_seed(0))
+    times, most = [], 0
+    for number in range(WINDOW["rounds"] + 1):
+        given = sf.sequence_shard({"inputs_embeds": x})
+        torch.distributed.barrier()
+        begin = perf_counter()
+        if number == 0:  # counted, not timed
+            with HeldBytes([*given.values(), *engine.module.parameters()]).watching() as made:
+                engine.backward(engine(**given))
+            most = made.live
+        else:
+            engine.backward(engine(**given))
+            times.append(perf_counter() - begin)
+        engine.step()
+    engine.close()
+    return median(times), most
+
+
+def print_windows() -> None:
+    short, long = WINDOW["tokens"], WINDOW["tokens"] * WINDOW["times"]
+    print("| 2 ranks | tokens | each sees | ms | most at once, MiB |\n|---|---|---|---|---|")
+    for way in ("ulysses", "ring"):
+        for tokens, window in ((short, None), (long, None), (long, short)):
+            found = run_ranks(attended, 2, 2, way, tokens, window, timeout=600)
+            seconds, most = (max(each) for each in zip(*found, strict=True))
+            sees = f"the last {window:,}" if window else "all before"
+            print(f"| {way} | {tokens:,} | {sees} | {seconds * 1e3:,.0f} | {most / MIB:.1f} |", flush=True)
 
 
 # -- the longest
@@ -287,7 +348,7 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["saved", "tiles", "longest", "draw"])
+    parser.add_argument("what", choices=["saved", "tiles", "windows", "longest", "draw"])
     parser.add_argument("file", type=Path, nargs="?", default=Path("long-context.png"), help="of the picture")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
@@ -304,6 +365,8 @@ def main() -> None:
         print_saved()
     elif given.what == "tiles":
         print_tiles()
+    elif given.what == "windows":
+        print_windows()
     elif given.what == "longest":
         find_longest(given)
     else:

@@ -15,7 +15,7 @@ from shardfold.plan.box import Box
 from shardfold.plan.placement import Slot
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
-__all__ = ["ADAM", "MODELS", "STEPS", "batches", "loss_of", "make", "part", "plain"]
+__all__ = ["ADAM", "MODELS", "STEPS", "batches", "loss_of", "loss_on", "make", "part", "plain"]
 
 # With Adam's usual eps of 1e-8, rounding errors in gradients of nearly 0 would come to 1e6 times as much in weights.
 ADAM = partial(torch.optim.AdamW, lr=0.02, betas=(0.5, 0.9), eps=1e-3)
@@ -223,6 +223,18 @@ def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     logits = model(input_ids=tokens).logits
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def loss_on(engine: sf.Engine, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Of this rank's samples, and tokens where there is an axis of sequence."""
+    tokens, targets = (each.chunk(engine.data_ranks)[engine.data_rank] for each in (tokens, targets))
+    if engine.sequence is None:
+        return loss_of(engine, tokens, targets)
+    if isinstance(engine.module, GPT):
+        return engine(**sf.sequence_shard({"tokens": tokens, "targets": targets}))
+    given = sf.sequence_shard({"input_ids": tokens, "shift_labels": targets})
+    logits = engine(input_ids=given["input_ids"], position_ids=given["position_ids"]).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), given["shift_labels"].flatten())
 
 
 def plain(

@@ -6,27 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import shardfold as sf
 from shardfold.errors import ModelError
 from shardfold.testing import Ranks
 from tests.parallel.lossy import losing
-from tests.parallel.models import ADAM, batches, loss_of, make
+from tests.parallel.models import ADAM, batches, loss_on, make
 
 SOAK = pytest.mark.soak
-
-
-def _loss(name: str, engine: sf.Engine, batch: Any) -> Tensor:
-    if engine.sequence is None:
-        return loss_of(engine, *(each.chunk(engine.data_ranks)[engine.data_rank] for each in batch))
-    tokens, targets = (each.chunk(engine.data_ranks)[engine.data_rank] for each in batch)
-    given = sf.sequence_shard({"tokens": tokens, "targets": targets} if name.startswith("gpt") else
-                              {"input_ids": tokens, "shift_labels": targets})  # fmt: skip
-    if name.startswith("gpt"):
-        return engine(**given)
-    logits = engine(input_ids=given["input_ids"], position_ids=given["position_ids"]).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), given["shift_labels"].flatten())
 
 
 def _numbers(name: str, options: dict[str, Any], steps: int, lost: int | None) -> tuple[list[str], list[float] | None]:
@@ -36,7 +23,7 @@ def _numbers(name: str, options: dict[str, Any], steps: int, lost: int | None) -
     with losing(engine, lost) as seen:
         try:
             for batch in batches(steps):
-                loss = _loss(name, engine, batch)
+                loss = loss_on(engine, *batch)
                 engine.backward(loss)
                 found += [loss.item(), engine.step().grad_norm]
         except ModelError as error:
@@ -44,7 +31,7 @@ def _numbers(name: str, options: dict[str, Any], steps: int, lost: int | None) -
             found = None
     if found is not None:
         with torch.no_grad():
-            found.append(_loss(name, engine, batches(3)[2]).item())
+            found.append(loss_on(engine, *batches(3)[2]).item())
     engine.close()
     return seen, found
 
