@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,6 +68,59 @@ def test_a_stage_that_breaks_in_its_third_micro_batch_is_named_on_all(ranks: Ran
             assert first == again
 
 
+class _Waits(nn.Module):
+    """A piece of stage 1 whose third micro-batch takes until others have raised."""
+
+    def __init__(self, inner: nn.Module, pipe: str, rank: int) -> None:
+        super().__init__()
+        self.inner, self.pipe, self.rank, self.calls = inner, pipe, rank, 0
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        self.calls += not x.is_meta
+        if self.calls == 3 and self.rank == 1:
+            Path(self.pipe).read_text()
+        return self.inner(x, *more)
+
+
+def _waits(pipe: str) -> str:
+    rank = torch.distributed.get_rank()
+    model: Any = model_of("gpt")
+    model.blocks[0] = _Waits(model.blocks[0], pipe, rank)
+    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", accumulate=4, mesh={"pipeline": 3}, timeout=8.0,
+                       stages=["blocks.0", "blocks.1"])  # fmt: skip
+    with pytest.raises((OrderError, CollectiveError)) as raised:
+        engine.train_batch(batches(4)[0], compute)
+    if rank == 2:
+        Path(pipe).write_text("go on")
+    engine.close()
+    return str(raised.value)
+
+
+@pytest.mark.soak
+def test_a_stage_that_takes_too_long_is_named_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    """Behind ``timeout`` the others raise and say where it is; it raises the same when it comes."""
+    os.mkfifo(tmp_path / "pipe")
+    for said in ranks.run(_waits, str(tmp_path / "pipe"), world_size=3):
+        assert "did not finish within 8 s" in said and "rank 1: is in" in said and "test_faults.py" in said
+
+
+def _shapes() -> str:
+    engine = _engine(mesh={"pipeline": 2}, accumulate=2)
+    batch = batches(4)[0]
+    with pytest.raises(UsageError) as raised:
+        engine.train_batch(tuple(t[: 4 if engine.rank else 8] for t in batch), compute)
+    engine.train_batch(batch, compute)
+    engine.step()
+    engine.close()
+    return str(raised.value)
+
+
+def test_stages_that_have_batches_of_different_shapes_are_told(ranks: Ranks) -> None:
+    """Before anything runs, and training goes on behind it."""
+    for said in ranks.run(_shapes, world_size=2):
+        assert "the stages on the ranks 0, 1 have batches of different shapes" in said
+
+
 def _overflows(where: int, last: str = "norm.weight") -> list[tuple[bool, bool]]:
     torch.set_default_dtype(torch.float32)
     model = model_of("gpt").float()
@@ -109,14 +162,14 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_of_all_stages(ranks: Rank
 
 def _refused() -> dict[str, str]:
     engine = _engine(mesh={"pipeline": 2})
-    batch, said = batches(4)[0], {}
+    batch, said, own = batches(4)[0], dict[str, str](), cast(Any, engine.module)
     calls: dict[str, Any] = {
         "call": lambda: engine(*batch),
         "backward": lambda: engine.backward(torch.zeros((), requires_grad=True)),
         "length": lambda: engine.train_batch(tuple(t[:6] for t in batch), compute),
         "list": lambda: engine.train_batch([batch], compute),
         "release": engine.release,
-        "piece": lambda: engine.module.head(torch.zeros(1)) if engine.rank == 0 else _raise(UsageError("stage 1")),
+        "piece": lambda: own.head(torch.zeros(1)) if engine.rank == 0 else _raise(UsageError("stage 1")),
         "order": lambda: engine.train_batch(batch, compute) if engine.rank else engine.mean(1.0),
     }
     for name, call in calls.items():

@@ -46,9 +46,12 @@ class Backward:
         loss = self._times_scale(self._shares.weighed(loss, weight, first=not self._model.run.micro_batch))
         self._run(lambda: loss.backward(retain_graph=retain_graph))
 
-    def run_from(self, sent: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """The backward of a stage, from what it sent and the gradients of that, which are scaled as the loss is."""
+    def run_from(self, sent: Sequence[Tensor], grads: Sequence[Tensor], weight: float | None, *, counts: bool) -> None:
+        """The backward of a stage, from what it sent and the gradients of that, which are scaled as the loss is, and
+        times its ``weight``. ``counts``: it is the first one of its micro-batch on this rank."""
         self._renew_scale()
+        if counts:
+            self._shares.note(weight, first=not self._model.run.micro_batch)
         if sent:
             self._run(lambda: torch.autograd.backward(list(sent), list(grads)))
 

@@ -420,6 +420,7 @@ class Engine:
 
     def _make_pipelined(self, staged: Stages | None, choice: Choice, accumulate: int, held: ExitStack) -> Pipelined:
         made = Pipelined(self.sharded, self._runner, self._hooks, self._backward, staged, choice)
+        made.sequence = self.sequence
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
                 unit.release()

@@ -8,11 +8,13 @@ units are gathered, reduced and freed by the program of this stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfold.comm.agreement import Agreement
@@ -21,6 +23,7 @@ from shardfold.engine.hooks import UP_TO_32, Hooks, cast_inputs
 from shardfold.engine.orders import Part
 from shardfold.engine.runner import Runner
 from shardfold.errors import CollectiveError, ConfigError, OrderError, UsageError
+from shardfold.parallel.batch import Sharded
 from shardfold.parallel.pipeline.batch import default_compute, micro_batches
 from shardfold.parallel.pipeline.late import Late, Splits
 from shardfold.parallel.pipeline.order import Action, Choice, forwards, lower, make_order
@@ -30,6 +33,7 @@ from shardfold.parallel.pipeline.stages import Borders, Run, StageDone, Stages
 from shardfold.parallel.pipeline.trace import Made, Origin, placeholder, signature
 from shardfold.parallel.pipeline.watch import PipelineStats, Watch
 from shardfold.parallel.pipeline.wire import Parcel, Wire
+from shardfold.parallel.sequence import SequenceAxis
 from shardfold.plan.rules import Rules
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partition import main_dtypes, rule_numbers
@@ -38,15 +42,18 @@ from shardfold.sharding.tree import cast_floats
 
 __all__ = ["Pipelined", "dress"]
 
+SPAN = 2**32  # of checksums
+
 Compute = Callable[[nn.Module, Any], Tensor]
 
 
 class Kept(NamedTuple):
-    """What a forward leaves for its backward: what it received and what it sent, or the loss."""
+    """What a forward leaves for its backward: what it received and what it sent, or the loss; and how it was cut."""
 
     received: Mapping[Origin, Tensor]
     sent: Sequence[Tensor]
     loss: Tensor | None
+    cut: Sharded | None
 
 
 class Pipelined:
@@ -68,13 +75,14 @@ class Pipelined:
     ) -> None:  # fmt: skip
         self._model, self._runner, self._hooks, self._backward = model, runner, hooks, backward
         self.stages, self.choice = stages, choice
+        self.sequence: SequenceAxis | None = None  # over which ranks have parts of a micro-batch
         mesh = model.comm.mesh
         self._axis = mesh.sizes.stages[0] if stages is not None else ""
         self._here = mesh.coords[self._axis] if stages is not None else 0
         self._ranks = mesh.sizes[self._axis] if stages is not None else 1
         self._wire = Wire(model.comm, self._axis) if stages is not None else None
         self._kept: dict[tuple[int, int], Kept] = {}
-        self._losses: list[Tensor] = []
+        self._losses: list[tuple[Tensor, float]] = []  # each with its weight
         self._local: dict[Parcel, list[Tensor]] = {}  # what has come, or is about to go
         self._at: Action | None = None  # what is under way
         self._final: Action | None = None
@@ -212,6 +220,9 @@ class Pipelined:
                 return self._alone(parts, compute, train=train)
             order = self.order(count) if train else self.order_of_forwards(count)
             borders = [self._borders(part, compute) for part in parts]
+        self._check_alike(what, borders)
+        with self._told(what):
+            assert self.stages is not None
             self._losses.clear()
             self._kept.clear()
             self._begin(order, borders)
@@ -233,26 +244,63 @@ class Pipelined:
             self._wire.finish()
             return self._mean_loss()
 
+    def _check_alike(self, what: str, borders: Sequence[Borders]) -> None:
+        """
+        Raises:
+            UsageError: on all ranks: stages of one model have batches of other shapes, and would wait for each other.
+        """
+        forms = [[found.trace.made(each) for each in crossing] for found in borders for crossing in found.crossing]
+        comm, digest, rows = (
+            self._model.comm,
+            crc32(repr(forms).encode()),
+            self._model.comm.mesh.sizes.rows((self._axis,)),
+        )
+        mine = next(i for i, row in enumerate(rows) if comm.mesh.rank in row)
+        values = [0.0] * (2 * len(rows))
+        values[2 * mine : 2 * mine + 2] = float(digest), float(SPAN - digest)
+        most = comm.control(values, dist.ReduceOp.MAX)
+        for i, row in enumerate(rows):
+            if most[2 * i] + most[2 * i + 1] != SPAN:
+                raise UsageError(
+                    f"{what}: the stages on the ranks {', '.join(map(str, row))} have batches of different shapes, but "
+                    "all stages get the same: give the sampler rank=engine.data_rank and num_ranks=engine.data_ranks."
+                )
+
     def _alone(self, parts: Sequence[Any], compute: Compute, *, train: bool) -> Tensor:
-        losses: list[Tensor] = []
+        self._losses.clear()
         for part in parts:
             loss = compute(self._model.module, part)
-            losses.append(loss.detach().double())
+            cut = self._cut()
+            self._losses.append((loss.detach(), _weight(cut, 1.0)))
             if train:
-                self._backward.run(loss, None, False)
-        return torch.stack(losses).mean()
+                with self._of(cut):
+                    self._backward.run(loss, _weight(cut), False)
+        return self._mean_loss()
+
+    def _cut(self) -> Sharded | None:
+        """What the forward that has run had of its micro-batch; None: all."""
+        return self.sequence.taken() if self.sequence is not None else None
+
+    def _of(self, cut: Sharded | None) -> AbstractContextManager[None]:
+        return self.sequence.again(cut) if self.sequence is not None else nullcontext()
 
     def _mean_loss(self) -> Tensor:
-        """Of the micro-batches, which the last stage has."""
-        comm = self._model.comm
+        """Of the micro-batches, which the last stage has; of their tokens, where ranks have parts of them."""
+        comm, device = self._model.comm, self._model.device
         last = self.place(self.stages.count - 1) if self.stages is not None else 0
-        mean = torch.zeros((), dtype=torch.float64, device=self._model.device)
+        values = torch.zeros(2, dtype=torch.float64, device=device)
         if self._here == last:
-            mean = torch.stack([loss.double().reshape(()) for loss in self._losses]).mean()
-        values = mean.reshape(1)
-        comm.broadcast(values, "the loss of a batch", last, over=(self._axis,))
+            weights = torch.tensor([weight for _, weight in self._losses], dtype=torch.float64, device=device)
+            losses = torch.stack([loss.double().reshape(()) for loss, _ in self._losses])
+            values = torch.stack([(losses * weights).sum(), weights.sum()])
+        if self.stages is not None:
+            comm.broadcast(values, "the loss of a batch", last, over=(self._axis,))
         self._losses.clear()
-        return values[0]
+        total, weight = values[0], values[1]
+        if self.sequence is not None and self.sequence.link.size > 1:
+            for value in (total, weight):
+                comm.number(value, (self.sequence.link.axis,), dist.ReduceOp.SUM, "the loss of parts of a batch")
+        return total / weight
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -349,16 +397,16 @@ class Pipelined:
                 if last:
                     raise
         self._runner.inside_batch = True
-        sent = run.sent()
+        sent, cut = run.sent(), self._cut()
         if not last:
             self._hooks.end_early([tensor for tensor in sent if tensor.requires_grad])
             self._local[Parcel("activations", stage, batch)] = [tensor.detach() for tensor in sent]
         elif not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError(f"compute= gave {type(loss).__name__}: it returns the loss, a tensor of one element.")
         else:
-            self._losses.append(loss.detach())
+            self._losses.append((loss.detach(), _weight(cut, 1.0)))
         if grad:
-            self._kept[stage, batch] = Kept(received, sent, loss if last else None)
+            self._kept[stage, batch] = Kept(received, sent, loss if last else None, cut)
 
     def _backward_of(self, action: Action) -> None:
         verb, stage, batch = action
@@ -376,11 +424,15 @@ class Pipelined:
 
     def _give(self, stage: int, batch: int, kept: Kept) -> None:
         """Runs a backward, of which the gradients of inputs go to the stage before."""
-        if kept.loss is not None:
-            self._backward.run(kept.loss, None, False)
-        else:
-            came = self._local.pop(Parcel("gradients", stage, batch))
-            self._backward.run_from([tensor for tensor in kept.sent if tensor.requires_grad], came)
+        with self._of(kept.cut):
+            if kept.loss is not None:
+                self._backward.run(kept.loss, _weight(kept.cut), False)
+            else:
+                came = self._local.pop(Parcel("gradients", stage, batch))
+                sent = [tensor for tensor in kept.sent if tensor.requires_grad]
+                assert self.stages is not None
+                first = stage == max(self.stages.own)
+                self._backward.run_from(sent, came, _weight(kept.cut), counts=first)
         if stage:
             leaves = [tensor for tensor in kept.received.values() if tensor.requires_grad]
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
@@ -394,6 +446,11 @@ class Pipelined:
             yield late
         finally:
             self._runner.late = None
+
+
+def _weight(cut: Sharded | None, otherwise: Any = None) -> Any:
+    """How many tokens a loss is the mean of."""
+    return otherwise if cut is None or cut.valid is None else cut.valid
 
 
 def dress(

@@ -41,10 +41,14 @@ class Shares:
                     f"engine.backward(weight={described(number)}): it is a number >= 0, such as a count of tokens."
                 )
             weight = float(number)
+        self.note(weight, first=first)
+        return loss if weight is None else loss * weight
+
+    def note(self, weight: float | None, *, first: bool) -> None:
+        """A micro-batch has this weight; ``first``: of a step."""
         if first:
             self._given.clear()
         self._given.append(weight)
-        return loss if weight is None else loss * weight
 
     def sums(self) -> list[float]:
         """What ranks add up: the weights, and the micro-batches without one."""

@@ -213,6 +213,20 @@ class SequenceAxis:
             )
         return batch.valid if batch is not None else None
 
+    def taken(self) -> Sharded | None:
+        """The batch of the last forward; its backward is run inside of :meth:`again`."""
+        self.forget()
+        return self._batch
+
+    @contextmanager
+    def again(self, batch: Sharded | None) -> Iterator[None]:
+        """Inside, a backward is of that batch, whichever went forward last."""
+        self._pending = [] if batch is None else [batch]
+        try:
+            yield
+        finally:
+            self.forget()
+
     def check_step(self) -> None:
         """
         Raises:

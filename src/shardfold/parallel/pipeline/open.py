@@ -12,7 +12,7 @@ from shardfold.comm.mesh import DataMesh
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.order import Choice
 from shardfold.parallel.pipeline.stages import Stages
-from shardfold.plan.axes import Mesh, Role
+from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Activations
 from shardfold.plan.passes import Overlap
 
@@ -30,7 +30,6 @@ def check_together(
     if not sizes.stages:
         return
     refused = {
-        "an axis of sequence, whose parts change what a stage sends": sizes.of_role(Role.SEQUENCE),
         "sequence_parallel=True, which divides what a stage sends": sequence_parallel,
         "Overlap(speculate=...), which updates before gradients are summed over stages": overlap.snapshot_bytes,
         "Overlap(delayed_update=True), as updates of all stages belong to one step": overlap.delayed_update,
