@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+
+from shardfold.testing import Ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ALONE = [sys.executable]
@@ -37,6 +42,38 @@ def test_the_transformers_example_learns_its_sentence() -> None:
     output = run(*TWO, str(EXAMPLES / "transformers_meta.py"))
     assert "model.layers.3" in output and "written: 'A table says" in output
     assert losses(output)[-1] < 0.2 * losses(output)[0]
+
+
+SHORT = {
+    "vision_transformer.py": r"(\d+)% of new pictures",
+    "gan.py": r"points are (\S+) from the circle",
+    "lora.py": r"step  40  loss (\S+)",
+    "ppo.py": r"round  30  reward (\S+)",
+    "own_parts.py": r"step  60  loss (\S+)",
+    "checkpoint_surgery.py": r"head: \((\d+), 32\)",
+    "generate.py": r"tokens: (\d+)",
+}
+GOOD = {"vision_transformer.py": (35, 100), "gan.py": (0, 0.5), "lora.py": (0, 5.2), "ppo.py": (0.8, 1),
+        "own_parts.py": (0, 6), "checkpoint_surgery.py": (12, 12), "generate.py": (12, 12)}  # fmt: skip
+"""What an example says at its end, and between which numbers that is: well beside what it begins with."""
+
+
+def _run_here(script: str) -> str:
+    with redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("script", SHORT)
+def test_a_short_example_comes_to_what_it_says(ranks: Ranks, script: str, world_size: int) -> None:
+    """In a rank of the pool, where torch is imported already."""
+    for package in ("transformers", "peft") if script in ("lora.py", "generate.py") else ():
+        pytest.importorskip(package)
+    said = ranks.run(_run_here, script, world_size=world_size, timeout=240)[0]
+    found = re.search(SHORT[script], said)
+    low, high = GOOD[script]
+    assert found is not None and low <= float(found[1]) <= high, said
 
 
 AS_DEEPSPEED = [*ALONE, "-m", "shardfold", "run", "--as-deepspeed", "--no_local_rank", "--nproc-per-node", "2"]
