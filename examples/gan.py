@@ -3,8 +3,8 @@
     python examples/gan.py
     torchrun --nproc-per-node 2 examples/gan.py
 
-The generator learns to put points on a circle. A step of one model goes through the other, so two engines take part in one
-backward.
+The generator learns to put points on a circle. A step of one model goes through the other, so two engines take part in
+one backward.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ def made() -> torch.Tensor:
     return generator(torch.randn(BATCH, NOISE, generator=draw).to(device))
 
 
-for step in range(STEPS):
+for _ in range(STEPS):
     with torch.no_grad():
         points = made()
     loss = F.softplus(-critic(circle())).mean() + F.softplus(critic(points)).mean()

@@ -1,4 +1,4 @@
-"""LoRA with peft on a transformers model under zero3: the base is frozen and split, adapters are trained and saved alone.
+"""LoRA with peft on a transformers model under zero3: the base is frozen and split, adapters are saved alone.
 
     python examples/lora.py
     torchrun --nproc-per-node 2 examples/lora.py

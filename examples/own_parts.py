@@ -13,7 +13,7 @@ import shardfold as sf
 
 
 class SignSGD(torch.optim.Optimizer):
-    """Moves every weight by the sign of its averaged gradient. It works element by element, so shards are all it needs."""
+    """Moves every weight by the sign of its averaged gradient: element by element, so it needs shards only."""
 
     def __init__(self, params, lr=1e-3, momentum=0.9):
         super().__init__(params, {"lr": lr, "momentum": momentum})

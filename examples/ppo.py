@@ -1,4 +1,4 @@
-"""Two models in one loop, as in PPO: a policy under one engine, a value function under another, and old log-probabilities.
+"""Two models in one loop, as in PPO: a policy under one engine, a value function under another.
 
     python examples/ppo.py
     torchrun --nproc-per-node 2 examples/ppo.py

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -59,7 +60,9 @@ GOOD = {"vision_transformer.py": (35, 100), "gan.py": (0, 0.5), "lora.py": (0, 5
 
 
 def _run_here(script: str) -> str:
-    with redirect_stdout(io.StringIO()) as out:
+    with redirect_stdout(io.StringIO()) as out, warnings.catch_warnings():
+        # Of libraries that examples use, about their next versions.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="peft|transformers")
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return out.getvalue()
 
