@@ -46,8 +46,9 @@ class VisionTransformer(nn.Module):
 
 def batch(draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Glyphs somewhere on a noisy picture of 16 by 16."""
-    glyphs = torch.tensor([[[int(row, 16) >> bit & 1 for bit in range(8)] for row in map("".join, zip(g[::2], g[1::2], strict=True))]
-                           for g in FONT], dtype=torch.float32)  # fmt: skip
+    rows = [[glyph[i : i + 2] for i in range(0, len(glyph), 2)] for glyph in FONT]
+    pixels = [[[int(row, 16) >> bit & 1 for bit in range(8)] for row in glyph] for glyph in rows]
+    glyphs = torch.tensor(pixels, dtype=torch.float32)
     labels = torch.randint(len(FONT), (BATCH,), generator=draw)
     images = torch.randn(BATCH, 1, 16, 16, generator=draw) * 0.2
     places = torch.randint(2, 6, (BATCH, 2), generator=draw).tolist()
