@@ -13,10 +13,7 @@ _INFERENCE = (
     "engine.save_16bit_model and serve that"
 )
 _PIPELINE = "this order is not here; PipelineModule trains in one forward and one backward at a time (1F1B)"
-_EXPERTS = (
-    "expert parallelism is not here; experts train right as ordinary modules, with stage 3 of zero_optimization to "
-    "make them fit"
-)
+_EXPERTS = "there is no section expert_parallel here; deepspeed.moe.layer.MoE(ep_size=...) shares experts out"
 _KERNEL = "the kernel is not here; use torch.nn.functional.scaled_dot_product_attention and torch.nn's layers"
 _COMPRESSION = "compression is not here; use torch.ao.quantization or torch.nn.utils.prune on engine.module"
 _TUNING = "the autotuner is not here; shardfold explain shows what a configuration holds and sends"
@@ -36,8 +33,6 @@ ABSENT: dict[str, str] = {
     "inference.config.DeepSpeedInferenceConfig": _INFERENCE,
     "replace_transformer_layer": _INFERENCE,
     "module_inject.replace_transformer_layer": _INFERENCE,
-    "moe.layer.MoE": _EXPERTS,
-    "moe.utils.split_params_into_different_moe_groups_for_optimizer": _EXPERTS,
     "DeepSpeedHybridEngine": _HYBRID,
     "DeepSpeedTransformerLayer": _KERNEL,
     "DeepSpeedTransformerConfig": _KERNEL,

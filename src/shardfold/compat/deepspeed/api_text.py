@@ -26,6 +26,8 @@ TESTED: dict[str, str] = {
     "launcher.launch": "test_behaviours.py",
     "launcher.multinode_runner": "test_behaviours.py",
     "launcher.runner": "test_names.py",
+    "moe.layer": "test_moe.py",
+    "moe.sharded_moe": "test_moe.py",
     "moe.utils": "test_behaviours.py",
     "monitor.comet": "test_observers.py",
     "monitor.config": "test_names.py",

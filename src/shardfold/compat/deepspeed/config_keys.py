@@ -270,7 +270,7 @@ PARALLEL = (
     _honoured("sequence_parallel_size", "integer", 1, "so many ranks have parts of the same sequences; attention "
               "crosses them by deepspeed.runtime.sequence_parallel or deepspeed.sequence.layer", low=1),
     _honoured("data_parallel_size", "integer", None, "must be all ranks / those of tensor and of sequence", low=1),
-    _refused("expert_parallel", "object", None, "there is no automatic expert parallelism", switch="enabled"),
+    _refused("expert_parallel", "object", None, "deepspeed.moe.layer.MoE(ep_size=...) says it", switch="enabled"),
     _noted("pipeline.stages", "any", "auto", "PipelineModule(num_stages=...) says it", off=(None, "auto")),
     _noted("pipeline.partition", "string", "best", "PipelineModule(partition_method=...) says it", off=(None, "best")),
     _noted("pipeline.seed_layers", "boolean", False, "PipelineModule(seed_layers=...) says it"),
@@ -280,7 +280,7 @@ PARALLEL = (
     _noted("pipeline.grad_partitioned", "boolean", True, "gradients travel whole between stages", off=(None, False)),
     _noted("pipeline.use_reentrant", "boolean", True, "layers run again without re-entrant autograd",
            off=(None, False)),
-    _noted("use_data_before_expert_parallelism", "boolean", False, "there is no expert parallelism"),
+    _noted("use_data_before_expert_parallelism", "boolean", False, "such ranks are neighbours"),
 )  # fmt: skip
 
 OBSERVERS = (

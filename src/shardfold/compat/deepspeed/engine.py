@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from shardfold.compat.deepspeed.batches import Batches
 from shardfold.compat.deepspeed.config import DeepSpeedConfig
 from shardfold.compat.deepspeed.config_files import check_files
+from shardfold.compat.deepspeed.experts import with_experts
 from shardfold.compat.deepspeed.monitor.monitor import MonitorMaster
 from shardfold.compat.deepspeed.observers import Observers
 from shardfold.compat.deepspeed.optimizer import EngineOptimizer, optimizer_class
@@ -111,7 +112,7 @@ class DeepSpeedEngine(Sharing, Parts, Batches, nn.Module):
             activations=self._activations(model), accumulate=settings.accumulate,
             clip=Clip(norm=limit) if limit is not None else None,
             loss_scale=settings.loss_scale if optimizer is not None else None,
-            mesh=settings.mesh, tensor=tensor, overlap=settings.overlap, device=_device(args),
+            mesh=with_experts(settings.mesh, model), tensor=tensor, overlap=settings.overlap, device=_device(args),
             stages=self._stages(model), units=self._units(model),
         )  # fmt: skip
         self._cross(model)

@@ -1,5 +1,5 @@
-"""``deepspeed.moe``: questions about experts are answered; layers of them are not here."""
+"""``deepspeed.moe``: experts, shared out over ranks."""
 
 from shardfold.compat.deepspeed.lazy import attach
 
-__getattr__, __dir__ = attach(__name__, modules=("utils",))
+__getattr__, __dir__ = attach(__name__, modules=("layer", "sharded_moe", "utils"))

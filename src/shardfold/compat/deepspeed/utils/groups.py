@@ -26,15 +26,14 @@ __all__ = [
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Experts are not split over ranks.
+    """Layers of experts say over how many ranks they are shared out.
 
     Raises:
         UsageError: ``ep_size`` is not 1.
     """
     if ep_size != 1:
         raise UsageError(
-            f"groups.initialize(ep_size={ep_size}): expert parallelism is not here, so ep_size is 1; experts train "
-            "right as ordinary modules."
+            f"groups.initialize(ep_size={ep_size}): give ep_size to deepspeed.moe.layer.MoE, which asks for the ranks."
         )
 
 
