@@ -37,7 +37,7 @@ IMAGE = {"image_size": 64, "num_labels": 10}
 #: Name: class of the model, class of its configuration, sizes, what it is given.
 ZOO: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**LM, "num_key_value_heads": 2}, "text"),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**LM, "tie_word_embeddings": True}, "text"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**LM, "num_key_value_heads": 2, "tie_word_embeddings": True}, "text"),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config",
              {**TEXT, "n_embd": WIDTH, "n_layer": 4, "n_head": 4, "n_positions": LENGTH}, "text"),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", LM, "text"),

@@ -28,6 +28,4 @@ def test_offload_has_one_best_cut() -> None:
     assert len(cuts) == 2**7 - 1
     assert min(cut.traffic for cut in cuts) == 4
     best = [cut for cut in cuts if cut.traffic == 4 and cut.device == 2]
-    assert [cut.host for cut in best] == [
-        {"grads16", "update", "params32", "momentum", "variance", "cast"}
-    ]
+    assert [cut.host for cut in best] == [{"grads16", "update", "params32", "momentum", "variance", "cast"}]

@@ -12,3 +12,16 @@
 
 It imports ``errors`` only.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """``best``, which is the planner's: it runs the model, so it is imported when it is asked for."""
+    if name == "best":
+        import importlib
+
+        return importlib.import_module("shardfold.planner.best").best
+    raise AttributeError(f"module 'shardfold.plan' has no attribute {name!r}")

@@ -43,9 +43,7 @@ class Figure(NamedTuple):
     unit: str = ""
 
 
-def states(
-    layout: str | Layout, parameters: float, ranks: int, precision: Precision = HALF, moments: int = 2
-) -> float:
+def states(layout: str | Layout, parameters: float, ranks: int, precision: Precision = HALF, moments: int = 2) -> float:
     """Bytes at rest on each rank, by the table."""
     mesh = Mesh.of({"inter": 1, "intra": ranks})
     numel = int(parameters)
@@ -160,7 +158,8 @@ FIGURES: tuple[Figure, ...] = (
     Figure("in 16 bits", "half", 13.1, lambda: (SEVEN * 4 + ROTARY) / 2 / GIB, 1e-3, "GiB"),
     Figure("in 8 bits", "a quarter", 6.55, lambda: (SEVEN * 4 + ROTARY) / 4 / GIB, 1e-3, "GiB"),
     Figure("in 4 bits", "an eighth", 3.28, lambda: (SEVEN * 4 + ROTARY) / 8 / GIB, 2e-3, "GiB"),
-    Figure("its largest layer in fp32", "64,000 x 4,096 x 4 / 2^20", 1000, lambda: 64_000 * 4096 * 4 / MIB, 1e-3, "MiB"),
+    Figure("its largest layer in fp32", "64,000 x 4,096 x 4 / 2^20", 1000, lambda: 64_000 * 4096 * 4 / MIB, 1e-3,
+           "MiB"),
     Figure("its training by Adam", "x 4", 104.8, lambda: 4 * (SEVEN * 4 + ROTARY) / GIB, 1e-3, "GiB"),
     Figure("LLaMA-6B, activations of a sample", "(4096 + 11008) x 2048 x 32", 990,
            lambda: (4096 + 11008) * 2048 * 32 / 1e6, 1e-3, "MB"),

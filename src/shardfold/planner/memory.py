@@ -18,7 +18,7 @@ and the operation, or the part of the model, at which it is reached is known wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -122,6 +122,8 @@ class Point(NamedTuple):
         at: whether it is at the event; else the most before it counts.
         where: section and operation, or part of the model.
         terms: of ``engine``.
+        part: the kind of the micro-batch, ``backward`` or ``last``, or ``step``.
+        op: the operation, where it is one.
     """
 
     engine: float
@@ -129,6 +131,8 @@ class Point(NamedTuple):
     at: bool
     where: str
     terms: Mapping[str, float]
+    part: str = ""
+    op: Op | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,10 @@ class MemoryPlan:
     points: Sequence[Point]
     trace: Trace
     fixed: Mapping[str, float]
+
+    def of(self, trace: Trace) -> MemoryPlan:
+        """The same walk, with what another micro-batch of the same events holds."""
+        return replace(self, trace=trace, fixed={**self.fixed, "batch": trace.batch})
 
     @cached_property
     def base(self) -> float:
@@ -255,7 +263,7 @@ class _Walk:
         self._held: dict[tuple[str, str], float] = {}  # by unit and what it is
         self._spares: dict[tuple[float, str], int] = {}
         self._taken: dict[tuple[str, str], list[tuple[float, str]]] = {}  # buffers that may be spares
-        self._total = 0.0
+        self._part = ""
         self._split = {
             name: any(segment.table_or(self._layout).comes_and_goes for segment in unit.segments)
             for name, unit in self._units.items()
@@ -267,12 +275,13 @@ class _Walk:
         last = self._setting.micro_batches - 1
         for number in range(min(last, 1), -1, -1) if last else (0,):
             yield from self._micro_batch("last" if number == 0 else "backward")
+        self._part = "step"
         for section in ("arrive", "step", "beside", "behind"):
             for op in self._setting.program.section(section):
                 yield from self._do(op, -1, section)
 
     def _micro_batch(self, backward: str) -> Iterator[Point]:
-        program = self._setting.program
+        program, self._part = self._setting.program, backward
         tracks = {name: _Track(name, program.section(name)) for name in ("forward", backward)}
         moves = {name: any(op.verb in (*COLLECTIVES, *MOVES) for op in t.ops) for name, t in tracks.items()}
         track, local = tracks["forward"], not moves["forward"]
@@ -319,7 +328,9 @@ class _Walk:
         for op in ops:
             yield from self._do(op, number, section)
 
-    def _point(self, number: int, at: bool, where: str, more: float = 0.0, what: str = "") -> Point:
+    def _point(
+        self, number: int, at: bool, where: str, more: float = 0.0, what: str = "", op: Op | None = None
+    ) -> Point:
         terms: dict[str, float] = {}
         for (_, kind), n in self._held.items():
             terms[kind] = terms.get(kind, 0.0) + n
@@ -327,7 +338,7 @@ class _Walk:
             terms[what] = terms.get(what, 0.0) + more
         if spare := sum(ITEMSIZE[dtype] * numel * count for (numel, dtype), count in self._spares.items()):
             terms["spare"] = spare
-        return Point(sum(terms.values()), number, at, where, terms)
+        return Point(sum(terms.values()), number, at, where, terms, self._part, op)
 
     # -- operations
 
@@ -349,7 +360,7 @@ class _Walk:
                 self._give_back(unit.name, "payloads")
         elif op.verb == "NORM":
             more, what = self._norm(), "norm"
-        yield self._point(number, True, where, more, what)
+        yield self._point(number, True, where, more, what, op)
         if unit is None:
             return
         if op.verb == "FREE":

@@ -22,7 +22,13 @@ def plan(
     gpus: Annotated[str, typer.Option(help="How many of which device, nodes first: 8xA100-40G, 4x8xH100.")] = "1xH100",
     memory: Annotated[str | None, typer.Option(help="Memory of each device, in place of its own, as 40GiB.")] = None,
     precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",
-    micro_batch: Annotated[int, typer.Option(min=1, help="Samples on each device at a time.")] = 1,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples on each device at a time (default: looks for the fastest).")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a step of all devices (default: one micro-batch of each).")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Host memory for each device, as 64GiB (default: enough).")] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layouts to look at; may be repeated.")] = None,
@@ -40,7 +46,7 @@ def plan(
 
     print_plan(
         model, gpus, memory=memory, precision=precision, micro_batch=micro_batch, accumulate=accumulate, length=length,
-        tables=tables, modes=activations or list(MODES),
+        tables=tables, modes=activations or list(MODES), batch=batch, host=host,
     )  # fmt: skip
 
 

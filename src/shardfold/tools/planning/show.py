@@ -8,9 +8,10 @@ from shardfold.plan.layout import Tier
 from shardfold.plan.sizes import human
 from shardfold.planner.choice import Option
 from shardfold.planner.hardware import Cluster
+from shardfold.planner.search import Search
 from shardfold.tools.planning.models import Planned
 
-__all__ = ["advice", "detail", "head", "table"]
+__all__ = ["advice", "detail", "head", "ranking", "table"]
 
 
 def head(model: Planned, cluster: Cluster, precision: str) -> str:
@@ -36,6 +37,36 @@ def table(options: Sequence[Option]) -> str:
             f"{each.layout:<10}{each.mode:<13}{human(each.plan.base):>11}{human(each.plan.peak):>11}"
             f"{human(host) if host else '-':>11}  {each.largest or 'none':>19}  {fits}"
         )
+    return "\n".join(lines)
+
+
+def ranking(found: Search, where: Cluster, precision: str) -> str:
+    """The fastest micro-batch of each layout and mode, the fastest of all first; then what does not fit, and why."""
+    lines = [
+        f"{'layout':<10}{'activations':<13}{'micro-batch':>12}{'peak':>11}{'host':>11}{'step':>10}{'samples/s':>11}"
+        f"{'tokens/s':>11}{'MFU':>6}{'waits':>7}"
+    ]
+    rate = where.device.rate("bf16" if "bf16" in precision else "fp16" if "fp16" in precision else "fp32")
+    shown: set[tuple[str, str]] = set()
+    for each in found.found:
+        candidate, seconds = each.candidate, each.seconds
+        if (key := (candidate.layout, candidate.mode)) in shown:
+            continue
+        shown.add(key)
+        size = f"{candidate.micro_batch}" + (f" x {candidate.accumulate}" if candidate.accumulate > 1 else "")
+        tokens = f"{seconds.tokens_per_second * where.size:,.0f}" if seconds.tokens else "-"
+        lines.append(
+            f"{candidate.layout:<10}{candidate.mode:<13}{size:>12}{human(each.peak):>11}"
+            f"{human(each.host) if each.host else '-':>11}{seconds.step:>8.3g} s{each.samples:>11.4g}{tokens:>11}"
+            f"{100 * seconds.mfu(rate, attention=False):>4.0f} %{100 * seconds.exposed / seconds.step:>5.0f} %"
+        )
+    lines += [f"{r.layout:<10}{r.mode:<13}{r.why}" for r in found.refused]
+    if found.found:
+        best = found.found[0].candidate
+        given = ", ".join(f"{name}={value!r}" for name, value in best.engine.items() if name != "overlap")
+        lines += ["", f"fastest: Engine({given}), {best.micro_batch} samples on each device at a time"]
+    else:
+        lines += ["", "Nothing fits."]
     return "\n".join(lines)
 
 

@@ -1,0 +1,101 @@
+"""What a search finds fits, is ranked by speed, and is what an engine, a DeepSpeed config and a recipe take."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import shardfold as sf
+from shardfold.errors import ConfigError
+from shardfold.planner.hardware import DEVICES, Cluster, cluster, read_device
+from shardfold.planner.memory import GPU, plan_memory
+from shardfold.planner.search import Candidate, search
+from shardfold.planner.seconds import plan_seconds
+from shardfold.planner.setting import Subject
+from shardfold.tools.recipes.config import TrainConfig
+from shardfold.tools.recipes.gpt import GPT, GPTConfig
+
+SHAPE = GPTConfig(d_model=64, layers=2, heads=4, context=32)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Subject(GPT(SHAPE), (torch.randint(256, (2, 32)), torch.randint(256, (2, 32))))
+
+
+def _small(memory: str, gpus: str = "8xA100-40G") -> Cluster:
+    return cluster(gpus, memory=memory)
+
+
+def test_all_that_is_found_fits_and_the_fastest_is_first(subject: Subject) -> None:
+    """Each candidate's own plan has its peak within the budget; samples per second fall."""
+    where = _small("3MiB")
+    found = search(subject, where, layouts=("zero1", "zero3"), modes=("keep", "recompute"), batch=1024)
+    assert found.found and found.looked_at == 4 * 128
+    assert [f.samples for f in found.found] == sorted((f.samples for f in found.found), reverse=True)
+    for each in found.found:
+        c = each.candidate
+        trace = subject.trace("bf16", c.mode, c.micro_batch)
+        setting = subject.setting(
+            trace, layout=c.layout, precision="bf16", mesh=where.mesh, micro_batches=c.accumulate, clip=True,
+            behaviour=GPU,
+        )  # fmt: skip
+        assert plan_memory(setting, trace).peak == pytest.approx(each.peak) and each.peak <= 3 * 2**20
+        assert c.micro_batch * c.accumulate * 8 >= 1024
+
+
+def test_what_does_not_fit_is_said_in_a_sentence(subject: Subject) -> None:
+    """And where nothing does, asking for the best raises all of them."""
+    found = search(subject, _small("200KiB"), layouts=("ddp", "zero3"), modes=("keep",))
+    assert not found.found and len(found.refused) == 2
+    assert "what rests takes" in found.refused[0].why
+    with pytest.raises(ConfigError, match="nothing fits"):
+        _ = found.best
+    host = search(subject, _small("1GiB"), layouts=("offload",), modes=("keep",), host=1000.0)
+    assert "host memory" in host.refused[0].why
+
+
+def test_the_best_is_what_engines_and_configs_take(subject: Subject) -> None:
+    """sf.plan.best() gives arguments with which an engine trains."""
+    found = sf.plan.best(
+        GPT(SHAPE), subject.batch, gpus="2xL4", precision="bf16", layouts=("zero2",), modes=("recompute",), samples=8
+    )
+    engine = sf.Engine(GPT(SHAPE), optimizer=partial(torch.optim.AdamW, lr=1e-3), **found.candidate.engine)
+    engine.backward(engine(*subject.batch))
+    engine.close()
+    TrainConfig.load(found.candidate.train, where="a plan")
+    assert found.candidate.deepspeed["zero_optimization"] == {"stage": 2}
+    assert Candidate(layout="infinity").deepspeed["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    with pytest.raises(ConfigError, match="has no stage"):
+        _ = Candidate(layout="hpz").deepspeed
+
+
+def test_seconds_grow_with_a_slower_link_and_not_for_one_rank(subject: Subject) -> None:
+    """A link bounds a step from below by the bytes of the program; beside streams it hides behind the computation."""
+    trace = subject.trace("bf16", "keep", 2)
+    slow = DEVICES["2080Ti"]
+
+    def seconds(layout: str, gpus: str) -> float:
+        where = cluster(gpus)
+        setting = subject.setting(trace, layout=layout, precision="bf16", mesh=where.mesh, behaviour=GPU)
+        return plan_seconds(setting, plan_memory(setting, trace), where.device).step
+
+    assert seconds("zero1", "1x2080Ti") < seconds("zero1", "2x2080Ti") < seconds("zero1", "2x1x2080Ti")
+    sent = 2 * SHAPE.num_parameters * (4 + 2) / 2  # fp32 gradients to their owners, bf16 parameters back
+    assert seconds("zero1", "2x1x2080Ti") > sent / 2 / slow.far.rate
+
+
+def test_clusters_are_read_and_refused_in_words(tmp_path: object) -> None:
+    """Nodes first; a file that a machine's profile is in; what names nothing says what would."""
+    assert (cluster("4x8xH100").nodes, cluster("4x8xH100").per_node, cluster("A100-80GB").size) == (4, 8, 1)
+    assert cluster("2xL4", memory="5GiB").device.usable == 5 * 2**30
+    with pytest.raises(ConfigError, match="H100"):
+        cluster("8xH10")
+    path = tmp_path / "here.json"  # type: ignore[operator]
+    path.write_text(DEVICES["L4"].text())
+    assert read_device(path) == DEVICES["L4"]
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="no profile"):
+        cluster(f"2x{path}")
