@@ -1,0 +1,56 @@
+"""The simulated allocator keeps its blocks in order whatever is asked for, and follows PyTorch's printed rules."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardfold.planner.allocator import Allocator, rounded
+
+MIB = 1 << 20
+REQUESTS = st.lists(st.tuples(st.booleans(), st.integers(1, 40 * MIB)), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(REQUESTS, st.booleans())
+def test_blocks_tile_their_segments(requests: list[tuple[bool, int]], expandable: bool) -> None:
+    """Blocks follow each other without a gap, no two free ones touch, bytes add up; freed, all is one block again."""
+    allocator, used = Allocator(expandable=expandable), []
+    for frees, size in requests:
+        if frees and used:
+            allocator.free(used.pop(size % len(used)))
+        else:
+            used.append(allocator.allocate(size))
+        segments = list(allocator.segments())
+        for blocks in segments:
+            assert all(a[0] + a[1] == b[0] for a, b in itertools.pairwise(blocks))
+            assert not any(a[2] and b[2] for a, b in itertools.pairwise(blocks))
+        assert sum(size for blocks in segments for _, size, free in blocks if not free) == allocator.allocated
+        assert sum(size for blocks in segments for _, size, _ in blocks) == allocator.reserved <= allocator.peak
+    for number in used:
+        allocator.free(number)
+    assert allocator.allocated == 0 and all(len(blocks) == 1 for blocks in allocator.segments())
+
+
+def test_sizes_are_those_of_the_rules() -> None:
+    """512 bytes; 2, 20 MiB and own segments; a large block is not split for 1 MiB."""
+    assert (rounded(1), rounded(512), rounded(513)) == (512, 512, 1024)
+    for size, taken in ((1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB, 12)):
+        allocator = Allocator()
+        allocator.allocate(size)
+        assert allocator.reserved == taken * MIB, size
+    allocator = Allocator()
+    allocator.free(allocator.allocate(12 * MIB))
+    allocator.allocate(11 * MIB)
+    assert allocator.allocated == 12 * MIB
+
+
+def test_expandable_segments_leave_no_hole_that_grows() -> None:
+    """Tensors that grow by turns need a new segment each time, or one that grows."""
+    fixed, growing = Allocator(), Allocator(expandable=True)
+    for allocator in (fixed, growing):
+        for size in range(20, 100, 10):
+            allocator.free(allocator.allocate(size * MIB))
+    assert growing.peak == 100 * MIB and fixed.peak > 4 * growing.peak
