@@ -1,9 +1,9 @@
-"""What outer steps and signs do to the loss: a small GPT on the bytes of docs/, on 2 ranks, beside plain data parallelism.
+"""What outer steps and signs do to the loss: a small GPT on the bytes of docs/, on 2 ranks, beside plain training.
 
     python benchmarks/outer.py [--steps 300] [--picture docs/pictures/outer.png]
 
-Every run begins with the same weights, and rank r reads the same batches in each. Printed is the loss on text that no run has
-seen, over the weights that all ranks have in the end.
+Every run begins with the same weights, and rank r reads the same batches in each. Printed is the loss on text that no
+run has seen, over the weights that all ranks have in the end.
 """
 
 from __future__ import annotations

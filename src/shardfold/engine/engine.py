@@ -654,7 +654,7 @@ class Engine:
         self._runner.accumulate, handlers.scale = accumulate, 1.0 / (self.mesh.data_ranks * accumulate)
         handlers.set_factors()
         if self._stepper is not None and self._stepper.freeze is not None:
-            self._stepper.freeze.scale()
+            self._stepper.freeze.renew()
 
     @property
     def last_micro_batch(self) -> bool | None:

@@ -26,6 +26,7 @@ class Freeze:
 
     def __init__(self, model: ShardedModel, runner: Runner, optimizer: OneBitAdam, groups: int) -> None:
         self._model, self._runner, self._optimizer, self._groups = model, runner, optimizer, groups
+        self._share = 1.0  # of what gradients are multiplied by, what is for the axis
 
     def follow(self) -> None:
         """The program for the next step."""
@@ -38,7 +39,13 @@ class Freeze:
 
     def scale(self) -> None:
         """Gradients are the mean over all ranks that they are summed over."""
-        handlers, mesh = self._runner.handlers, self._model.comm.mesh
-        ranks = mesh.data_ranks * (1 if self._runner.orders.signed else self._groups)
-        handlers.scale = 1.0 / (ranks * self._runner.accumulate)
-        handlers.set_factors()
+        share = 1.0 if self._runner.orders.signed else 1.0 / self._groups
+        if share != self._share:
+            self._runner.handlers.scale *= share / self._share
+            self._runner.handlers.set_factors()
+            self._share = share
+
+    def renew(self) -> None:
+        """What gradients are multiplied by is another number, without what is for the axis."""
+        self._share = 1.0
+        self.scale()

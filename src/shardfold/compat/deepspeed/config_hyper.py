@@ -27,6 +27,11 @@ OPTIMIZERS: Mapping[str, Mapping[str, str]] = {
         "eps_inside_sqrt": "boolean", "weight_decay": "number", "max_coeff": "number", "min_coeff": "number",
         "amsgrad": "boolean",
     },
+    "OneBitAdam": {
+        "lr": "number", "freeze_step": "integer", "bias_correction": "boolean", "betas": "pair of numbers",
+        "eps": "number", "eps_inside_sqrt": "boolean", "weight_decay": "number", "amsgrad": "boolean",
+        "cuda_aware": "boolean", "comm_backend_name": "string",
+    },
     "Lion": {"lr": "number", "betas": "pair of numbers", "weight_decay": "number", "fp32_optimizer_states": "boolean"},
     "Muon": {
         "lr": "number", "momentum": "number", "weight_decay": "number", "muon_lr": "number", "adam_lr": "number",
@@ -41,7 +46,8 @@ TORCH_OPTIMIZERS = (
 )  # fmt: skip
 MUP_OPTIMIZERS = ("MuAdam", "MuAdamW", "MuSGD")
 REFUSED = {
-    "onebitadam": "it changes the wire", "zerooneadam": "it changes the wire", "onebitlamb": "it changes the wire",
+    "zerooneadam": "its local steps are not here; take OneBitAdam",
+    "onebitlamb": "its norms of layers are not here; take OneBitAdam",
     "lbfgs": "it needs a closure", "sparseadam": "it needs sparse gradients",
 }  # fmt: skip
 
@@ -74,6 +80,11 @@ TORCH_SCHEDULERS = (
 HOST_STATES = "it is of DeepSpeed's optimizer on the host: moments have the dtype that the section bf16 says"
 IDLE: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
     **{kind: {"fp32_optimizer_states": ((True,), HOST_STATES)} for kind in ("Adam", "AdamW", "Lion")},
+    "OneBitAdam": {
+        "bias_correction": ((True,), "DeepSpeed's reads it and corrects nothing, as here"),
+        "cuda_aware": ((False,), "what carries tensors is found by the device"),
+        "comm_backend_name": ((), "what carries tensors is found by the device"),
+    },
     "Muon": {
         "torch_adam": ((False,), "AdamW beside Muon is the same either way"),
         "ns_method": (("standard",), "Newton-Schulz has one form here, 'standard'; the others differ in rounding"),

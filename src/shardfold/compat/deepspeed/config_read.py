@@ -24,6 +24,7 @@ from shardfold.compat.deepspeed.config_wires import wires_of
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.passes import Overlap
 from shardfold.plan.presets import named
+from shardfold.plan.signs import Signs
 
 if TYPE_CHECKING:
     from shardfold.numerics.scaling import LossScale
@@ -90,6 +91,8 @@ class Settings:
     def table(self) -> str | Layout:
         """The layout, as :class:`shardfold.Engine` takes it."""
         table = table_of(self.layout, self.offload, self.offload_folders)
+        if self.optimizer is not None and self.optimizer[0] == "OneBitAdam":
+            table = named(table).with_outer(Signs(axis="inter"))
         return named(table).replace(**self.wires) if self.wires else table
 
     @property
@@ -182,6 +185,8 @@ def read(
     optimizer = hyper("optimizer", get("optimizer.type"), get("optimizer.params"))
     _say_defaults(checked, early, optimizer)
     layout, mesh = layout_of(get, stage, ranks // (sizes.tensor * sizes.pipeline), notes, early)
+    if optimizer is not None and optimizer[0] == "OneBitAdam" and not stage and mesh is None and not early:
+        mesh = {"intra": 1}  # all ranks send signs, as there; with stages, those of different nodes do
     offload, folders = offload_of(get, stage, notes, early)
     wires = wires_of(get, stage, notes)
     if sizes.sequence > 1 and "seq_parallel_communication_data_type" in given:

@@ -18,7 +18,7 @@ from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_hyper import MUP_OPTIMIZERS, SCHEDULERS, hyper
 from shardfold.compat.deepspeed.ops.adam import FusedAdam
 from shardfold.compat.deepspeed.runtime import lr_schedules
-from shardfold.optim import LAMB, Lion, Muon
+from shardfold.optim import LAMB, Lion, Muon, OneBitAdam
 from shardfold.optim.parts import check_number
 
 __all__ = ["check_schedule_arguments", "make_optimizer", "make_scheduler", "tag_for_muon"]
@@ -109,6 +109,16 @@ def _lamb(groups: list[Any], given: dict[str, Any]) -> Optimizer:
     return LAMB(groups, **_tuples(given), trust_range=trust)
 
 
+def _onebit(groups: list[Any], given: dict[str, Any]) -> Optimizer:
+    given = {"lr": 1e-3, "freeze_step": 100_000, **given}
+    for unsupported in ("amsgrad", "eps_inside_sqrt"):
+        if given.pop(unsupported, False):
+            raise DeepSpeedConfigError(f"optimizer.params.{unsupported} is true, which OneBitAdam does not have.")
+    for idle in ("bias_correction", "cuda_aware", "comm_backend_name"):
+        given.pop(idle, None)
+    return OneBitAdam(groups, **_tuples(given))
+
+
 def _lion(groups: list[Any], given: dict[str, Any]) -> Optimizer:
     given = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0, **given}
     given.pop("fp32_optimizer_states", None)
@@ -124,6 +134,7 @@ MAKERS: dict[str, Callable[[list[Any], dict[str, Any]], Optimizer]] = {
     "Adam": lambda groups, given: _adam(groups, given, decoupled=False),
     "AdamW": lambda groups, given: _adam(groups, given, decoupled=True),
     "Lamb": _lamb,
+    "OneBitAdam": _onebit,
     "Lion": _lion,
 }
 
