@@ -1,14 +1,18 @@
 """Orders of a pipeline: their picture, and what ranks wait for.
 
 python benchmarks/pipeline.py picture docs/pictures/orders.png    # slots of every order, by the simulator
-python benchmarks/pipeline.py waits                               # measured beside simulated, with actions of 20 ms
+python benchmarks/pipeline.py waits                               # measured beside simulated, with padded actions
+python benchmarks/pipeline.py balance gpt                         # cuts by count, by parameters and as measured
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, cast
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -19,7 +23,11 @@ import shardfold as sf
 from shardfold.parallel.pipeline.action import Action
 from shardfold.parallel.pipeline.order import choose_order, make_order
 from shardfold.parallel.pipeline.simulate import Timeline, timeline
+from shardfold.parallel.pipeline.trace import Made
+from shardfold.parallel.pipeline.watch import Watch
+from shardfold.parallel.pipeline.wire import Parcel, Wire
 from shardfold.testing import run_ranks
+from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 ORDERS = ("gpipe", "1f1b", "interleaved:2", "zb-h1", "zbv", "v-half")
 RANKS, BATCHES = 4, 8
@@ -38,7 +46,8 @@ def picture(path: str) -> None:
     """A panel for each order; time is in slots of a whole stage, of which a stage of half the size takes half."""
     figure = Figure(figsize=(13, 9.2), dpi=110)
     FigureCanvasAgg(figure)
-    for axes, name in zip(figure.subplots(len(ORDERS), 1, sharex=True), ORDERS, strict=True):
+    panels = figure.subplots(len(ORDERS), 1, sharex=True)
+    for axes, name in zip(panels, ORDERS, strict=True):
         line, chunks = line_of(name), choose_order(name).chunks
         for rank, row in enumerate(line.rows):
             for begin, action in row:
@@ -58,7 +67,9 @@ def picture(path: str) -> None:
         axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
         for spine in axes.spines.values():
             spine.set_visible(False)
-    axes.set_xlabel("slots: a forward of a rank's layers, and each part of their backward, takes one", color=MUTED)
+    panels[-1].set_xlabel(
+        "slots: a forward of a rank's layers, and each part of their backward, takes one", color=MUTED
+    )
     patches = [Patch(color=COLORS[verb][0], label=word) for verb, word in WORDS.items()]
     patches.append(Patch(color=COLORS["F"][1], label="light: the second stage of a rank"))
     figure.legend(handles=patches, loc="upper right", ncols=4, frameon=False, fontsize=8.5)
@@ -109,10 +120,137 @@ def waits() -> None:
             print(f"| `{order}` | {batches} | {sum(said) / RANKS:.3f} | {sum(measured) / RANKS:.3f} |", flush=True)
 
 
+VOCAB = 8192
+
+
+def _gpt() -> torch.nn.Module:
+    """A language model in which the head takes more than half of the time, and the table most of the memory."""
+    torch.manual_seed(0)
+    return GPT(GPTConfig(layers=8, d_model=64, heads=4, d_ff=128, context=64, vocab=VOCAB))
+
+
+def _t5() -> torch.nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        d_model=96, d_kv=24, d_ff=256, num_layers=4, num_decoder_layers=4, num_heads=4, vocab_size=VOCAB,
+        dropout_rate=0.0, use_cache=False,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+MODELS = {"gpt": (_gpt, 2), "t5": (_t5, 3)}
+
+
+def _loss(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    tokens, targets = batch
+    if hasattr(model, "generation_config"):
+        return model(input_ids=tokens, labels=targets).loss
+    return model(tokens, targets)
+
+
+class _Ideal(Watch):
+    """Counts CPU seconds of this thread, as if every rank had a core for itself, whatever else runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self._thread = 0.0
+        self.clock = lambda: self.now
+
+    def start(self) -> None:
+        self.now = 0.0
+        super().start()
+
+    def begin(self, action: Action) -> None:
+        super().begin(action)
+        self._thread = time.thread_time()
+
+    def end(self, action: Action) -> None:
+        if action.verb in "FBIW":
+            self.now += time.thread_time() - self._thread
+        super().end(action)
+
+
+class _Stamped(Wire):
+    """Sends with everything when that was, on the clock of the rank that sends."""
+
+    watch: _Ideal
+
+    def begin(self, coming: dict[int, list[Parcel]], forms: Mapping[Parcel, Sequence[Made]]) -> None:
+        super().begin(coming, {parcel: [*made, Made((1,), torch.float64, False)] for parcel, made in forms.items()})
+
+    def send(self, tensors: Sequence[torch.Tensor], place: int, parcel: Parcel) -> None:
+        super().send([*tensors, torch.tensor([self.watch.now], dtype=torch.float64)], place, parcel)
+
+    def receive(self, place: int, parcel: Parcel) -> list[torch.Tensor]:
+        *found, sent = super().receive(place, parcel)
+        self.watch.now = max(self.watch.now, sent.item())
+        return found
+
+
+Taken = dict[str, list[tuple[float, float]]]
+
+
+def _rates(name: str, rounds: int) -> tuple[str, Taken, dict[str, Sequence[str]]]:
+    """Seconds of steps of each cut, by turns: those of the wall, and those of batches on the counted clock."""
+    torch.set_num_threads(1)
+    make, ranks = MODELS[name]
+    generator = torch.Generator().manual_seed(1)
+    parts, rows = 4 * ranks, 2
+    batch = (torch.randint(VOCAB, (parts * rows, 64), generator=generator),) * 2
+    costs = sf.measure_pieces(make(), tuple(t[:rows] for t in batch), _loss, repeats=10)
+    paths = [piece.path for piece in costs.pieces]
+    equal = [paths[round(len(paths) * stage / ranks)] for stage in range(1, ranks)]
+    adam = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
+    options: dict[str, Any] = {"layout": "zero1", "mesh": {"pipeline": ranks}, "accumulate": parts}
+    cuts: dict[str, Any] = {"equal count": equal, "parameters": None, "measured": costs}
+    engines = {cut: sf.Engine(make(), optimizer=adam, stages=given, **options) for cut, given in cuts.items()}
+    begins: dict[str, Sequence[str]] = {}
+    for cut, engine in engines.items():
+        runs, told = cast("Any", engine._pipelined), engine.stats().pipeline
+        runs.watch, runs._wire = _Ideal(), _Stamped(engine.sharded.comm, "pipeline")
+        runs._wire.watch = runs.watch
+        begins[cut] = told.stages if told is not None else ()
+    taken: Taken = {cut: [] for cut in cuts}
+    for _ in range(rounds):
+        for cut, engine in engines.items():
+            begun = time.perf_counter()
+            engine.train_batch(batch, _loss)
+            engine.step()
+            watch = cast("Any", engine._pipelined).watch
+            taken[cut].append((time.perf_counter() - begun, watch.now))
+    for engine in engines.values():
+        engine.close()
+    return str(costs), taken, begins
+
+
+def balance(name: str, rounds: int) -> None:
+    _, ranks = MODELS[name]
+    found = run_ranks(_rates, ranks, name, rounds, timeout=900)
+    costs, _, begins = found[0]
+    print(f"{name} over {ranks} stages, {4 * ranks} micro-batches; {rounds} steps of each cut by turns: median, least")
+    print(f"\n{costs}\n")
+    print("| cut | stages begin with | step | batch, with a core for each rank | its rate |\n|---|---|---|---|---|")
+    steps = {cut: median(max(each)[0] for each in zip(*(taken[cut][1:] for _, taken, _ in found), strict=True))
+             for cut in begins}  # fmt: skip
+    ideal = {cut: min(max(last for _, last in each) for each in zip(*(t[cut][1:] for _, t, _ in found), strict=True))
+             for cut in begins}  # fmt: skip
+    for cut, names in begins.items():
+        rate = ideal["equal count"] / ideal[cut]
+        print(f"| {cut} | {', '.join(names)} | {1000 * steps[cut]:.0f} ms | {1000 * ideal[cut]:.0f} ms | {rate:.2f} |")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("picture").add_argument("path")
     commands.add_parser("waits")
+    balanced = commands.add_parser("balance")
+    balanced.add_argument("model", choices=sorted(MODELS))
+    balanced.add_argument("--rounds", type=int, default=8)
     given = parser.parse_args()
-    picture(given.path) if given.command == "picture" else waits()
+    if given.command == "balance":
+        balance(given.model, given.rounds)
+    else:
+        picture(given.path) if given.command == "picture" else waits()

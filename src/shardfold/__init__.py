@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shardfold.numerics.clipping import Clip
     from shardfold.numerics.scaling import LossScale
     from shardfold.optim.average import Average
+    from shardfold.parallel.pipeline.costs import measure_pieces
     from shardfold.parallel.sequence import sequence_shard
     from shardfold.plan.report import MemoryReport, StepReport, TrafficReport
     from shardfold.sharding.forwards import register_forward
@@ -83,6 +84,7 @@ __all__ = [
     "engine_of",
     "load_model",
     "mark_slice",
+    "measure_pieces",
     "meta_init",
     "nn",
     "numerics",
@@ -106,6 +108,7 @@ _LAZY = {
     "load_model": "shardfold.checkpoint",
     "mark_slice": "shardfold.sharding.slices",
     "meta_init": "shardfold.sharding.materialize",
+    "measure_pieces": "shardfold.parallel.pipeline.costs",
     "sequence_shard": "shardfold.parallel.sequence",
     "sharded_init": "shardfold.sharding.sharded_init",
     "engine_of": "shardfold.engine.engine",

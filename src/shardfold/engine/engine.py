@@ -85,6 +85,7 @@ from shardfold.optim.sign_exchange import SignExchange, sign_exchange
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.experts import connect_routers, rebalance, share_out
 from shardfold.parallel.link import MeshLink, bind_links
+from shardfold.parallel.pipeline.costs import PieceCosts
 from shardfold.parallel.pipeline.open import check_together, open_stages
 from shardfold.parallel.pipeline.order import Choice, choose_order
 from shardfold.parallel.pipeline.stages import Stages, check_stages
@@ -178,7 +179,8 @@ class Engine:
             ``"interleaved:2"``, ``"looped-bfs:2"``, ``"zbv"`` or ``"v-half"`` (see ``parallel.pipeline.order``); or an
             order of your own, as text or the path of a file (see ``parallel.pipeline.text``).
         stages: paths of the modules with which stages begin, but the first; None cuts the model such that the stage
-            with most parameters, tables of embeddings not counted, has as few as it can.
+            with most parameters, tables of embeddings not counted, has as few as it can; what
+            :func:`shardfold.measure_pieces` gives cuts it such that the slowest stage is as fast as it can be.
         units: which modules are units, by path pattern or class; None finds them.
         weights: a state dict, safetensors (a file or a folder) or a checkpoint, read into the shards tensor by tensor.
         overlap: how far ahead units are gathered.
@@ -222,7 +224,7 @@ class Engine:
         sequence_parallel: bool = False,
         attention: str | None = None,
         pipeline: str | PathLike[str] = "1f1b",
-        stages: Sequence[str] | None = None,
+        stages: Sequence[str] | PieceCosts | None = None,
         units: Sequence[str | type[nn.Module]] | None = None,
         weights: Any = None,
         overlap: Overlap | None = None,
@@ -253,7 +255,7 @@ class Engine:
             ownership.claim(model, job)
             with job.told("making an engine"):
                 sizes = data_mesh.sizes
-                staged = open_stages(model, optimizer, data_mesh, stages, choice)
+                staged = open_stages(model, optimizer, data_mesh, stages, choice, job)
                 self._divide(model, tensor, data_mesh, sequence_parallel)
                 if staged is not None:
                     held.callback(staged.drop_foreign())

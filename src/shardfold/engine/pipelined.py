@@ -175,7 +175,9 @@ class Pipelined:
         if self.stages is None:
             return None
         planned = timeline(self.order(count), self.stages.count).shares[self._here]
-        return self.watch.stats(str(self.choice), planned, sees=not self._model.comm.mesh.on_streams)
+        return self.watch.stats(
+            str(self.choice), self.stages.begins, planned, sees=not self._model.comm.mesh.on_streams
+        )
 
     def look(self, batch: Any, compute: Compute | None, count: int) -> None:
         """Finds what crosses borders of such a batch, and what is kept of it; nothing is computed or sent."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, ModelError, UsageError
+from shardfold.parallel.pipeline.costs import PieceCosts
 from shardfold.parallel.pipeline.pieces import cost_of, cut_by_cost, cut_by_names, find_pieces
 from shardfold.parallel.pipeline.trace import Constant, Made, Origin, Passed, Skeleton, Trace, placeholder
 from shardfold.sharding.model import Whole
@@ -139,6 +140,12 @@ class Stages:
                 holders.setdefault(id(parameter), set()).add(stage)
         named = list(model.named_parameters(remove_duplicate=False))
         return [{name: p for name, p in named if stage in holders[id(p)]} for stage in range(self.count)]
+
+    @property
+    def begins(self) -> list[str]:
+        """The first piece of each stage but the first, as ``stages=`` takes them."""
+        firsts = (self.stage_of.index(stage) for stage in range(1, self.count))
+        return [self.pieces[i].path for i in firsts]
 
     # -- only what is this rank's
 
@@ -357,7 +364,11 @@ def _form(value: Tensor | Made) -> str:
 def check_stages(given: Any) -> None:
     """
     Raises:
-        ConfigError: ``stages=`` is neither None nor a list of names.
+        ConfigError: ``stages=`` is neither None, nor a list of names, nor what pieces cost.
     """
-    if given is not None and not (isinstance(given, (list, tuple)) and all(isinstance(x, str) for x in given)):
-        raise ConfigError("stages= is the paths of the pieces at which stages begin, as in ['layers.4'], or None.")
+    names = isinstance(given, (list, tuple)) and all(isinstance(x, str) for x in given)
+    if given is not None and not names and not isinstance(given, PieceCosts):
+        raise ConfigError(
+            "stages= is the paths of the pieces at which stages begin, as in ['layers.4'], what measure_pieces() "
+            "gives, or None."
+        )

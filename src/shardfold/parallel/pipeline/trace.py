@@ -125,6 +125,9 @@ class Skeleton:
         pieces: of it.
         device: of the placeholders.
 
+    Attributes:
+        heard: is told behind each call of a piece its number and its arguments, without values.
+
     Raises:
         ModelError: the model cannot be copied.
     """
@@ -149,6 +152,7 @@ class Skeleton:
             module = self.module.get_submodule(piece.path)
             module.forward = partial(self._call, number, piece.path, module.forward)
         self.names = [name for name, _ in model.named_parameters()]
+        self.heard: Callable[[int, Any, Any], object] = lambda number, args, kwargs: None
         self._trace = Trace()
         self._origins = _Origins()
         self._inside = False
@@ -226,6 +230,7 @@ class Skeleton:
             else:
                 raise ModelError(f"the piece {path!r} gives a {type(value).__name__}, which no stage can send.")
         self._trace.calls.append(Call(number, reads, spec, tuple(found), saved.nbytes))
+        self.heard(number, args, kwargs)
         return tree_unflatten(outputs, spec)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -24,6 +24,7 @@ class PipelineStats:
 
     Attributes:
         order: as ``pipeline=`` names it.
+        stages: the first piece of each stage but the first, as ``stages=`` takes them.
         bubble: the part of its time that this rank waited for others, from the beginning of a batch until it had
             nothing more to do; None before the first, and on NCCL, where the host does not see it.
         planned: the same in slots, of a forward and each part of a backward one, before anything runs.
@@ -37,6 +38,7 @@ class PipelineStats:
     """
 
     order: str
+    stages: tuple[str, ...]
     bubble: float | None
     planned: float
     batch_seconds: float | None
@@ -102,11 +104,12 @@ class Watch:
         took = {verb: seconds / self._counts[verb] for verb, seconds in self._seconds.items()}
         self._laps.append(Lap(self._last - self._begun, self._waited, took))
 
-    def stats(self, order: str, planned: float, *, sees: bool) -> PipelineStats:
+    def stats(self, order: str, stages: Sequence[str], planned: float, *, sees: bool) -> PipelineStats:
         """``planned``: the bubble in slots; ``sees``: whether waiting takes the host's time."""
         took = {verb: _median(lap.took[verb] for lap in self._laps if verb in lap.took) for verb in COMPUTES}
         return PipelineStats(
             order=order,
+            stages=tuple(stages),
             bubble=_median(lap.waited / lap.seconds for lap in self._laps if lap.seconds) if sees else None,
             planned=planned,
             batch_seconds=_median(lap.seconds for lap in self._laps),
