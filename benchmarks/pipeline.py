@@ -120,7 +120,7 @@ def waits() -> None:
             print(f"| `{order}` | {batches} | {sum(said) / RANKS:.3f} | {sum(measured) / RANKS:.3f} |", flush=True)
 
 
-VOCAB = 8192
+VOCAB = 12288
 
 
 def _gpt() -> torch.nn.Module:
