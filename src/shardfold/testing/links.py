@@ -18,45 +18,21 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from shardfold.errors import ConfigError, UsageError
+from shardfold.launch.namespaces import INTERFACE, Namespaces, why_not
 from shardfold.testing.ranks import Ranks
 
 __all__ = ["Links", "sent", "why_not"]
 
-INTERFACE = "eth0"
-BURST, LIMIT = "256kb", "16mb"
-"""Of the token bucket: what may go at once, and what may wait. It drops nothing that TCP has under way, which would
-stall it for hundreds of milliseconds."""
 NEWNET = 0x40000000
-_NUMBERS = count()
-
-
-def why_not() -> str:
-    """What is missing here to make links; empty: nothing."""
-    if sys.platform != "linux":
-        return f"links between nodes are network namespaces, which {sys.platform} does not have: use Linux"
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            return f"links between nodes need the command {tool!r} of iproute2, which is not installed"
-    name = f"sf-try-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if made.returncode:
-        return f"links between nodes need root, or CAP_NET_ADMIN and CAP_SYS_ADMIN ({made.stderr.strip()})"
-    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-    return ""
 
 
 def sent() -> int:
@@ -66,7 +42,7 @@ def sent() -> int:
     return int(line.split(":")[1].split()[8])
 
 
-class Links:
+class Links(Namespaces):
     """``nodes`` with ``ranks`` processes each. Ranks are kept between calls, and end with it.
 
     Args:
@@ -80,62 +56,15 @@ class Links:
     """
 
     def __init__(self, nodes: int = 2, ranks: int = 2, rate: str | None = None) -> None:
-        _check(rate)
-        if reason := why_not():
-            raise UsageError(f"{reason}.")
-        self.nodes, self.ranks = nodes, ranks
-        self._base = f"sf{os.getpid()}-{next(_NUMBERS)}"
-        self._spaces = [f"{self._base}-{number}" for number in range(nodes)]
+        super().__init__(nodes, rate)
+        self.ranks, self._calls = ranks, 0
         self._folder = Path(tempfile.mkdtemp(prefix="shardfold-links-"))
-        self._calls = 0
         self._pool: Ranks | None = None
         try:
-            self._make()
-            self.limit(rate)
             self._pool = Ranks(nodes * ranks)
         except BaseException:
             self.close()
             raise
-
-    def _make(self) -> None:
-        hub = f"{self._base}-hub"
-        _do(f"ip netns add {hub}", f"ip -n {hub} link add bridge type bridge", f"ip -n {hub} link set bridge up")
-        for number, space in enumerate(self._spaces):
-            end = f"node{number}"
-            _do(
-                f"ip netns add {space}",
-                f"ip link add name {INTERFACE} netns {space} type veth peer name {end} netns {hub}",
-                f"ip -n {hub} link set {end} master bridge up",
-                f"ip -n {space} addr add 10.99.0.{number + 1}/16 dev {INTERFACE}",
-                f"ip -n {space} link set {INTERFACE} up",
-                f"ip -n {space} link set lo up",
-            )
-
-    def limit(self, rate: str | None) -> None:
-        """From now on each link carries that much, in each direction.
-
-        Raises:
-            ConfigError: it is no rate.
-        """
-        _check(rate)
-        for space, end in self._ends():
-            if rate is None:
-                command = ["ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", end, "root"]
-                subprocess.run(command, capture_output=True, check=False)  # there may be none
-            else:
-                _do(f"tc -n {space} qdisc replace dev {end} root tbf rate {rate} burst {BURST} limit {LIMIT}")
-
-    def _ends(self) -> list[tuple[str, str]]:
-        ends = [(space, INTERFACE) for space in self._spaces]
-        return ends + [(f"{self._base}-hub", f"node{number}") for number in range(self.nodes)]
-
-    def cut(self, node: int) -> None:
-        """Nothing comes to a node or from it until :meth:`heal`; connections stay, and what was sent is sent again."""
-        _do(f"ip -n {self._base}-hub link set node{node} down")
-
-    def heal(self, node: int) -> None:
-        """What :meth:`cut` was."""
-        _do(f"ip -n {self._base}-hub link set node{node} up")
 
     @property
     def pids(self) -> list[int]:
@@ -149,7 +78,7 @@ class Links:
         self._calls += 1
         store = str(self._folder / f"store-{self._calls}")
         return self._pool.run(
-            _on_node, tuple(self._spaces), self.ranks, store, timeout + 60, fn, args, kwargs, timeout=timeout,
+            _on_node, tuple(self.spaces), self.ranks, store, timeout + 60, fn, args, kwargs, timeout=timeout,
             distributed=False,
         )  # fmt: skip
 
@@ -157,8 +86,7 @@ class Links:
         """Ends the ranks, and removes nodes and links."""
         if self._pool is not None:
             self._pool.close()
-        for space in (*self._spaces, f"{self._base}-hub"):
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+        super().close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Links:
@@ -191,19 +119,3 @@ def _enter(space: str) -> None:
         if libc.setns(file.fileno(), NEWNET):
             number = ctypes.get_errno()
             raise OSError(number, f"{os.strerror(number)}: entering {space}")
-
-
-def _check(rate: str | None) -> None:
-    if rate is not None and not (isinstance(rate, str) and re.fullmatch(r"\d+(\.\d+)?[kmg]?bit", rate)):
-        raise ConfigError(f"rate={rate!r}: it is what tc reads, as '200mbit' or '1gbit', or None.")
-
-
-def _do(*commands: str) -> None:
-    """
-    Raises:
-        UsageError: one of them fails.
-    """
-    for command in commands:
-        made = subprocess.run(command.split(), capture_output=True, text=True, check=False)
-        if made.returncode:
-            raise UsageError(f"`{command}` failed: {made.stderr.strip()}.")

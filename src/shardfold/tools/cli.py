@@ -225,6 +225,9 @@ def bench(
     within: Annotated[
         float | None, typer.Option(help="Seconds after which no round begins (default: all rounds are run).")
     ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="What goes between two simulated nodes, as 200mbit (needs root; --ranks 4).")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Contenders, by name or pattern; may be repeated.")] = None,
     without: Annotated[list[str] | None, typer.Option(help="Contenders to leave out, by name or pattern.")] = None,
     reference: Annotated[
@@ -241,13 +244,13 @@ def bench(
     from shardfold.tools.bench.settings import Settings
 
     if ranks is None:
-        ranks = 1 if job == "units" else 2
+        ranks = 4 if link is not None else 1 if job == "units" else 2
     if precision is None:
         precision = "bf16" if job == "offload" else "fp32"
     settings = Settings(
         job=job, params=params, rows=rows, context=context, ranks=ranks, threads=threads,
         precision=precision, optimizer=optimizer, clip_norm=clip_norm, folder=folder, device=device, rounds=rounds,
-        steps=steps, warm=warm, timeout=timeout, within=within,
+        steps=steps, warm=warm, timeout=timeout, within=within, link=link,
     )  # fmt: skip
     chosen, others = command.words(only), command.words(without)
     if timeline is not None:

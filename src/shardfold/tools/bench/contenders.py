@@ -42,6 +42,7 @@ class Contender:
         nodes: how many nodes its ranks pretend to be spread over, at least two on each.
         precisions: those in which it differs from the others.
         jobs: those that it takes part in.
+        rounds: what it sends is rounded, so that its losses are its own.
         offload: what rests in slower tiers: of ours, the engine's own argument; of DeepSpeed, the device.
         moved: of a peer, the bytes per parameter, over all ranks, that go between device and host in a step, as its
             source has it; 0 where it does not offload, and for ours, which count them.
@@ -58,6 +59,7 @@ class Contender:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     jobs: tuple[str, ...] = ON_DEVICE
     offload: str = ""
+    rounds: bool = False
     moved: float = 0.0
 
     @property
@@ -73,6 +75,8 @@ class Contender:
             return f"needs at least {least} ranks"
         if settings.ranks > most:
             return "one rank only"
+        if self.rounds and settings.link is None:
+            return "rounds what it sends, for slow links: give --link"
         if self.nodes > 1 and (settings.ranks % self.nodes or settings.ranks < 2 * self.nodes):
             return f"needs a multiple of {self.nodes} ranks, at least {2 * self.nodes}"
         if settings.precision not in self.precisions:
@@ -125,6 +129,7 @@ CONTENDERS: tuple[Contender, ...] = (
     _ours("fsdp2", "the master alone rests", ranks=SEVERAL, precisions=("bf16",)),
     _ours("hsdp", "split within two nodes", nodes=2),
     _ours("hpz", "zero3 with a second copy within two nodes", nodes=2),
+    _ours("zeropp", "the same in int8 and int4, in two hops", nodes=2, rounds=True),
     _away("zero2-host", "zero2", "host", "gradients and optimizer states in host memory"),
     _away("zero3-host", "zero3", "host", "the same, and parameters split"),
     _away("infinity", "infinity", "", "parameters in host memory too"),

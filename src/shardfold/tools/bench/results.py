@@ -8,7 +8,7 @@ from math import isfinite
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-from shardfold.tools.bench.contenders import Contender, default_reference
+from shardfold.tools.bench.contenders import Contender, default_reference, find
 from shardfold.tools.bench.settings import UNITS, Settings, gpt_shape
 
 __all__ = ["Failure", "Measured", "Row", "Turn", "UnitRow", "as_json", "loss_difference", "rows", "unit_rows"]
@@ -211,11 +211,12 @@ def unit_rows(measured: Measured, reference: str) -> list[UnitRow]:
 def loss_difference(measured: Measured) -> tuple[int, float, tuple[str, str]] | None:
     """The last step that all have made, the largest relative difference of its losses, and between whom.
 
-    None where there are no two contenders.
+    None where there are no two contenders whose losses are to be the same.
     """
     by_name = {
         name: {step: loss for turn in turns for step, loss in turn.losses.items()}
         for name, turns in measured.complete().items()
+        if not find(name).rounds
     }
     if len(by_name) < 2:
         return None

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.launch.namespaces import check_rate, why_not
 from shardfold.tools.recipes.config import GPTConfig
 
 __all__ = ["JOBS", "UNITS", "Settings", "gpt_shape"]
 
 JOBS = ("gpt", "tensors", "units", "offload")
 UNITS = 64  # of the job `units`
+NODES = 2  # of a link
 CHOICES = {
     "job": JOBS,
     "precision": ("fp32", "bf16"),
@@ -79,6 +81,8 @@ class Settings:
         timeout: seconds until a contender that does not answer is given up.
         within: seconds after which no further round begins, and after three quarters of which no further contender is
             started; None: all are.
+        link: what goes between two simulated nodes, over which the ranks are spread, as ``"200mbit"``; it needs root.
+            None: all ranks are on one node.
 
     Raises:
         ConfigError: a value is unknown or too small.
@@ -100,6 +104,7 @@ class Settings:
     warm: int = 3
     timeout: float = 300.0
     within: float | None = None
+    link: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -112,6 +117,15 @@ class Settings:
                 raise ConfigError(f"{name} is {value}, but must be at least {least}.")
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ConfigError(f"there is no folder {self.folder!r} for the files of contenders: make it first.")
+        if self.link is not None:
+            check_rate(self.link)
+            if self.device != "cpu" or self.ranks % NODES or self.ranks < 2 * NODES:
+                raise ConfigError(
+                    f"--link spreads ranks of the CPU over {NODES} nodes, at least two on each, but there are "
+                    f"{self.ranks} on {self.device}: give --ranks {2 * NODES}, or another multiple of {NODES}."
+                )
+            if reason := why_not():
+                raise ConfigError(f"--link {self.link}: {reason}.")
         if self.of_gpt:
             gpt_shape(self.params, self.context)
 
@@ -134,7 +148,7 @@ class Settings:
         clip = f"clipped at {self.clip_norm:g}" if self.clip_norm else "no clipping"
         return (
             f"{self.job}{of_gpt}, {self.ranks} rank{plural}{threads}, {self.precision}, {self.optimizer}, {clip}, "
-            f"{self.device}"
+            f"{self.device}{f', {self.link} between two nodes' if self.link is not None else ''}"
         )
 
     def as_json(self) -> dict[str, Any]:

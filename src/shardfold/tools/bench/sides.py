@@ -25,7 +25,7 @@ from shardfold.comm.backend import device_backend
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.tools.bench.contenders import Contender
 from shardfold.tools.bench.models import LEARNING_RATE
-from shardfold.tools.bench.settings import Settings
+from shardfold.tools.bench.settings import NODES, Settings
 
 __all__ = ["Side", "build", "prepare"]
 
@@ -231,7 +231,8 @@ def _own_optimizer(settings: Settings) -> dict[str, Any]:
 def engine(contender: Contender, settings: Settings, model: nn.Module, device: torch.device) -> Side:
     from shardfold.engine.engine import Engine
 
-    mesh = {"inter": contender.nodes, "intra": settings.ranks // contender.nodes}
+    nodes = contender.nodes if settings.link is None else NODES
+    mesh = {"inter": nodes, "intra": settings.ranks // nodes}
     own = Engine(
         model, optimizer=optimizer_of(settings), layout=contender.option, precision=settings.precision, mesh=mesh,
         device=device, offload=contender.offload or None, clip_norm=settings.clip_norm or None,

@@ -14,8 +14,9 @@ import time
 from typing import Any, NoReturn
 
 from shardfold.launch import die_with_parent, free_port, how, rank_environment
+from shardfold.launch.namespaces import INTERFACE, Namespaces
 from shardfold.tools.bench.contenders import Contender
-from shardfold.tools.bench.settings import Settings
+from shardfold.tools.bench.settings import NODES, Settings
 
 __all__ = ["ContenderFailed", "Team"]
 
@@ -37,7 +38,8 @@ class ContenderFailed(Exception):
 class _Process:
     """One rank: its process and what it has answered so far."""
 
-    def __init__(self, contender: Contender, settings: Settings, rank: int, port: int, folder: str) -> None:
+    def __init__(self, contender: Contender, settings: Settings, rank: int, port: int, folder: str,
+                 nodes: Namespaces | None) -> None:  # fmt: skip
         self.rank = rank
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
         environment = {
@@ -46,10 +48,19 @@ class _Process:
             "TMPDIR": folder,  # where tiers on disk keep their files
             **contender.environment,
         }
+        before: list[str] = []
+        if nodes is not None:
+            each = settings.ranks // nodes.nodes
+            before = ["ip", "netns", "exec", nodes.spaces[rank // each]]
+            environment |= {
+                "MASTER_ADDR": nodes.address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "LOCAL_RANK": str(rank % each),
+                "LOCAL_WORLD_SIZE": str(each),
+            }  # fmt: skip
         if contender.kind == "deepspeed" and settings.device == "cpu":
             environment["DS_ACCELERATOR"] = "cpu"
         self.process = subprocess.Popen(
             [
+                *before,
                 sys.executable,
                 *BEFORE.get(settings.device, ()),
                 "-m",
@@ -129,8 +140,9 @@ class Team:
         self._folder = tempfile.TemporaryDirectory(
             prefix="shardfold-bench-", dir=settings.folder, ignore_cleanup_errors=True
         )
+        self._nodes = Namespaces(NODES, settings.link) if settings.link is not None else None
         self._processes = [
-            _Process(contender, settings, rank, port, self._folder.name) for rank in range(settings.ranks)
+            _Process(contender, settings, rank, port, self._folder.name, self._nodes) for rank in range(settings.ranks)
         ]
         for each in self._processes:
             each.tell(settings.as_json())
@@ -152,6 +164,8 @@ class Team:
         for each in self._processes:
             each.close(patience)
         self._processes = []
+        if self._nodes is not None:
+            self._nodes.close()
         self._folder.cleanup()
 
     def __enter__(self) -> Team:

@@ -1,0 +1,135 @@
+"""Nodes on this machine: network namespaces, each with one interface, whose other end is in a bridge.
+
+Both ends of an interface may have a token bucket (``tbf``), which limits what goes in each direction. It needs Linux,
+root (``CAP_NET_ADMIN`` and ``CAP_SYS_ADMIN``), ``ip`` and ``tc``; :func:`why_not` says what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from itertools import count
+
+from shardfold.errors import ConfigError, UsageError
+
+__all__ = ["INTERFACE", "Namespaces", "check_rate", "why_not"]
+
+INTERFACE = "eth0"
+BURST, LIMIT = "256kb", "16mb"
+"""Of the token bucket: what may go at once, and what may wait. It drops nothing that TCP has under way, which would
+stall it for hundreds of milliseconds."""
+_NUMBERS = count()
+
+
+def why_not() -> str:
+    """What is missing here to make links; empty: nothing."""
+    if sys.platform != "linux":
+        return f"links between nodes are network namespaces, which {sys.platform} does not have: use Linux"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"links between nodes need the command {tool!r} of iproute2, which is not installed"
+    name = f"sf-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"links between nodes need root, or CAP_NET_ADMIN and CAP_SYS_ADMIN ({made.stderr.strip()})"
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return ""
+
+
+class Namespaces:
+    """``nodes`` of them, until :meth:`close`.
+
+    Args:
+        nodes: how many.
+        rate: of each node's link in each direction, as ``tc`` reads it: ``"200mbit"``; None: unthrottled.
+
+    Attributes:
+        spaces: their names, for ``ip netns exec``.
+
+    Raises:
+        ConfigError: the rate is none.
+        UsageError: this machine cannot; see :func:`why_not`.
+    """
+
+    def __init__(self, nodes: int, rate: str | None = None) -> None:
+        check_rate(rate)
+        if reason := why_not():
+            raise UsageError(f"{reason}.")
+        self.nodes = nodes
+        self._base = f"sf{os.getpid()}-{next(_NUMBERS)}"
+        self.spaces = [f"{self._base}-{number}" for number in range(nodes)]
+        try:
+            self._make()
+            self.limit(rate)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self) -> None:
+        hub = f"{self._base}-hub"
+        _do(f"ip netns add {hub}", f"ip -n {hub} link add bridge type bridge", f"ip -n {hub} link set bridge up")
+        for number, space in enumerate(self.spaces):
+            end = f"node{number}"
+            _do(
+                f"ip netns add {space}",
+                f"ip link add name {INTERFACE} netns {space} type veth peer name {end} netns {hub}",
+                f"ip -n {hub} link set {end} master bridge up",
+                f"ip -n {space} addr add {self.address(number)}/16 dev {INTERFACE}",
+                f"ip -n {space} link set {INTERFACE} up",
+                f"ip -n {space} link set lo up",
+            )
+
+    def limit(self, rate: str | None) -> None:
+        """From now on each link carries that much, in each direction.
+
+        Raises:
+            ConfigError: it is no rate.
+        """
+        check_rate(rate)
+        for space, end in self._ends():
+            if rate is None:
+                command = ["ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", end, "root"]
+                subprocess.run(command, capture_output=True, check=False)  # there may be none
+            else:
+                _do(f"tc -n {space} qdisc replace dev {end} root tbf rate {rate} burst {BURST} limit {LIMIT}")
+
+    def _ends(self) -> list[tuple[str, str]]:
+        ends = [(space, INTERFACE) for space in self.spaces]
+        return ends + [(f"{self._base}-hub", f"node{number}") for number in range(self.nodes)]
+
+    def cut(self, node: int) -> None:
+        """Nothing comes to a node or from it until :meth:`heal`; connections stay, and what was sent is sent again."""
+        _do(f"ip -n {self._base}-hub link set node{node} down")
+
+    def heal(self, node: int) -> None:
+        """What :meth:`cut` was."""
+        _do(f"ip -n {self._base}-hub link set node{node} up")
+
+    @staticmethod
+    def address(node: int) -> str:
+        """Of a node."""
+        return f"10.99.0.{node + 1}"
+
+    def close(self) -> None:
+        """Nodes and links are no more."""
+        for space in (*self.spaces, f"{self._base}-hub"):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+def check_rate(rate: str | None) -> None:
+    if rate is not None and not (isinstance(rate, str) and re.fullmatch(r"\d+(\.\d+)?[kmg]?bit", rate)):
+        raise ConfigError(f"rate={rate!r}: it is what tc reads, as '200mbit' or '1gbit', or None.")
+
+
+def _do(*commands: str) -> None:
+    """
+    Raises:
+        UsageError: one of them fails.
+    """
+    for command in commands:
+        made = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+        if made.returncode:
+            raise UsageError(f"`{command}` failed: {made.stderr.strip()}.")
