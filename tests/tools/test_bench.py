@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from shardfold.errors import ConfigError
+from shardfold.launch.namespaces import why_not
 from shardfold.tools import cli
 from shardfold.tools.bench import contenders, results, show, traces
 from shardfold.tools.bench.results import Measured, Turn
@@ -127,6 +128,9 @@ def test_a_contender_that_dies_is_reported_and_the_others_go_on(capsys: pytest.C
         (["offload", "--only", "zero3"], "zero3 was asked for and cannot take part: it does the jobs gpt, tensors"),
         (["offload", "--only", "zero2-hots"], "Did you mean 'zero2-host'?"),
         (["offload", "--folder", "no-such-folder"], "no-such-folder"),
+        (["--only", "zeropp", "--ranks", "4"], "zeropp was asked for and cannot take part: rounds what it sends"),
+        (["--link", "fast"], "rate='fast': it is what tc reads, as '200mbit'"),
+        (["--link", "1gbit", "--ranks", "3"], "there are 3 on cpu: give --ranks 4"),
         (["--threads", "0"], "threads is 0, but must be at least 1."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -187,6 +191,26 @@ def test_losses_that_disagree_fail_loudly(other: float, trusted: bool, capsys: p
     measured = recorded([1.0, other])
     assert show.print_report(measured, None, {}, as_markdown=True, tolerance=1e-3) is trusted
     assert ("THE LOSSES DISAGREE" in capsys.readouterr().out) is not trusted
+
+
+def test_losses_of_who_rounds_what_it_sends_are_its_own():
+    measured = recorded([1.0, 1.0])
+    measured.contenders.append(contenders.find("zeropp"))
+    measured.turns["zeropp"] = turns([1.0, 1.0, 1.0], 1.5)
+    difference = results.loss_difference(measured)
+    assert difference is not None and difference[1:] == (0.0, ("torch-ddp", "zero3"))
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.soak
+def test_a_job_runs_on_two_nodes_with_a_slow_link_between_them(tmp_path: Path):
+    file = tmp_path / "bench.json"
+    settings = ["--params", "2e5", "--context", "16", "--rounds", "1", "--steps", "1", "--json", str(file)]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "--link", "200mbit", "--only", "zero3,zeropp", *settings])
+    assert end.value.code == 0
+    found = json.loads(file.read_text())
+    assert found["settings"]["link"] == "200mbit" and [row["name"] for row in found["rows"]] == ["zero3", "zeropp"]
 
 
 def test_time_goes_to_the_innermost_operation_and_to_waiting():
