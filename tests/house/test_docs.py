@@ -23,6 +23,7 @@ import typer
 from shardfold.testing import Ranks
 from shardfold.tools import cli
 from shardfold.tools.recipes.config import TrainConfig
+from shardfold.tools.recipes.face.config import FaceConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -123,6 +124,8 @@ def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -
         "train": {cli.option_name(field) for field in TrainConfig.model_fields} | {"--procs", "--config", "--help"},
         "bench": {cli.option_name(field) for field in inspect.signature(cli.bench).parameters} | {"--help"},
     }
+    faces = {cli.option_name(field) for field in FaceConfig.model_fields}
+    known["train face"] = faces | {"--config", "--help", "--study"}
     group: Any = typer.main.get_command(cli.app)
     for name, command in group.commands["ckpt"].commands.items():
         known[f"ckpt {name}"] = {option for each in command.params for option in each.opts} | {"--help"}
@@ -130,7 +133,7 @@ def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -
         known[name] = {option for each in group.commands[name].params for option in each.opts} | {"--help"}
     known["run"] = {option for each in group.commands["run"].params for option in each.opts} | {"--help"}
     for page, words in _commands():
-        if words[0] == "ckpt":
+        if words[0] == "ckpt" or words[:2] == ["train", "face"]:
             words = [" ".join(words[:2]), *words[2:]]
         if words[0] == "run":  # what stands after the script is the script's
             script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from shardfold.checkpoint.collect import is_moment
@@ -10,7 +11,9 @@ from shardfold.checkpoint.files import DTYPES
 from shardfold.checkpoint.format import Parameter
 from shardfold.checkpoint.names import Rename, renamer
 from shardfold.checkpoint.reader import Checkpoint
-from shardfold.errors import CheckpointError
+from shardfold.errors import CheckpointError, did_you_mean
+from shardfold.plan.box import Box
+from shardfold.plan.placement import Slot
 from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.whole_state import buffers_of, most_precise, names_of
 
@@ -28,9 +31,10 @@ class Fit:
     Args:
         model: that loads.
         checkpoint: what is loaded.
-        rename: see :meth:`Engine.load`.
+        rename, rows: see :meth:`Engine.load`.
 
     Attributes:
+        rows: by the engine's name of a parameter, for each of its rows the checkpoint's, or -1.
         parameters: by the engine's name of a parameter, the checkpoint's.
         buffers: the same of buffers.
         missing: names of the model that the checkpoint does not have.
@@ -44,8 +48,14 @@ class Fit:
         CheckpointError: ``rename`` gives two parameters one name.
     """
 
-    def __init__(self, model: ShardedModel, checkpoint: Checkpoint, rename: Rename | None) -> None:
-        self._model, self._checkpoint = model, checkpoint
+    def __init__(
+        self,
+        model: ShardedModel,
+        checkpoint: Checkpoint,
+        rename: Rename | None,
+        rows: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self._model, self._checkpoint, self.rows = model, checkpoint, dict(rows or {})
         self.notes: list[str] = []
         self.trained: dict[str, str] = {}
         self.options: dict[int, dict[str, Any]] = {}
@@ -81,7 +91,7 @@ class Fit:
         for name, old in self.parameters.items():
             shape, segment = self._mine[name]
             theirs, dtype = self._theirs[old], most_precise(self._model, segment)[0].dtype
-            if theirs.shape != shape:
+            if theirs.shape != shape and (name not in self.rows or theirs.shape[1:] != shape[1:]):
                 wrong.append(f"{name} is {_shape(theirs.shape)} in the checkpoint and {_shape(shape)} in the model")
             elif DTYPES[theirs.dtype].is_floating_point != dtype.is_floating_point:
                 wrong.append(f"{name} is {DTYPES[theirs.dtype]} in the checkpoint and {dtype} in the model")
@@ -89,6 +99,7 @@ class Fit:
             shape, theirs = tuple(self._buffers[name].shape), self._theirs[old]
             if theirs.shape != shape:
                 wrong.append(f"{name} is {_shape(theirs.shape)} in the checkpoint and {_shape(shape)} in the model")
+        self._check_rows()
         said: list[str] = []
         if strict and self.missing:
             said.append(f"missing: {', '.join(self.missing)}")
@@ -97,6 +108,51 @@ class Fit:
         if said or wrong:
             hint = "" if wrong else "; rename= maps names, strict=False loads what fits"
             raise CheckpointError(f"{self._checkpoint.path} does not fit the model: {'; '.join(said + wrong)}{hint}.")
+
+    def _check_rows(self) -> None:
+        """
+        Raises:
+            CheckpointError: rows are asked for of a parameter that is not there, or that are none of it.
+        """
+        for name, rows in self.rows.items():
+            if name not in self.parameters:
+                raise CheckpointError(
+                    f"engine.load(rows=...) names {name!r}, which the checkpoint or the model does not have."
+                    f"{did_you_mean(name, self.parameters)}"
+                )
+            there, here = self._theirs[self.parameters[name]].shape, self._mine[name][0]
+            if not here or len(rows) != here[0] or not all(-1 <= row < there[0] for row in rows):
+                raise CheckpointError(
+                    f"engine.load(rows=...) has {len(rows)} rows for {name!r}, which is {_shape(here)} in the "
+                    f"model and {_shape(there)} in the checkpoint: give for each row its number in the checkpoint, or "
+                    "-1."
+                )
+
+    def parts(self, slot: Slot, start: int, stop: int) -> Iterator[tuple[int, int, Box | None]]:
+        """Of elements ``[start, stop)`` of what lies in a slot those that the checkpoint has, as few runs as there are:
+        ``(first, last)``, and the box of the checkpoint's parameter that has them; where rows are not moved, that which
+        the slot is, whose elements first and last count."""
+        rows = self.rows.get(slot.name)
+        if rows is None:
+            yield start, stop, slot.box
+            return
+        each, offset = prod(slot.shape[1:]), slot.starts[0] if slot.starts else 0
+        at = start
+        while at < stop:
+            row = at // each
+            source, last = rows[offset + row], min((row + 1) * each, stop)
+            within = at - row * each
+            if not within:  # whole rows that follow each other there too are read at once
+                while (
+                    source >= 0 and last + each <= stop and rows[offset + last // each] == source + last // each - row
+                ):
+                    last += each
+            number = -(-(last - at) // each)
+            if source >= 0 and not within and last - at == number * each:
+                yield at, last, Box((source, *[0] * (len(slot.shape) - 1)), (number, *slot.shape[1:]))
+            elif source >= 0:  # a part of a row; parameters of one row have two dimensions
+                yield at, last, Box((source, within), (1, last - at))
+            at = last
 
     # -- the optimizer
 

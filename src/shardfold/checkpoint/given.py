@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfold.errors import ConfigError
-from shardfold.plan.checks import described
+from shardfold.plan.checks import described, is_integer
 from shardfold.sharding.model import ShardedModel
 
-__all__ = ["check_loadable", "check_place", "check_slices", "check_states"]
+__all__ = ["check_loadable", "check_place", "check_rows", "check_slices", "check_states"]
 
 
 def check_place(call: str, path: Any, what: str) -> None:
@@ -65,4 +65,19 @@ def check_loadable(call: str, state: Mapping[str, Any] | None) -> None:
             raise ConfigError(
                 f"{call}: state[{name!r}] is {described(target)}, which has no load_state_dict(): what was saved as a "
                 "plain value is in the report's .state; give objects that take theirs."
+            )
+
+
+def check_rows(call: str, rows: Any) -> None:
+    """
+    Raises:
+        ConfigError: it is no mapping of names to whole numbers.
+    """
+    check_states(call, rows=rows)
+    for name, numbers in (rows or {}).items():
+        listed = isinstance(numbers, Sequence) and not isinstance(numbers, str)
+        if not listed or not all(is_integer(number, -1) for number in numbers):
+            raise ConfigError(
+                f"{call}: rows[{name!r}] is {described(numbers)}: give for each row its number in the checkpoint, or "
+                "-1 for one that is new."
             )

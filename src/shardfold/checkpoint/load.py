@@ -8,7 +8,7 @@ and half of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,13 +105,14 @@ def load(
     rename: Rename | None,
     state: Mapping[str, Any] | None,
     number: int,
+    rows: Mapping[str, Sequence[int]] | None = None,
 ) -> LoadReport:
     """See :meth:`Engine.load`; ``number`` counts the loads of an engine."""
     begun = perf_counter()
     refuse_during(model.loans, WHAT)
     with open_together(model, path, f"load/{number}") as checkpoint:
         agreed = _Agreed(model, f"load/{number}", "Nothing was changed.")
-        fit = agreed(lambda: _fit(model, checkpoint, rename, state or {}, strict, weights_only))
+        fit = agreed(lambda: _fit(model, checkpoint, rename, rows or {}, state or {}, strict, weights_only))
         report = LoadReport(
             checkpoint.path, checkpoint.index.step, missing=fit.missing, unexpected=fit.unexpected, notes=fit.notes
         )
@@ -177,11 +178,12 @@ def _fit(
     model: ShardedModel,
     checkpoint: Checkpoint,
     rename: Rename | None,
+    rows: Mapping[str, Sequence[int]],
     state: Mapping[str, Any],
     strict: bool,
     weights_only: bool,
 ) -> Fit:
-    fit = Fit(model, checkpoint, rename)
+    fit = Fit(model, checkpoint, rename, rows)
     fit.check_names(strict)
     if not weights_only:
         fit.check_optimizer(strict)
@@ -344,7 +346,7 @@ class _Work:
         """Master, what rests in the compute dtype and what is held, from the one copy that was saved."""
         shard, bounds, over = most_precise(self._model, segment)
         fit, names = self._fit, [slot.name for slot in segment.spec.slots]
-        every = all(name in fit.parameters and name not in fit.left_out for name in names)
+        every = all(name in fit.parameters and name not in fit.left_out and name not in fit.rows for name in names)
         with self._opened(shard, replaced=every) as kept:
             self._fill(segment, "weight", kept, bounds, over)
             self._mirror(segment, shard, kept, bounds, over)
@@ -474,11 +476,17 @@ class _Work:
             left_out = place.name in self._fit.left_out if state == "weight" else state not in checkpoint.states(old)
             if left_out:
                 continue
-            out = target[a - bounds[0] : b - bounds[0]]
             x, y = a - place.offset, b - place.offset
             read = with_group(self._group, state)
             read = read if read in checkpoint.states(old) else state
-            self.attempt(lambda o=old, s=read, x=x, y=y, t=out, b=place.box: checkpoint.read(o, s, x, y, out=t, box=b))
+            for first, last, box in self._fit.parts(place, x, y):
+                out = target[first + place.offset - bounds[0] : last + place.offset - bounds[0]]
+                at = 0 if place.name in self._fit.rows else first
+                self.attempt(
+                    lambda o=old, s=read, a=at, b=at + last - first, t=out, of=box: checkpoint.read(
+                        o, s, a, b, out=t, box=of
+                    )
+                )
         complete(model.comm, [target], others, WHAT)
 
 

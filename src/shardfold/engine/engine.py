@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from shardfold import accelerator
 from shardfold.activations.modes import Activations, Replacements, in_table
 from shardfold.checkpoint.base import Base
-from shardfold.checkpoint.given import check_loadable, check_place, check_slices, check_states
+from shardfold.checkpoint.given import check_loadable, check_place, check_rows, check_slices, check_states
 from shardfold.checkpoint.job import Saving
 from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.names import renamer
@@ -833,6 +833,7 @@ class Engine:
         strict: bool = True,
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
         state: Mapping[str, Any] | None = None,
+        rows: Mapping[str, Sequence[int]] | None = None,
     ) -> LoadReport:
         """Goes on where a checkpoint was written, whatever layout, precision and number of ranks wrote it.
 
@@ -843,6 +844,9 @@ class Engine:
             rename: from the checkpoint's names to the model's: regular expressions and what they are replaced with, in
                 order, or a function.
             state: objects with ``load_state_dict()``, by the names they were saved under.
+            rows: of matrices that have other rows than they had, such as a head after classes came and went, by name:
+                for each row of the model's the checkpoint's, or -1 for one that keeps its values, with new optimizer
+                states. All ranks give the same.
 
         Raises:
             ConfigError: on all ranks: an argument is of a wrong type on one of them.
@@ -856,6 +860,7 @@ class Engine:
             check_slices("engine.load()", self.sharded)
             check_states("engine.load()", state=state)
             check_loadable("engine.load()", state)
+            check_rows("engine.load()", rows)
             renamer(rename, "engine.load")
             check_flags("engine.load()", weights_only=weights_only, strict=strict)
 
@@ -863,8 +868,9 @@ class Engine:
         self._gate.secure()
         self._loads += 1
         report = load(
-            self.sharded, path, weights_only=weights_only, strict=strict, rename=rename, state=state, number=self._loads
-        )
+            self.sharded, path, weights_only=weights_only, strict=strict, rename=rename, state=state,
+            number=self._loads, rows=rows,
+        )  # fmt: skip
         if self._stepper is not None and self._stepper.freeze is not None:
             self._stepper.freeze.follow()
         return report

@@ -21,14 +21,17 @@ from shardfold.plan import presets
 from shardfold.plan.offload import offloaded
 from shardfold.tools import cli_ckpt, cli_plan, cli_run, extras
 from shardfold.tools.observe.printable import printable
-from shardfold.tools.recipes.config import TrainConfig, read_settings, resumed_settings
+from shardfold.tools.recipes.config import Settings, TrainConfig, read_settings, resumed_settings
+from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.folder import claimed
 
 __all__ = ["app", "main"]
 
 FAILED = 1
 MOST_PARAMS = 1e18
-RECIPES = ("lm",)
+RECIPES = ("lm", "face")
+FACE = "train face"
+"""The command that ``train face`` is: its options are others than the language model's."""
 METAVARS = {"int": "INTEGER", "float": "NUMBER", "Path": "PATH", "str": "TEXT", "Literal": "TEXT"}
 
 app = typer.Typer(
@@ -100,6 +103,8 @@ def train(
     """
     if recipe not in RECIPES:
         raise ConfigError(f"there is no recipe {recipe!r}.{did_you_mean(recipe, RECIPES)}")
+    if recipe != "lm":
+        raise ConfigError(f"the recipe comes before its options: shardfold train {recipe} --steps 100.")
     given = {name: value for name, value in options.items() if value is not None}
     if config is not None:
         given = TrainConfig.load(read_settings(config), where=str(config)).model_dump(exclude_unset=True) | given
@@ -135,11 +140,11 @@ def off_name(field: str) -> str:
     return "--no-" + field.replace("_", "-")
 
 
-def with_settings(command: Any) -> Any:
-    """Give the command one option per field of TrainConfig, so that each is written down once, beside its meaning."""
+def with_settings(command: Any, settings: type[Settings] = TrainConfig) -> Any:
+    """Give the command one option per field of the settings, so that each is written down once, beside its meaning."""
     signature = inspect.signature(command, eval_str=True)
     parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    for name, field in TrainConfig.model_fields.items():
+    for name, field in settings.model_fields.items():
         if field.annotation is bool:
             flag = typer.Option(f"{option_name(name)}/{off_name(name)}", help=field.description, show_default=False)
             keyword = inspect.Parameter.KEYWORD_ONLY
@@ -157,6 +162,50 @@ def with_settings(command: Any) -> Any:
 
 
 app.command(epilog="For example: shardfold train lm --layout zero2 --steps 200 --data my-texts/")(with_settings(train))
+
+
+def train_face(
+    invocation: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML or JSON file with any of these settings; options given here win.")
+    ] = None,
+    study: Annotated[
+        bool,
+        typer.Option(
+            "--study",
+            help="Instead: every layout with the largest batch that fits, under two memory budgets, and a page of it.",
+        ),
+    ] = False,
+    **options: Any,
+) -> None:
+    """Train a face-recognition model: a ViT and a head of identities with a margin, split over the ranks.
+
+    With no options: drawn faces, on 2 local processes.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if config is not None:
+        given = FaceConfig.load(read_settings(config), where=str(config)).model_dump(exclude_unset=True) | given
+    settings = FaceConfig.load(given, where="the command line")
+    if settings.data is not None and not settings.data.expanduser().is_dir():
+        raise ConfigError(f"there is no folder {str(settings.data)!r}: give --data a folder of images by identity.")
+    if settings.procs > 1 and not launch.is_rank():
+        with claimed(settings.out) as folder:
+            resolved = {**given, "out": folder}
+            arguments = [argument(name, value) for name, value in resolved.items() if name != "procs"]
+            flags = ["--study"] * study + (["--debug"] if invocation.obj else [])
+            raise typer.Exit(launch.launch_local(["train", "face", *arguments, *flags], settings.procs))
+    if study:
+        from shardfold.tools.recipes.face.study import study as run_study
+
+        raise typer.Exit(run_study(settings))
+    from shardfold.tools.recipes.face.train import train as train_faces
+
+    raise typer.Exit(train_faces(settings).exit_status)
+
+
+app.command(FACE, hidden=True, epilog="For example: shardfold train face --layout zero2 --steps 200 --size 48")(
+    with_settings(train_face, FaceConfig)
+)
 
 
 @app.command(
@@ -271,6 +320,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     # After `run` there may be a script's own --debug: what is ours stands before.
     ours = arguments.index("run") if "run" in arguments[:2] else len(arguments)
     debug = "--debug" in arguments[:ours]
+    words = [each for each in arguments if each != "--debug"]
+    if words[:2] == FACE.split():
+        arguments[arguments.index("train") : arguments.index("face") + 1] = [FACE]
     try:
         status = command_of(app).main(
             [each for place, each in enumerate(arguments) if place >= ours or each != "--debug"],

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -19,6 +19,8 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
+
+Chosen = TypeVar("Chosen", bound="Settings")
 
 SHAPE = ("d_model", "layers", "heads", "context", "experts", "top_k")
 
@@ -102,10 +104,29 @@ SIZES: dict[str, dict[str, int]] = {
 """From 0.1 M parameters (`tiny`) to 1.0 G (`xl`); `demo` is trained in minutes on two CPU cores."""
 
 
-class TrainConfig(BaseModel):
-    """Everything that decides a run. Field descriptions are the command line's help."""
+class Settings(BaseModel):
+    """Of a recipe; unknown names and wrong values are told in one sentence."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @classmethod
+    def load(cls: type[Chosen], settings: dict[str, Any], where: str = "the settings") -> Chosen:
+        """Validate plain values; the first that is wrong raises one sentence that names it and `where` it stands."""
+        for key in settings:
+            if key not in cls.model_fields:
+                raise ConfigError(f"{where}: there is no setting {key!r}.{did_you_mean(key, cls.model_fields)}")
+        try:
+            return cls(**settings)
+        except ValidationError as error:
+            first = error.errors()[0]
+            if not first["loc"]:  # a check of several settings at once, which wrote the sentence itself
+                raise ConfigError(first["msg"].removeprefix("Value error, ")) from None
+            name = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(f"{where}: {name} is {first['input']!r}, but {reason(first['msg'])}.") from None
+
+
+class TrainConfig(Settings):
+    """Everything that decides a run. Field descriptions are the command line's help."""
 
     procs: int = Field(2, ge=1, le=4096, description="Processes on this machine; torchrun's own count wins.")
     size: str = Field("demo", description=f"Model size: {', '.join(SIZES)}.")
@@ -232,21 +253,6 @@ class TrainConfig(BaseModel):
     def warmup_steps(self) -> int:
         """Return `warmup`, or a tenth of a run that is too short for the default."""
         return self.warmup if self.warmup < self.steps else self.steps // 10
-
-    @classmethod
-    def load(cls, settings: dict[str, Any], where: str = "the settings") -> TrainConfig:
-        """Validate plain values; the first that is wrong raises one sentence that names it and `where` it stands."""
-        for key in settings:
-            if key not in cls.model_fields:
-                raise ConfigError(f"{where}: there is no setting {key!r}.{did_you_mean(key, cls.model_fields)}")
-        try:
-            return cls(**settings)
-        except ValidationError as error:
-            first = error.errors()[0]
-            if not first["loc"]:  # a check of several settings at once, which wrote the sentence itself
-                raise ConfigError(first["msg"].removeprefix("Value error, ")) from None
-            name = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"{where}: {name} is {first['input']!r}, but {reason(first['msg'])}.") from None
 
 
 def reason(message: str) -> str:

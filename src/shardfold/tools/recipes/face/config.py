@@ -1,0 +1,105 @@
+"""The settings of the face-recognition recipe. Imports no torch; see the language model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from shardfold.errors import ConfigError
+from shardfold.plan import presets
+from shardfold.plan.layout import Layout
+from shardfold.plan.offload import offloaded
+from shardfold.tools.recipes.config import Settings
+
+__all__ = ["FaceConfig"]
+
+
+class FaceConfig(Settings):
+    """Everything that decides a run. Field descriptions are the command line's help."""
+
+    procs: int = Field(2, ge=1, le=4096, description="Processes on this machine; torchrun's own count wins.")
+    data: Path | None = Field(
+        None, description="A folder with a folder of images for each identity; without it, faces that are drawn."
+    )
+    identities: int = Field(2000, ge=2, le=10**7, description="Identities that are drawn for training.")
+    shots: int = Field(8, ge=2, le=4096, description="Images of each that are drawn.")
+    held_out: int = Field(60, ge=2, le=10**6, description="Identities that are kept apart, for evaluation.")
+    difficulty: float = Field(
+        0.4, ge=0, le=2, allow_inf_nan=False, description="Of what is drawn: 0 portraits, 1 surveillance."
+    )
+    size: str = Field("32", description="Of images in pixels: one number, or rows x columns, as 48x32.")
+    channels: Literal[1, 3] = Field(1, description="1: grey; 3: colour.")
+    backbone: str = Field("vit", description="vit; or transformers:NAME or timm:NAME, a model of these packages.")
+    patch: int = Field(8, ge=1, le=1024, description="Rows and columns of a patch.")
+    width: int = Field(64, ge=8, le=2**16, description="Of the backbone.")
+    layers: int = Field(2, ge=1, le=1024, description="Blocks of the backbone.")
+    heads: int = Field(4, ge=1, le=1024, description="Attention heads of a block.")
+    embedding: int = Field(160, ge=2, le=2**16, description="Numbers of an embedding.")
+    head: Literal["sharded", "replicated"] = Field(
+        "sharded", description="Classes split over the ranks, or all of them on each."
+    )
+    scale: float = Field(16.0, gt=0, allow_inf_nan=False, description="Of logits.")
+    angle: float = Field(0.1, ge=0, le=1.57, description="Margin of ArcFace, in radians.")
+    cosine: float = Field(0.0, ge=0, le=2, description="Margin of CosFace; give --angle 0 with it.")
+    sample: float = Field(1.0, gt=0, le=1, description="Share of the classes in a step (Partial FC).")
+    layout: str = Field("zero2", description=f"How state is split over ranks: {', '.join(presets.PRESETS)}.")
+    offload: str | None = Field(None, description="Slower tier of gradients and optimizer states: host or disk.")
+    precision: Literal["fp32", "bf16", "fp16", "bf16-autocast"] = Field(
+        "fp32", description="Of the backbone; the head and statistics of batch normalization are fp32."
+    )
+    steps: int = Field(400, ge=1, description="Optimizer steps.")
+    batch: int = Field(48, ge=2, description="Images per rank and step.")
+    lr: float = Field(4e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
+    warmup: int = Field(40, ge=0, description="Steps over which the learning rate rises; a cosine falls after it.")
+    weight_decay: float = Field(0.05, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
+    clip_norm: float = Field(5.0, ge=0, allow_inf_nan=False, description="Largest gradient norm; 0 does not clip.")
+    augment: bool = Field(True, description="Shift, mirror, brighten and cover images at random.")
+    workers: int = Field(0, ge=0, le=1024, description="Processes of each rank that make images.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of identities, parameters and batches.")
+    far: str = Field("0.1,0.01,0.001", description="False-accept rates at which Precision is told.")
+    matcher: bool = Field(False, description="Also train a small ResNet that matches pairs of embeddings.")
+    save_every: int = Field(0, ge=0, description="Steps between checkpoints; with one at the end. 0: none.")
+    resume: Path | None = Field(
+        None, description="Checkpoint to go on from; identities are found by name, new ones begin anew."
+    )
+    out: Path | None = Field(None, description="Run folder, new or empty; without it, runs/<timestamp>.")
+
+    @model_validator(mode="after")
+    def _check(self) -> FaceConfig:
+        self.image_size()
+        self.rates()
+        self.table()
+        if self.backbone == "vit" and self.width % self.heads:
+            raise ConfigError(f"width {self.width} does not divide into {self.heads} heads: choose a multiple.")
+        return self
+
+    def image_size(self) -> tuple[int, int]:
+        """Rows and columns.
+
+        Raises:
+            ConfigError: ``size`` says none.
+        """
+        parts = self.size.lower().split("x")
+        if len(parts) > 2 or not all(part.isdecimal() and 4 <= int(part) <= 4096 for part in parts):
+            raise ConfigError(f"size is {self.size!r}: it is a number of pixels from 4 to 4096, or two, as 48x32.")
+        return int(parts[0]), int(parts[-1])
+
+    def rates(self) -> list[float]:
+        """The false-accept rates of ``far``.
+
+        Raises:
+            ConfigError: they are none.
+        """
+        try:
+            found = [float(part) for part in self.far.split(",")]
+        except ValueError:
+            found = []
+        if not found or not all(0 < rate < 1 for rate in found):
+            raise ConfigError(f"far is {self.far!r}: it is rates between 0 and 1, as 0.1,0.01.")
+        return found
+
+    def table(self) -> Layout:
+        """The layout's table, with the tiers that ``offload`` names."""
+        return offloaded(presets.named(self.layout), self.offload)

@@ -1,0 +1,186 @@
+"""The face model: a vision transformer, a neck with batch normalization, and a head of classes with a margin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardfold.errors import ConfigError
+from shardfold.nn import SyncBatchNorm
+from shardfold.parallel import Attention, MarginHead
+from shardfold.tools.recipes.face.config import FaceConfig
+
+__all__ = ["FaceModel", "ViT", "backbone_of"]
+
+
+class SelfAttention(nn.Module):
+    """Of all patches to all."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention = Attention(heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(self.attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """Pre-norm, as ViT's (arXiv 2010.11929)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm_1, self.attention = nn.LayerNorm(width), SelfAttention(width, heads)
+        self.norm_2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+def stem(channels: int, patch: int, width: int) -> nn.Module:
+    """Images to one vector for each patch; where sides are powers of two, by convolutions that halve them, with which a
+    ViT learns from fewer images (arXiv 2106.14881)."""
+    halvings = patch.bit_length() - 1
+    if patch != 1 << halvings or patch == 1:
+        return nn.Conv2d(channels, width, patch, patch)
+    layers: list[nn.Module] = []
+    for left in range(halvings - 1, -1, -1):
+        wide = max(width >> left, 8) if left else width
+        layers += [nn.Conv2d(channels, wide, 3, 2, 1), nn.GELU()]
+        channels = wide
+    return nn.Sequential(*layers, nn.Conv2d(width, width, 1))
+
+
+class ViT(nn.Module):
+    """Images ``(batch, channels, rows, columns)`` to features ``(batch, width)``, the mean over patches.
+
+    Images whose sides are no multiple of ``patch`` are padded; of another size than ``size``, positions are
+    interpolated.
+    """
+
+    def __init__(self, size: tuple[int, int], channels: int, patch: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.patch, self.width = patch, width
+        self.grid = tuple(-(-side // patch) for side in size)
+        self.patches = stem(channels, patch, width)
+        self.positions = nn.Parameter(torch.empty(1, width, *self.grid))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        if not self.positions.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Of what this module itself owns."""
+        nn.init.normal_(self.positions, std=0.02)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows, columns = (-side % self.patch for side in images.shape[-2:])
+        x = self.patches(F.pad(images, (0, columns, 0, rows)))
+        positions = self.positions
+        if x.shape[-2:] != positions.shape[-2:]:
+            positions = F.interpolate(positions, x.shape[-2:], mode="bilinear", align_corners=False)
+        x = (x + positions.to(x.dtype)).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x).mean(1)
+
+
+class Neck(nn.Module):
+    """Features to embeddings: a linear layer and batch normalization over the batches of all ranks, without an affine
+    part, whose statistics are fp32 whatever the features are."""
+
+    def __init__(self, width: int, embedding: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, embedding, bias=False), SyncBatchNorm(embedding, affine=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.norm(self.linear(features))
+
+
+class FaceModel(nn.Module):
+    """With labels it gives the mean loss of this rank's images, without them their embeddings.
+
+    Args:
+        config: of the backbone, the embedding and the head.
+        classes: identities to tell apart.
+    """
+
+    def __init__(self, config: FaceConfig, classes: int) -> None:
+        super().__init__()
+        self.backbone, width = backbone_of(config)
+        self.neck = Neck(width, config.embedding)
+        self.head = MarginHead(
+            config.embedding, classes, axis="intra" if config.head == "sharded" else None, scale=config.scale,
+            angle=config.angle, cosine=config.cosine, sample=config.sample,
+        )  # fmt: skip
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        embeddings = self.neck(self.backbone(images.to(self.neck.linear.weight.dtype)))
+        return embeddings if labels is None else self.head(embeddings, labels)
+
+
+def backbone_of(config: FaceConfig) -> tuple[nn.Module, int]:
+    """The backbone, and how wide its features are.
+
+    Raises:
+        ConfigError: it is none of a package's, or the package is not installed.
+    """
+    package, _, name = config.backbone.partition(":")
+    if package == "vit" and not name:
+        vit = ViT(config.image_size(), config.channels, config.patch, config.width, config.layers, config.heads)
+        return vit, config.width
+    if package == "transformers" and name:
+        return _of_transformers(name, config)
+    if package == "timm" and name:
+        return _of_timm(name, config)
+    raise ConfigError(
+        f"backbone is {config.backbone!r}: it is vit, transformers:NAME (a type of model, as vit, deit or swin) or "
+        "timm:NAME."
+    )
+
+
+class _Pooled(nn.Module):
+    """A model of transformers, of whose hidden states the mean over patches is taken."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: Any = self.model(pixel_values=images).last_hidden_state
+        return found.mean(1) if found.dim() == 3 else found.flatten(2).mean(2)
+
+
+def _of_transformers(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
+    from transformers import AutoConfig, AutoModel
+
+    rows, columns = config.image_size()
+    sizes = {
+        "image_size": rows if rows == columns else (rows, columns), "num_channels": config.channels,
+        "patch_size": config.patch, "hidden_size": config.width, "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads, "intermediate_size": 4 * config.width,
+    }  # fmt: skip
+    try:
+        known = AutoConfig.for_model(name)
+    except ValueError:
+        raise ConfigError(f"backbone transformers:{name}: transformers has no type of model {name!r}.") from None
+    of_model = AutoConfig.for_model(name, **{key: value for key, value in sizes.items() if hasattr(known, key)})
+    model = AutoModel.from_config(of_model)
+    return _Pooled(model), int(getattr(of_model, "hidden_size", 0) or of_model.hidden_sizes[-1])
+
+
+def _of_timm(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
+    try:
+        import timm  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        raise ConfigError(f"backbone timm:{name} needs the package timm: pip install timm.") from None
+    if not timm.is_model(name):
+        raise ConfigError(f"backbone timm:{name}: timm has no model {name!r}.")
+    model = timm.create_model(name, pretrained=False, in_chans=config.channels, num_classes=0)
+    return model, int(model.num_features)

@@ -1,0 +1,314 @@
+"""The face recipe: what is drawn, which images ranks and workers get, verification, checkpoints with other identities,
+and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardfold as sf
+from shardfold.errors import CheckpointError, ConfigError
+from shardfold.testing import Ranks
+from shardfold.tools.recipes.face import matcher, study, verification
+from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face.drawn import DrawnFaces
+from shardfold.tools.recipes.face.images import Batches, EpochSampler, sources, unchanged
+from shardfold.tools.recipes.face.page import PUBLISHED, computed
+from shardfold.tools.recipes.face.train import FaceRun, train
+from shardfold.tools.recipes.face.vit import FaceModel
+
+HEADS = ("sharded", "replicated")
+SMALL: dict[str, Any] = {
+    "identities": 11, "shots": 4, "held_out": 5, "size": "16", "patch": 8, "width": 16, "layers": 2, "heads": 2,
+    "embedding": 12, "batch": 4, "steps": 3, "warmup": 0, "far": "0.1",
+}  # fmt: skip
+
+
+def config(**options: Any) -> FaceConfig:
+    return FaceConfig.load({**SMALL, **options})
+
+
+# -- images
+
+
+def test_faces_follow_from_their_numbers() -> None:
+    """An image is the same in whatever batch it is drawn; shots, identities, seeds and sets differ."""
+    faces = DrawnFaces(5, 3, size=(16, 20), channels=3)
+    images, labels = faces.draw([0, 1, 4, 14])
+    assert images.shape == (4, 3, 16, 20) and labels.tolist() == [0, 0, 1, 4]
+    assert (faces.draw([14])[0][0] == images[3]).all()
+    others = [images[0], images[1], images[2], DrawnFaces(5, 3, size=(16, 20), channels=3, seed=1).draw([0])[0][0]]
+    others.append(DrawnFaces(5, 3, size=(16, 20), channels=3, first=9).draw([0])[0][0])
+    assert all((a != b).mean() > 0.3 for i, a in enumerate(others) for b in others[:i])
+
+
+def _loaded(rank: int, workers: int) -> list[tuple[list[int], list[bytes]]]:
+    source, _ = sources(config())
+    sampler = EpochSampler(len(source.labels), 4, seed=0, rank=rank, num_ranks=2)
+    loader = sf.Loader(Batches(source, augment=True, seed=0), sampler, num_workers=workers, collate_fn=unchanged)
+    return [
+        (labels.tolist(), [each.numpy().tobytes() for each in images])
+        for _ in range(2)
+        for images, labels in loader
+    ]  # fmt: skip
+
+
+def test_workers_of_every_rank_draw_different_changes() -> None:
+    """Two ranks with a worker process each: all images of two epochs are different ones, and those that a run without
+    workers has."""
+    said = [_loaded(rank, 1) for rank in range(2)]
+    images = [image for batches in said for _, batch in batches for image in batch]
+    assert len(set(images)) == len(images) == 2 * 44
+    assert said == [_loaded(rank, 0) for rank in range(2)]
+
+
+def test_changes_differ_between_epochs() -> None:
+    """The same image is another one in the next epoch, and the same where an epoch is read again."""
+    source, _ = sources(config())
+    batches = Batches(source, augment=True, seed=0)
+    one, two, again = (batches.__getitems__([index])[0] for index in (3, 3 + 44, 3))
+    assert torch.equal(one, again) and not torch.equal(one, two)
+
+
+def test_folder_of_images(tmp_path: Path) -> None:
+    """A folder for each identity; some identities are kept apart; what is no image is told by name."""
+    image = pytest.importorskip("PIL.Image")
+    for name in "abcdef":
+        (tmp_path / name).mkdir()
+        for shot in range(2):
+            image.fromarray(np.full((20, 30), 40 * shot, np.uint8)).save(tmp_path / name / f"{shot}.png")
+    seen, held = sources(config(data=tmp_path, size="16x12"))
+    assert sorted([*seen.names, *held.names]) == list("abcdef") and len(held.names) == 3
+    assert seen.read([0, 1]).shape == (2, 1, 16, 12) and seen.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    (tmp_path / seen.names[0] / "0.png").write_bytes(b"none")
+    with pytest.raises(ConfigError, match=r"0\.png' cannot be read"):
+        seen.read([0])
+    with pytest.raises(ConfigError, match="give a folder with a folder for each of 4 identities"):
+        sources(config(data=tmp_path / "a"))
+
+
+# -- verification
+
+
+def embedded(n: int, identities: int, seed: int = 0) -> tuple[Any, Any]:
+    draw = np.random.default_rng(seed)
+    labels = np.sort(draw.integers(identities, size=n))
+    centres = draw.standard_normal((identities, 8))
+    return (centres[labels] + 0.7 * draw.standard_normal((n, 8))).astype(np.float32), labels
+
+
+def all_pairs(x: Any, labels: Any) -> tuple[Any, Any]:
+    scores = verification.cosine_scores(x)
+    whole = np.concatenate([scores(at, min(at + 512, len(x))) for at in range(0, len(x), 512)])
+    above = np.triu_indices(len(x), 1)
+    return whole[above], (labels[:, None] == labels)[above]
+
+
+def curve(scores: Any, same: Any) -> tuple[Any, Any]:
+    """False- and true-accept rates at each threshold that there is, as scikit-learn's `roc_curve` defines them."""
+    try:
+        from sklearn.metrics import roc_curve  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        at = np.unique(scores)[::-1]
+        wrong, right = (len(s) - np.searchsorted(np.sort(s), at, side="left") for s in (scores[~same], scores[same]))
+        return np.r_[0, wrong / (~same).sum()], np.r_[0, right / same.sum()]
+    return roc_curve(same, scores, drop_intermediate=False)[:2]
+
+
+@pytest.mark.parametrize(("n", "ties"), [(1415, False), (300, True)])
+def test_precision_is_that_of_all_pairs(n: int, ties: bool) -> None:
+    """On 10^6 pairs, and where many scores are equal, Precision at each rate is that of the whole curve, exactly."""
+    x, labels = embedded(n, n // 14)
+    x = np.round(x) if ties else x
+    rates = [0.1, 0.01, 0.001, 0.5, 0.9999, 1e-7]
+    found = verification.verify(verification.cosine_scores(x), labels, rates, chunk=512)
+    scores, same = all_pairs(x, labels)
+    assert found.genuine + found.impostor == len(scores) and (n < 1000 or len(scores) > 10**6)
+    wrong, right = curve(scores, same)
+    assert found.accepted == [right[np.searchsorted(wrong, rate, side="right") - 1] for rate in rates]
+    assert str(found).startswith(f"{100 * found.accepted[0]:.2f}@0.1, ")
+
+
+def test_intervals_hold_what_they_are_of() -> None:
+    """Intervals over identities lie around the value, and are narrower with more identities."""
+    few, many = (
+        verification.verify(verification.cosine_scores(x), labels, [0.1], bootstrap=60)
+        for x, labels in (embedded(100, 10), embedded(1000, 100))
+    )
+    for found in (few, many):
+        low, high = found.intervals[0]
+        assert low < found.accepted[0] < high
+    assert np.diff(few.intervals[0]) > np.diff(many.intervals[0])
+
+
+def test_identification_looks_up_the_first_image() -> None:
+    """Of 3 identities with 2 images: two probes are nearest to their own first image, one is to another's."""
+    x = np.array([[1, 0], [0.9, 0.1], [0, 1], [0.1, 0.9], [-1, 0], [0.5, 0.6]], np.float32)
+    labels = np.array([0, 0, 1, 1, 2, 2])
+    assert verification.identification(verification.cosine_scores(x), labels) == [2 / 3, 1.0]
+
+
+def test_matcher_learns_what_is_alike() -> None:
+    """The matcher is symmetric, and as good as cosine on embeddings that were drawn for cosine."""
+    x, labels = embedded(600, 60)
+    found = matcher.fit(x, labels)
+    y, held = embedded(200, 20, seed=1)
+    scores = matcher.scores_of(found, y)
+    assert np.allclose(scores(0, 200), scores(0, 200).T, atol=1e-4)
+    learned = verification.verify(scores, held, [0.1]).accepted[0]
+    assert learned > verification.verify(verification.cosine_scores(y), held, [0.1]).accepted[0] - 0.1
+
+
+# -- model and training
+
+
+def test_model_takes_images_of_any_size() -> None:
+    """Sides that are no multiple of a patch, and another resolution than the model was made for."""
+    model = FaceModel(config(size="18x13", channels=3), 7).eval()
+    assert model(torch.zeros(2, 3, 18, 13)).shape == model(torch.zeros(2, 3, 30, 40)).shape == (2, 12)
+
+
+def test_backbones_of_packages() -> None:
+    """A type of model of transformers has its place; names that are none are told."""
+    pytest.importorskip("transformers")
+    model = FaceModel(config(backbone="transformers:vit"), 7)
+    assert model(torch.zeros(3, 1, 16, 16), torch.arange(3)).isfinite()
+    for backbone, words in (("transformers:none", "no type of model"), ("resnet", "it is vit, transformers:NAME")):
+        with pytest.raises(ConfigError, match=words):
+            FaceModel(config(backbone=backbone), 7)
+
+
+def _losses(head: str) -> list[float]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        run = FaceRun(config(head=head, steps=6))
+        batches = run.batches()
+        for _ in range(4):
+            run.step(batches)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    run.engine.close()
+    return run.losses
+
+
+def test_heads_have_the_same_curve(ranks: Ranks) -> None:
+    """With classes split over two ranks and with all on each the losses are the same, to 1e-10 in fp64."""
+    split, whole = (ranks.run(_losses, head, world_size=2)[0] for head in HEADS)
+    assert split == pytest.approx(whole, rel=1e-10)
+
+
+def _saved(folder: Path) -> None:
+    run = FaceRun(config())
+    batches = run.batches()
+    run.step(batches)
+    run.save(folder, wait=True)
+    run.engine.close()
+
+
+def _resumed(path: Path, identities: int) -> tuple[list[str], dict[str, Any]]:
+    images = sources(config(identities=identities))
+    names: Any = images[0].names
+    if identities < 11:  # those that stay are not the first ones
+        names[:] = [f"drawn-0-{11 - 1 - number}" for number in range(identities)]
+    run = FaceRun(config(identities=identities), images)
+    with run.engine.gathered("head.weight"):
+        pass
+    notes = run.resume(path)
+    state = {name: value.clone() for name, value in run.engine.state_dict().items()}
+    batches = run.batches()
+    run.step(batches)
+    run.engine.close()
+    return notes, state
+
+
+@pytest.mark.parametrize("identities", [14, 5])  # appended; removed
+def test_checkpoints_load_with_other_identities(ranks: Ranks, tmp_path: Path, identities: int) -> None:
+    """Of 11 identities on 2 ranks to 14 on 3: the old ones keep their centres; to 5 in another order: they find
+    them."""
+    ranks.run(_saved, tmp_path, world_size=2)
+    path = tmp_path / "checkpoints" / "step-000001"
+    centres = sf.Checkpoint(path).parameter("head.weight")
+    said = ranks.run(_resumed, path, identities, world_size=3)
+    found = torch.cat([state["head.weight"] for _, state in said])
+    if identities > 11:
+        assert torch.equal(found[:11], centres) and found[11:].abs().min() > 0
+        assert "11 identities go on, 3 are new, 0 left." in said[0][0][1]
+    else:
+        assert torch.equal(found, centres.flip(0)[:5])
+        assert "5 identities go on, 0 are new, 6 left." in said[0][0][1]
+
+
+def test_rows_are_checked(ranks: Ranks, tmp_path: Path) -> None:
+    """Rows of a parameter that is not there, of another number, and that the checkpoint does not have."""
+    ranks.run(_saved, tmp_path, world_size=1)
+    said = ranks.run(_refused_rows, tmp_path / "checkpoints" / "step-000001", world_size=1)[0]
+    assert "Did you mean 'head.weight'" in said[0] and "has 3 rows" in said[1] and "has 11 rows" in said[2]
+    assert "rows['head.weight'] is 'all'" in said[3]
+
+
+def _refused_rows(path: Path) -> list[str]:
+    run, said = FaceRun(config()), []
+    for rows in ({"heads.weight": [0]}, {"head.weight": [0, 1, 2]}, {"head.weight": [99] * 11}, {"head.weight": "all"}):
+        with pytest.raises((CheckpointError, ConfigError)) as error:
+            run.engine.load(path, rows=rows)
+        said.append(str(error.value))
+    run.engine.close()
+    return said
+
+
+def _trained(out: Path) -> None:
+    train(config(out=out, matcher=True))
+
+
+def test_a_run_writes_what_it_found(ranks: Ranks, tmp_path: Path) -> None:
+    """On two ranks with a matcher: settings, losses, Precision of the trained and untrained model and of pixels,
+    embeddings and pictures."""
+    ranks.run(_trained, tmp_path / "run", world_size=2)
+    said = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [*said["precision_at_far"]] == ["trained", "untrained", "PCA of pixels", "trained, ResNet matcher"]
+    assert len(said["losses"]) == 3 and len(said["intervals"]) == 1
+    held = np.load(tmp_path / "run" / "embeddings.npz")
+    assert held["embeddings"].shape == (20, 12) and held["labels"].tolist() == [i // 4 for i in range(20)]
+    written = {each.name for each in (tmp_path / "run").iterdir()}
+    assert {"config.json", "metrics.jsonl", "roc.png", "faces.png"} <= written
+    assert FaceConfig.load(json.loads((tmp_path / "run" / "config.json").read_text())).steps == 3
+
+
+# -- the study
+
+
+def test_largest_batch_fits_and_one_more_does_not() -> None:
+    """For what a setting takes."""
+    need = study.Need(fixed=1000, each=30)
+    batch = study.largest_batch(need, 1999)
+    assert need.of(batch) <= 1999 < need.of(batch + 1)
+    assert study.largest_batch(need, 900) == 0 and study.largest_batch(need, 10**9) == study.MOST
+
+
+def test_report_computed() -> None:
+    """ZeRO's formulas give the report's order of batches, stage 3 with offload first and the base last, and about what
+    stage 2 saved: 12.6 bytes of a parameter, 1,531 MB of the 1,950 that were measured."""
+    found = {name: (mb, batch) for name, mb, batch in computed()}
+    assert found["base"][0] - found["stage 2"][0] == pytest.approx(1531, abs=1)
+    assert found["stage 3 + offload"][1] == max(batch for _, batch in found.values())
+    assert found["base"][1] == min(batch for _, batch in found.values()) < found["stage 2 + offload"][1]
+    assert found.keys() == PUBLISHED.keys() == study.SETTINGS.keys()
+
+
+def _study(out: Path) -> None:
+    study.study(config(out=out, steps=2, batch=16))
+
+
+@pytest.mark.soak
+def test_the_study_writes_a_page(ranks: Ranks, tmp_path: Path) -> None:
+    """All settings under both budgets, as Markdown, JSON and one page without links to anything."""
+    ranks.run(_study, tmp_path / "study", world_size=2)
+    rows = json.loads((tmp_path / "study" / "study.json").read_text())
+    assert len(rows) == 2 * 2 * len(study.SETTINGS) and all(row["used"] <= row["allowed"] for row in rows)
+    page = (tmp_path / "study" / "study.html").read_text()
+    assert "http" not in page and page.count("data:image/png") == 2 and all(row["command"] in page for row in rows)
