@@ -199,7 +199,7 @@ def _pictures(rows: Sequence[Row], held_out: Source) -> str:
         axes.invert_yaxis()
         axes.set(xlabel="images/s", title=f"{budget} budget")
         axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    figure.axes[-1].legend(frameon=False, fontsize=8)
     bars = BytesIO()
     figure.savefig(bars, dpi=110)
     tags = [base64.b64encode(each.getvalue()).decode() for each in (sheet, bars)]

@@ -30,7 +30,7 @@ from shardfold.tools.recipes.face.row import Row
 from shardfold.tools.recipes.face.train import FaceRun
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 
-__all__ = ["SETTINGS", "Need", "largest_batch", "study"]
+__all__ = ["SETTINGS", "Need", "largest_batch", "need_of", "study"]
 
 SETTINGS: dict[str, tuple[str, str | None]] = {
     "base": ("ddp", None),
@@ -75,7 +75,7 @@ def study(config: FaceConfig) -> int:
         out = folder or Path("runs", "study")
         console = lenient_console()
         images = sources(config)
-        needs = {(name, head): _need(config, images, name, head) for name in SETTINGS for head in _HEADS}
+        needs = {(name, head): need_of(config, images, name, head) for name in SETTINGS for head in _HEADS}
         rows: list[Row] = []
         for budget, number in BUDGETS.items():
             allowed = needs["base", "replicated"].of(number)
@@ -106,7 +106,7 @@ def _config(config: FaceConfig, name: str, head: str, batch: int, steps: int) ->
     return FaceConfig.load({**config.model_dump(exclude={"out", "far", "resume"}), "far": config.far, **changes})
 
 
-def _need(config: FaceConfig, images: tuple[Source, Source], name: str, head: str) -> Need:
+def need_of(config: FaceConfig, images: tuple[Source, Source], name: str, head: str) -> Need:
     saved: list[int] = []
     run = FaceRun(_config(config, name, head, PROBES[1], 1), images)
     batch, labels = next(run.batches())
