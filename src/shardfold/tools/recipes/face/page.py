@@ -199,7 +199,8 @@ def _pictures(rows: Sequence[Row], held_out: Source) -> str:
         axes.invert_yaxis()
         axes.set(xlabel="images/s", title=f"{budget} budget")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[-1].legend(frameon=False, fontsize=8)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncol=2, frameon=False, fontsize=8)
     bars = BytesIO()
     figure.savefig(bars, dpi=110)
     tags = [base64.b64encode(each.getvalue()).decode() for each in (sheet, bars)]
