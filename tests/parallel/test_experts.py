@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.parallel.experts import Dispatch
-from shardfold.testing import Ranks
+from shardfold.testing import Ranks, run_ranks
 from tests.support.experts import ADAM, batches, build, plain
 
 LIMIT = 0.3  # of norms, so that every step clips
@@ -90,13 +90,13 @@ def test_none_one_or_all_tokens_to_an_expert(ranks: Ranks) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp", "hpz", "offload", "infinity"])
 @pytest.mark.parametrize(("experts", "world"), [(2, 2), (2, 4), (4, 4), (4, 8)])
-def test_every_layout_with_every_count(ranks: Ranks, layout: str, experts: int, world: int) -> None:
+def test_every_layout_with_every_count(layout: str, experts: int, world: int) -> None:
     """The same for all of them."""
     each: list[dict[str, Any]] = [
         {"options": LOSSES}, {"accumulate": 2}, {"activations": "recompute", "options": LOSSES},
         {"options": {"forced": [1]}}, {"options": {"forced": [1, 3]}},
     ]  # fmt: skip
-    ranks.run(several, [(layout, experts, given) for given in each], world_size=world, timeout=250.0)
+    run_ranks(several, world, [(layout, experts, given) for given in each], timeout=250.0)
 
 
 def test_fp32(ranks: Ranks) -> None:
@@ -336,11 +336,9 @@ def test_with_stages(ranks: Ranks) -> None:
     [({"expert": 2, "pipeline": 2}, {}), ({"expert": 2, "tensor": 2}, WHOLE_EXPERTS),
      ({"expert": 2, "pipeline": 2}, {"pipeline": "gpipe"})],
 )  # fmt: skip
-def test_with_stages_or_tensor_by_data(
-    ranks: Ranks, layout: str, mesh: dict[str, int], settings: dict[str, Any]
-) -> None:
+def test_with_stages_or_tensor_by_data(layout: str, mesh: dict[str, int], settings: dict[str, Any]) -> None:
     """By two ranks of data, on eight."""
-    ranks.run(product, layout, mesh, settings, world_size=8, timeout=250.0)
+    run_ranks(product, 8, layout, mesh, settings, timeout=250.0)
 
 
 def _cut_twice() -> str:
