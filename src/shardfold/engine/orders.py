@@ -144,8 +144,9 @@ class Orders:
         )  # fmt: skip
         self._handlers.repeated = {name for order in (train, back, evaluation) for name in _repeated(order)}
         self.program: Program = shape(lower(forward=train, backward=back))
+        unshaped = passes.reduced_once(lower()) if self._overlap.reduce_once else lower()
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
-            name: lower().section("forward" if name in ("train", "eval") else name) for name in SECTIONS
+            name: unshaped.section("forward" if name in ("train", "eval") else name) for name in SECTIONS
         }
         names = [*SECTIONS[2:], "step", "beside", "behind", "arrive", "shared"]
         outer = self._layout.outer

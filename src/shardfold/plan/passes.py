@@ -51,6 +51,9 @@ class Overlap:
         delayed_update: whether updates in host memory go on behind their step, while the next one's forward and
             backward run, which read the parameters of the step before (ZeRO-Offload, arXiv 2101.06840, section 5). It
             changes the maths. Master and moments may rest on disk: they are read and written there meanwhile, too.
+        reduce_once: where gradients are split (``zero2``, ``zero3``), whether each rank keeps whole gradients over the
+            micro-batches of a step and reduces them in the last, instead of in each: with several micro-batches less is
+            sent, and the memory of whole gradients is held meanwhile.
 
     Raises:
         ConfigError: a value is negative or unknown.
@@ -68,11 +71,12 @@ class Overlap:
     compiled_update: bool = False
     speculate: str | None = None
     delayed_update: bool = False
+    reduce_once: bool = False
 
     def __post_init__(self) -> None:
         check_flags(
             "Overlap", update_thread=self.update_thread, compiled_update=self.compiled_update,
-            delayed_update=self.delayed_update,
+            delayed_update=self.delayed_update, reduce_once=self.reduce_once,
         )  # fmt: skip
         for name in ("speculate", "update_thread"):
             if self.delayed_update and getattr(self, name):
@@ -177,6 +181,11 @@ def delay_waits(ops: tuple[Op, ...], in_flight: int) -> tuple[Op, ...]:
     return (*out, *(op for ends in waiting for op in ends))
 
 
+def reduced_once(program: Program) -> Program:
+    """The same without reductions but in the last micro-batch; the buffers of gradients stay until then."""
+    return replace(program, backward=tuple(op for op in program.backward if not op.is_sum and op.verb != "ADD"))
+
+
 def updates_beside(program: Program) -> Program:
     """Moves updates, and what brings their states, into a section of their own; what stays waits for its unit."""
     own = ("FETCH", "FILL", "UPDATE", "STORE")
@@ -194,6 +203,8 @@ def apply(
 ) -> Program:  # fmt: skip
     """The program that will run: ``program`` with the passes that ``overlap`` asks for, and ``late`` units reduced at
     the end. ``fetched`` gives the bytes of a ``FETCH`` (see :func:`prefetch`)."""
+    if overlap.reduce_once:
+        program = reduced_once(program)
 
     def backward(ops: tuple[Op, ...]) -> tuple[Op, ...]:
         return delay_waits(defer_reduce(prefetch(ops, overlap.prefetch), late), overlap.reduces_in_flight or 0)
