@@ -135,7 +135,7 @@ def _t5() -> torch.nn.Module:
     torch.manual_seed(0)
     config = T5Config(
         d_model=96, d_kv=24, d_ff=256, num_layers=4, num_decoder_layers=4, num_heads=4, vocab_size=VOCAB,
-        dropout_rate=0.0, use_cache=False,
+        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
 
