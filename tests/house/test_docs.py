@@ -185,3 +185,10 @@ def test_the_table_of_run_options_is_complete() -> None:
     named = {each.name: [word for word in each.opts if word.startswith("-")] for each in shown}
     missing = [name for name, words in named.items() if words and not any(re.search(rf"{w}\b", text) for w in words)]
     assert missing == []
+
+
+def test_every_page_is_in_the_site() -> None:
+    """`make docs` is strict about it, and is not run here."""
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert not [page for page in pages if f" {page}\n" not in site]

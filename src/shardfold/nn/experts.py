@@ -144,6 +144,12 @@ class Experts(ByRows):
         gated: without: ``down(act(up(x)))``.
         std: of the first values of weights; of ``down`` another may be given.
         down_std: the same of ``down``; None: as ``std``.
+
+    Examples:
+        >>> experts = sf.nn.Experts(8, 16, count=4)
+        >>> chosen = torch.tensor([[0, 1], [2, 3], [0, 3], [1, 2]])  # of each token
+        >>> tuple(experts(x, chosen, torch.full((4, 2), 0.5)).shape)
+        (4, 8)
     """
 
     def __init__(

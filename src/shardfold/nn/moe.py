@@ -60,6 +60,12 @@ class MoE(nn.Module):
 
     Raises:
         ConfigError: an argument is out of range.
+
+    Examples:
+        >>> layer = sf.nn.MoE(8, 16, experts=4, top_k=2)
+        >>> out, loss = layer(x)  # tokens, and the loss that balances experts
+        >>> tuple(out.shape)
+        (4, 8)
     """
 
     def __init__(

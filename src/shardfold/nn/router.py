@@ -52,6 +52,11 @@ class Router(nn.Module):
         scale: of weights.
         bias_rate: how much the bias changes in a step; None: there is no bias.
         std: of the first values of the weight.
+
+    Examples:
+        >>> routing = sf.nn.Router(8, experts=4, top_k=2)(x)
+        >>> tuple(routing.chosen.shape)
+        (4, 2)
     """
 
     bias: Tensor

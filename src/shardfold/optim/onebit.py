@@ -36,6 +36,10 @@ class OneBitAdam(PartOptimizer):
 
     Raises:
         ConfigError: a hyper-parameter is out of its range.
+
+    Examples:
+        >>> warm = sf.Engine(nn.Linear(8, 8), optimizer=partial(sf.optim.OneBitAdam, lr=1e-3, freeze_step=100))
+        >>> warm.close()
     """
 
     per_element = ("exp_avg", "exp_avg_sq")

@@ -67,6 +67,10 @@ class Signs:
 
     Raises:
         ConfigError: a field is of a wrong type or value.
+
+    Examples:
+        >>> sf.Signs(axis="inter", block=1024).error
+        True
     """
 
     axis: str = "inter"
