@@ -56,6 +56,7 @@ shardfold demo                      train a small language model here, on two lo
 shardfold train --help              the same with your text, size, layout and number of processes
 shardfold explain zero3 --ranks 8   what a layout keeps on each GPU, what it sends, and the program that it runs
 shardfold run train.py              your own script, on GPUs, hosts, Slurm or MPI
+shardfold doctor                    what is wrong with this installation, what costs speed, what this machine can do
 shardfold bench                     your machine: layouts beside DDP, FSDP2 and DeepSpeed
 shardfold --help                    all commands"""
 
@@ -87,6 +88,22 @@ def report(
     from shardfold.tools.observe.page import write_page
 
     print(f"Written: {write_page(run)}")
+
+
+@app.command(epilog="For example: shardfold doctor --measure my-machine.json")
+def doctor(
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure this machine, in about a minute, and write its profile here, for shardfold plan --gpus."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Look for what is wrong with this installation, and for what costs speed."""
+    from shardfold.tools.doctor import command
+
+    raise typer.Exit(FAILED if command.doctor(measure, as_json=json) else 0)
 
 
 def train(

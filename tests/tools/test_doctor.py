@@ -1,0 +1,44 @@
+"""`shardfold doctor` finds what is wrong, says how to mend it, and writes a profile that plans read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardfold.planner.hardware import cluster
+from shardfold.tools.doctor.checks import Check, checks
+
+
+def by_what() -> dict[str, Check]:
+    return {each.what: each for each in checks() if each.state != "ok"}
+
+
+def test_what_is_wrong_has_a_way_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder for temporary files that is not there, and more threads than cores."""
+    assert {each.state for each in checks()} <= {"ok", "slow", "bad"}
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("OMP_NUM_THREADS", str(64 * len(os.sched_getaffinity(0))))
+    found = by_what()
+    assert found["temporary files"].state == "bad" and "TMPDIR" in found["temporary files"].mend
+    assert found["threads"].state == "slow" and all(each.mend for each in found.values())
+
+
+def test_the_machine_is_measured_into_a_profile_that_plans_read(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    command = [sys.executable, "-m", "shardfold", "doctor", "--measure", str(path), "--json"]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+    assert result.returncode in (0, 1), result.stderr
+    assert any(each["what"] == "versions" for each in json.loads(result.stdout))
+    two = cluster(f"2x{path}")
+    assert two.size == 2 and two.device.flops["fp32"] > 0 and two.device.near.rate > 0 and two.device.disk > 0
+
+
+def test_a_profile_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardfold", "doctor", "--measure", str(tmp_path / "no/here.json")]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2 and "is no folder" in result.stderr
