@@ -93,6 +93,7 @@ def test_the_bias_follows_the_load() -> None:
     x = torch.eye(3, 4)[[0, 0, 0, 1]].requires_grad_()
     out = torch.utils.checkpoint.checkpoint(lambda x: moe(x).out, x, use_reentrant=False)
     out.sum().backward()
+    assert moe.router._seen is not None and moe.router._seen.sum() == 4  # not of the recomputation too
     moe.router.rebalance()
     assert moe.router.bias.tolist() == pytest.approx([-0.01, 0.01, 0.01])
     moe.eval()
