@@ -278,7 +278,7 @@ def _save_boxes(folder: str, half: int, names: list[str]) -> dict[str, Any]:
     for name in names:
         engine = _engine(half, name)
         _train(engine, 3)
-        parts, index = collect(engine.sharded, {}, {}, {})
+        parts, index = collect(engine.sharded, {}, {}, {}, {})
         parts = [Part(replace(p.piece, rank=half) if p.piece.kind == "rank" else p.piece, p.values) for p in parts]
         file = f"rank-{half}-{name}.safetensors"
         written = write_file(Path(folder, file), parts)
@@ -394,7 +394,7 @@ def test_what_is_kept_once_is_written_by_the_first_box() -> None:
     for half in (0, 1):
         engine = _engine(half, "RMSprop")
         _train(engine, 1)
-        _, index = collect(engine.sharded, {}, {}, {})
+        _, index = collect(engine.sharded, {}, {}, {}, {})
         assert set(index.once) == ({"rows.weight", "rows.bias", "columns.weight"} if half == 0 else set())
         engine.close()
 

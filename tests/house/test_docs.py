@@ -129,7 +129,7 @@ def test_commands_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -
     group: Any = typer.main.get_command(cli.app)
     for name, command in group.commands["ckpt"].commands.items():
         known[f"ckpt {name}"] = {option for each in command.params for option in each.opts} | {"--help"}
-    for name in ("demo", "plan", "report"):
+    for name in ("demo", "doctor", "plan", "report"):
         known[name] = {option for each in group.commands[name].params for option in each.opts} | {"--help"}
     known["run"] = {option for each in group.commands["run"].params for option in each.opts} | {"--help"}
     for page, words in _commands():

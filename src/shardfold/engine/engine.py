@@ -257,6 +257,7 @@ class Engine:
                 sizes = data_mesh.sizes
                 staged = open_stages(model, optimizer, data_mesh, stages, choice, job)
                 self._divide(model, tensor, data_mesh, sequence_parallel)
+                self._is_cut = tensor is not None
                 if staged is not None:
                     held.callback(staged.drop_foreign())
                 rules = self._read_rules(model, precision, table, data_mesh, held)
@@ -408,7 +409,7 @@ class Engine:
         runner.bring_back = self._away.come_back
         runner.forget, runner.inside, runner.follow = self._hooks.forget, self._hooks.inside, gate.follow
         self._backward = Backward(sharded, runner, self.loss_scale, self.alarm, shares)
-        self._replicated = Replicated(sharded, always=sharded.tiers.device.debug)
+        self._replicated = Replicated(sharded, always=sharded.tiers.device.debug, losses=self._is_cut)
         self._stepper = None if self._updater is None else Stepper(
             sharded, self._updater, runner, self._changes, self.loss_scale, self.alarm, shares, self._replaced,
             self._replicated, self._clock,

@@ -31,10 +31,11 @@ class Replicated:
     Args:
         model: of the engine.
         always: every forward and step.
+        losses: too, as where a plan has cut the layers: slices that a model marks itself may have a loss for each.
     """
 
-    def __init__(self, model: ShardedModel, *, always: bool) -> None:
-        self._model, self._always = model, always
+    def __init__(self, model: ShardedModel, *, always: bool, losses: bool) -> None:
+        self._model, self._always, self._losses = model, always, losses
         self._axes = model.comm.mesh.sizes.of_role(Role.TENSOR)
         self._forwards = self._steps = 0
         self._loss: Tensor | None = None
@@ -58,7 +59,7 @@ class Replicated:
 
     def note(self, loss: Any) -> None:
         """A backward begins at this loss."""
-        if self._axes and isinstance(loss, Tensor) and (self._steps < STEPS or self._always):
+        if self._axes and self._losses and isinstance(loss, Tensor) and (self._steps < STEPS or self._always):
             self._loss = loss.detach()
 
     def check_gradients(self) -> None:

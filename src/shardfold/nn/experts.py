@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.nn.grouped import grouped_linear
+from shardfold.plan.arguments import known_arguments
 
 __all__ = ["ACTIVATIONS", "ByRows", "Experts", "FeedForward", "Sorted", "combined", "sorted_rows"]
 
@@ -133,6 +134,7 @@ class ByRows(nn.Module):
         return combined(made, order, weights, x.dtype)
 
 
+@known_arguments
 class Experts(ByRows):
     """``down(act(gate(x)) * up(x))`` of each token's experts, weighed and summed.
 

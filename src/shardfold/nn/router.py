@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
 from shardfold.nn.ranks import Everyone
+from shardfold.plan.arguments import known_arguments
 from shardfold.torch_internals import in_backward
 
 __all__ = ["Router", "Routing"]
@@ -40,6 +41,7 @@ class Routing(NamedTuple):
     logits: Tensor
 
 
+@known_arguments
 class Router(nn.Module):
     """See the module's docstring.
 

@@ -399,7 +399,7 @@ class _Walk:
         if encoded := encoded_bytes(op, self._layout, unit, self._mesh):
             self._take(unit.name, "transport", [(encoded, "int8")])
         elif op.verb == "REDUCE_SCATTER" and self._setting.behaviour.temporary(1.0, ranks):
-            parts = ranks if self._setting.behaviour.transport == "nccl" else 1
+            parts = self._setting.behaviour.temporary(1.0, ranks) ** -1
             dtypes = [(s.length / parts, s.dtype_for("reduce", self._layout)) for s in unit.segments if s.trainable]
             self._take(unit.name, "transport", dtypes)
         if self._setting.behaviour.streams and (summed := summed_bytes(op, self._layout, unit, self._mesh)):

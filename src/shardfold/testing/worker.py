@@ -143,6 +143,7 @@ def _join(call: Call, path: str, backend: str) -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)  # a call begins as in a fresh process
     gc.collect()  # what the call left in cycles (models with hooks) must not live into the next call
 
 

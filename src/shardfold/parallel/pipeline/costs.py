@@ -21,6 +21,7 @@ from shardfold.errors import ConfigError, ModelError
 from shardfold.parallel.pipeline.batch import default_compute
 from shardfold.parallel.pipeline.pieces import Piece, find_pieces
 from shardfold.parallel.pipeline.trace import Skeleton, Trace
+from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import is_integer
 from shardfold.torch_internals import tree_flatten, tree_unflatten
 
@@ -85,6 +86,7 @@ class PieceCosts:
         return "\n".join(lines)
 
 
+@known_arguments
 def measure_pieces(
     model: nn.Module,
     batch: Any,
@@ -105,6 +107,12 @@ def measure_pieces(
     Raises:
         ConfigError: ``repeats`` is no number of times.
         ModelError: the model cannot be cut into pieces.
+
+    Examples:
+        >>> layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> costs = sf.measure_pieces(layers, x, lambda model, batch: model(batch).square().mean(), repeats=1)
+        >>> len(costs.pieces)
+        2
     """
     if not is_integer(repeats, 1):
         raise ConfigError(f"measure_pieces(repeats={repeats!r}): it is an integer, 1 or more.")

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from shardfold import accelerator
+from shardfold.comm.backend import device_backend
+from shardfold.errors import ConfigError
 from shardfold.launch.death import memory_limit
 from shardfold.plan.version import __version__
 from shardfold.tools.extras import EXTRAS
@@ -85,9 +87,14 @@ def _devices() -> Iterator[Check]:
         )
         for name in accelerator.lacking(device):
             yield Check("bad", "devices", f"PyTorch's module for {device.type} has no {name}", "update PyTorch")
-        if device.type == "cuda" and not dist.is_nccl_available():
-            yield Check("bad", "NCCL", "this PyTorch was built without it", "install the CUDA build of PyTorch")
-        if device.type == "cuda" and torch.get_float32_matmul_precision() == "highest":
+        try:
+            backend = device_backend(device)
+        except ConfigError as error:
+            yield Check("bad", "backend", str(error), "register one, or train on one rank")
+        else:
+            if not dist.is_backend_available(backend):
+                yield Check("bad", backend, "this PyTorch was built without it", f"install a build for {device.type}")
+        if torch.get_float32_matmul_precision() == "highest":
             yield Check("slow", "TF32", "is off for products of fp32 tensors, as PyTorch leaves it",
                         "sf.Precision(tf32=True) if 10 bits are enough, or precision='bf16'")  # fmt: skip
     if not dist.is_gloo_available():

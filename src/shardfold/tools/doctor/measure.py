@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardfold import accelerator
+from shardfold.comm.backend import device_backend
 from shardfold.errors import ShardfoldError
 from shardfold.launch.death import memory_limit
 from shardfold.planner.hardware import Device, Link
@@ -74,12 +75,16 @@ def _seconds(function: Callable[[], Any], device: torch.device, rounds: int = RO
     function()
     times: list[float] = []
     for _ in range(rounds):
-        accelerator.synchronize(device)
-        began = time.perf_counter()
+        began = _now(device)
         function()
-        accelerator.synchronize(device)
-        times.append(time.perf_counter() - began)
+        times.append(_now(device) - began)
     return statistics.median(times)
+
+
+def _now(device: torch.device) -> float:
+    """The time behind all that was asked of the device."""
+    accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -142,12 +147,13 @@ def _collectives(device: torch.device) -> dict[str, dict[int, float]]:
 
 def rank(folder: str, number: int, kind: str) -> None:
     """One of the processes: rank 0 prints seconds by collective and bytes."""
-    two = kind == "cuda" and torch.cuda.device_count() >= RANKS
-    device = torch.device("cuda", number) if two else torch.device("cpu")
+    here = torch.device(kind)
+    two = accelerator.count(here) >= RANKS and accelerator.has_streams(here)
+    device = torch.device(kind, number) if two else torch.device("cpu")
     if two:
         accelerator.use(device)
     where = f"file://{os.path.join(folder, 'store')}"
-    dist.init_process_group("nccl" if two else "gloo", init_method=where, rank=number, world_size=RANKS)
+    dist.init_process_group(device_backend(device), init_method=where, rank=number, world_size=RANKS)
     found: dict[str, dict[int, float]] = {verb: {} for verb in VERBS}
     for size in SENT:
         full = torch.zeros(size // 4, device=device)
