@@ -28,7 +28,7 @@ from shardfold.planner.hardware import Device, Link
 
 __all__ = ["Measured", "measure"]
 
-SIZE = 1024  # of the matrices
+SIZE, ON_CPU = 2048, 384  # of the matrices: CPUs may have no instructions for a dtype
 COPIED = 2**27  # bytes
 SENT = (2**12, 2**18, 2**22, 2**24)  # bytes of a collective
 ROUNDS = 7
@@ -88,8 +88,9 @@ def _now(device: torch.device) -> float:
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    a, b = (torch.ones(SIZE, SIZE, device=device, dtype=dtype) for _ in range(2))
-    return 2 * SIZE**3 / _seconds(lambda: a @ b, device, 3)
+    size = ON_CPU if device.type == "cpu" else SIZE
+    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: a @ b, device, 3)
 
 
 def _bandwidth(device: torch.device) -> float:
