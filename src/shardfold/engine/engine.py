@@ -257,7 +257,6 @@ class Engine:
                 sizes = data_mesh.sizes
                 staged = open_stages(model, optimizer, data_mesh, stages, choice, job)
                 self._divide(model, tensor, data_mesh, sequence_parallel)
-                self._is_cut = tensor is not None
                 if staged is not None:
                     held.callback(staged.drop_foreign())
                 rules = self._read_rules(model, precision, table, data_mesh, held)
@@ -274,8 +273,7 @@ class Engine:
                 self.sharded.whole = staged.whole if staged is not None else None
                 #: The axis of sequence, or None.
                 self.sequence: SequenceAxis | None = self._link(model, attention, tensor is not None, held)
-                made_here = not isinstance(optimizer, torch.optim.Optimizer)
-                self._changes = Changes(self.sharded, units, seed, made_here=made_here)
+                self._changes = Changes(self.sharded, units, seed, made_here=made is None or made is not optimizer)
                 held.callback(self._changes.close)
                 self._make_units(weights, accumulate, seed, staged)
                 held.callback(hear_gradients(model))
@@ -297,6 +295,7 @@ class Engine:
 
     def _divide(self, model: nn.Module, tensor: Any, data_mesh: DataMesh, sequence_parallel: bool) -> None:
         """Leaves of layers that ranks share this rank's part."""
+        self._is_cut = tensor is not None
         split_model(model, tensor, data_mesh.sizes, data_mesh.coords, sequence_parallel=sequence_parallel)
         share_out(model, data_mesh.sizes, data_mesh.coords)
 
