@@ -104,6 +104,7 @@ BOTH = {"up": "column", "down": "row"}
             "'model.layers.0.mlp' 'experts', which is for parameters gate_",
         ),
         (lambda: Feed(7), BOTH, "the outputs of 'up': 7 cannot be divided over the 2 ranks along 'tensor'"),
+        (Feed, {"up": "column"}, "columns and no row: of what 'up' gives, each rank has its part alone"),
         (Feed, {"up": ("column", 3)}, "'up' has 8 rows, which are not 3 x 1"),
         (Feed, {"up": ("row", 3)}, "tensor= calls 'up'"),
         (lambda: fed(down=Scaled(8, 4)), BOTH, "calls 'down' 'row', but Scaled computes in its own way"),

@@ -409,3 +409,17 @@ def test_stages_train_as_one_process_does(tmp_path: Path) -> None:
     ]
     subprocess.run([*command, *again], check=True, capture_output=True)
     assert [each.step for each in read_metrics(tmp_path / "again" / "metrics.jsonl")] == [7, 8]
+
+
+@pytest.mark.soak
+def test_tensor_and_sequence_train_as_one_process_does(tmp_path: Path) -> None:
+    """A run whose layers and sequences are cut over four ranks has the losses and norms of one process."""
+    few = ["--steps=4", "--layers=2", "--context=64", "--eval-windows=16", "--micro-batch=2", "--warmup=1"]
+    runs = {"one": ["--procs=1"], "cut": ["--procs=4", "--tensor=2", "--sequence=2"]}
+    for name, options in runs.items():
+        command = [sys.executable, "-m", "shardfold", "train", *few, *options, f"--out={tmp_path / name}"]
+        subprocess.run(command, check=True, capture_output=True)
+    one, cut = (read_metrics(tmp_path / name / "metrics.jsonl") for name in runs)
+    for mine, plain in zip(cut, one, strict=True):
+        assert mine.loss == pytest.approx(plain.loss, rel=1e-5)
+        assert mine.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)

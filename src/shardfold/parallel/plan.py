@@ -21,7 +21,7 @@ three, one behind the other, each of which is divided: queries, keys and values 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -254,6 +254,19 @@ def _refuse_traced(model: nn.Module, sequence_parallel: bool) -> None:
         )
 
 
+def _check_read(cuts: Sequence[tuple[str, str]]) -> None:
+    """
+    Raises:
+        ConfigError: there are columns, and nothing reads what they give.
+    """
+    column = next((path for path, word in cuts if word in ("column", "kv")), None)
+    if column is not None and all(word != "row" for _, word in cuts):
+        raise ConfigError(
+            f"tensor= has columns and no row: of what {column!r} gives, each rank has its part alone. Give the linear "
+            "layer that reads it the word 'row', or this one the word 'gathered'."
+        )
+
+
 def _word(pattern: Any, given: Any) -> Word:
     """
     Raises:
@@ -349,6 +362,7 @@ class Splitting:
             cuts.append(self._cut(path, module, word))
             cuts[-1].check(self._place)
             cuts[-1].check_forward(path in self._plan.own)
+        _check_read([(cut.name, cut.word) for cut in cuts])
         for cut in cuts:
             cut_module(cut, self._place, self._of_parent(cut.name), self._owners, self._parts)
         for parent, groups in self._groups.items():
