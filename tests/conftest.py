@@ -35,7 +35,9 @@ THREADS = os.environ.get("SHARDFOLD_TEST_THREADS", "1")
 torch.set_num_threads(int(THREADS))
 os.environ["OMP_NUM_THREADS"] = THREADS  # of the programs that tests start
 # For the same reason no example has a time to keep, nor has finding one.
-hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "shared", max_examples=50, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("shared")
 
 
@@ -90,7 +92,8 @@ def _leaves_nothing_behind(_pool: Ranks, _sim_pool: Ranks) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a product of cases and layouts a selection runs by default, the same each time; `make soak` runs the rest."""
+    """Of a product of cases and layouts, and of cases that are sampled, a selection runs by default, the same each time;
+    `make soak` runs the rest."""
     for item in items:
         layout = getattr(item, "callspec", None) and item.callspec.params.get("layout")  # type: ignore[attr-defined]
         number = zlib.crc32(item.name.encode())
@@ -99,6 +102,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             chosen = number % 24 == 0
         elif not item.get_closest_marker("product"):
             chosen = True
+        if sampled := item.get_closest_marker("sampled"):
+            chosen = chosen and number % sampled.args[0] == 0
         if not chosen:
             item.add_marker(pytest.mark.soak)
 

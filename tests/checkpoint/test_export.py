@@ -391,6 +391,7 @@ print("import", growth(lambda: import_from(root / "hf", root / "again")))
 """
 
 
+@pytest.mark.soak
 def test_memory_is_that_of_a_few_tensors(tmp_path: Path):
     """200 MiB in tensors of 4 go out and in with at most 60 MiB of memory more than before."""
     if not sys.platform.startswith("linux"):

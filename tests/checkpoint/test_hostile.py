@@ -168,6 +168,7 @@ INDEXES: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", INDEXES)
 def test_an_index_says_what_can_not_be(saved: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With a right checksum: each command says in one sentence what is wrong, and nothing is written."""

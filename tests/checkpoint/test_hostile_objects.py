@@ -129,6 +129,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_pickle_that_calls(name: str, tmp_path: Path, canary: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file of torch.save is refused in one sentence; the same in DeepSpeed's files is data, or refused."""

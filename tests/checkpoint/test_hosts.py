@@ -381,6 +381,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", CHOSEN, ids=str)
 def test_ranks_are_killed_in_a_save_of_several_hosts(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: tuple

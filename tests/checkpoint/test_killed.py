@@ -158,6 +158,7 @@ def killed(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment
     check(tmp_path, root, failed.value, moment[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", CHOSEN, ids=str)
 def test_a_rank_is_killed_in_a_save(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: tuple

@@ -105,6 +105,7 @@ def _same(found: Values, expected: Values) -> None:
         assert torch.equal(value, expected[key]), key
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "layout"), [(2, "zero3"), (2, "ddp"), (4, "zero1"), (4, "zero2"), (4, "zero3")])
 def test_slices_are_saved_as_one_parameter_and_loaded_anywhere(
     ranks: Ranks, tmp_path: Path, world: int, layout: str

@@ -72,6 +72,7 @@ def _is_rounded(found: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         assert torch.equal(value, state[name].to(value.dtype)), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_state_dicts_are_whole_or_refused(ranks: Ranks, layout: str, precision: str) -> None:
@@ -169,7 +170,7 @@ def _adapters(folder: str, layout: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("layout", ["zero2", "zero3"])
+@pytest.mark.parametrize("layout", [pytest.param("zero2", marks=pytest.mark.soak), "zero3"])
 def test_adapters_are_saved_without_their_base_and_know_it(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     ranks.run(_adapters, str(tmp_path), layout, world_size=2)
 

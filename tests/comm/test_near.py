@@ -340,6 +340,7 @@ def _losses(off: tuple[int, ...], layout: str, precision: str) -> tuple[list[flo
     return losses, used
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2", "hsdp", "hpz"])
 def test_training_is_the_same_to_the_bit_over_either_wire(ranks: Ranks, layout: str) -> None:
     """In bf16; where all-reduces send gradients, which Gloo adds in a dtype of its own if they are in bf16, in fp32: of

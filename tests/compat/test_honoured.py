@@ -271,6 +271,7 @@ ELSEWHERE: dict[str, str] = {
 """Keys that take several ranks or a package: the test that has them."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("path", SHOWS)
 def test_a_run_shows_it(path: str, tmp_path: Path) -> None:

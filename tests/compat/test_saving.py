@@ -93,6 +93,7 @@ def go_on(folder: str, stage: int) -> tuple[list[float], tuple[Any, ...]]:
     return losses, state
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_of_any_stage_loads_at_any_other(ranks: Ranks, tmp_path: Path, stage: int):
     """On two ranks and on one: losses, counters, rates and the client's own state are those of the run that wrote."""

@@ -96,6 +96,7 @@ with open(f"done-{os.environ['RANK']}", "w") as file:
 """
 
 
+@pytest.mark.soak
 def test_a_split_model_that_nobody_holds_does_not_disturb_the_exit(tmp_path: Path) -> None:
     """The interpreter ends without a word where the model of a destroyed engine is still there."""
     (tmp_path / "script.py").write_text(SCRIPT)

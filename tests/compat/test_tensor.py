@@ -237,6 +237,7 @@ def _again(forward: Callable[..., Any], ran: list[int], *args: Any, **kwargs: An
     return deepspeed.checkpointing.checkpoint(counted, *args, **kwargs)
 
 
+@pytest.mark.soak
 @needs("transformers")
 def test_divided_checkpoints_of_a_model_that_is_cut(ranks: Ranks) -> None:
     """``partition_activations`` beside ``partition_config``, for GPT-2: numbers of one process, and with dropout those

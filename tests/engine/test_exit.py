@@ -93,6 +93,7 @@ print("past the barrier", flush=True)
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "starts", "catches", "what"),
     [

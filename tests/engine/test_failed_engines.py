@@ -192,6 +192,7 @@ def run_script(tmp_path: Path, call: str, *, world: int = 2) -> list[str]:
     return said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case.__name__, marks=pytest.mark.soak if case in LONG else ()) for case in CASES]
 )

@@ -490,6 +490,7 @@ def test_slurm_launcher_starts_an_agent_on_each_node(monkeypatch: pytest.MonkeyP
     ]
 
 
+@pytest.mark.soak
 def test_as_deepspeed_means_the_face_in_all_that_is_started():
     script = write(
         "uses.py",

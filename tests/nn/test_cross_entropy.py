@@ -235,6 +235,7 @@ def test_nothing_of_rows_times_vocabulary_is_made() -> None:
     assert largest == inputs[1].numel()
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # Dynamo's own look
@@ -291,6 +292,7 @@ class Head(nn.Module):
         return self.loss(hidden, self.head.weight, None, targets, reduction=self.reduction).mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 @pytest.mark.parametrize(("tied", "reduction"), [(False, "mean"), (True, "mean"), (False, "none")])
 def test_it_trains_alike_under_a_layout(ranks: Ranks, layout: str, tied: bool, reduction: str) -> None:

@@ -163,6 +163,7 @@ _amp: dict[torch.dtype, list[float]] = {}
 attends = pytest.mark.skipif(not models.attends_in_fp16(), reason="this PyTorch does not attend in fp16 here")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("precision", "layout"),
@@ -456,6 +457,7 @@ def test_a_warm_up_from_a_rate_that_is_too_high_recovers_by_a_lower_scale(ranks:
     assert run.losses[-1] < 0.5 * run.losses[falls[-1]]
 
 
+@pytest.mark.soak
 @attends
 def test_at_the_floor_the_advice_of_the_error_works(ranks: Ranks) -> None:
     """Weights that have grown until forward overflows: a tenth of the rate. Every rank says the same."""

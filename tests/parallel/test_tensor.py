@@ -47,6 +47,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "size", "heads", "layout", "world"), CASES)
 def test_models(ranks: Ranks, name: str, size: int, heads: int, layout: str, world: int) -> None:
     """Loss, every gradient, the norm before clipping and parameters after 5 steps are plain PyTorch's to 1e-12."""

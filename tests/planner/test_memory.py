@@ -40,6 +40,7 @@ CASES = [  # pairs of what there is of each
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "layout", "precision", "mode", "more"), CASES)
 def test_planned_peaks_are_measured_ones(
     ranks: Ranks, world: int, layout: str, precision: str, mode: str, more: dict[str, Any]

@@ -49,6 +49,7 @@ def _changed(layout: str, optimizer: str, what: str) -> None:
     pair.engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("what", "layout"), pairs(CHANGES, lambda what, layout: layout == "zero3" or what == "one after the other")
 )
@@ -109,6 +110,7 @@ def _carried(layout: str, optimizer: str, precision: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "layout"),
     pairs(["fp32", "bf16", "bf16-pure"], lambda precision, layout: (precision, layout) in CARRIED),

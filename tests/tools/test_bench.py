@@ -91,6 +91,7 @@ def test_bytes_of_a_peer_are_those_of_its_source():
     assert row.program == 12 * gpt_shape(2e5, 16).num_parameters / 2 and row.moved is None
 
 
+@pytest.mark.soak
 def test_a_contender_that_dies_is_reported_and_the_others_go_on(capsys: pytest.CaptureFixture[str]):
     """A rank is killed after the first round: its contender has a reason and no row, the other all its turns."""
     settings = Settings(job="units", ranks=1, rounds=3, steps=2)

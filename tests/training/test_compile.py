@@ -119,6 +119,7 @@ def test_compiled_blocks_train_as_in_plain_pytorch(
     _check(ranks.run(_difference, layout, way, when, backend, world_size=2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("way", "when", "backend"),
     [(WAYS[2], "before", "eager"), (WAYS[2], "after", "aot_eager"), (WAYS[3], "before", "aot_eager")],

@@ -92,6 +92,7 @@ def _compare(layout: str, choice: str, optimizer: str, equal_shapes: bool, accum
     return worst
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", list(sf.PRESETS))
 @pytest.mark.parametrize("choice", CHOICES)
 def test_ranks_that_use_different_parts_end_with_ddps_parameters(ranks: Ranks, choice: str, layout: str) -> None:

@@ -114,6 +114,7 @@ def _dropped(layout: str, how: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_dropped_as_in_plain_pytorch(ranks: Ranks, layout: str) -> None:
     """``zero_grad`` of optimizer, model and part, and ``p.grad = None``, behind a backward: the weights are plain

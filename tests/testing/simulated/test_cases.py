@@ -17,6 +17,7 @@ MATRIX = device_cases.matrix()
 LATE = {case.name: case for case in [*CORE, *SINGLE]}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CORE, ids=lambda case: case.name)
 def test_the_same_training(case: Case, ranks: Ranks, sim_ranks: Ranks) -> None:
     """Losses are the CPU's, nothing is used out of order, no operation gets tensors of two devices, and the host waits

@@ -75,6 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_trains_with_options_as_on_the_cpu(name: str, ranks: Ranks, sim_ranks: Ranks) -> None:
     """Options that move memory or order work otherwise change neither losses nor order."""

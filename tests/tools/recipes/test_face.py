@@ -134,6 +134,7 @@ def test_precision_is_that_of_all_pairs(n: int, ties: bool) -> None:
     assert str(found).startswith(f"{100 * found.accepted[0]:.2f}@0.1, ")
 
 
+@pytest.mark.soak
 def test_intervals_hold_what_they_are_of() -> None:
     """Intervals over identities lie around the value, and are narrower with more identities."""
     few, many = (
@@ -153,6 +154,7 @@ def test_identification_looks_up_the_first_image() -> None:
     assert verification.identification(verification.cosine_scores(x), labels) == [2 / 3, 1.0]
 
 
+@pytest.mark.soak
 def test_matcher_learns_what_is_alike() -> None:
     """The matcher is symmetric, and as good as cosine on embeddings that were drawn for cosine."""
     x, labels = embedded(600, 60)
