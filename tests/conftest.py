@@ -92,8 +92,8 @@ def _leaves_nothing_behind(_pool: Ranks, _sim_pool: Ranks) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a product of cases and layouts, and of cases that are sampled, a selection runs by default, the same each time;
-    `make soak` runs the rest."""
+    """Of a product of cases and layouts, and of cases that are sampled, a selection runs by default, the same each
+    time; `make soak` runs the rest."""
     for item in items:
         layout = getattr(item, "callspec", None) and item.callspec.params.get("layout")  # type: ignore[attr-defined]
         number = zlib.crc32(item.name.encode())
