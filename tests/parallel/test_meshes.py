@@ -74,9 +74,10 @@ def test_checkpoints_go_from_mesh_to_mesh(ranks: Ranks, tmp_path: Any) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("begin", MESHES)
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_checkpoints_go_from_any_mesh_to_any_other(ranks: Ranks, tmp_path: Any, name: str) -> None:
-    _goes_on(ranks, name, tmp_path, [(a, b) for a in MESHES for b in MESHES])
+def test_checkpoints_go_from_any_mesh_to_any_other(ranks: Ranks, tmp_path: Any, name: str, begin: str) -> None:
+    _goes_on(ranks, name, tmp_path, [(begin, end) for end in MESHES])
 
 
 @pytest.mark.parametrize(
