@@ -6,6 +6,7 @@
 #   make numerics   the numerical tests with each set of kernels that this CPU has
 #   make mutants    listed faults, each in a copy of the package: tests have to notice all
 #   make matrix  a part of the tests under other versions of PyTorch and Python (MATRIX="--torch 2.11.0")
+#   make dist    sdist and wheel of the last commit, checked, the same bytes each time
 #   make gpu     what only a GPU can show, and one report of it, in 10 minutes at most (DEVICE=sim RANKS=2: a rehearsal)
 # The demo needs the command line only; what the tests need besides is installed into the same .venv by the first of them.
 # Options: PYTHON=python3.12 (which interpreter), PIP_ARGS="..." (passed to pip install),
@@ -27,10 +28,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.ready-dev
 SITE := $(VENV)/.ready-docs
+PACKER := $(VENV)/.ready-dist
 LOG := $(VENV)/setup.log
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10
 
-.PHONY: demo test lint docs soak numerics mutants matrix gpu clean
+.PHONY: demo test lint docs dist soak numerics mutants matrix gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -65,6 +67,9 @@ docs: $(SITE)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
+dist: $(PACKER)
+	@$(BIN)/python -m tests.support.release
+
 # The editable install follows the sources by itself: only the two files that name dependencies make it stale.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
@@ -84,6 +89,11 @@ $(TOOLS): $(READY)
 $(SITE): $(READY)
 	@echo "Adding what the documentation needs (log: $(LOG))"
 	@$(call install,.[docs])
+	@touch $@
+
+$(PACKER): $(READY)
+	@echo "Adding what a release needs (log: $(LOG))"
+	@$(call install,.[release])
 	@touch $@
 
 install = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '$(1)' \
