@@ -70,8 +70,8 @@ docs: $(SITE)
 dist: $(PACKER)
 	@$(BIN)/python -m tests.support.release
 
-# The editable install follows the sources by itself: only the two files that name dependencies make it stale.
-$(READY): pyproject.toml constraints.txt
+# The editable install follows the sources by itself: only dependencies and the version, which it notes, make it stale.
+$(READY): pyproject.toml constraints.txt src/shardfold/plan/version.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 		echo "'$(PYTHON)' is missing or older than Python 3.10: name another, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@mkdir -p $(VENV)

@@ -1,12 +1,19 @@
-"""The wheel, installed into fresh environments with and without extras: each holds what the extra promises, no more."""
+"""The files of a release: what is in them, and that the same sources give the same bytes.
+
+The wheel, installed into fresh environments with and without extras: each holds what the extra promises, no more.
+"""
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +22,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import shardfold
+from tests.support import release
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]  # each build takes seconds, or a minute beside other tests
 
 ROOT = Path(__file__).parents[2]
 TRAIN = [
@@ -35,7 +43,8 @@ TRAIN = [
 ]
 SCRIPT = """
 from functools import partial
-import torch, shardfold as sf
+import importlib.metadata, torch, shardfold as sf
+assert importlib.metadata.version('shardfold') == sf.__version__
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 engine = sf.Engine(model, optimizer=partial(torch.optim.AdamW, lr=0.1), layout="zero3")
@@ -48,17 +57,65 @@ engine.close()
 """
 
 
+LEFT_OUT = (".git", ".venv", ".matrix", "build", "dist", "runs", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+EPOCH = 1_700_000_000
+
+
+def sources(folder: Path) -> Path:
+    """A copy of what a checkout has, which would otherwise hold what setuptools leaves behind."""
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    return folder
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, which would otherwise hold what setuptools leaves behind."""
-    folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / name)
-    options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(folder)], check=True, timeout=300)
-    (built,) = folder.glob("*.whl")
-    return built
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist, and the wheel that is built from what is in it."""
+    folder = tmp_path_factory.mktemp("release")
+    return release.build(sources(folder / "sources"), folder / "dist", epoch=EPOCH)
+
+
+@pytest.fixture(scope="module")
+def wheel(made: tuple[Path, Path]) -> Path:
+    return made[1]
+
+
+def test_the_same_sources_give_the_same_bytes(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """At another time, in another folder, written by another user with another umask."""
+    copy = sources(tmp_path / "elsewhere")
+    for path in copy.rglob("*"):
+        os.utime(path, (1, EPOCH - 10_000))
+        if path.is_file():
+            path.chmod(path.stat().st_mode & ~0o077)
+    again = release.build(copy, tmp_path / "dist", epoch=EPOCH)
+    assert [file.name for file in again] == [file.name for file in made]
+    assert [file.read_bytes() for file in again] == [file.read_bytes() for file in made]
+
+
+def test_the_sdist_has_what_make_needs(made: tuple[Path, Path]) -> None:
+    """Tests, docs, examples and their settings; nothing that a tool left behind."""
+    with tarfile.open(made[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    kept = {"Makefile", "constraints.txt", "mkdocs.yml", "CHANGELOG.md", "CITATION.cff", "LICENSE", "CONTRIBUTING.md"}
+    assert kept <= names
+    for folder in ("tests", "docs", "examples", "benchmarks", "src/shardfold", ".ci", ".github"):
+        here = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        assert here and not [path for path in here if path.relative_to(ROOT).as_posix() not in names]
+    assert not [name for name in names if name.endswith((".pyc", ".so")) or "/runs/" in name]
+
+
+def test_what_is_uploaded_says_what_it_is(made: tuple[Path, Path]) -> None:
+    """Version, licence and its file, the README; the code and nothing else."""
+    with zipfile.ZipFile(made[1]) as archive:
+        names = archive.namelist()
+        folder = f"shardfold-{shardfold.__version__}.dist-info"
+        said = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
+        assert archive.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert (said["Version"], said["License-Expression"]) == (shardfold.__version__, "Apache-2.0")
+    assert said["Description-Content-Type"] == "text/markdown" and "# Shardfold" in str(said.get_payload())
+    assert {name.partition("/")[0] for name in names} == {"shardfold", folder}
+    if importlib.util.find_spec("twine"):
+        check = [sys.executable, "-m", "twine", "check", "--strict", *map(str, made)]
+        subprocess.run(check, check=True, timeout=120)
 
 
 def needed(extras: frozenset[str]) -> set[str]:

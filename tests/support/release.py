@@ -1,8 +1,8 @@
 """The files of a release: `make dist` builds an sdist and a wheel of the last commit, into dist/.
 
-The same commit gives the same bytes. Sources come from `git archive`, so nothing that is not committed gets in; times are
-those of the commit (``SOURCE_DATE_EPOCH``); the wheel is built from what the sdist has; and as setuptools writes the times
-and owners of the files that it finds into an sdist, :func:`settled` writes that anew. Nothing is uploaded.
+The same commit gives the same bytes. Sources come from `git archive`, so nothing that is not committed gets in; times
+are those of the commit (``SOURCE_DATE_EPOCH``); the wheel is built from what the sdist has; and as setuptools writes
+times and owners of the files that it finds into an sdist, :func:`settled` writes that anew. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def main() -> None:
         made = build(Path(room), ROOT / "dist", epoch=epoch)
     for file in made:
         print(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(ROOT)}")
-    sys.exit(subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *map(str, made)], check=False).returncode)
+    sys.exit(
+        subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *map(str, made)], check=False).returncode
+    )
 
 
 if __name__ == "__main__":
