@@ -103,7 +103,7 @@ BOTH = {"up": "column", "down": "row"}
             {"*.mlp": "experts"},
             "'model.layers.0.mlp' 'experts', which is for parameters gate_",
         ),
-        (lambda: Feed(7), BOTH, "the outputs of 'up': 7 cannot be divided over the 2 ranks along 'tensor'"),
+        (lambda: Feed(7), BOTH, "over the 2 ranks along 'tensor'; give the axis another size, as 1, or"),
         (Feed, {"up": "column"}, "columns and no row: of what 'up' gives, each rank has its part alone"),
         (Feed, {"up": ("column", 3)}, "'up' has 8 rows, which are not 3 x 1"),
         (Feed, {"up": ("row", 3)}, "tensor= calls 'up'"),
@@ -117,7 +117,12 @@ BOTH = {"up": "column", "down": "row"}
         (replaced, BOTH, "'up' 'column', but its forward was replaced on the module itself"),
         (lambda: nn.MultiheadAttention(4, 2), {"out_proj": "row"}, "nn.MultiheadAttention reads its weight by itself"),
         (Tied, {"head": "vocabulary"}, "'head' shares its weight with 'words', which the plan leaves whole"),
-        (lambda: MODELS["llama"](3), "auto", "self_attn.q_proj' has 3 heads, which cannot be divided over the 2 ranks"),
+        (
+            lambda: MODELS["llama"](3),
+            "auto",
+            "has 3 heads, which cannot be divided over the 2 ranks along 'tensor'; give the axis a size that divides "
+            "them, as 1.",
+        ),
     ],
 )
 def test_what_is_refused(make_model: Any, plan: Any, words: str) -> None:

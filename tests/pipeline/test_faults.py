@@ -121,11 +121,11 @@ def test_stages_that_have_batches_of_different_shapes_are_told(ranks: Ranks) -> 
         assert "the stages on the ranks 0, 1 have batches of different shapes" in said
 
 
-def _overflows(where: int, last: str = "norm.weight") -> list[tuple[bool, bool]]:
+def _overflows(where: int, order: str, last: str = "norm.weight") -> list[tuple[bool, bool]]:
     torch.set_default_dtype(torch.float32)
     model = model_of("gpt").float()
     engine = sf.Engine(model, optimizer=ADAM, mesh={"pipeline": 2, "intra": 2}, layout="zero2", precision="fp16",
-                       clip_norm=1.0, accumulate=4)  # fmt: skip
+                       clip_norm=1.0, accumulate=4, pipeline=order)  # fmt: skip
     found = []
     own = dict(engine.module.named_parameters())
     for step, batch in enumerate(batches(8, 3)):
@@ -153,10 +153,14 @@ def _overflows(where: int, last: str = "norm.weight") -> list[tuple[bool, bool]]
     return found
 
 
-@pytest.mark.parametrize("where", [1, -1])
-def test_what_is_not_finite_on_one_rank_skips_the_step_of_all_stages(ranks: Ranks, where: int) -> None:
+@pytest.mark.parametrize(
+    ("where", "order"),
+    [(1, "1f1b"), (-1, "1f1b"), (-1, "zb-h1"), (1, "zbv"),
+     *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, "zb-h1"), (-1, "zbv")))],
+)  # fmt: skip
+def test_what_is_not_finite_on_one_rank_skips_the_step_of_all_stages(ranks: Ranks, where: int, order: str) -> None:
     """A gradient of the last stage (1), which other stages do not see, or the loss of a micro-batch (-1)."""
-    found = ranks.run(_overflows, where, world_size=4)
+    found = ranks.run(_overflows, where, order, world_size=4)
     assert found == [[(True, False), (False, True), (True, False)]] * 4
 
 

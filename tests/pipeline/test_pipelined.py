@@ -51,3 +51,15 @@ MORE = [
 def test_trains(ranks: Ranks, name: str, count: int, data: int, layout: str, order: str, micro: int) -> None:
     """Loss, every gradient, the norm before clipping and parameters after 5 steps are plain PyTorch's to 1e-12."""
     run(ranks, name, count, data, layout, order, micro)
+
+
+@pytest.mark.parametrize(
+    ("layout", "order", "activations"),
+    [("zero3", "zb-h1", "recompute"),
+     *(pytest.param(layout, order, activations, marks=pytest.mark.soak) for layout, order, activations in
+       (("zero1", "zbv", "recompute"), ("zero2", "zb-h1", "select"), ("ddp", "v-half", "recompute")))],
+)  # fmt: skip
+def test_what_is_recomputed_trains_with_backwards_in_two_parts(
+    ranks: Ranks, layout: str, order: str, activations: str
+) -> None:
+    run(ranks, "gpt-tied", 2, 1, layout, order, 3, activations=activations)

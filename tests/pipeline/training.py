@@ -88,11 +88,12 @@ def plain(name: str, parts: int, steps: int = STEPS) -> tuple[list[list[float]],
     return losses, norms, grads, model.state_dict()
 
 
-def trains(name: str, count: int, layout: str, order: str, micro: int) -> None:
+def trains(name: str, count: int, layout: str, order: str, micro: int, **options: Any) -> None:
     """On each rank: all of it equals plain PyTorch's to 1e-12; there may be ranks along axes of data, too."""
+    model = options.pop("model", None) or model_of(name)
     engine = sf.Engine(
-        model_of(name), optimizer=ADAM, layout=layout, mesh={"pipeline": count}, accumulate=micro, clip_norm=0.1,
-        pipeline=order, debug=True,
+        model, optimizer=ADAM, layout=layout, mesh={"pipeline": count}, accumulate=micro, clip_norm=0.1,
+        pipeline=order, debug=True, **options,
     )  # fmt: skip
     parts = micro * engine.data_ranks
     losses, norms, grads, whole = plain(name, parts)
@@ -117,6 +118,6 @@ def trains(name: str, count: int, layout: str, order: str, micro: int) -> None:
     engine.close()
 
 
-def run(ranks: Ranks, name: str, count: int, data: int, *args: Any) -> None:
+def run(ranks: Ranks, name: str, count: int, data: int, *args: Any, **options: Any) -> None:
     """:func:`trains` on so many stages by so many ranks of data."""
-    ranks.run(trains, name, count, *args, world_size=count * data)
+    ranks.run(trains, name, count, *args, world_size=count * data, **options)

@@ -231,8 +231,16 @@ def test_what_is_not_built_is_refused(ranks: Ranks) -> None:
         ({1: 8}, "names the axis 1"),
         ({}, "mesh= is empty"),
         ([], "mesh= is empty"),
-        ({"intra": 3}, "intra=3 does not multiply up to the 8 ranks"),
+        (
+            {"intra": 3},
+            "intra=3 does not multiply up to the 8 ranks there are: change the sizes, as to intra=4 x "
+            "inter=2, or the number of ranks, as to 6 or 9.",
+        ),
         ({"inter": 2, "intra": 2}, "inter=2 x intra=2 does not multiply up"),
+        ({"pipeline": 3}, "change the sizes, as to pipeline=4 x intra=2, or the number of ranks, as to 6 or 9."),
+        ({"pipeline": 3, "tensor": 4}, "as to pipeline=2 x tensor=4, or the number of ranks, as to 12."),
+        ({"pipeline": 2, "intra": 2, "inter": 3}, "as to pipeline=2 x intra=2 x inter=2, or the number of ranks"),
+        ({"pipeline": 2, "intra": [1, 3]}, "all stages have as many ranks along each of the other axes: give one"),
         ({"tensor": 1.5}, "is a number of ranks"),
         ({"tensor": 3}, "tensor=3 does not multiply up to the 8 ranks"),
         ({"inter": 2, "intra": 2, "tensor": 4}, "does not multiply up"),

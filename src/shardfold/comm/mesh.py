@@ -30,6 +30,7 @@ from shardfold.data import ranks_read_alike, ranks_read_apart
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, OrderError, UsageError, did_you_mean
 from shardfold.plan.axes import DATA_AXES, KNOWN, LINKS, Axes, Axis, Mesh
 from shardfold.plan.checks import described, is_integer
+from shardfold.plan.nearest import nearest_sizes
 from shardfold.plan.placement import shard_index
 from shardfold.torch_internals import abort_groups, all_groups, default_store
 
@@ -73,7 +74,7 @@ def resolve_mesh(world: int, mesh: Given | None, local: int | None = None, rare:
     if world % given or (all(sizes.values()) and given != world):
         raise LayoutError(
             f"mesh {_by_axis(_given_sizes(mesh))} does not multiply up to the {world} rank{'s' if world > 1 else ''} "
-            "there are: change the sizes or the number of ranks."
+            f"there are: {_legal(_given_sizes(mesh), world, whole=all(sizes.values()))}."
         )
     if not sizes["inter"] and not sizes["intra"]:
         sizes["inter"] = 1
@@ -99,12 +100,29 @@ def _given_sizes(mesh: Given) -> dict[str, int]:
     for axis, size in mesh.items():
         if axis not in KNOWN:
             raise LayoutError(f"mesh names the axis {axis!r}, which is unknown.{did_you_mean(axis, KNOWN)}")
+        if isinstance(size, (list, tuple)) and "pipeline" in mesh:
+            raise LayoutError(
+                f"mesh= has {described(size)} for {axis!r}, but all stages have as many ranks along each of the other "
+                "axes: give one number, and let stages= make dear stages shorter."
+            )
         if not is_integer(size, 1):
             raise LayoutError(
                 f"mesh= has {described(size)} for {axis!r}: the size of an axis is a number of ranks, 1 or more; leave "
                 "the axis out for what remains."
             )
     return {axis: int(size) for axis, size in mesh.items()}
+
+
+def _legal(sizes: Mapping[str, int], world: int, *, whole: bool) -> str:
+    """What is next to sizes that do not multiply up."""
+    near, each = nearest_sizes(sizes, world, whole=whole), prod(sizes.values())
+    ranks = [each] if whole else [n for n in (world // each * each, world // each * each + each) if n]
+    of_ranks = f"the number of ranks, as to {' or '.join(map(str, ranks))}"
+    if not near:
+        return f"change the sizes or {of_ranks}"
+    if (times := world // prod(near.values())) > 1:
+        near = {**near, "inter" if "intra" in near else "intra": times}
+    return f"change the sizes, as to {_by_axis(near)}, or {of_ranks}"
 
 
 def _by_axis(sizes: Mapping[str, int]) -> str:

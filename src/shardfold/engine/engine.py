@@ -267,6 +267,8 @@ class Engine:
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
                 comm = Comm.of(data_mesh, agreement, tiers.device)
                 held.callback(comm.close)
+                if staged is not None:
+                    staged.keep_mine(comm)
                 made = build(optimizer, model) if optimizer is not None else None
                 run = RunState(make_schedule(lr_schedule, made), self.loss_scale)
                 self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, tiers, run, made, owner=self)
@@ -439,6 +441,7 @@ class Engine:
             dress(staged.skeleton.module, self.sharded.rules, narrow, autocast)
             staged.attach()
             held.callback(staged.close)
+            held.callback(made.attach())
         return made
 
     # -- what there is
@@ -548,9 +551,8 @@ class Engine:
     # -- the user's side
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model's forward."""
+        """Runs the model's forward; with stages on several ranks under ``torch.no_grad()`` only, and on all of them."""
         self._gate.refuse_closed("engine(...)")
-        self._pipelined.refuse_call("engine(...)")
         try:
             self._replicated.check_inputs((args, kwargs))
             return self.module(*args, **kwargs)

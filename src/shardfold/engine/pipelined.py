@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardfold.comm.agreement import Agreement
+from shardfold.comm.coalesced import as_bytes
 from shardfold.engine.backward import Backward
 from shardfold.engine.hooks import UP_TO_32, Hooks, cast_inputs
 from shardfold.engine.orders import Part
 from shardfold.engine.runner import Runner
-from shardfold.errors import CollectiveError, ConfigError, OrderError, UsageError
+from shardfold.errors import CollectiveError, ConfigError, ModelError, OrderError, UsageError
 from shardfold.parallel.batch import Sharded
 from shardfold.parallel.pipeline.batch import default_compute, micro_batches
 from shardfold.parallel.pipeline.late import Late, Splits
@@ -30,7 +31,7 @@ from shardfold.parallel.pipeline.order import Action, Choice, forwards, lower, m
 from shardfold.parallel.pipeline.picture import drawn
 from shardfold.parallel.pipeline.simulate import most, timeline
 from shardfold.parallel.pipeline.stages import Borders, Run, StageDone, Stages
-from shardfold.parallel.pipeline.trace import Made, Origin, placeholder, signature
+from shardfold.parallel.pipeline.trace import Constant, Made, Origin, Result, is_plain, placeholder, signature
 from shardfold.parallel.pipeline.watch import PipelineStats, Watch
 from shardfold.parallel.pipeline.wire import Parcel, Wire
 from shardfold.parallel.sequence import SequenceAxis
@@ -39,6 +40,7 @@ from shardfold.sharding.model import ShardedModel
 from shardfold.sharding.partition import main_dtypes, rule_numbers
 from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.sharding.tree import cast_floats
+from shardfold.torch_internals import call_instead, in_backward, tree_flatten, tree_unflatten
 
 __all__ = ["Pipelined", "dress"]
 
@@ -83,6 +85,7 @@ class Pipelined:
         self._wire = Wire(model.comm, self._axis) if stages is not None else None
         self._kept: dict[tuple[int, int], Kept] = {}
         self._losses: list[tuple[Tensor, float]] = []  # each with its weight
+        self._given: list[Any] | None = None  # what the model gives where that is no loss
         self._local: dict[Parcel, list[Tensor]] = {}  # what has come, or is about to go
         self._at: Action | None = None  # what is under way
         self._final: Action | None = None
@@ -192,9 +195,60 @@ class Pipelined:
         if self.stages is not None:
             raise UsageError(
                 f"{what}: the model is cut into stages, of which this rank has a part: train with "
-                "engine.train_batch(batch), evaluate with engine.eval_batch(batch); to generate, load a checkpoint "
-                "into an engine without an axis of pipeline."
+                "engine.train_batch(batch), evaluate with engine.eval_batch(batch); inside of torch.no_grad(), "
+                "engine(...) gives what the model gives on all ranks, as generation needs it."
             )
+
+    def attach(self) -> Callable[[], None]:
+        """Calls of the model outside of a batch go through all stages; returned is what ends that."""
+        if self.stages is None:
+            return lambda: None
+        stages, module = self.stages, self._model.module
+        inner: Callable[..., Any] = vars(module).get("_compiled_call_impl") or module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs) if stages.runs else self.call(args, kwargs)
+
+        before = call_instead(module, call)
+
+        def end() -> None:
+            call_instead(module, before)
+
+        return end
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """What the model gives, without gradients, on all ranks; they all call it."""
+        what = "engine(...)"
+        if torch.is_grad_enabled() or in_backward():
+            self.refuse_call(what)
+        self._given = given = []
+        try:
+            return self._run(what, [(args, kwargs)], _called, 1, train=False, ends=self._result)
+        finally:
+            self._given = None
+            given.clear()
+
+    def _result(self, borders: Sequence[Borders]) -> Any:
+        """What the last stage was given by the model, on all ranks.
+
+        Raises:
+            ModelError: it has what cannot be sent.
+        """
+        assert self.stages is not None and self._given is not None
+        result, last = borders[0].trace.result, self.place(self.stages.count - 1)
+        assert result is not None
+        leaves = tree_flatten(self._given[0])[0] if self._here == last else [None] * len(result.leaves)
+        found: list[Any] = []
+        for known, value in zip(result.leaves, leaves, strict=True):
+            if isinstance(known, Made):
+                if value is None:
+                    value = torch.empty(known.shape, dtype=known.dtype, device=self._model.device)
+                value = value.detach().contiguous()
+                self._model.comm.broadcast(as_bytes(value), "what the model gives", last, over=(self._axis,))
+                found.append(value)
+            elif isinstance(known, Constant):
+                found.append(known.value)
+        return tree_unflatten(found, result.spec)
 
     # -- batches
 
@@ -207,12 +261,18 @@ class Pipelined:
         with torch.no_grad():
             return self._run("engine.eval_batch()", batch, compute, count, train=False)
 
-    def _run(self, what: str, batch: Any, compute: Compute | None, count: int, *, train: bool) -> Tensor:
+    def _run(
+        self, what: str, batch: Any, compute: Compute | None, count: int, *, train: bool,
+        ends: Callable[[Sequence[Borders]], Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """``ends``: gives what is returned, once all has run; None: the mean loss."""
         compute, parts = compute or default_compute, list[Any]()
 
         def check() -> None:
             parts.extend(micro_batches(what, batch, count))
             _ = self.order(count) if train else self.order_of_forwards(count)
+            if ends is not None:
+                _check_result(self._borders(parts[0], compute).trace.result)
             if train and self._model.run.micro_batch:
                 raise UsageError(f"{what} behind a backward of the same step: call engine.step() first.")
 
@@ -244,7 +304,7 @@ class Pipelined:
                 self.watch.stop()
             assert self._wire is not None
             self._wire.finish()
-            return self._mean_loss()
+            return self._mean_loss() if ends is None else ends(borders)
 
     def _check_alike(self, what: str, borders: Sequence[Borders]) -> None:
         """
@@ -372,8 +432,9 @@ class Pipelined:
     def _borders(self, part: Any, compute: Compute) -> Borders:
         assert self.stages is not None
 
-        training = self._model.module.training
-        return self.stages.borders(signature(part), lambda model: compute(model, part), self._flags, training=training)
+        training, code = self._model.module.training, getattr(compute, "__code__", None)
+        key = signature(part), code
+        return self.stages.borders(key, lambda model: compute(model, part), self._flags, training=training)
 
     def _flags(self) -> dict[str, bool]:
         """Which of this rank's parameters are trained."""
@@ -403,6 +464,8 @@ class Pipelined:
         if not last:
             self._hooks.end_early([tensor for tensor in sent if tensor.requires_grad])
             self._local[Parcel("activations", stage, batch)] = [tensor.detach() for tensor in sent]
+        elif self._given is not None:
+            self._given.append(_checked(loss, borders.trace.result))
         elif not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError(f"compute= gave {type(loss).__name__}: it returns the loss, a tensor of one element.")
         else:
@@ -453,6 +516,41 @@ class Pipelined:
 def _weight(cut: Sharded | None, otherwise: Any = None) -> Any:
     """How many tokens a loss is the mean of."""
     return otherwise if cut is None or cut.valid is None else cut.valid
+
+
+def _called(model: nn.Module, part: Any) -> Any:
+    args, kwargs = part
+    return model(*args, **kwargs)
+
+
+def _check_result(result: Result | None) -> None:
+    """
+    Raises:
+        UsageError: it has what cannot be sent.
+    """
+    for each in result.leaves if result is not None else ():
+        if isinstance(each, Constant) and not is_plain(each.value):
+            raise UsageError(
+                f"engine(...) gives a {type(each.value).__name__}, which no stage can send: leave it out, as caches of "
+                "transformers with use_cache=False."
+            )
+
+
+def _checked(given: Any, expected: Result | None) -> Any:
+    """
+    Raises:
+        ModelError: it is not of the form that other stages know.
+    """
+    leaves, spec = tree_flatten(given)
+    assert expected is not None
+    forms = [Made(tuple(x.shape), x.dtype, False) if isinstance(x, Tensor) else x for x in leaves]
+    known = [x.value if isinstance(x, Constant) else x for x in expected.leaves]
+    if str(spec) != str(expected.spec) or forms != known:
+        raise ModelError(
+            f"engine(...) gave {forms}, but {known} where pieces computed shapes only: what a model gives on several "
+            "stages cannot depend on values."
+        )
+    return given
 
 
 def dress(

@@ -35,6 +35,7 @@ from shardfold.nn.router import Router
 from shardfold.parallel.link import AxisLink, Link, MeshLink, link_of
 from shardfold.parallel.split import is_cut
 from shardfold.plan.axes import Mesh, Role
+from shardfold.plan.nearest import nearest_that_divides
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice, marked_on
 from shardfold.torch_internals import untraced_from_call
@@ -95,15 +96,15 @@ def share_out(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None:
     for path, module in found:
         if is_shared_out(module):  # for an engine that was closed; for as many ranks, as is seen where links are bound
             continue
-        _share_out(path, module, axis, coords[axis], size)
+        _share_out(path, module, axis, coords[axis], mesh)
 
 
-def _share_out(path: str, module: Any, axis: str, rank: int, size: int) -> None:
+def _share_out(path: str, module: Any, axis: str, rank: int, mesh: Mesh) -> None:
     """
     Raises:
         ConfigError: see :func:`share_out`.
     """
-    experts: int = module.num_experts
+    experts, size = module.num_experts, mesh[axis]
     if is_cut(module):
         raise ConfigError(
             f"{path!r} has experts that tensor= cuts, and mesh= has an axis of experts: give tensor= a plan that "
@@ -112,7 +113,7 @@ def _share_out(path: str, module: Any, axis: str, rank: int, size: int) -> None:
     if experts % size:
         raise ConfigError(
             f"{path!r} has {experts} experts, which cannot be divided over the {size} ranks along {axis!r}: give the "
-            f"axis a size that divides them, as {_near(experts, size)}."
+            f"axis a size that divides them, as {nearest_that_divides(size, experts, mesh.size)}."
         )
     each, link = experts // size, link_of(module, axis)
     link.part(size)
@@ -130,10 +131,6 @@ def _share_out(path: str, module: Any, axis: str, rank: int, size: int) -> None:
         mark_slice(module, name, axis=axis, dim=0)
     vars(module)["num_experts"] = each
     vars(module)[_DISPATCH] = vars(module)["forward"] = Dispatch(module, link, experts, path)
-
-
-def _near(experts: int, size: int) -> int:
-    return max(n for n in range(1, size) if experts % n == 0)
 
 
 # -- the way of tokens

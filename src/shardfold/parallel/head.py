@@ -182,7 +182,7 @@ def split_heads(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None
                 f"{path or 'the model'!r} has axis={axis!r}, on which ranks read the same samples: classes are split "
                 f"over an axis of data, as {', '.join(map(repr, mesh.sampling)) or repr('intra')}."
             )
-        place = Place(axis, coords[axis], mesh[axis])
+        place = Place(axis, coords[axis], mesh[axis], mesh.size)
         link = link_of(module, axis)
         if link.parts > 1:  # for an engine that was closed; that it was for as many ranks is seen where links are bound
             continue

@@ -328,7 +328,7 @@ def split_model(
         return
     plan = TensorPlan(model, given, mesh[axes[0]] if axes else 1, sequence_parallel=sequence_parallel)
     if axes:
-        place = Place(axes[0], coords[axes[0]], mesh[axes[0]])
+        place = Place(axes[0], coords[axes[0]], mesh[axes[0]], mesh.size)
         Splitting(model, plan, place, Stream() if sequence_parallel else None).run()
 
 
@@ -438,7 +438,7 @@ class Splitting:
             return replace(cut, word="kv", rows=tuple(head * width + row for head in chosen for row in range(width)))
         raise ConfigError(
             f"{path!r} has {heads} heads, which cannot be divided over the {size} ranks along {self._place.axis!r}; "
-            "give the axis a size that divides them."
+            f"give the axis a size that divides them, as {self._place.near(heads)}."
         )
 
     def _siblings(self, path: str) -> list[str]:

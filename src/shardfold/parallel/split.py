@@ -27,6 +27,7 @@ from shardfold.parallel.functions import collect, copy, gather, reduce, scatter,
 from shardfold.parallel.lengths import adapt_lengths, is_transposed
 from shardfold.parallel.link import AxisLink, link_of
 from shardfold.parallel.stream import DROPOUTS, TOKENS, Stream, apart_draws
+from shardfold.plan.nearest import nearest_that_divides
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice
 
@@ -62,11 +63,16 @@ Owners = Mapping[int, Sequence[tuple[nn.Module, str]]]
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of a model this rank has along an axis."""
+    """Which part of a model this rank has along an axis; ``ranks``: of the mesh, 0: not known."""
 
     axis: str
     rank: int
     size: int
+    ranks: int = 0
+
+    def near(self, length: int) -> int:
+        """The size of the axis next to this one that divides so many."""
+        return nearest_that_divides(self.size, length, self.ranks)
 
     def range(self, length: int, what: str, *, even: bool = True) -> tuple[int, int]:
         """``(start, stop)`` of this rank's part of so many rows.
@@ -77,7 +83,7 @@ class Place:
         if even and length % self.size:
             raise ConfigError(
                 f"{what}: {length} cannot be divided over the {self.size} ranks along {self.axis!r}; give the axis "
-                "another size, or the module the word 'replicated'."
+                f"another size, as {self.near(length)}, or the module the word 'replicated'."
             )
         short, more = divmod(length, self.size)
         start = self.rank * short + min(self.rank, more)

@@ -8,7 +8,7 @@
     axes         who: axes of ranks, and their roles        checks       what values have to be
     box          blocks of tensors, and what two share      formats      what a tensor is on the link
     sizes        numbers of bytes as text                   arguments    what calls are given, by name
-    version
+    nearest      sizes that divide, next to others          version
 
 It imports ``errors`` only.
 """

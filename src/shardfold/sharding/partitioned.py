@@ -11,7 +11,7 @@ Before anything is sent ranks say what they are about to do, and if that differs
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -25,10 +25,11 @@ from shardfold.comm.meter import Meter
 from shardfold.comm.transport import GlooTransport, StreamTransport
 from shardfold.errors import OrderError
 from shardfold.plan.layout import DATA_AXES
+from shardfold.plan.placement import shard_index
 from shardfold.sharding.freed import FreedParameter, apart, outline, seal, unseal
 from shardfold.tiers.device import DeviceTier
 
-__all__ = ["EarlyShard", "ShardRanks", "announce", "early_shard", "gather", "hand_over", "release"]
+__all__ = ["EarlyShard", "ShardRanks", "announce", "early_shard", "gather", "hand_over", "keep_mine", "release"]
 
 _EARLY = "_shardfold_early"
 
@@ -64,9 +65,24 @@ class ShardRanks:
             self.comm = Comm(mesh, agreement, transport, Meter(mesh), memory)
             held.callback(self.comm.close)
             self._held = held.pop_all()
+        self._begin()
+
+    def _begin(self) -> None:
+        mesh = self.comm.mesh
+        self.over = tuple(axis for axis in DATA_AXES if axis not in mesh.sizes.rare)
+        self.parts, self.part = mesh.parts(self.over), shard_index(self.over, mesh.sizes, mesh.coords)
         self.numbered = 0  # parameters so far
         self._handed_over = 0
         self._complete = False  # no more will come
+
+    @classmethod
+    def of(cls, comm: Comm) -> ShardRanks:
+        """The ranks of an engine's mesh that have the same parameters as this one."""
+        made = cls.__new__(cls)
+        made.device = made.rest = comm.memory.device
+        made.hollow, made.comm, made._held = False, comm, ExitStack()
+        made._begin()
+        return made
 
     def complete(self) -> None:
         """No more parameters will come; every rank says so."""
@@ -84,11 +100,11 @@ class ShardRanks:
 
     def slice_of(self, flat: Tensor, *, same: bool = False) -> Tensor:
         """This rank's slice of rank 0's values: of ``flat`` ``(numel,)`` there, or here if all have the ``same``."""
-        ranks, size = self.comm.mesh.world, -(-flat.numel() // self.comm.mesh.world)
+        ranks, size = self.parts, -(-flat.numel() // self.parts)
         flat = flat if self.comm.mesh.on_streams else flat.cpu()  # Gloo does not scatter tensors of a GPU
         own = torch.empty(size, dtype=flat.dtype, device=flat.device)
         if same or ranks == 1:
-            own.copy_(_padded(flat[self.comm.mesh.rank * size : (self.comm.mesh.rank + 1) * size], size))
+            own.copy_(_padded(flat[self.part * size : (self.part + 1) * size], size))
         elif size:
             parts = range(ranks if self.comm.mesh.rank == 0 else 0)
             sent = [as_bytes(_padded(flat[i * size : (i + 1) * size], size)) for i in parts] or None
@@ -151,6 +167,11 @@ class EarlyShard:
         return type(None), ()
 
     @property
+    def nothing(self) -> Tensor:
+        """A tensor of its shape without memory."""
+        return self._hollow
+
+    @property
     def numel(self) -> int:
         return self.shape.numel()
 
@@ -173,8 +194,8 @@ class EarlyShard:
 
     def padded(self) -> Tensor:
         """A flat for the whole values, with this rank's slice in place; ``(ranks * ceil(numel / ranks),)``."""
-        size, rank = self.values.numel(), self.ranks.comm.mesh.rank
-        flat = self.ranks.comm.memory.empty(size * self.ranks.comm.mesh.world, self.dtype)
+        size, rank = self.values.numel(), self.ranks.part
+        flat = self.ranks.comm.memory.empty(size * self.ranks.parts, self.dtype)
         flat[rank * size : (rank + 1) * size].copy_(self.values)
         return flat
 
@@ -184,7 +205,7 @@ class EarlyShard:
 
     def keep_own(self, parameter: nn.Parameter) -> None:
         """This rank's slice of the values that the parameter has here; nothing is sent."""
-        size, rank = self.values.numel(), self.ranks.comm.mesh.rank
+        size, rank = self.values.numel(), self.ranks.part
         flat = parameter.detach().contiguous().view(-1)
         self.values.copy_(_padded(flat[rank * size : (rank + 1) * size], size))
 
@@ -231,7 +252,7 @@ def gather(parameters: Iterable[nn.Parameter]) -> None:
             ranks.comm.agreement.meet(what)
             with torch.no_grad(), apart():
                 flats = [shard.padded() for shard in shards]
-                complete(ranks.comm, [flat for flat in flats if flat.numel()], DATA_AXES, what)
+                complete(ranks.comm, [flat for flat in flats if flat.numel()], ranks.over, what)
             for p, shard, flat in zip(apart_now, shards, flats, strict=True):
                 shard.open(p, flat)
         for p in members:
@@ -288,6 +309,38 @@ def hand_over(parameters: Iterable[nn.Parameter]) -> None:
     gather(early)
     for p in early:
         vars(p).pop(_EARLY).ranks.handed_over()
+
+
+class _Elsewhere:
+    """What a parameter asks when it is touched that other ranks have."""
+
+    way = "another stage of the pipeline has it: build the model anew"
+
+    def __call__(self) -> bool:
+        return False
+
+
+def keep_mine(parameters: Iterable[nn.Parameter], mine: Container[int], comm: Comm) -> None:
+    """Of the early ones among ``parameters`` those whose ``id`` is in ``mine`` are split over the ranks that have them,
+    all others are gone. One is whole at a time, on every rank; they all call it with the same parameters.
+
+    Args:
+        parameters: of a whole model.
+        mine: those of this rank's stages.
+        comm: of the engine that will have them.
+    """
+    groups, ranks = _by_ranks(parameters), ShardRanks.of(comm)
+    for before, members in groups:
+        for parameter in members:
+            gather([parameter])
+            early = vars(parameter).pop(_EARLY)
+            if id(parameter) in mine:
+                EarlyShard(parameter, early.name, ranks, None, same=True)
+            else:
+                parameter.data = early.nothing
+                seal(parameter, early.name, _Elsewhere())
+            before.handed_over()
+    ranks.complete()
 
 
 def _shard(parameter: nn.Parameter) -> EarlyShard:

@@ -186,7 +186,8 @@ def check_early(model: nn.Module, mesh: Mesh) -> None:
     Raises:
         ModelError: parameters that are split already have rank 0's values, on a mesh where ranks may have others.
     """
-    apart = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name not in mesh.reading]
+    apart = [axis.name for axis in mesh.axes
+             if axis.size > 1 and axis.name not in (*mesh.reading, *mesh.stages)]  # fmt: skip
     alike = all(axis.role is Role.TENSOR for axis in mesh.axes if axis.name in apart)
     early = [(name, p) for name, p in model.named_parameters() if early_shard(p) is not None]
     if apart and early and alike:  # what is no slice has one value on all ranks along the axis

@@ -77,7 +77,7 @@ def open_stages(
     measured = isinstance(given, PieceCosts)
     job.same({"stages=": "what pieces cost" if measured else repr(given)})
     if measured:
-        given = _names(find_pieces(model), given, len(places), job)
+        given = _names(find_pieces(model), given, len(places), ranks, job)
     own = [stage for stage, place in enumerate(places) if place == here]
     stages = Stages(model, len(places), own, given, mesh.device, places)
     mesh.join_places(stages.shared.values())
@@ -87,10 +87,10 @@ def open_stages(
     return stages
 
 
-def _names(pieces: Sequence[Piece], costs: PieceCosts, stages: int, job: Agreement) -> list[str]:
+def _names(pieces: Sequence[Piece], costs: PieceCosts, stages: int, ranks: int, job: Agreement) -> list[str]:
     """The first piece of each stage but the first, such that the slowest is as fast as can be, by the mean of what all
     ranks have measured."""
     mine = costs.of(pieces)
     said = [json.loads(text) for text in job.exchange(f"stages/{job.sequence}", json.dumps(mine))]
-    stage_of = cut_by_cost([sum(each) / len(said) for each in zip(*said, strict=True)], stages)
+    stage_of = cut_by_cost([sum(each) / len(said) for each in zip(*said, strict=True)], stages, ranks)
     return [pieces[stage_of.index(stage)].path for stage in range(1, stages)]

@@ -89,18 +89,21 @@ def cost_of(piece: Piece) -> float:
     return float(sum(p.numel() for p in piece.module.parameters() if id(p) not in tables))
 
 
-def cut_by_cost(costs: Sequence[float], stages: int) -> list[int]:
+def cut_by_cost(costs: Sequence[float], stages: int, ranks: int = 0) -> list[int]:
     """The stage of each piece, in order, such that the most expensive stage is as cheap as it can be, and every stage
-    has a piece.
+    has a piece. ``ranks``: over which the stages are; 0: each is on one of its own.
 
     Raises:
         ConfigError: there are fewer pieces than stages.
     """
     count = len(costs)
     if count < stages:
+        each = stages // (ranks or stages)
+        most = f"with {each} stages on each rank pipeline={count // each}" if each > 1 else f"pipeline={count}"
+        most = f"at most {most}" if count >= each else "an order with one stage on each rank"
         raise ConfigError(
             f"mesh= has {stages} stages, but the model has {count} piece{'s' * (count != 1)} to give them (children of "
-            "its lists, and modules beside them): use fewer stages."
+            f"its lists, and modules beside them): give {most}."
         )
     sums = [0.0]
     for cost in costs:

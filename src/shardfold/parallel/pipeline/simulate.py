@@ -159,9 +159,14 @@ def check(order: Sequence[Sequence[Action]], ranks: int, batches: int, *, trains
         return ConfigError(f"pipeline= is given an order in which {said}.")
 
     if len(order) != ranks:
-        raise refuse(f"{len(order)} rank{'s have' if len(order) != 1 else ' has'} a line, where the axis has {ranks}")
+        raise refuse(f"{len(order)} rank{'s have' if len(order) != 1 else ' has'} a line, where the axis has {ranks}: "
+                     f"give mesh= {len(order)} ranks of pipeline, or the order {ranks} lines")  # fmt: skip
     place: dict[int, int] = {}
     seen: set[Action] = set()
+    has = 1 + max((action.batch for actions in order for action in actions), default=-1)
+    if has != batches:
+        raise refuse(f"there are {has} micro-batches, where accumulate= gives {batches}: give accumulate={has}, or an "
+                     f"order of {batches}")  # fmt: skip
     for rank, actions in enumerate(order):
         for action in actions:
             other = place.setdefault(action.stage, rank)
@@ -169,8 +174,6 @@ def check(order: Sequence[Sequence[Action]], ranks: int, batches: int, *, trains
                 raise refuse(f"rank {rank} has {action.short}, whose stage rank {other} has")
             if action in seen:
                 raise refuse(f"rank {rank} has {action.short} twice")
-            if action.batch >= batches:
-                raise refuse(f"rank {rank} has {action.short}, where accumulate= gives {batches} micro-batches")
             seen.add(action)
     if not place or sorted(place) != list(range(len(place))):
         absent = next(stage for stage in range(len(place) + 1) if stage not in place)

@@ -12,16 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfold.comm.comm import Comm
 from shardfold.errors import ConfigError, ModelError, UsageError
 from shardfold.parallel.pipeline.costs import PieceCosts
 from shardfold.parallel.pipeline.pieces import cost_of, cut_by_cost, cut_by_names, find_pieces
 from shardfold.parallel.pipeline.trace import Constant, Made, Origin, Passed, Skeleton, Trace, placeholder
 from shardfold.sharding.model import Whole
+from shardfold.sharding.partitioned import early_shard, keep_mine
 from shardfold.sharding.slices import mark_shared
 from shardfold.sharding.whole_state import every_buffer, names_of
 from shardfold.torch_internals import call_instead, tree_flatten, tree_unflatten
 
 __all__ = ["Borders", "Run", "StageDone", "Stages", "check_stages"]
+
+TRACES = 64  # signatures of inputs that are kept in mind
 
 
 class StageDone(Exception):
@@ -110,7 +114,7 @@ class Stages:
         self.pieces = find_pieces(model)
         self.count, self.own, self._device = count, tuple(own), device
         self.stage_of = (
-            cut_by_cost([cost_of(piece) for piece in self.pieces], count)
+            cut_by_cost([cost_of(piece) for piece in self.pieces], count, len(set(places or ())))
             if given is None
             else cut_by_names(self.pieces, given, count)
         )
@@ -131,6 +135,7 @@ class Stages:
         self._run: Run | None = None
         self._closers: list[Callable[[], object]] = []
         self._dropped: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
+        self._early = [p for p in model.parameters() if early_shard(p) is not None]
 
     def _by_stage(self, model: nn.Module) -> list[dict[str, nn.Parameter]]:
         """The parameters of each stage, by all of their names."""
@@ -167,6 +172,12 @@ class Stages:
                             held[name] = None
                             self._dropped.append((module, held, name, tensor))
         return self.put_back
+
+    def keep_mine(self, comm: Comm) -> None:
+        """Of parameters that were built under ``sharded_init()`` the ranks of their stage keep slices, and no others;
+        all ranks call it."""
+        keep_mine(self._early, self.mine, comm)
+        self._early.clear()
 
     def settle(self) -> None:
         """What other ranks have is gone."""
@@ -209,6 +220,8 @@ class Stages:
         if key not in self._traces:
             self.skeleton.take_flags(flags())
             self._traces[key] = self._cut(self.skeleton.run(call, training=training))
+            if len(self._traces) > TRACES:  # as where each text is longer by a word than the one before
+                del self._traces[next(iter(self._traces))]
         self.latest = self._traces[key]
         return self.latest
 
@@ -251,6 +264,11 @@ class Stages:
                     f"stage {stage} reads {name!r} outside of the module that it belongs to, which stage {has} has: "
                     "give the model a module that is called there and has the same parameter, as a tied head is."
                 )
+
+    @property
+    def runs(self) -> bool:
+        """Whether a forward of a stage is under way."""
+        return self._run is not None
 
     @contextmanager
     def running(self, run: Run) -> Any:

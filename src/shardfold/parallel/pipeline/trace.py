@@ -25,7 +25,19 @@ from shardfold.errors import ModelError
 from shardfold.parallel.pipeline.pieces import Piece
 from shardfold.torch_internals import DispatchMode, storage_key, tree_flatten, tree_unflatten
 
-__all__ = ["Call", "Constant", "Made", "Origin", "Passed", "Skeleton", "Trace", "placeholder", "signature"]
+__all__ = [
+    "Call",
+    "Constant",
+    "Made",
+    "Origin",
+    "Passed",
+    "Result",
+    "Skeleton",
+    "Trace",
+    "is_plain",
+    "placeholder",
+    "signature",
+]
 
 
 _WRITTEN = ("refers to a single memory location", "a leaf Variable that requires grad")
@@ -82,17 +94,32 @@ class Call:
     saved: int = 0
 
 
+@dataclass(frozen=True)
+class Result:
+    """What a model gives.
+
+    Attributes:
+        spec: how it is nested.
+        leaves: what is in it.
+    """
+
+    spec: Any
+    leaves: tuple[Made | Constant, ...]
+
+
 @dataclass
 class Trace:
     """The calls of pieces in one run.
 
     Attributes:
         calls: in order.
+        result: what the value at the end is.
         end: what the value at the end was made of.
         writes: whether what pieces give is written into: placeholders then have memory of their own.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
+    result: Result | None = None
     end: frozenset[Origin] = frozenset()
     writes: bool = False
 
@@ -189,7 +216,7 @@ class Skeleton:
                 f"behind the piece {at!r} ({type(error).__name__}: {error}): code between pieces, and that of the "
                 "loss, cannot ask for values of what pieces give, and pieces run on the meta device."
             ) from error
-        self._trace.end = self._origins.of(_tensors(made))
+        self._trace.end, self._trace.result = self._origins.of(_tensors(made)), _result(made)
         trace, self._trace, self._origins = self._trace, Trace(), _Origins()
         return trace
 
@@ -213,7 +240,7 @@ class Skeleton:
         call, outputs, at = len(self._trace.calls), [], {id(hollow[id(x)]): i for i, x in enumerate(given)}
         found: list[Made | Passed | Constant] = []
         for leaf, value in enumerate(leaves):
-            same = at.get(id(value)) if not _is_plain(value) else None
+            same = at.get(id(value)) if not is_plain(value) else None
             if same is not None and before.get(id(value), 0) == getattr(value, "_version", 0):
                 found.append(Passed(same))
                 outputs.append(given[same])
@@ -224,7 +251,7 @@ class Skeleton:
                 stands.requires_grad_(made.requires_grad)
                 outputs.append(stands.clone() if self._trace.writes else stands)  # a leaf is not written into
                 self._origins.begin(outputs[-1], Origin(call, leaf))
-            elif _is_plain(value):
+            elif is_plain(value):
                 found.append(Constant(value))
                 outputs.append(value)
             else:
@@ -232,6 +259,13 @@ class Skeleton:
         self._trace.calls.append(Call(number, reads, spec, tuple(found), saved.nbytes))
         self.heard(number, args, kwargs)
         return tree_unflatten(outputs, spec)
+
+
+def _result(given: Any) -> Result:
+    leaves, spec = tree_flatten(given)
+    return Result(spec, tuple(
+        Made(tuple(x.shape), x.dtype, False) if isinstance(x, Tensor) else Constant(x) for x in leaves
+    ))  # fmt: skip
 
 
 class _Saved(saved_tensors_hooks):
@@ -277,7 +311,8 @@ def _hollow(value: Any) -> Any:
     return made.clone() if value.requires_grad else made  # a piece may write into it, which it could not into a leaf
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether it is a value that all stages make alike."""
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
 
 
