@@ -58,7 +58,7 @@ def without(packages: tuple[str, ...], code: str, *arguments: str, folder: Path)
     program = ABSENT.format(absent=packages) + code
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", program, *arguments],
-        cwd=folder, check=False, capture_output=True, text=True, timeout=120,
+        cwd=folder, check=False, capture_output=True, text=True, timeout=400,
         env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
     )  # fmt: skip
 
@@ -124,4 +124,4 @@ def test_tables_and_programs_are_read_without_torch() -> None:
         "sf.Engine\n"
         "assert 'torch' in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)

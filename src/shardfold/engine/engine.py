@@ -86,7 +86,7 @@ from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.experts import connect_routers, rebalance, share_out
 from shardfold.parallel.link import MeshLink, bind_links
 from shardfold.parallel.pipeline.costs import PieceCosts
-from shardfold.parallel.pipeline.open import check_together, open_stages
+from shardfold.parallel.pipeline.open import check_ahead, check_together, open_stages
 from shardfold.parallel.pipeline.order import Choice, choose_order
 from shardfold.parallel.pipeline.stages import Stages, check_stages
 from shardfold.parallel.plan import Traced, split_model
@@ -94,7 +94,7 @@ from shardfold.parallel.sequence import SequenceAxis, check_choice
 from shardfold.parallel.split import hear_gradients
 from shardfold.plan import presets
 from shardfold.plan.arguments import known_arguments
-from shardfold.plan.axes import Axis, Role
+from shardfold.plan.axes import Axis, Mesh, Role
 from shardfold.plan.checks import check_flags
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.offload import offloaded
@@ -176,8 +176,9 @@ class Engine:
             ``"auto"``, which None is too: by heads where ranks divide them. See :func:`shardfold.sequence_shard`.
         pipeline: on a mesh with an axis of pipeline, in which order its stages run the micro-batches of
             :meth:`train_batch`: ``"1f1b"``, ``"gpipe"``, ``"zb-h1"``, or, with two stages on each rank,
-            ``"interleaved:2"``, ``"looped-bfs:2"``, ``"zbv"`` or ``"v-half"`` (see ``parallel.pipeline.order``); or an
-            order of your own, as text or the path of a file (see ``parallel.pipeline.text``).
+            ``"interleaved:2"``, ``"looped-bfs:2"``, ``"zbv"`` or ``"v-half"`` (see ``parallel.pipeline.order``);
+            ``"pipedream"`` and ``"2bw"``, which train with weights of steps before; or an order of your own, as text or
+            the path of a file (see ``parallel.pipeline.text``).
         stages: paths of the modules with which stages begin, but the first; None cuts the model such that the stage
             with most parameters, tables of embeddings not counted, has as few as it can; what
             :func:`shardfold.measure_pieces` gives cuts it such that the slowest stage is as fast as it can be.
@@ -263,12 +264,10 @@ class Engine:
                 tiers = Tiers(DeviceTier(place, debug=debug))
                 held.callback(tiers.close)
                 self._replaced = Replacements(model, activations, tiers, data_mesh.sizes)
-                check_together(sizes, self._replaced.modes, self.overlap, sequence_parallel=sequence_parallel)
+                versions = self._check_stages(choice, sizes, data_mesh, accumulate, sequence_parallel)
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
                 comm = Comm.of(data_mesh, agreement, tiers.device)
                 held.callback(comm.close)
-                if staged is not None:
-                    staged.keep_mine(comm)
                 made = build(optimizer, model) if optimizer is not None else None
                 run = RunState(make_schedule(lr_schedule, made), self.loss_scale)
                 self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, tiers, run, made, owner=self)
@@ -280,8 +279,8 @@ class Engine:
                 self._make_units(weights, accumulate, seed, staged)
                 held.callback(hear_gradients(model))
                 self._updater = self._make_updater(seed, held)
-                self._make_passes(table, accumulate, held)
-                self._pipelined = self._make_pipelined(staged, choice, accumulate, held)
+                self._make_passes(table, accumulate, held, stashes=bool(versions))
+                self._pipelined = self._make_pipelined(staged, choice, versions, accumulate, held)
                 self._changes.renew()
             self._names, self._held = {*vars(self), *dir(Engine)}, held.pop_all()
         accelerator.reset_peak(place)  # what making it took is not what a step takes
@@ -330,6 +329,8 @@ class Engine:
         """Cuts the model, once all ranks are known to have the same, and gives each rank its shards."""
         sharded = self.sharded
         model, comm, agreement = sharded.module, sharded.comm, sharded.comm.agreement
+        if staged is not None:
+            staged.keep_mine(comm)
         cuts = self._changes.cut()
         self._replaced.check(cuts)
         if sharded.optimizer is not None and sharded.rules.stochastic:
@@ -378,7 +379,18 @@ class Engine:
         sharded.updater = updater
         return updater
 
-    def _make_passes(self, table: Layout, accumulate: int, held: ExitStack) -> None:
+    def _check_stages(
+        self, choice: Choice, sizes: Mesh, mesh: DataMesh, accumulate: int, sequence_parallel: bool
+    ) -> int | None:
+        """How many versions of its weights this rank keeps for micro-batches that outlast their batch; None: on no rank
+        one does."""
+        axes = sizes.stages
+        versions = choice.versions(sizes[axes[0]], accumulate) if axes else [0]
+        check_together(sizes, self._replaced.modes, self.overlap, sequence_parallel=sequence_parallel,
+                       ahead=str(choice) if any(versions) else "")  # fmt: skip
+        return versions[mesh.coords[axes[0]]] if any(versions) else None
+
+    def _make_passes(self, table: Layout, accumulate: int, held: ExitStack, *, stashes: bool) -> None:
         """What runs forward, backward and step, and what tells of them."""
         sharded, precision, shares = self.sharded, self.sharded.rules.default, Shares()
         handlers = Handlers(
@@ -391,7 +403,7 @@ class Engine:
         outer = sharded.layout.outer
         weights = GlobalWeights(outer, sharded) if outer is not None else None
         handlers.rounds = weights or sign_exchange(sharded, handlers.norms.coefficient)
-        runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=self.clip)
+        runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=self.clip, stashes=stashes)
         #: Some parameters follow the policy of the model as a whole.
         policy = any(
             not segment.spec.own and (segment.spec.table is None or segment.spec.distinct)
@@ -422,8 +434,13 @@ class Engine:
         self.saver, self._base, self._loads = Saver(sharded), Base(sharded), 0
         held.callback(self.saver.close)
 
-    def _make_pipelined(self, staged: Stages | None, choice: Choice, accumulate: int, held: ExitStack) -> Pipelined:
-        made = Pipelined(self.sharded, self._runner, self._hooks, self._backward, staged, choice)
+    def _make_pipelined(
+        self, staged: Stages | None, choice: Choice, versions: int | None, accumulate: int, held: ExitStack
+    ) -> Pipelined:
+        if versions is not None:
+            check_ahead(str(choice), self.units, self.overlap, scales=self.loss_scale is not None,
+                        sequence=self.sequence is not None)  # fmt: skip
+        made = Pipelined(self.sharded, self._runner, self._hooks, self._backward, staged, choice, versions)
         made.sequence = self.sequence
         for unit in self.units:  # the root was kept until all ties were made
             if unit.split and unit.life is Life.GATHERED:
@@ -732,6 +749,8 @@ class Engine:
                 yield values
             finally:
                 self._gate.secure()
+                if write:
+                    self._pipelined.drop()
         if not self._runner.under_way:
             self._gate.follow()
 
@@ -757,6 +776,7 @@ class Engine:
 
         self._gate.meet("engine.load_state_dict()", follow=True, check=check)
         load_state(self.sharded, state)
+        self._pipelined.drop()
         if self._rounds is not None:
             self._rounds.forget()
 
@@ -869,6 +889,7 @@ class Engine:
         self._gate.meet(f"engine.load(weights_only={weights_only})", follow=True, check=check)
         self._gate.secure()
         self._loads += 1
+        self._pipelined.drop()
         report = load(
             self.sharded, path, weights_only=weights_only, strict=strict, rename=rename, state=state,
             number=self._loads, rows=rows,

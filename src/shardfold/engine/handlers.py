@@ -27,6 +27,7 @@ from shardfold.optim.global_weights import GlobalWeights
 from shardfold.optim.link import RankLink
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.optim.sign_exchange import SignExchange
+from shardfold.parallel.pipeline.stash import Stash
 from shardfold.plan.axes import DATA_AXES, Mesh, Role
 from shardfold.plan.cost import fetched_bytes
 from shardfold.plan.layout import Layout, Tier
@@ -59,6 +60,7 @@ class Handlers:
         norms: of the gradients.
         cursor: the second one.
         rounds: what outer steps change, or signs are sent of; None: there are none.
+        stash: versions of weights that micro-batches under way have read; None: there are none.
         updates: how long the host has updated.
         damage: what went wrong with updates.
         used: by unit, which parameters any rank used in this step, as soon as ranks have agreed.
@@ -85,6 +87,7 @@ class Handlers:
             optimizer.connect(RankLink(layout.master.over, comm), comm.mesh.sizes.of_role(Role.TENSOR))
         self.norms = Norms(clip, comm, self.trainable, looks=loss_scale is not None)
         self.rounds: GlobalWeights | SignExchange | None = None
+        self.stash: Stash | None = None
         self.used: dict[str, list[list[bool]]] = {}
         self.cursor = Cursor(comm.memory.device)
         self.updates = Waits()
@@ -319,6 +322,15 @@ class Handlers:
         send = self._rounds.push if op.verb == "PUSH" else self._rounds.pull
         return partial(send, unit, op.each(len(unit.trainable)))
 
+    def bind_stash(self, op: Op) -> Call:
+        unit = self.units[op.unit]
+
+        def keep() -> None:
+            if self.stash is not None:
+                self.stash.keep(unit)
+
+        return keep
+
     def bind_update(self, op: Op) -> Call:
         return partial(self.damage.attempt, op, partial(self._update, self.units[op.unit]))
 
@@ -487,6 +499,7 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "READ": Handlers.bind_read,
     "FETCH": Handlers.bind_move,
     "ADD": Handlers.bind_add,
+    "STASH": Handlers.bind_stash,
     "UPDATE": Handlers.bind_update,
     "STORE": Handlers.bind_move,
     "JOIN": lambda do, op: partial(do.cursor.join, op.unit),

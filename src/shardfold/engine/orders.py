@@ -78,6 +78,7 @@ class Orders:
         handlers: that operations are bound to.
         overlap: how far ahead units are gathered.
         clip: what the program does to gradients before the step; None: nothing.
+        stashes: whether weights that are updated are kept for micro-batches that are under way.
 
     Attributes:
         waits: whether a backward ends with all sums, because every rank has them whole and shows them: no unit is
@@ -92,11 +93,15 @@ class Orders:
         tracks: the program's sections, ready to run.
     """
 
-    def __init__(self, layout: Layout, comm: Comm, handlers: Handlers, overlap: Overlap, *, clip: Clip | None) -> None:
+    def __init__(
+        self, layout: Layout, comm: Comm, handlers: Handlers, overlap: Overlap, *, clip: Clip | None,
+        stashes: bool = False,
+    ) -> None:  # fmt: skip
         self._layout, self._comm, self._handlers = layout, comm, handlers
         self._clip = {
             "clip": clip is not None and clip.norm is not None,
             "clamp": clip is not None and clip.value is not None,
+            "stashes": stashes,
         }
         in_flight = overlap.reduces_in_flight
         if in_flight is None:

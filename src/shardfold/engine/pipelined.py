@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -31,7 +31,9 @@ from shardfold.parallel.pipeline.order import Action, Choice, forwards, lower, m
 from shardfold.parallel.pipeline.picture import drawn
 from shardfold.parallel.pipeline.simulate import most, timeline
 from shardfold.parallel.pipeline.stages import Borders, Run, StageDone, Stages
+from shardfold.parallel.pipeline.stash import Stash
 from shardfold.parallel.pipeline.trace import Constant, Made, Origin, Result, is_plain, placeholder, signature
+from shardfold.parallel.pipeline.underway import Kept, UnderWay
 from shardfold.parallel.pipeline.watch import PipelineStats, Watch
 from shardfold.parallel.pipeline.wire import Parcel, Wire
 from shardfold.parallel.sequence import SequenceAxis
@@ -49,15 +51,6 @@ SPAN = 2**32  # of checksums
 Compute = Callable[[nn.Module, Any], Tensor]
 
 
-class Kept(NamedTuple):
-    """What a forward leaves for its backward: what it received and what it sent, or the loss; and how it was cut."""
-
-    received: Mapping[Origin, Tensor]
-    sent: Sequence[Tensor]
-    loss: Tensor | None
-    cut: Sharded | None
-
-
 class Pipelined:
     """Runs batches of one engine.
 
@@ -66,6 +59,8 @@ class Pipelined:
         runner, hooks, backward: of the engine.
         stages: of the model; None: there is one.
         choice: of the order.
+        versions: how many of its weights, behind the present one, this rank keeps; None: no micro-batch outlasts its
+            batch on any rank.
 
     Attributes:
         watch: what this rank does of its time.
@@ -73,7 +68,7 @@ class Pipelined:
 
     def __init__(
         self, model: ShardedModel, runner: Runner, hooks: Hooks, backward: Backward, stages: Stages | None,
-        choice: Choice,
+        choice: Choice, versions: int | None = None,
     ) -> None:  # fmt: skip
         self._model, self._runner, self._hooks, self._backward = model, runner, hooks, backward
         self.stages, self.choice = stages, choice
@@ -83,10 +78,14 @@ class Pipelined:
         self._here = mesh.coords[self._axis] if stages is not None else 0
         self._ranks = mesh.sizes[self._axis] if stages is not None else 1
         self._wire = Wire(model.comm, self._axis) if stages is not None else None
-        self._kept: dict[tuple[int, int], Kept] = {}
+        stash = Stash(lambda: runner.units, versions) if versions is not None else None
+        self._under = UnderWay(stash)
+        self._coming: dict[int, list[Parcel]] = {}  # in the batch under way, by the place that sends it
+        runner.handlers.stash = stash
+        if stash is not None:
+            model.rows.append(stash.row)
         self._losses: list[tuple[Tensor, float]] = []  # each with its weight
         self._given: list[Any] | None = None  # what the model gives where that is no loss
-        self._local: dict[Parcel, list[Tensor]] = {}  # what has come, or is about to go
         self._at: Action | None = None  # what is under way
         self._final: Action | None = None
         self._finals: dict[int, Action] = {}
@@ -156,6 +155,8 @@ class Pipelined:
         lines.append(f"micro-batches of stages that wait for their backward, at most, by rank: {kept}")
         if (borders := stages.latest) is not None:
             lines += self._bytes(order, borders)
+        if (stash := self._under.stash) is not None:
+            lines.append(f"weights of steps before, at most, on this rank, bytes: {stash.planned:,}")
         if any(action.verb == "W" for action in order[self._here]):
             lines.append("an I runs the section backward without GRADS and sums, a W only these, or those of last")
         return [*lines, "batch:", *(f"  {action}" for action in self.actions(count))]
@@ -181,6 +182,10 @@ class Pipelined:
         return self.watch.stats(
             str(self.choice), self.stages.begins, planned, sees=not self._model.comm.mesh.on_streams
         )
+
+    def drop(self) -> None:
+        """What is under way from one batch to the next is not: weights get values that no update made."""
+        self._under.drop()
 
     def look(self, batch: Any, compute: Compute | None, count: int) -> None:
         """Finds what crosses borders of such a batch, and what is kept of it; nothing is computed or sent."""
@@ -286,8 +291,10 @@ class Pipelined:
         with self._told(what):
             assert self.stages is not None
             self._losses.clear()
-            self._kept.clear()
-            self._begin(order, borders)
+            flows: Mapping[int, Borders] = dict(enumerate(borders))
+            if train:
+                order, flows = self._under.begin(order, borders), self._under.borders
+            self._begin(order, flows)
             meter = self._model.comm.meter
             meter.trains = train
             try:
@@ -295,15 +302,20 @@ class Pipelined:
                 for action in lower(order[self._here], self.stages.places):
                     self._at = action
                     self.watch.begin(action)
-                    self._do(action, parts[action.batch], borders[action.batch], compute)
+                    self._do(action, parts, flows, compute)
                     self.watch.end(action)
+                if train and self._final is None:
+                    self._give_nothing()
             finally:
                 meter.trains = False
             self._at = None
             if train:
                 self.watch.stop()
             assert self._wire is not None
+            self._receive_rest()
             self._wire.finish()
+            if train:
+                self._under.end(count)
             return self._mean_loss() if ends is None else ends(borders)
 
     def _check_alike(self, what: str, borders: Sequence[Borders]) -> None:
@@ -370,7 +382,7 @@ class Pipelined:
         try:
             yield
         except BaseException as error:
-            self._kept.clear()
+            self._under.drop()
             self._late.clear()
             if self._wire is not None:
                 self._wire.forget()
@@ -385,13 +397,14 @@ class Pipelined:
             raise
         finally:
             self._runner.inside_batch, self._runner.part = False, None
+            if self._under.stash is not None:
+                self._runner.last = None
 
     # -- actions
 
-    def _begin(self, order: Sequence[Sequence[Action]], borders: Sequence[Borders]) -> None:
+    def _begin(self, order: Sequence[Sequence[Action]], borders: Mapping[int, Borders]) -> None:
         """What will come, in the order in which others send it; and which backward of each stage is its last."""
         assert self._wire is not None and self.stages is not None
-        self._local.clear()
         self._finals = {each.stage: each for each in order[self._here] if each.verb in "BW"}
         self._final = next((each for each in reversed(order[self._here]) if each.verb in "BW"), None)
         self._late = {(stage, batch): Late() for verb, stage, batch in order[self._here] if verb == "W"}
@@ -410,12 +423,28 @@ class Pipelined:
                 forms[parcel] = made if step.verb == "F" else [each for each in made if each.requires_grad]
                 if place != self._here:
                     coming.setdefault(place, []).append(parcel)
+        self._coming = coming
         self._wire.begin(coming, forms)
 
-    def _do(self, action: Action, part: Any, borders: Borders, compute: Compute) -> None:
+    def _receive_rest(self) -> None:
+        """What is for a later batch is here before this one is over."""
+        assert self._wire is not None
+        for place, parcels in self._coming.items() if self._under.stash is not None else ():
+            for parcel in parcels:
+                if self._wire.expects(parcel):
+                    self._under.parcels[parcel] = self._wire.receive(place, parcel)
+
+    def _give_nothing(self) -> None:
+        """The backward of a batch in which this rank has none, as the first batches reach the last stages only."""
+        before, self._runner.last = self._model.run.micro_batch, True
+        with self._in_parts(Late()) as late:
+            self._backward.run_weights(late, self._hooks.begin_backward)
+        self._runner.count_backward(before, final=True)
+
+    def _do(self, action: Action, parts: Sequence[Any], borders: Mapping[int, Borders], compute: Compute) -> None:
         verb, stage, batch = action
         if verb == "F":
-            self._forward(action, part, borders, compute)
+            self._forward(action, parts[batch], borders[batch], compute)
         elif verb in "BIW":
             self._backward_of(action)
         else:
@@ -425,9 +454,9 @@ class Pipelined:
             border, place = (stage - 1, self.place(stage - 1)) if before else (stage, self.place(stage + 1))
             parcel = Parcel("activations" if what == "F" else "gradients", border, batch)
             if how == "SEND":
-                self._wire.send(self._local.pop(parcel), place, parcel)
-            else:
-                self._local[parcel] = self._wire.receive(place, parcel)
+                self._wire.send(self._under.parcels.pop(parcel), place, parcel)
+            elif parcel not in self._under.parcels:  # it may have come behind the batch before
+                self._under.parcels[parcel] = self._wire.receive(place, parcel)
 
     def _borders(self, part: Any, compute: Compute) -> Borders:
         assert self.stages is not None
@@ -446,14 +475,16 @@ class Pipelined:
         grad, last = torch.is_grad_enabled(), stage == self.stages.count - 1
         received: dict[Origin, Tensor] = {}
         if stage:
-            came = self._local.pop(Parcel("activations", stage - 1, batch))
+            came = self._under.parcels.pop(Parcel("activations", stage - 1, batch))
             for origin, tensor in zip(borders.crossing[stage - 1], came, strict=True):
                 received[origin] = tensor.requires_grad_(grad and borders.trace.made(origin).requires_grad)
         run, loss = Run(stage, borders, received), None
         self._runner.part = self._parts.get(stage)
         late = self._late.get((stage, batch))
         splits = nullcontext() if late is None else Splits(late, self._model.device)
-        with self.stages.running(run), splits:
+        stash = self._under.stash if grad else None
+        version, reads = (None, nullcontext()) if stash is None else stash.reading()
+        with self.stages.running(run), splits, reads:
             try:
                 loss = compute(self._model.module, part)
             except StageDone:
@@ -463,7 +494,7 @@ class Pipelined:
         sent, cut = run.sent(), self._cut()
         if not last:
             self._hooks.end_early([tensor for tensor in sent if tensor.requires_grad])
-            self._local[Parcel("activations", stage, batch)] = [tensor.detach() for tensor in sent]
+            self._under.parcels[Parcel("activations", stage, batch)] = [tensor.detach() for tensor in sent]
         elif self._given is not None:
             self._given.append(_checked(loss, borders.trace.result))
         elif not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -471,19 +502,23 @@ class Pipelined:
         else:
             self._losses.append((loss.detach(), _weight(cut, 1.0)))
         if grad:
-            self._kept[stage, batch] = Kept(received, sent, loss if last else None, cut)
+            self._under.kept[stage, batch] = Kept(received, sent, loss if last else None, cut, version)
 
     def _backward_of(self, action: Action) -> None:
         verb, stage, batch = action
         before, final = self._model.run.micro_batch, action == self._final
         if (part := self._parts.get(stage)) is not None:
             self._runner.part = part._replace(last=action == self._finals[stage], final=final)
+        if self._under.stash is not None:  # first batches have fewer backwards
+            self._runner.last = final
         if verb == "W":
             with self._in_parts(self._late.pop((stage, batch))) as late:
                 self._backward.run_weights(late, self._hooks.begin_backward)
         else:
             with self._in_parts(self._late[stage, batch]) if verb == "I" else nullcontext():
-                self._give(stage, batch, self._kept.pop((stage, batch)))
+                kept = self._under.take(stage, batch)
+                self._give(stage, batch, kept)
+                self._under.done(kept)
         if verb != "I":
             self._runner.count_backward(before, final=final)
 
@@ -493,7 +528,7 @@ class Pipelined:
             if kept.loss is not None:
                 self._backward.run(kept.loss, _weight(kept.cut), False)
             else:
-                came = self._local.pop(Parcel("gradients", stage, batch))
+                came = self._under.parcels.pop(Parcel("gradients", stage, batch))
                 sent = [tensor for tensor in kept.sent if tensor.requires_grad]
                 assert self.stages is not None
                 first = stage == max(self.stages.own)
@@ -501,7 +536,7 @@ class Pipelined:
         if stage:
             leaves = [tensor for tensor in kept.received.values() if tensor.requires_grad]
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-            self._local[Parcel("gradients", stage - 1, batch)] = grads
+            self._under.parcels[Parcel("gradients", stage - 1, batch)] = grads
 
     @contextmanager
     def _in_parts(self, late: Late) -> Iterator[Late]:

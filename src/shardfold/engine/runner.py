@@ -67,6 +67,7 @@ class Runner:
         overlap: how far ahead units are gathered.
         accumulate: micro-batches per step.
         clip: what the program does to gradients before the step; None: nothing.
+        stashes: see :class:`Orders`.
 
     Attributes:
         orders: in which units run, and the programs.
@@ -81,11 +82,12 @@ class Runner:
     """
 
     def __init__(
-        self, model: ShardedModel, handlers: Handlers, overlap: Overlap, accumulate: int, *, clip: Clip | None
-    ) -> None:
+        self, model: ShardedModel, handlers: Handlers, overlap: Overlap, accumulate: int, *, clip: Clip | None,
+        stashes: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self.handlers, self.accumulate = model, handlers, accumulate
         self.comm, self.agreement = model.comm, model.comm.agreement
-        self.orders = Orders(model.layout, model.comm, handlers, overlap, clip=clip)
+        self.orders = Orders(model.layout, model.comm, handlers, overlap, clip=clip, stashes=stashes)
         self.visible = VisibleGradients(model)
         self.buffers = Buffers(model.module, model.comm)
         self._state = model.run

@@ -41,6 +41,8 @@ before it.
                     updated in; summed gradients are added to what came since the last step
     FILL            this rank's shard of a state that rests in a slower tier comes to the device, in the dtype of what
                     is filled
+    STASH           a copy of the unit's parameters, which it is about to update, is kept for the backwards of
+                    micro-batches that have read them
     JOIN            the first thread waits until all operations of the unit in ``beside`` are done
     SPECULATE       a thread begins to update this rank's shard before the norm is known, behind a snapshot of it;
                     ``UPDATE`` keeps that, or restores the snapshot and updates again
@@ -155,6 +157,7 @@ VERBS: Mapping[str, Verb] = {
     "ADD": Verb(("unit", "tier"), source="grads"),
     "UPDATE": Verb(source="grads", target="master", may=("tier",)),
     "STORE": Verb(("unit", "source", "tier")),
+    "STASH": Verb(source="flat"),
     "JOIN": Verb(),
     "SPECULATE": Verb(("unit", "tier"), source="grads", target="master"),
     "FRAGMENT": Verb(),
@@ -392,6 +395,7 @@ def lower(
     speculated: Collection[str] = (),
     delayed: bool = False,
     signed: bool = False,
+    stashes: bool = False,
 ) -> Program:
     """The program of one optimizer step of a bound layout (see :meth:`Layout.bind`).
 
@@ -407,8 +411,9 @@ def lower(
         speculated: names of units that are updated before the norm is known.
         delayed: updates go on behind their step.
         signed: ranks that send signs do; else gradients are summed over their axis, too.
+        stashes: what is about to be updated is kept, for micro-batches that are under way.
     """
-    lowering = _Lowering(layout, units, mesh, forward, backward, speculated, signed=signed)
+    lowering = _Lowering(layout, units, mesh, forward, backward, speculated, signed=signed, stashes=stashes)
     return Program(
         forward=tuple(lowering.one_pass(True, False)),
         backward=tuple(lowering.one_pass(False, False)),
@@ -434,8 +439,9 @@ class _Lowering:
         speculated: Collection[str],
         *,
         signed: bool = False,
+        stashes: bool = False,
     ) -> None:
-        self._signed = signed
+        self._signed, self._stashes = signed, stashes
         self._layout, self._units, self._speculated = layout, units, speculated
         self._mesh = Mesh.of(mesh)
         self._roots = [unit for unit in units if unit.root]
@@ -627,6 +633,8 @@ class _Lowering:
         )
         if host and table.grads.tier is Tier.DEVICE:
             yield Op("STORE", unit.name, source="grads", tier=str(on))
+        if self._stashes:
+            yield Op("STASH", unit.name)
         yield Op("UPDATE", unit.name, tier=str(on) if host else "")
         yield from (Op("STORE", unit.name, source=name, tier=str(tier)) for name, tier in away)
 

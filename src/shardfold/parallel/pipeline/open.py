@@ -19,14 +19,16 @@ from shardfold.parallel.pipeline.stages import Stages
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Activations
 from shardfold.plan.passes import Overlap
+from shardfold.sharding.unit import Unit
 
-__all__ = ["check_together", "open_stages"]
+__all__ = ["check_ahead", "check_together", "open_stages"]
 
 
 def check_together(
-    sizes: Mesh, activations: Sequence[Activations], overlap: Overlap, *, sequence_parallel: bool
+    sizes: Mesh, activations: Sequence[Activations], overlap: Overlap, *, sequence_parallel: bool, ahead: str = ""
 ) -> None:
-    """Refuses what does not go with an axis of pipeline.
+    """Refuses what does not go with an axis of pipeline; ``ahead``: the name of an order in which micro-batches are
+    under way while weights are updated.
 
     Raises:
         ConfigError: with one sentence.
@@ -42,11 +44,37 @@ def check_together(
         if given:
             raise ConfigError(f"mesh= has an axis of pipeline, which does not go with {what}: leave one of them out.")
     for modes in activations:
+        if ahead and (modes.mode != "keep" or modes.budget is not None):
+            raise ConfigError(
+                f"pipeline={ahead!r} updates weights while micro-batches are under way, which would be recomputed with "
+                f"others: activations={str(modes)!r} does not go with it: leave it out."
+            )
         if modes.mode in ("host", "disk") or modes.budget is not None or modes.over or modes.inputs != "device":
             raise ConfigError(
                 f"mesh= has an axis of pipeline, which does not go with activations={str(modes)!r}: 'keep', "
                 "'recompute' and 'select' do."
             )
+
+
+def check_ahead(name: str, units: Sequence[Unit], overlap: Overlap, *, scales: bool, sequence: bool) -> None:
+    """
+    Raises:
+        ConfigError: something does not go with micro-batches that are under way while weights are updated.
+    """
+    split = any(unit.split for unit in units)
+    shared = next((slot.name for u in units for s in u.segments if s.spec.places for slot in s.spec.slots), "")
+    refused = {
+        "a layout that splits parameters, as zero3: those of earlier steps are kept whole; choose ddp, zero1 or zero2":
+            split,
+        "a loss scale, which may have moved by the time that a gradient arrives; choose bf16 or fp32": scales,
+        "an axis of sequence": sequence,
+        "Overlap(update_thread=True)": overlap.update_thread,
+        f"{shared!r}, which several stages have: it would have another age on each; untie it": bool(shared),
+    }  # fmt: skip
+    for what, given in refused.items():
+        if given:
+            raise ConfigError(f"pipeline={name!r} updates weights while micro-batches are under way, which does not go "
+                              f"with {what}.")  # fmt: skip
 
 
 def open_stages(

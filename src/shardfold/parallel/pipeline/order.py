@@ -13,6 +13,7 @@ without a model (``simulate``) and drawn (``picture``). :func:`make_order` makes
                     nobody does (arXiv 2401.10241)
     interleaved-zb  the same with several stages on each rank
     zbv, v-half, v-min, dualpipev       see ``vshape``
+    pipedream, 2bw  backwards of batches before: see ``ahead``
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.parallel.pipeline.action import Action
+from shardfold.parallel.pipeline.ahead import AHEAD, ahead
 from shardfold.parallel.pipeline.inturn import in_turn
-from shardfold.parallel.pipeline.simulate import check
+from shardfold.parallel.pipeline.simulate import batches_before, check
 from shardfold.parallel.pipeline.text import parse, render
 from shardfold.parallel.pipeline.vshape import V_SHAPED, v_place, v_shaped
 
 __all__ = ["ORDERS", "Action", "Choice", "choose_order", "forwards", "lower", "make_order"]
 
 LOOPED = ("interleaved", "looped-bfs", "interleaved-zb")
-ORDERS = ("gpipe", "1f1b", "zb-h1", *LOOPED, *V_SHAPED)
+ORDERS = ("gpipe", "1f1b", "zb-h1", *LOOPED, *V_SHAPED, *AHEAD)
 
 
 class Choice(NamedTuple):
@@ -65,6 +67,10 @@ class Choice(NamedTuple):
         if self.name in V_SHAPED:
             return [v_place(stage, ranks) for stage in range(2 * ranks)]
         return [stage % ranks for stage in range(self.chunks * ranks)]
+
+    def versions(self, ranks: int, batches: int) -> list[int]:
+        """How many versions of its weights, behind the present one, each rank keeps for micro-batches under way."""
+        return [batches_before(actions, batches) for actions in make_order(self, ranks, batches)]
 
     @property
     def batches(self) -> int:
@@ -124,6 +130,8 @@ def make_order(choice: Choice, ranks: int, batches: int) -> list[list[Action]]:
         return [list(row) for row in rows]
     if name in V_SHAPED:
         return v_shaped(name, ranks, batches)
+    if name in AHEAD:
+        return ahead(name, ranks, batches)
     found: list[list[Action]] = []
     for place in range(ranks):
         if name in ("1f1b", "interleaved", "zb-h1", "interleaved-zb"):

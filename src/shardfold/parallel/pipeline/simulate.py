@@ -5,7 +5,7 @@ Each action begins as soon as its rank is free and what it needs is there; messa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.action import Action
 
-__all__ = ["SLOTS", "Timeline", "Times", "check", "most", "timeline"]
+__all__ = ["SLOTS", "Timeline", "Times", "batches_before", "batches_of", "check", "most", "timeline"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +81,36 @@ class Timeline(NamedTuple):
         return [1 - busy / end if end else 0.0 for busy, end in zip(self.busy, ends, strict=True)]
 
 
+def batches_of(order: Sequence[Sequence[Action]]) -> int:
+    """How many micro-batches a batch has."""
+    return 1 + max((action.batch for actions in order for action in actions), default=-1)
+
+
+def batches_before(actions: Sequence[Action], batches: int) -> int:
+    """How many batches ago the oldest began that these actions are of; 0: all are of one batch."""
+    return max((-(action.batch // batches) for action in actions), default=0)
+
+
 def timeline(order: Sequence[Sequence[Action]], stages: int, times: Times = SLOTS) -> Timeline:
-    """
+    """Of one batch; where actions are of batches before, of one that has these before it, when all ranks begin it.
+
     Raises:
         ConfigError: ranks wait for each other for ever.
     """
+    batches = batches_of(order)
+    before: set[Action] = set()
+    line = Timeline([], 0.0, [], [])
+    for number in range(max((batches_before(actions, batches) for actions in order), default=0) + 1):
+        now = [[action for action in actions if action.batch >= -number * batches] for actions in order]
+        line = _timeline(now, stages, times, before)
+        done = [action for actions in now for action in actions]
+        before = {action._replace(batch=action.batch - batches) for action in (*before, *done)}
+    return line._replace(kept=[most(actions) for actions in order])
+
+
+def _timeline(order: Sequence[Sequence[Action]], stages: int, times: Times, before: Collection[Action]) -> Timeline:
     place = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    done: dict[Action, float] = {}
+    done: dict[Action, float] = dict.fromkeys(before, 0.0)
     rows: list[list[tuple[float, Action]]] = [[] for _ in order]
     at, free, busy = [0] * len(order), [0.0] * len(order), [0.0] * len(order)
     moved = True
@@ -113,7 +136,7 @@ def timeline(order: Sequence[Sequence[Action]], stages: int, times: Times = SLOT
                 moved = True
     if any(i < len(actions) for actions, i in zip(order, at, strict=True)):
         raise ConfigError(f"pipeline= is given an order that never ends: {_stuck(order, at, done, stages)}.")
-    return Timeline(rows, max(free, default=0.0), [most(actions) for actions in order], busy, times)
+    return Timeline(rows, max(free, default=0.0), [], busy, times)
 
 
 def _stuck(order: Sequence[Sequence[Action]], at: Sequence[int], done: Mapping[Action, float], stages: int) -> str:
@@ -141,7 +164,9 @@ def _needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
 
 def most(actions: Sequence[Action], size: Callable[[int], int] = lambda stage: 1) -> int:
     """What a rank keeps at most of forwards whose backward is not done, if that of a stage has ``size(stage)``."""
-    now = found = 0
+    batches = batches_of([actions])
+    now = sum(-(each.batch // batches) * size(each.stage) for each in actions if each.batch < 0 and each.verb in "BW")
+    found = now
     for action in actions:
         now += {"F": 1, "I": 0}.get(action.verb, -1) * size(action.stage)
         found = max(found, now)
@@ -163,7 +188,7 @@ def check(order: Sequence[Sequence[Action]], ranks: int, batches: int, *, trains
                      f"give mesh= {len(order)} ranks of pipeline, or the order {ranks} lines")  # fmt: skip
     place: dict[int, int] = {}
     seen: set[Action] = set()
-    has = 1 + max((action.batch for actions in order for action in actions), default=-1)
+    has = batches_of(order)
     if has != batches:
         raise refuse(f"there are {has} micro-batches, where accumulate= gives {batches}: give accumulate={has}, or an "
                      f"order of {batches}")  # fmt: skip
@@ -172,9 +197,13 @@ def check(order: Sequence[Sequence[Action]], ranks: int, batches: int, *, trains
             other = place.setdefault(action.stage, rank)
             if other != rank:
                 raise refuse(f"rank {rank} has {action.short}, whose stage rank {other} has")
-            if action in seen:
+            if action.verb == "F" and action.batch < 0:
+                raise refuse(f"rank {rank} has {action.short}, a forward of a batch before: backwards may be later")
+            if action.verb in "IW" and action.batch < 0:
+                raise refuse(f"rank {rank} has {action.short}, a part of a backward of a batch before: give it whole")
+            if (one := action._replace(batch=action.batch % batches)) in seen:
                 raise refuse(f"rank {rank} has {action.short} twice")
-            seen.add(action)
+            seen.add(one)
     if not place or sorted(place) != list(range(len(place))):
         absent = next(stage for stage in range(len(place) + 1) if stage not in place)
         raise refuse(f"no rank has stage {absent}")

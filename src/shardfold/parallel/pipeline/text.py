@@ -4,8 +4,8 @@
     1F0 1B0 1F1 1B1
 
 ``1F0`` is the forward of stage 1 for micro-batch 0, ``B`` a backward, ``I`` and ``W`` its two parts: the gradients of
-inputs, those of weights. Blanks or commas are between them, and behind a ``#`` is a remark. What PyTorch's schedules
-write as CSV is such a text.
+inputs, those of weights. ``1B-2`` is the backward of the last micro-batch but one of the batch before. Blanks or commas
+are between them, and behind a ``#`` is a remark. What PyTorch's schedules write as CSV is such a text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardfold.parallel.pipeline.action import Action
 
 __all__ = ["parse", "render"]
 
-_ONE = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
+_ONE = re.compile(r"(\d{1,6})([FBIW])(-?\d{1,6})")
 
 
 def render(rows: Sequence[Sequence[Action]]) -> str:

@@ -78,6 +78,10 @@ class Wire:
             comm.meter.layer(Sent(LAYERS, "SEND", (self._axis,)), whole.nbytes)
             self._sending.append((work, whole))
 
+    def expects(self, parcel: Parcel) -> bool:
+        """Whether it is to come, or has come and was not asked for."""
+        return parcel in self._arriving or any(parcel in parcels for parcels in self._coming.values())
+
     def receive(self, place: int, parcel: Parcel) -> list[Tensor]:
         """What comes from the rank at that place, once it is there."""
         while parcel not in self._arriving:
