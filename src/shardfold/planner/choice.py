@@ -99,18 +99,5 @@ def largest_micro_batch(
     """The most samples with which no point of the plan has more bytes than ``budget``: what forward and backward hold
     at each is a line over the number of samples, and what the engine holds does not depend on it."""
     few, more = (subject.trace(precision, mode, n) for n in LINE)
-    others = plan.base - plan.trace.batch
-    most = inf
-    for point in plan.points:
-        place = point.event if point.event >= 0 else len(few.events) - 1
-        low, high = (
-            (t.events[place].level if point.at or point.event < 0 else t.events[place].peak) + t.batch
-            for t in (few, more)
-        )
-        slope = (high - low) / (LINE[1] - LINE[0])
-        room = budget - others - point.engine - (low - LINE[0] * slope)
-        if room < 0:
-            return 0
-        if slope > 0:
-            most = min(most, room / slope)
+    most = plan.line(few, more, LINE).largest(budget)
     return 0 if most == inf else floor(most)

@@ -23,6 +23,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
 from shardfold.plan.axes import Mesh
 from shardfold.plan.cost import encoded_bytes, fetched_bytes, resting_bytes, summed_bytes
 from shardfold.plan.layout import ITEMSIZE, Layout, Tier
@@ -120,19 +122,52 @@ class Point(NamedTuple):
         engine: bytes of the engine's that live then, on the device, besides those at rest.
         event: number of the trace's event before which, or at which, it is; -1: in the optimizer's step.
         at: whether it is at the event; else the most before it counts.
-        where: section and operation, or part of the model.
+        section: of the program.
         terms: of ``engine``.
         part: the kind of the micro-batch, ``backward`` or ``last``, or ``step``.
         op: the operation, where it is one.
+        about: the event, where it is one.
     """
 
     engine: float
     event: int
     at: bool
-    where: str
+    section: str
     terms: Mapping[str, float]
     part: str = ""
     op: Op | None = None
+    about: Event | None = None
+
+    @property
+    def where(self) -> str:
+        """Section and operation, or part of the model."""
+        if self.op is not None or self.about is None:
+            return f"{self.section}: {self.op}"
+        return f"{self.section}: {(self.about.unit or self.about.kind) if self.at else _words(self.about)}"
+
+
+class Line(NamedTuple):
+    """The most bytes at once as samples of a micro-batch grow: the largest of these lines.
+
+    Attributes:
+        slopes: bytes for each sample.
+        starts: bytes of none.
+    """
+
+    slopes: np.ndarray
+    starts: np.ndarray
+
+    def at(self, samples: np.ndarray) -> np.ndarray:
+        """The bytes of so many."""
+        return (self.starts[:, None] + self.slopes[:, None] * samples[None, :]).max(axis=0)
+
+    def largest(self, budget: float) -> float:
+        """The most samples within the budget, as a number that need not be whole; inf: however many."""
+        room = budget - self.starts
+        if (room < 0).any():
+            return 0.0
+        grows = self.slopes > 0
+        return float((room[grows] / self.slopes[grows]).min()) if grows.any() else float("inf")
 
 
 @dataclass(frozen=True)
@@ -144,12 +179,14 @@ class MemoryPlan:
         points: in order.
         trace: of the model.
         fixed: bytes of buffers, of the batch and of the transport's room.
+        places: of the points: bytes of the engine's, event, and whether its level counts.
     """
 
     resting: Mapping[tuple[str, Tier], float]
     points: Sequence[Point]
     trace: Trace
     fixed: Mapping[str, float]
+    places: tuple[np.ndarray, np.ndarray, np.ndarray]
 
     def of(self, trace: Trace) -> MemoryPlan:
         """The same walk, with what another micro-batch of the same events holds."""
@@ -172,9 +209,26 @@ class MemoryPlan:
         return event.level if point.at else event.peak
 
     @cached_property
+    def totals(self) -> np.ndarray:
+        """Bytes of the device at each point."""
+        engine, event, level = self.places
+        return self.base + engine + _held(self.trace, event, level)
+
+    @cached_property
     def top(self) -> Point:
         """Where the most bytes of the device live."""
-        return max(self.points, key=self.total)
+        return self.points[int(self.totals.argmax())]
+
+    def line(self, few: Trace, more: Trace, samples: tuple[int, int]) -> Line:
+        """The peak by samples of a micro-batch, through traces of two numbers of them."""
+        engine, event, level = self.places
+        low, high = (_held(trace, event, level) + trace.batch for trace in (few, more))
+        slopes = (high - low) / (samples[1] - samples[0])
+        starts = self.base - self.trace.batch + engine + low - samples[0] * slopes
+        order = np.lexsort((-starts, -slopes))  # of lines that are never the largest, none is needed
+        slopes, starts = slopes[order], starts[order]
+        before = np.concatenate(([-np.inf], np.maximum.accumulate(starts)[:-1]))
+        return Line(slopes[starts > before], starts[starts > before])
 
     @property
     def peak(self) -> float:
@@ -215,7 +269,18 @@ def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
         "batch": trace.batch,
         "transport's room": setting.behaviour.room(ranks) if sends else 0.0,
     }
-    return MemoryPlan(setting.resting(), points, trace, fixed)
+    places = (
+        np.array([point.engine for point in points], dtype=float),
+        np.array([point.event for point in points]),
+        np.array([point.at or point.event < 0 for point in points]),
+    )
+    return MemoryPlan(setting.resting(), points, trace, fixed, places)
+
+
+def _held(trace: Trace, event: np.ndarray, level: np.ndarray) -> np.ndarray:
+    """What forward and backward hold at points."""
+    peaks, levels = trace.levels
+    return np.where(level, levels[event], peaks[event])
 
 
 class _Track:
@@ -261,6 +326,9 @@ class _Walk:
         self._setting, self._events = setting, events
         self._layout, self._mesh, self._units = setting.layout, setting.mesh, setting.by_name
         self._held: dict[tuple[str, str], float] = {}  # by unit and what it is
+        self._terms: dict[str, float] = {}  # by what it is
+        self._shown: dict[str, float] | None = None  # of the point before, if nothing has changed since
+        self._sum = 0.0
         self._spares: dict[tuple[float, str], int] = {}
         self._taken: dict[tuple[str, str], list[tuple[float, str]]] = {}  # buffers that may be spares
         self._part = ""
@@ -290,8 +358,7 @@ class _Walk:
                 if unit.root:
                     yield from self._all(track.reach("F", unit.name), 0, "forward")
         for number, event in enumerate(self._events):
-            name = event.unit
-            yield self._point(number, False, f"{track.name}: {_words(event)}")
+            yield self._point(number, False, track.name, about=event)
             if event.kind == "begin_backward":
                 track, local = tracks[backward], not moves[backward]
             if event.kind == "gradient":
@@ -303,7 +370,7 @@ class _Walk:
             yield from self._all(self._ops_of(event, track), number, track.name)
             if event.kind == "end":
                 self._forget_spares()
-            yield self._point(number, True, f"{track.name}: {name or event.kind}")
+            yield self._point(number, True, track.name, about=event)
 
     def _ops_of(self, event: Event, track: _Track) -> Iterator[Op]:
         """Operations that an event brings about."""
@@ -329,21 +396,36 @@ class _Walk:
             yield from self._do(op, number, section)
 
     def _point(
-        self, number: int, at: bool, where: str, more: float = 0.0, what: str = "", op: Op | None = None
-    ) -> Point:
-        terms: dict[str, float] = {}
-        for (_, kind), n in self._held.items():
-            terms[kind] = terms.get(kind, 0.0) + n
+        self, number: int, at: bool, section: str, more: float = 0.0, what: str = "", op: Op | None = None,
+        about: Event | None = None,
+    ) -> Point:  # fmt: skip
+        if self._shown is None:
+            self._shown = {kind: n for kind, n in self._terms.items() if n}
+            if spare := sum(ITEMSIZE[dtype] * numel * count for (numel, dtype), count in self._spares.items()):
+                self._shown["spare"] = spare
+            self._sum = sum(self._shown.values())
+        terms = self._shown
         if more:
-            terms[what] = terms.get(what, 0.0) + more
-        if spare := sum(ITEMSIZE[dtype] * numel * count for (numel, dtype), count in self._spares.items()):
-            terms["spare"] = spare
-        return Point(sum(terms.values()), number, at, where, terms, self._part, op)
+            terms = {**terms, what: terms.get(what, 0.0) + more}
+        return Point(self._sum + more, number, at, section, terms, self._part, op, about)
+
+    def _hold(self, unit: str, what: str, num_bytes: float) -> None:
+        """So many bytes live now that are of the unit and of that kind."""
+        before = self._held.get((unit, what), 0.0)
+        self._held[unit, what] = num_bytes
+        self._terms[what] = self._terms.get(what, 0.0) + num_bytes - before
+        self._shown = None
+
+    def _let_go(self, unit: str, what: str) -> None:
+        """They live no more."""
+        if (num_bytes := self._held.pop((unit, what), 0.0)) != 0.0:
+            self._terms[what] -= num_bytes
+            self._shown = None
 
     # -- operations
 
     def _do(self, op: Op, number: int, section: str) -> Iterator[Point]:
-        unit, where = self._units.get(op.unit), f"{section}: {op}"
+        unit = self._units.get(op.unit)
         more, what = 0.0, ""
         if unit is not None:
             if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target == "flat":
@@ -360,22 +442,22 @@ class _Walk:
                 self._give_back(unit.name, "payloads")
         elif op.verb == "NORM":
             more, what = self._norm(), "norm"
-        yield self._point(number, True, where, more, what, op)
+        yield self._point(number, True, section, more, what, op)
         if unit is None:
             return
         if op.verb == "FREE":
-            self._held.pop((unit.name, "gathered"), None)
+            self._let_go(unit.name, "gathered")
             self._give_back(unit.name, "payloads")
         elif op.verb == "DROP":
             self._give_back(unit.name, "gradients")
         elif op.verb == "WAIT":
             self._give_back(unit.name, "transport")
         elif op.verb == "STORE":
-            self._held.pop((unit.name, f"{op.source} on their way"), None)
+            self._let_go(unit.name, f"{op.source} on their way")
 
     def _gather(self, op: Op, unit: UnitSpec) -> None:
         split = [s for s in unit.segments if s.table_or(self._layout).comes_and_goes]
-        self._held[unit.name, "gathered"] = sum(s.length * ITEMSIZE[s.dtype] for s in split)
+        self._hold(unit.name, "gathered", sum(s.length * ITEMSIZE[s.dtype] for s in split))
         if op.verb == "ALL_GATHER":
             self._take(unit.name, "payloads", [(encoded_bytes(op, self._layout, unit, self._mesh), "int8")])
 
@@ -391,8 +473,7 @@ class _Walk:
         elif self._setting.adopts and event.size > SMALL:
             segment = next(s for s in unit.segments if any(slot.name == event.slot for slot in s.slots))
             if segment.dtype_for("grads", self._layout) == segment.dtype:
-                key = unit.name, "gradients"
-                self._held[key] = self._held.get(key, 0.0) + event.size
+                self._hold(unit.name, "gradients", self._held.get((unit.name, "gradients"), 0.0) + event.size)
 
     def _reduce(self, op: Op, unit: UnitSpec) -> None:
         ranks = prod(self._mesh[axis] for axis in op.axes)
@@ -403,12 +484,12 @@ class _Walk:
             dtypes = [(s.length / parts, s.dtype_for("reduce", self._layout)) for s in unit.segments if s.trainable]
             self._take(unit.name, "transport", dtypes)
         if self._setting.behaviour.streams and (summed := summed_bytes(op, self._layout, unit, self._mesh)):
-            self._held[unit.name, "grads on their way"] = summed
+            self._hold(unit.name, "grads on their way", summed)
 
     def _fetch(self, op: Op, unit: UnitSpec) -> None:
         if unit.table_or(self._layout).updates_on is Tier.DEVICE:
             num_bytes = fetched_bytes(op, self._layout, unit, self._mesh, self._setting.moments)
-            self._held[unit.name, f"{op.source} on their way"] = num_bytes
+            self._hold(unit.name, f"{op.source} on their way", num_bytes)
 
     def _update(self, unit: UnitSpec) -> float:
         """A block of the gradients in the dtype of the master; all of a shard's, where one call updates it all."""
@@ -442,24 +523,26 @@ class _Walk:
         for flat in flats:
             if self._spares.get(flat):
                 self._spares[flat] -= 1
-        self._held[unit, what] = sum(numel * ITEMSIZE[dtype] for numel, dtype in flats)
+        self._hold(unit, what, sum(numel * ITEMSIZE[dtype] for numel, dtype in flats))
 
     def _give_back(self, unit: str, what: str) -> None:
         for flat in self._taken.pop((unit, what), ()):
             if not self._setting.behaviour.streams and self._spares.get(flat, 0) < 2:
                 self._spares[flat] = self._spares.get(flat, 0) + 1
-        self._held.pop((unit, what), None)
+        self._let_go(unit, what)
 
     def _forget_spares(self) -> None:
         self._spares.clear()
+        self._shown = None
 
 
 def _words(event: Event) -> str:
     """What runs until an event, in words."""
-    words = {
-        "begin": "before the model", "enter": f"before {event.unit}", "leave": f"in {event.unit}",
-        "end_forward": "behind the last unit", "begin_backward": "the loss", "end": "the end",
-        "enter_backward": f"before the backward of {event.unit}", "gradient": f"the backward of {event.unit}",
-        "complete": f"the backward of {event.unit}",
-    }  # fmt: skip
-    return words[event.kind]
+    return _WORDS[event.kind].format(event.unit)
+
+
+_WORDS = {
+    "begin": "before the model", "enter": "before {}", "leave": "in {}", "end_forward": "behind the last unit",
+    "begin_backward": "the loss", "end": "the end", "enter_backward": "before the backward of {}",
+    "gradient": "the backward of {}", "complete": "the backward of {}",
+}  # fmt: skip

@@ -1,27 +1,30 @@
 """WHICH way to train: all layouts, tiers, modes and micro-batches that fit, ranked, and why the others do not.
 
-For each layout, tier, mode and way to prefetch the program is walked once. What forward and backward hold at each
-point is a line over the samples of a micro-batch, so that the largest micro-batch, and the peak of each smaller one,
-follow without another walk; seconds are taken of the powers of two and of the largest, as a step is never shorter with
-fewer samples at a time.
+For each layout, tier and way to prefetch the program is walked once for a step of one micro-batch and once for one of
+several; modes of activations whose traces have the same events share these walks. What forward and backward hold at
+each point, and what they compute before it, is a line over the samples of a micro-batch, so that the peaks and the
+seconds of all micro-batches follow together, as rows of numbers. Where what rests takes more than the device has,
+nothing is walked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import ceil, inf
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Any
+
+import numpy as np
 
 from shardfold.errors import ConfigError
 from shardfold.plan.layout import Precision, Tier
 from shardfold.plan.passes import Overlap
 from shardfold.plan.sizes import human
-from shardfold.planner.choice import largest_micro_batch
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
-from shardfold.planner.seconds import Seconds, plan_seconds
+from shardfold.planner.seconds import Schedule, Seconds, Work, row_seconds, schedule_of
 from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.trace import Trace
 
 __all__ = ["LAYOUTS", "Candidate", "Found", "Refused", "Search", "search"]
 
@@ -125,9 +128,10 @@ class Search:
     """What was found.
 
     Attributes:
-        found: the fastest first.
+        found: the fastest first; of each layout, mode and way to prefetch the micro-batches that are powers of two, the
+            largest that fits and the fastest.
         refused: what does not fit with any micro-batch.
-        looked_at: candidates, those that follow from others included.
+        looked_at: candidates whose peak and seconds were computed, or whose states alone do not fit.
     """
 
     found: Sequence[Found]
@@ -173,82 +177,125 @@ def search(
         host: bytes of host memory for each rank.
         moments: that the optimizer keeps of each element.
     """
+    walks = _Walks(subject, where, precision, moments)
     found: list[Found] = []
     refused: list[Refused] = []
     looked_at = 0
     chosen, ahead = list(modes), list(prefetches)
+    limit = most if batch is None else min(most, max(1, batch // where.size))
     for layout in layouts:
+        why = walks.resting_too_much(layout, host)
         for mode in chosen:
             for prefetch in ahead:
-                one = _One(subject, where, layout, mode, str(precision), precision, prefetch, moments, host)
-                limit = min(most, inf if batch is None else max(1, batch // where.size))
-                fits = min(one.largest, limit)
-                looked_at += int(limit)
-                if not fits:
-                    refused.append(Refused(layout, mode, one.why))
+                looked_at += limit
+                if why:
+                    refused.append(Refused(layout, mode, why))
                     continue
-                found += [one.found(samples, batch) for samples in _sizes(int(fits))]
+                each, reason = walks.fitting(layout, mode, prefetch, limit, batch)
+                found += each
+                if reason:
+                    refused.append(Refused(layout, mode, reason))
     found.sort(key=lambda each: (-each.samples, each.peak))
     return Search(found, refused, looked_at)
 
 
-def _sizes(most: int) -> Iterator[int]:
-    """Powers of two, and the largest."""
-    size = 1
-    while size < most:
-        yield size
-        size *= 2
-    yield most
+class _Walks:
+    """The program's walks of one model on some devices, each done once."""
 
+    def __init__(self, subject: Subject, where: Cluster, precision: str | Precision, moments: int) -> None:
+        self._subject, self._where, self._precision, self._moments = subject, where, precision, moments
+        self._behaviour = GPU if where.device.streams else CPU
+        self._budget = where.device.usable
+        self._done: dict[Any, tuple[Setting, MemoryPlan, Schedule]] = {}
+        self._works: dict[tuple[str, int], Work] = {}
 
-class _One:
-    """A layout, a mode and a way to prefetch, with all micro-batches."""
+    def resting_too_much(self, layout: str, host: float) -> str:
+        """Why nothing can fit, as the states alone do not; empty: they do."""
+        tiers = self._subject.resting(layout, self._precision, self._where.mesh, self._moments)
+        if (held := tiers.get(Tier.HOST, 0.0)) > host:
+            return f"states need {human(held)} of host memory for each rank, of which there are {human(host)}."
+        rest = tiers.get(Tier.DEVICE, 0.0)
+        if rest > self._budget and self._behaviour.streams:  # else gradients may take the place of those of autograd
+            return f"what rests takes {human(rest)} of {human(self._budget)} already."
+        return ""
 
-    def __init__(
-        self, subject: Subject, where: Cluster, layout: str, mode: str, name: str, precision: str | Precision,
-        prefetch: int, moments: int, host: float,
-    ) -> None:  # fmt: skip
-        self._subject, self._where, self._layout, self._mode = subject, where, layout, mode
-        self._name, self._precision, self._prefetch, self._moments = name, precision, prefetch, moments
-        self._walked: dict[bool, tuple[Setting, MemoryPlan]] = {}
-        budget = where.device.usable
-        plan = self._plan(LINE[0], 1)[1]
-        held = plan.tiers.get(Tier.HOST, 0.0)
-        self.largest = largest_micro_batch(subject, plan, precision=precision, mode=mode, budget=budget)
-        self.why = ""
-        if held > host:
-            self.largest = 0
-            self.why = f"states need {human(held)} of host memory for each rank, of which there are {human(host)}."
-        elif plan.base > budget:
-            self.why = f"what rests takes {human(plan.base)} of {human(budget)} already."
-        elif not self.largest:
-            one = self._plan(1, 1)[1]
-            self.why = f"one sample peaks at {human(one.peak)} of {human(budget)}, {one.top.where}."
+    def fitting(self, layout: str, mode: str, prefetch: int, limit: int, batch: int | None) -> tuple[list[Found], str]:
+        """What fits of all micro-batches up to ``limit``; or why none does."""
+        one, few, more = (self._subject.trace(self._precision, mode, n) for n in (1, *LINE))
+        if few.structure != more.structure:
+            return [], "its forward does other things with 4 samples than with 2: give a micro-batch."
+        samples = np.arange(1, limit + 1)
+        accumulate = np.ones_like(samples) if batch is None else -(-batch // (samples * self._where.size))
+        peaks, seconds = np.full(limit, inf), np.full(limit, inf)
+        parts = np.zeros((2, limit))
+        least, host = "", 0.0
+        for several in (False, True):
+            mine = (accumulate > 1) == several
+            if not mine.any():
+                continue
+            setting, plan, schedule = self._walk(layout, prefetch, several, few)
+            if not several and plan.base > self._budget:
+                return [], f"what rests takes {human(plan.base)} of {human(self._budget)} already."
+            host = plan.tiers.get(Tier.HOST, 0.0)
+            peaks[mine] = plan.line(few, more, LINE).at(samples[mine])
+            if mine[0]:
+                alone = self._walk(layout, prefetch, several, one)[1]
+                peaks[0] = alone.peak
+                least = f"one sample peaks at {human(alone.peak)} of {human(self._budget)}, {alone.top.where}."
+            rows = row_seconds(setting, schedule, self._where.device, self._work(mode, limit, few, more), accumulate)
+            seconds[mine], parts[:, mine] = rows.step[mine], np.stack((rows.compute, rows.update))[:, mine]
+        fits = np.flatnonzero(peaks <= self._budget)
+        if not len(fits):
+            return [], least
+        rate = samples * accumulate * self._where.size / seconds
+        fastest = int(fits[rate[fits].argmax()]) + 1
+        sizes = sorted({n for n in (*_sizes(int(fits[-1]) + 1), fastest) if peaks[n - 1] <= self._budget})
+        return [
+            Found(
+                Candidate(
+                    layout=layout, mode=mode, micro_batch=n, accumulate=int(accumulate[n - 1]),
+                    precision=str(self._precision), prefetch=prefetch,
+                ),
+                float(peaks[n - 1]), host,
+                self._seconds(few, more, n, int(accumulate[n - 1]), float(seconds[n - 1]), parts[:, n - 1]),
+                float(rate[n - 1]),
+            )
+            for n in sizes
+        ], ""  # fmt: skip
 
-    def _plan(self, samples: int, micro_batches: int) -> tuple[Setting, MemoryPlan]:
-        """The program is walked once for one micro-batch a step, and once for several, however many samples."""
-        several, device = micro_batches > 1, self._where.device
-        trace = self._subject.trace(self._precision, self._mode, samples)
-        if several not in self._walked:
-            setting = self._subject.setting(
-                trace, layout=self._layout, precision=self._precision, mesh=self._where.mesh,
-                overlap=Overlap(prefetch=self._prefetch), micro_batches=min(micro_batches, 2), moments=self._moments,
-                clip=True, behaviour=GPU if device.streams else CPU,
-            )  # fmt: skip
-            self._walked[several] = setting, plan_memory(setting, trace)
-        setting, plan = self._walked[several]
-        if [event[:2] for event in plan.trace.events] != [event[:2] for event in trace.events]:
-            return replace(setting, micro_batches=micro_batches), plan_memory(setting, trace)
-        return replace(setting, micro_batches=micro_batches), plan.of(trace)
+    def _seconds(self, few: Trace, more: Trace, n: int, accumulate: int, step: float, parts: np.ndarray) -> Seconds:
+        compute, update = map(float, parts)
+        at = (n - LINE[0]) / (LINE[1] - LINE[0])
 
-    def found(self, samples: int, batch: int | None) -> Found:
-        """With micro-batches of so many samples."""
-        accumulate = 1 if batch is None else max(1, ceil(batch / (samples * self._where.size)))
-        setting, plan = self._plan(samples, accumulate)
-        seconds = plan_seconds(setting, plan, self._where.device)
-        candidate = Candidate(
-            layout=self._layout, mode=self._mode, micro_batch=samples, accumulate=accumulate, precision=self._name,
-            prefetch=self._prefetch,
+        def all_of(a: float, b: float) -> float:
+            return accumulate * (a + (b - a) * at)
+
+        return Seconds(
+            step, compute, step - compute - update, update, all_of(few.flops, more.flops),
+            all_of(few.attention, more.attention), all_of(few.tokens, more.tokens),
         )  # fmt: skip
-        rate = samples * accumulate * self._where.size / seconds.step if seconds.step else 0.0
-        return Found(candidate, plan.peak, plan.tiers.get(Tier.HOST, 0.0), seconds, rate)
+
+    def _work(self, mode: str, limit: int, few: Trace, more: Trace) -> Work:
+        if (mode, limit) not in self._works:
+            at = (np.arange(1, limit + 1) - LINE[0]) / (LINE[1] - LINE[0])
+            self._works[mode, limit] = Work(self._where.device, few, more, at)
+        return self._works[mode, limit]
+
+    def _walk(self, layout: str, prefetch: int, several: bool, trace: Trace) -> tuple[Setting, MemoryPlan, Schedule]:
+        """The program is walked once for one micro-batch a step, and once for several, however many samples."""
+        key = layout, prefetch, several, trace.structure
+        if key not in self._done:
+            setting = self._subject.setting(
+                trace, layout=layout, precision=self._precision, mesh=self._where.mesh,
+                overlap=Overlap(prefetch=prefetch), micro_batches=1 + several, moments=self._moments, clip=True,
+                behaviour=self._behaviour,
+            )  # fmt: skip
+            plan = plan_memory(setting, trace)
+            self._done[key] = setting, plan, schedule_of(plan.points)
+        setting, plan, schedule = self._done[key]
+        return setting, plan.of(trace), schedule
+
+
+def _sizes(most: int) -> list[int]:
+    """Powers of two, and the largest."""
+    return [*(2**n for n in range(most.bit_length()) if 2**n < most), most]

@@ -4,12 +4,17 @@ The walk that gives bytes over time gives the operations in the order in which t
 of the computation, that of the links, and that of the copies between the device and slower tiers. A collective begins
 when it is issued and the link is free; the computation waits for a unit's gather at its marker and for its sums at
 their WAIT. Where the device has no streams, all of it is one clock.
+
+The clocks are rows of numbers, one for each size of a micro-batch, so that all sizes are timed together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from shardfold.plan.cost import fetched_bytes, op_bytes
 from shardfold.plan.layout import ITEMSIZE, Tier
@@ -17,9 +22,9 @@ from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, Op
 from shardfold.planner.hardware import Device, Link
 from shardfold.planner.memory import MemoryPlan, Point, Setting
-from shardfold.planner.trace import Work
+from shardfold.planner.trace import Trace
 
-__all__ = ["Seconds", "plan_seconds"]
+__all__ = ["Rows", "Schedule", "Seconds", "Work", "plan_seconds", "schedule_of"]
 
 HOST_UPDATE = 2e9
 """Parameters that a host updates per second, where it was not measured: 16 bytes each at 32 GB/s."""
@@ -56,59 +61,118 @@ class Seconds(NamedTuple):
         return (self.flops - (0.0 if attention else self.attention)) / self.step / rate
 
 
+class Rows(NamedTuple):
+    """Seconds as :class:`Seconds` has them, for each size of a micro-batch."""
+
+    step: np.ndarray
+    compute: np.ndarray
+    update: np.ndarray
+
+
+Schedule = dict[str, tuple[list[tuple[int, Op]], int]]
+"""By part of a step: each operation behind how many events it begins, and how many there are."""
+
+
+class Work:
+    """Seconds of what forward and backward compute on a device, event by event, for each size of a micro-batch.
+
+    A roofline: products at the rate of their dtype or of the memory, all else at that of the memory; no operation is
+    shorter than its launch.
+
+    Args:
+        device: that computes.
+        few: a trace.
+        more: another with more samples; None: there is one size, that of ``few``.
+        at: of each size, where it is on the line from ``few``, at 0, to ``more``, at 1.
+    """
+
+    def __init__(self, device: Device, few: Trace, more: Trace | None = None, at: np.ndarray | None = None) -> None:
+        self.sizes = 1 if at is None else len(at)
+
+        def rows(a: np.ndarray, b: np.ndarray | None) -> np.ndarray:
+            if b is None or at is None:
+                return a[:, None]
+            return a[:, None] + (b - a)[:, None] * at[None, :]
+
+        less, other = few.works, more.works if more is not None else None
+        products: Any = 0.0
+        for dtype, flops in less.products.items():
+            rate = device.rate(dtype) * device.reached
+            products = products + rows(flops, other.products.get(dtype, flops) if other is not None else None) / rate
+        more_products, more_others = (None, None) if other is None else (other.product_bytes, other.other_bytes)
+        products = np.maximum(products, rows(less.product_bytes, more_products) / device.bandwidth)
+        products = products + rows(less.other_bytes, more_others) / device.bandwidth
+        each = np.maximum(products, less.calls[:, None] * device.launch)
+        #: Up to each event, the first of which has nothing before it.
+        self.until = np.concatenate((np.zeros((1, each.shape[1])), each.cumsum(axis=0)))
+
+
+def schedule_of(points: Iterable[Point]) -> Schedule:
+    """When operations begin, by the points of a walk."""
+    found: Schedule = {}
+    for point in points:
+        ops, done = found.get(point.part, ([], 0))
+        if point.op is not None:
+            ops.append((done, point.op))
+        elif not point.at and point.event >= 0:
+            done += 1
+        found[point.part] = ops, done
+    return found
+
+
 def plan_seconds(setting: Setting, plan: MemoryPlan, device: Device) -> Seconds:
     """Seconds of a step on such devices."""
-    parts: dict[str, _Clocks] = {}
-    for point in plan.points:
-        clocks = parts.setdefault(point.part, _Clocks(setting, plan, device))
-        clocks.follow(point)
-    times = {"backward": setting.micro_batches - 1, "last": 1, "step": 1}
-    ends = {part: clocks.end() for part, clocks in parts.items()}
-    step = sum(times[part] * seconds for part, seconds in ends.items())
-    compute = sum(times[part] * parts[part].computed for part in parts if part != "step")
-    update = ends.get("step", 0.0)
-    events = plan.trace.events
+    trace = plan.trace
+    rows = row_seconds(
+        setting, schedule_of(plan.points), device, Work(device, trace), np.array([setting.micro_batches])
+    )
+    step, compute, update = (float(each[0]) for each in rows)
     return Seconds(
-        step, compute, step - compute - update, update,
-        setting.micro_batches * plan.trace.flops,
-        setting.micro_batches * sum(event.work.attention for event in events),
-        setting.micro_batches * plan.trace.tokens,
+        step, compute, step - compute - update, update, setting.micro_batches * trace.flops,
+        setting.micro_batches * trace.attention, setting.micro_batches * trace.tokens,
     )  # fmt: skip
 
 
-def work_seconds(work: Work, device: Device) -> float:
-    """A roofline: products at the rate of their dtype or of the memory, all else at that of the memory; no operation is
-    shorter than its launch."""
-    products = max(
-        sum(flops / (device.rate(dtype) * device.reached) for dtype, flops in work.products),
-        work.product_bytes / device.bandwidth,
-    )
-    return max(products + work.other_bytes / device.bandwidth, work.calls * device.launch)
+def row_seconds(setting: Setting, schedule: Schedule, device: Device, work: Work, micro_batches: np.ndarray) -> Rows:
+    """Seconds of steps of so many micro-batches each."""
+    ends: dict[str, np.ndarray] = {}
+    known: dict[Op, float] = {}
+    for part, (ops, done) in schedule.items():
+        clocks = _Clocks(setting, device, work, known)
+        for events, op in ops:
+            clocks.reach(events)
+            clocks.do(op)
+        clocks.reach(done)
+        ends[part] = clocks.end()
+    update = ends.get("step", np.zeros(work.sizes))
+    last = ends.get("last", np.zeros(work.sizes))
+    step = (micro_batches - 1) * ends.get("backward", last) + last + update
+    return Rows(step, micro_batches * work.until[-1], update)
 
 
 class _Clocks:
     """The clocks of one rank in one part of a step."""
 
-    def __init__(self, setting: Setting, plan: MemoryPlan, device: Device) -> None:
-        self._setting, self._plan, self._device = setting, plan, device
-        self._now = self._link = self._copy = 0.0
-        self.computed = 0.0
-        self._done: dict[tuple[str, str], float] = {}
+    def __init__(self, setting: Setting, device: Device, work: Work, known: dict[Op, float]) -> None:
+        self._setting, self._device, self._until = setting, device, work.until
+        self._known = known  # seconds of what is sent
+        self._now = np.zeros(work.sizes)
+        self._link, self._copy = self._now, self._now
+        self._reached = 0
+        self._done: dict[tuple[str, str], np.ndarray] = {}
 
-    def follow(self, point: Point) -> None:
-        """What happens at a point."""
-        if point.op is not None:
-            self._operation(point.op)
-        elif not point.at and point.event >= 0:
-            seconds = work_seconds(self._plan.trace.events[point.event].work, self._device)
-            self._now += seconds
-            self.computed += seconds
+    def reach(self, events: int) -> None:
+        """What is computed before so many events."""
+        if events != self._reached:
+            self._now = self._now + (self._until[events] - self._until[self._reached])
+            self._reached = events
 
-    def end(self) -> float:
+    def end(self) -> np.ndarray:
         """When all clocks have stopped."""
-        return max(self._now, self._link, self._copy)
+        return np.maximum(np.maximum(self._now, self._link), self._copy)
 
-    def _operation(self, op: Op) -> None:
+    def do(self, op: Op) -> None:
+        """An operation of the program."""
         unit = self._setting.by_name.get(op.unit)
         if op.verb in ("F", "B"):
             self._wait(op.unit, "flat")
@@ -123,36 +187,40 @@ class _Clocks:
         elif op.verb == "UPDATE":
             for state in ("master", "moments", "grads"):
                 self._wait(op.unit, state)
-            self._now += self._update(op, unit)
+            self._now = self._now + self._update(op, unit)
 
     def _wait(self, unit: str, tensor: str) -> None:
-        self._now = max(self._now, self._done.pop((unit, tensor), 0.0))
+        if (done := self._done.pop((unit, tensor), None)) is not None:
+            self._now = np.maximum(self._now, done)
 
     def _send(self, op: Op, unit: UnitSpec) -> None:
         setting = self._setting
         ranks = prod(setting.mesh[axis] for axis in op.axes)
         link = self._device.far if setting.mesh.get("inter", 1) > 1 and "inter" in op.axes else self._device.near
-        seconds = _sending(op_bytes(op, setting.layout, unit, setting.mesh), ranks, link, len(op.moves(unit)))
+        seconds = self._known.get(op)
+        if seconds is None:
+            num_bytes = op_bytes(op, setting.layout, unit, setting.mesh)
+            seconds = self._known[op] = _sending(num_bytes, ranks, link, len(op.moves(unit)))
         what = "flat" if op.target == "flat" else "grads" if op.verb in REDUCTIONS else op.target
         if not self._device.streams:
-            self._now += seconds
+            self._now = self._now + seconds
             return
-        begun = max(self._link, self._now if op.target != "flat" else self._link, self._copies_of(op))
+        begun = self._link
+        if op.target != "flat":
+            begun = np.maximum(begun, self._now)
+        elif (copied := self._done.get((op.unit, "flat"))) is not None:  # has come from a slower tier
+            begun = np.maximum(begun, copied)
         self._link = begun + seconds
         self._done[op.unit, what] = self._link
-
-    def _copies_of(self, op: Op) -> float:
-        """When what a gather sends has come from a slower tier."""
-        return self._done.get((op.unit, "flat"), 0.0) if op.target == "flat" else 0.0
 
     def _move(self, op: Op, unit: UnitSpec) -> None:
         setting, device = self._setting, self._device
         rate = device.disk if op.tier == Tier.DISK else device.host
         seconds = fetched_bytes(op, setting.layout, unit, setting.mesh, setting.moments) / rate
         if not device.streams:
-            self._now += seconds
+            self._now = self._now + seconds
             return
-        self._copy = max(self._copy, self._now if op.verb == "STORE" else 0.0) + seconds
+        self._copy = (np.maximum(self._copy, self._now) if op.verb == "STORE" else self._copy) + seconds
         self._done[op.unit, op.target or op.source] = self._copy
 
     def _update(self, op: Op, unit: UnitSpec) -> float:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh
-from shardfold.plan.cost import fetched_bytes
-from shardfold.plan.layout import Layout, Precision
+from shardfold.plan.cost import fetched_bytes, resting_bytes, tier_bytes
+from shardfold.plan.layout import ITEMSIZE, Layout, Precision, Tier
 from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.program import Op, lower
 from shardfold.plan.rules import Rules
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.memory import CPU, Behaviour, Setting
+from shardfold.planner.repeats import Folded, fold
 from shardfold.planner.trace import Trace, complete_orders
 from shardfold.planner.tracing import Compute, loss_of, trace_model
 from shardfold.sharding.partition import Cut, cut
@@ -62,15 +63,30 @@ class Subject:
     def __post_init__(self) -> None:
         self.hollow: nn.Module = hollow(self.model, _on_meta, {})
         self._traces: dict[tuple[Precision, str, int], Trace] = {}
+        self._folded: Folded | None = None
+        self._whole = False  # all blocks are traced
+        self._cuts: dict[Any, tuple[Rules, list[Cut]]] = {}
         leaves = [v for v in tree_iter(self.batch) if isinstance(v, Tensor) and v.dim()]
         #: Samples in ``batch``.
         self.samples = leaves[0].shape[0] if leaves else 1
 
     def cuts(self, table: Layout, precision: Precision, mesh: Mesh) -> tuple[Rules, list[Cut]]:
         """The units on a mesh, and the rules that they follow."""
-        rules = Rules(precision, table, mesh)
-        groups = {id(p): 0 for p in self.hollow.parameters() if p.requires_grad}
-        return rules, cut(self.hollow, self.units, groups, rules, mesh)
+        key = table, precision, mesh.axes
+        if key not in self._cuts:
+            rules = Rules(precision, table, mesh)
+            groups = {id(p): 0 for p in self.hollow.parameters() if p.requires_grad}
+            self._cuts[key] = rules, cut(self.hollow, self.units, groups, rules, mesh)
+        return self._cuts[key]
+
+    def resting(
+        self, layout: str | Layout, precision: str | Precision, mesh: Mapping[str, int] | Sequence[Axis], moments: int
+    ) -> dict[Tier, float]:
+        """Bytes at rest on one rank, by tier."""
+        sizes = mesh_of(mesh)
+        rules, cuts = self.cuts(presets.named(layout), Precision.named(precision), sizes)
+        specs = [c.spec for c in cuts if c.spec is not None]
+        return tier_bytes(resting_bytes(rules.layouts[-1], specs, sizes, num_moments=moments, padded=True))
 
     def trace(
         self,
@@ -95,14 +111,47 @@ class Subject:
                 if on_line:
                     self._traces[key] = few.between(more, (samples - LINE[0]) / (LINE[1] - LINE[0]))
             if not on_line:
-                _, cuts = self.cuts(presets.ddp, policy, mesh_of({}))
-                self._traces[key] = trace_model(
-                    self.model, cuts, self._rows(samples), precision=policy, mode=mode, compute=self.compute,
-                    real=self.real,
-                )  # fmt: skip
+                self._traces[key] = self._few_blocks(policy, mode, samples) or self._all_blocks(policy, mode, samples)
         return self._traces[key]
 
-    def _rows(self, samples: int) -> Any:
+    def _all_blocks(self, policy: Precision, mode: str, samples: int) -> Trace:
+        _, cuts = self.cuts(presets.ddp, policy, mesh_of({}))
+        return trace_model(
+            self.model, cuts, self.rows(samples), precision=policy, mode=mode, compute=self.compute, real=self.real
+        )  # fmt: skip
+
+    def _few_blocks(self, policy: Precision, mode: str, samples: int) -> Trace | None:
+        """The trace by some of the blocks that are alike; None: there are not so many, or they differ."""
+        rules, cuts = self.cuts(presets.ddp, policy, mesh_of({}))
+        units = [c.name for c in cuts if c.spec is not None and not c.spec.root]
+        if self.real is not None or self._whole:
+            return None
+        if self._folded is None:
+            self._folded = fold(self.hollow, units)
+            self._whole = self._folded is None
+        folded = self._folded
+        if folded is None:
+            return None
+        groups = {id(p): 0 for p in folded.model.parameters() if p.requires_grad}
+        kept = [name for unit in units if (name := folded.kept(unit)) is not None]
+        try:
+            few = trace_model(
+                folded.model, cut(folded.model, kept, groups, rules, mesh_of({})), self.rows(samples),
+                precision=policy, mode=mode, compute=self.compute, real=False,
+            )  # fmt: skip
+        except Exception:  # a model that goes by the number of its blocks: all of them are traced
+            few = None
+        found = few and folded.unfolded(few)
+        if found is None:
+            self._whole = True
+            return None
+        narrow = ITEMSIZE[policy.compute] if policy.buffers == "compute" else 0
+        sizes = [
+            b.numel() * (narrow if narrow and b.is_floating_point() else b.itemsize) for b in self.hollow.buffers()
+        ]
+        return replace(found, buffers=float(sum(sizes)))
+
+    def rows(self, samples: int) -> Any:
         """A micro-batch of so many samples: of tensors whose first dimension is that of ``batch``."""
         if samples == self.samples:
             return self.batch

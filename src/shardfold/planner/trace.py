@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
-__all__ = ["Event", "Trace", "Work"]
+import numpy as np
+
+__all__ = ["Event", "Trace", "Work", "Works"]
 
 SMALL = 16 * 1024
 BATCH = 64 * 1024
@@ -39,6 +42,15 @@ class Work(NamedTuple):
     @property
     def flops(self) -> float:
         return sum(flops for _, flops in self.products)
+
+
+class Works(NamedTuple):
+    """What was computed before each of some events, as :class:`Work` has it for one."""
+
+    products: dict[str, np.ndarray]
+    product_bytes: np.ndarray
+    other_bytes: np.ndarray
+    calls: np.ndarray
 
 
 class Event(NamedTuple):
@@ -94,9 +106,37 @@ class Trace:
         kind = "enter_backward" if split else "complete"
         return _once(event.unit for event in self.events if event.kind == kind)
 
-    @property
+    @cached_property
+    def levels(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each event the most bytes before it, and those at it."""
+        found = np.array([(e.peak, e.level) for e in self.events], dtype=float).reshape(-1, 2)
+        return found[:, 0], found[:, 1]
+
+    @cached_property
+    def structure(self) -> Any:
+        """What a walk of the program goes by; traces of the same structure are walked alike."""
+        return tuple((e.kind, e.unit, e.size, e.slot) for e in self.events), self.touched
+
+    @cached_property
+    def works(self) -> Works:
+        """What was computed before each event."""
+        dtypes = sorted({dtype for event in self.events for dtype, _ in event.work.products})
+        found = [dict(event.work.products) for event in self.events]
+        return Works(
+            {dtype: np.array([each.get(dtype, 0.0) for each in found]) for dtype in dtypes},
+            np.array([event.work.product_bytes for event in self.events]),
+            np.array([event.work.other_bytes for event in self.events]),
+            np.array([float(event.work.calls) for event in self.events]),
+        )
+
+    @cached_property
     def flops(self) -> float:
         return sum(event.work.flops for event in self.events)
+
+    @cached_property
+    def attention(self) -> float:
+        """Those of ``flops`` that attention does between tokens."""
+        return sum(event.work.attention for event in self.events)
 
     @property
     def peak(self) -> float:

@@ -1,0 +1,62 @@
+"""Of many blocks that are alike a few are traced, and what is repeated is what the whole model does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardfold.planner.repeats import fold
+from shardfold.planner.setting import Subject
+from shardfold.planner.trace import Trace
+from shardfold.tools.recipes.gpt import GPT, GPTConfig
+
+DEEP = GPTConfig(d_model=32, layers=14, heads=2, context=16)
+
+
+def _batch(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(256, (rows, DEEP.context)), torch.randint(256, (rows, DEEP.context))
+
+
+def _whole(mode: str, model: nn.Module | None = None, batch: object = None) -> Trace:
+    subject = Subject(model or GPT(DEEP), batch if batch is not None else _batch())
+    subject._whole = True
+    return subject.trace("bf16", mode)
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute", "select"])
+def test_a_trace_by_a_few_blocks_is_that_of_all(mode: str) -> None:
+    """Event by event, with bytes, work and names."""
+    subject = Subject(GPT(DEEP), _batch())
+    found, expected = subject.trace("bf16", mode), _whole(mode)
+    assert subject._folded is not None and not subject._whole
+    assert len(found.events) == len(expected.events)
+    for ours, theirs in zip(found.events, expected.events, strict=True):
+        assert ours == theirs
+    assert (found.batch, found.buffers, found.touched) == (expected.batch, expected.buffers, expected.touched)
+
+
+class Uneven(nn.Module):
+    """Blocks that are alike, of which the second is run in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(14))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, layer in enumerate(self.layers):
+            x = layer(x).relu().tanh() if n == 1 else layer(x).relu()
+        return x.square().mean()
+
+
+def test_where_blocks_differ_all_are_traced() -> None:
+    """In what they do, in a setting of theirs, or as there are few."""
+    batch = torch.randn(2, 8)
+    subject = Subject(Uneven(), batch)
+    assert subject.trace("bf16").events == _whole("keep", Uneven(), batch).events
+    assert subject._whole
+    other = GPT(DEEP)
+    other.blocks[3].extra = 5.0  # type: ignore[union-attr]
+    units = [f"blocks.{n}" for n in range(DEEP.layers)]
+    assert fold(Subject(other, _batch()).hollow, units) is None
+    assert fold(Subject(GPT(GPTConfig(d_model=32, layers=4, heads=2, context=16)), _batch()).hollow, units[:4]) is None
