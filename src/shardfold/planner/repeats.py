@@ -127,6 +127,8 @@ def fold(model: nn.Module, units: Sequence[str]) -> Folded | None:
     """
     lists: dict[str, int] = {}
     for path, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
         if type(module) in (nn.ModuleList, nn.Sequential) and len(module) >= LEAST:
             blocks = list(module)
             own = [unit for unit in units if unit.startswith(f"{path}.")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,7 @@ def _of_transformers(config: dict[str, Any], length: int | None) -> tuple[nn.Mod
     except ValueError as error:
         raise ConfigError(f"transformers knows no model_type {kind!r}.") from error
     named = [name for name in settings.get("architectures") or () if hasattr(transformers, name)]
-    with meta_init(), _no_values():
+    with meta_init():
         if named:
             model = getattr(transformers, named[0])(made)
         else:
@@ -146,15 +145,6 @@ def _of_transformers(config: dict[str, Any], length: int | None) -> tuple[nn.Mod
     model.train()
     most = getattr(made, "max_position_embeddings", None) or getattr(made, "n_positions", None)
     return model, length or (min(most, LENGTH) if isinstance(most, int) and most > 0 else length)
-
-
-def _no_values() -> AbstractContextManager[Any]:
-    """Inside, models of transformers draw no initial values, where that version can do without."""
-    try:
-        without = importlib.import_module("transformers.initialization").no_init_weights
-    except (ImportError, AttributeError):
-        return nullcontext()
-    return without()
 
 
 def _auto(transformers: Any, config: Any) -> nn.Module:
