@@ -55,6 +55,7 @@ from shardfold.engine.arguments import (
 )
 from shardfold.engine.away import Away
 from shardfold.engine.backward import Backward
+from shardfold.engine.fitting import table_of, warn_of_memory
 from shardfold.engine.gate import PassGate
 from shardfold.engine.handlers import Handlers, check_supported
 from shardfold.engine.hooks import Hooks
@@ -92,12 +93,10 @@ from shardfold.parallel.pipeline.stages import Stages, check_stages
 from shardfold.parallel.plan import Traced, split_model
 from shardfold.parallel.sequence import SequenceAxis, check_choice
 from shardfold.parallel.split import hear_gradients
-from shardfold.plan import presets
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import Axis, Mesh, Role
 from shardfold.plan.checks import check_flags
 from shardfold.plan.layout import Layout, Precision
-from shardfold.plan.offload import offloaded
 from shardfold.plan.outer import Outer
 from shardfold.plan.passes import Overlap
 from shardfold.plan.program import Program
@@ -144,7 +143,8 @@ class Engine:
         optimizer: a ``torch.optim`` class with its arguments (``partial(AdamW, lr=3e-4)``), a function that makes an
             optimizer of a list of parameters, or an optimizer that has not stepped; its groups are kept. None: the
             engine only runs forward.
-        layout: a preset's name or a :class:`Layout`.
+        layout: a preset's name, a :class:`Layout`, or ``"auto"``: the one that sends the least of those whose states
+            leave 40 % of the memory to activations; the log says which, and what was assumed (see ``planner.auto``).
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"bf16-pure"`` or a :class:`Precision`, for parameters of the
             floating dtype that most elements have; those of others, and of fp64, keep their own dtype in every state.
             Or ordered rules of these, ``{path pattern or class: policy, ..., "*": policy}``, of which the first that
@@ -245,8 +245,8 @@ class Engine:
         choice = choose_order(pipeline)
         check_stages(stages)
         check_schedule(lr_schedule, optimizer)
-        table, activations = in_table(offloaded(presets.named(layout), offload).with_outer(outer), activations)
-        place = pick_device(device)
+        table = table_of(layout, offload, outer, model, precision, mesh, device)
+        (table, activations), place = in_table(table, activations), pick_device(device)
         self.clip, self.overlap = one_clip(clip_norm, clip), overlap or Overlap()
         announce(model.parameters(), "an engine of their model")
         with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
@@ -348,7 +348,9 @@ class Engine:
         (comm.job if comm.mesh.sizes.rare else agreement).same(alike)
         if values is not None:
             values.load_buffers(model)
-        take_room(sharded, [c.spec for c in cuts if c.spec is not None], num_moments(sharded.optimizer))
+        specs, moments = [c.spec for c in cuts if c.spec is not None], num_moments(sharded.optimizer)
+        warn_of_memory(sharded.layout, specs, comm.mesh.sizes, moments, self.device)
+        take_room(sharded, specs, moments)
         move_buffers(dict(model.named_modules()), comm, buffer_dtypes(sharded.rules, model))
         sharded.units = make_units(model, cuts, sharded.layout, comm, sharded.tiers, values, seed)
         if staged is not None:

@@ -19,9 +19,9 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """``best``, which is the planner's: it runs the model, so it is imported when it is asked for."""
-    if name == "best":
+    """``best`` and ``largest_batch``, which are the planner's: they run the model, so they are imported late."""
+    if name in ("best", "largest_batch"):
         import importlib
 
-        return importlib.import_module("shardfold.planner.best").best
+        return getattr(importlib.import_module("shardfold.planner.best"), name)
     raise AttributeError(f"module 'shardfold.plan' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``shardfold.plan.best``: the fastest way to train a model on some devices, by a search."""
+"""``shardfold.plan.best``, the fastest way to train a model on some devices; and ``largest_batch``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 from torch import nn
 
 from shardfold.plan.arguments import known_arguments
-from shardfold.plan.layout import Precision
+from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.sizes import parse_bytes
+from shardfold.planner.choice import largest_micro_batch
 from shardfold.planner.hardware import cluster
+from shardfold.planner.memory import CPU, GPU, plan_memory
 from shardfold.planner.search import LAYOUTS, MODES, Found, search
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.tracing import Compute, loss_of
 
-__all__ = ["best"]
+__all__ = ["best", "largest_batch"]
 
 
 @known_arguments
@@ -59,3 +61,45 @@ def best(
         host=room,
     )  # fmt: skip
     return found.best
+
+
+@known_arguments
+def largest_batch(
+    model: nn.Module,
+    batch: Any,
+    *,
+    gpus: str,
+    layout: str | Layout = "zero3",
+    activations: str = "keep",
+    memory: str | None = None,
+    precision: str | Precision = "bf16",
+    accumulate: int = 1,
+    compute: Compute = loss_of,
+) -> int:
+    """The most samples of a micro-batch with which no point of a step has more bytes than a device; nothing is run.
+
+    Args:
+        model: with or without memory.
+        batch: a micro-batch of two samples or more, with or without memory.
+        gpus: how many of which device, as of :func:`best`.
+        layout: a preset's name or a table.
+        activations: the mode of all units.
+        memory: of each device, in place of its own, as ``"20GiB"``.
+        precision: policy.
+        accumulate: micro-batches of a step.
+        compute: ``compute(model, batch)`` gives the loss.
+
+    Returns:
+        The number of samples; 0: not even one fits.
+
+    Raises:
+        ConfigError: an argument names nothing.
+    """
+    subject, where = Subject(model, batch, compute), cluster(gpus, memory=memory)
+    trace = subject.trace(precision, activations, LINE[0])
+    setting = subject.setting(
+        trace, layout=layout, precision=precision, mesh=where.mesh, micro_batches=accumulate, clip=True,
+        behaviour=GPU if where.device.streams else CPU,
+    )  # fmt: skip
+    plan = plan_memory(setting, trace)
+    return largest_micro_batch(subject, plan, precision=precision, mode=activations, budget=where.device.usable)

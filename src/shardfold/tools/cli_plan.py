@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,6 +34,10 @@ def plan(
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layouts to look at; may be repeated.")] = None,
     activations: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}; may be repeated.")] = None,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="To serve it: weights and the cache of keys and values, by dtype.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the plan here too, as one page with sliders.")] = None,
 ) -> None:
     """Say what fits before anything runs: the peak of each layout on these devices, when it is reached and why."""
     for mode in activations or ():
@@ -42,8 +47,16 @@ def plan(
     from shardfold.plan.layout import Precision
 
     Precision.named(precision)
-    from shardfold.tools.planning.command import print_plan
+    from shardfold.tools.planning.command import print_inference, print_plan, write_plan_page
 
+    if inference:
+        print_inference(model, gpus, memory=memory, length=length, sequences=micro_batch or 1)
+        return
+    if html is not None:
+        write_plan_page(
+            html, model, gpus, memory=memory, precision=precision, length=length, layouts=list(tables),
+            modes=activations or list(MODES), samples=micro_batch or 1,
+        )  # fmt: skip
     print_plan(
         model, gpus, memory=memory, precision=precision, micro_batch=micro_batch, accumulate=accumulate, length=length,
         tables=tables, modes=activations or list(MODES), batch=batch, host=host,

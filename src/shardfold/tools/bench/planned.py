@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardfold.engine import hooks
 from shardfold.engine.engine import Engine
 from shardfold.optim.sharded import ShardedOptimizer
-from shardfold.plan.layout import Layout, Tier
+from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.planner.live import LiveBytes
 from shardfold.planner.memory import CPU, MemoryPlan, plan_memory
 from shardfold.planner.setting import Subject
@@ -22,7 +22,7 @@ from shardfold.planner.trace import SMALL
 from shardfold.planner.tracing import Compute, loss_of
 from shardfold.torch_internals import no_subclass_functions, storage_key, tree_iter
 
-__all__ = ["Comparison", "compare", "measured_peak"]
+__all__ = ["Comparison", "Watched", "compare", "inside_hooks", "measured_peak"]
 
 
 class Comparison(NamedTuple):
@@ -44,7 +44,7 @@ class Comparison(NamedTuple):
         return self.planned / self.measured - 1
 
 
-class _Watched(LiveBytes):
+class Watched(LiveBytes):
     """With what lives between steps, and flats, whose memory comes and goes."""
 
     def __init__(self, engine: Engine, batch: Any) -> None:
@@ -92,7 +92,7 @@ def _vacated(engine: Engine) -> int:
 
 
 @contextmanager
-def _inside() -> Iterator[None]:
+def inside_hooks() -> Iterator[None]:
     """Modes see what the engine does in its hooks, too, which it hides from those of users."""
     own = hooks.apart
     hooks.apart = nullcontext
@@ -115,9 +115,9 @@ def measured_peak(engine: Engine, batch: Any, compute: Compute, steps: int = 3) 
     for _ in range(3):  # orders are found, and what is made once is made
         step()
     gc.collect()
-    watched = _Watched(engine, batch)
+    watched = Watched(engine, batch)
     peaks: list[int] = []
-    with watched, _inside():
+    with watched, inside_hooks():
         for _ in range(steps):
             step()
             peaks.append(watched.most)
@@ -126,7 +126,7 @@ def measured_peak(engine: Engine, batch: Any, compute: Compute, steps: int = 3) 
 
 
 def compare(
-    build: Callable[[], nn.Module], batch: Any, *, layout: str | Layout, precision: str, mode: str = "keep",
+    build: Callable[[], nn.Module], batch: Any, *, layout: str | Layout, precision: str | Precision, mode: str = "keep",
     compute: Compute = loss_of, accumulate: int = 1, clip_norm: float | None = None, real: bool | None = None,
     **more: Any,
 ) -> Comparison:  # fmt: skip

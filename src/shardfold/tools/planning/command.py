@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
+from pathlib import Path
 
 from shardfold.errors import ConfigError
 from shardfold.plan.layout import Layout
 from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.choice import options
 from shardfold.planner.hardware import cluster
+from shardfold.planner.inference import cache_bytes, sizes_of
 from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.search import search
 from shardfold.tools.planning import show
 from shardfold.tools.planning.models import planned_model
+from shardfold.tools.planning.page import plan_page
 
-__all__ = ["print_plan"]
+__all__ = ["print_inference", "print_plan", "write_plan_page"]
 
 
 def print_plan(
@@ -49,3 +52,34 @@ def print_plan(
     print(show.detail(best))
     if not fitting:
         print(f"Nothing fits: {best.why}")
+
+
+def print_inference(model: str, gpus: str, *, memory: str | None, length: int | None, sequences: int) -> None:
+    """Prints what serving a model needs, and training it on one device, by dtype."""
+    where = cluster(gpus, memory=memory)
+    planned = planned_model(model, length=length, samples=2)
+    cache = cache_bytes(planned.subject, 1)
+    print(show.serving(planned, where, sizes_of(planned.subject), cache, sequences))
+
+
+def write_plan_page(
+    path: Path, model: str, gpus: str, *, memory: str | None, precision: str, length: int | None,
+    layouts: Sequence[str], modes: Sequence[str], samples: int,
+) -> None:  # fmt: skip
+    """Writes the page of a plan.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    where = cluster(gpus, memory=memory)
+    planned = planned_model(model, length=length, samples=2)
+    half = planned.length // 2
+    shorter = planned_model(model, length=half, samples=2).subject if half else None
+    text = plan_page(
+        planned, where, shorter, layouts=layouts, modes=modes, precision=precision, samples=samples
+    )  # fmt: skip
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {path} cannot be written: {error.strerror}.") from error
+    print(f"Written to {path}.")

@@ -8,10 +8,11 @@ from shardfold.plan.layout import Tier
 from shardfold.plan.sizes import human
 from shardfold.planner.choice import Option
 from shardfold.planner.hardware import Cluster
+from shardfold.planner.inference import RESERVE, Size, largest_batch_of
 from shardfold.planner.search import Search
 from shardfold.tools.planning.models import Planned
 
-__all__ = ["advice", "detail", "head", "ranking", "table"]
+__all__ = ["advice", "detail", "head", "ranking", "serving", "table"]
 
 
 def head(model: Planned, cluster: Cluster, precision: str) -> str:
@@ -67,6 +68,30 @@ def ranking(found: Search, where: Cluster, precision: str) -> str:
         lines += ["", f"fastest: Engine({given}), {best.micro_batch} samples on each device at a time"]
     else:
         lines += ["", "Nothing fits."]
+    return "\n".join(lines)
+
+
+def serving(model: Planned, where: Cluster, sizes: Sequence[Size], cache_of_one: float, sequences: int) -> str:
+    """What it takes to serve a model, one line for each dtype of its weights; and to train it on one device."""
+    budget = where.device.usable * where.size
+    many = f"{sequences:,} sequences" if sequences > 1 else "1 sequence"
+    length = f" of {model.length:,} tokens" if model.length else ""
+    lines = [
+        f"{model.name}: {model.parameters:,} parameters; {where} with {human(budget)} in all; {many}{length}, each "
+        f"with {human(cache_of_one)} of keys and values in 16 bits",
+        "",
+        f"{'weights':<9}{'largest layer':>14}{'all':>11}{'with cache':>12}{f'+ {RESERVE:.0%}':>11}  {'':<9}"
+        f"{'most sequences':>14}{'training, Adam':>16}",
+    ]
+    for size in sizes:
+        cache = cache_of_one * sequences
+        most = largest_batch_of(size, cache_of_one, budget) if cache_of_one else None
+        fits = size.needed(cache) <= budget
+        lines.append(
+            f"{size.dtype:<9}{human(size.largest):>14}{human(size.weights):>11}{human(size.weights + cache):>12}"
+            f"{human(size.needed(cache)):>11}  {'fits' if fits else 'too much':<9}"
+            f"{'any' if most is None else most or 'none':>14}{human(size.training) if size.training else '-':>16}"
+        )
     return "\n".join(lines)
 
 

@@ -48,6 +48,7 @@ from shardfold.tools.recipes.config import SHAPE, TrainConfig
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
 from shardfold.tools.recipes.memory import check_memory
+from shardfold.tools.recipes.peak import Peak
 from shardfold.tools.recipes.text import Corpus, Windows, baselines, held_out_windows, load_corpus
 
 __all__ = ["Result", "TrainConfig", "train"]
@@ -198,6 +199,7 @@ class Run:
         self.history: list[StepMetrics] = []
         self.stop = StopSignal()
         self.interrupted = False
+        self.peak = Peak(config, self.engine)
 
     @property
     def leads(self) -> bool:
@@ -337,7 +339,8 @@ class Run:
         with self.stop as stop:
             batches = self.batches()
             while self.done < self.config.steps:
-                metrics = self.step(batches)
+                with self.peak.watching(self.done):
+                    metrics = self.step(batches)
                 every = self.config.eval_every
                 if every and self.done % every == 0 and self.done < self.config.steps:
                     bits = self.evaluate()
@@ -543,6 +546,7 @@ def show(run: Run, out: Path, bits: Mapping[str, float], seconds: float, sample:
         tables.traffic_table(traffic.rows, traffic.control),
         *([tables.moved_table(traffic.moved)] if traffic.moved else []),
     )
+    console.print("\n".join(["", *run.peak.told()]), highlight=False, soft_wrap=True)
     if sample:
         console.print("\n[bold]A sample[/bold]")
         console.print(Text(tables.printable(sample)), soft_wrap=True)

@@ -1,0 +1,84 @@
+"""Whether a new engine's states fit: ``layout="auto"``, and a warning before anything is made that will not.
+
+Only states and the program's buffers are counted, by ``planner.auto``: an engine is made before it sees a batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from logging import getLogger
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardfold import accelerator
+from shardfold.comm.mesh import pick_device
+from shardfold.errors import ConfigError
+from shardfold.plan import presets
+from shardfold.plan.axes import Axis, Mesh, Role
+from shardfold.plan.cost import resting_bytes
+from shardfold.plan.layout import Layout, Tier
+from shardfold.plan.offload import offloaded
+from shardfold.plan.placement import UnitSpec
+from shardfold.plan.sizes import human
+from shardfold.planner.auto import AUTO, choose_layout, states_peak
+from shardfold.planner.setting import mesh_of
+
+__all__ = ["table_of", "warn_of_memory"]
+
+LOG = getLogger("shardfold")
+
+
+def table_of(
+    layout: str | Layout, offload: Any, outer: Any, model: nn.Module, precision: Any,
+    mesh: Mapping[str, int] | Sequence[Axis] | None, device: str | torch.device | None,
+) -> Layout:  # fmt: skip
+    """The table of an engine with these arguments; ``"auto"`` is said in the log.
+
+    Raises:
+        ConfigError: there is no such layout, or, with ``"auto"``, none fits, or the mesh cuts the model.
+    """
+    if layout == AUTO:
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        sizes = mesh_of(mesh) if mesh is not None else Mesh.of({"inter": 1, "intra": world})
+        if others := [axis.name for axis in sizes.axes if axis.role is not Role.DATA and axis.size > 1]:
+            raise ConfigError(
+                f"layout='auto' chooses for ranks that read other samples, but mesh= has {' and '.join(others)}, "
+                "whose ranks have parts of the model: name a layout."
+            )
+        found = choose_layout(model, precision, sizes, memory_of(pick_device(device)))
+        LOG.warning(found.told)
+        layout = found.layout
+    return offloaded(presets.named(layout), offload).with_outer(outer)
+
+
+def warn_of_memory(
+    layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: int, device: torch.device
+) -> None:  # fmt: skip
+    """Says in the log that a step of these units will not fit into the device, and what would lower it."""
+    memory = memory_of(device)
+    resting = resting_bytes(layout, units, mesh, num_moments=moments, padded=True)
+    rest = sum(n for (_, tier), n in resting.items() if tier is Tier.DEVICE)
+    if not memory or rest < memory / 4:
+        return
+    needed = states_peak(layout, units, mesh, moments)
+    if needed <= memory:
+        return
+    split = all(cell.over for name, cell in layout.cells().items() if name != "held") or mesh.divisor == 1
+    advice = "offload='host' lets states rest in host memory" if split else "layout='zero3' divides all states by ranks"
+    LOG.warning(
+        f"a step will not fit: states and buffers alone take {human(needed)} of the {human(memory)} of each rank, and "
+        f"activations come on top. {advice}; `shardfold plan` says what fits."
+    )
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes that a rank here may take; of the host, its share among the ranks of this machine."""
+    total = accelerator.total_memory(device) if accelerator.has_streams(device) else None
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if total is not None:
+        return total / -(-ranks // max(accelerator.count(device), 1))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks

@@ -1,0 +1,128 @@
+"""Memory without training: weights by dtype, the cache of keys and values by length and batch, and a reserve.
+
+The cache is not a formula: the model runs once without memory, and what lives behind its forward, beside what it gives,
+is the cache. So models that share keys among heads, keep a window or compress them are counted as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import floor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardfold.errors import ModelError
+from shardfold.plan import presets
+from shardfold.plan.cost import resting_bytes
+from shardfold.plan.layout import Precision
+from shardfold.planner.hollow import hollow, hollow_values
+from shardfold.planner.live import LiveBytes
+from shardfold.planner.setting import Subject, mesh_of
+from shardfold.sharding.autograd import tensors_in
+from shardfold.torch_internals import FakeMode, storage_key, tree_iter
+
+__all__ = ["BITS", "RESERVE", "Size", "cache_bytes", "largest_batch_of", "sizes_of"]
+
+BITS: dict[str, int] = {"fp32": 32, "16-bit": 16, "int8": 8, "int4": 4}
+"""Of a weight, by the name of its dtype."""
+RESERVE = 0.2
+"""Part of weights and cache that a server needs besides: activations of a step, workspaces, what an allocator cannot
+use. It is a rule of thumb of those who serve models, not a sum."""
+
+
+class Size(NamedTuple):
+    """A model in one dtype, in bytes.
+
+    Attributes:
+        dtype: a name of :data:`BITS`.
+        largest: of the largest layer: a block, an embedding or a head.
+        weights: with buffers.
+        training: of weights, gradients and Adam's states on one device; 0: it is not trained in this.
+    """
+
+    dtype: str
+    largest: float
+    weights: float
+    training: float
+
+    def needed(self, cache: float) -> float:
+        """Bytes to serve it with such a cache, and the reserve."""
+        return (1 + RESERVE) * (self.weights + cache)
+
+
+def sizes_of(subject: Subject) -> list[Size]:
+    """The model in each dtype; buffers are counted, those of numbers that are no floats as they are."""
+    model = subject.hollow
+    _, cuts = subject.cuts(presets.ddp, Precision(), mesh_of({}))
+    inner = [module for c in cuts if c.spec is not None and not c.spec.root for module in c.modules]
+    inside = {id(part) for module in inner for part in module.modules()}
+    layers = [*inner, *(m for m in model.modules() if id(m) not in inside and not list(m.children()))]
+    found: list[Size] = []
+    for dtype, bits in BITS.items():
+        policy = {"fp32": Precision(), "16-bit": Precision(compute="bf16")}.get(dtype)
+        training = 0.0
+        if policy is not None:
+            rules, mine = subject.cuts(presets.ddp, policy, mesh_of({}))
+            specs = [c.spec for c in mine if c.spec is not None]
+            training = sum(resting_bytes(rules.layouts[-1], specs, mesh_of({})).values())
+        largest = max((_bytes(layer, bits) for layer in layers), default=0.0)
+        found.append(Size(dtype, largest, _bytes(model, bits), training))
+    return found
+
+
+def _bytes(module: nn.Module, bits: int) -> float:
+    def each() -> Iterator[float]:
+        for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
+            yield tensor.numel() * (bits / 8 if tensor.is_floating_point() else tensor.itemsize)
+
+    return sum(each())
+
+
+def cache_bytes(subject: Subject, samples: int, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Bytes of keys and values of so many sequences that are as long as those of the subject's batch; 0: the model
+    keeps none.
+
+    Raises:
+        ModelError: its forward does not run without memory.
+    """
+    fake = FakeMode(allow_non_fake_inputs=True)
+
+    def make(tensor: Tensor, kind: torch.dtype) -> Tensor:
+        with fake:
+            return torch.zeros(tensor.shape, dtype=kind if not kind.is_floating_point else dtype, device="cpu")
+
+    model: nn.Module = hollow(subject.hollow, make, {}).eval()
+    batch: Any = hollow_values(subject.rows(1), make)
+    if isinstance(batch, dict):
+        batch = {name: value for name, value in batch.items() if name != "labels"}
+        if hasattr(model, "generate"):
+            batch["use_cache"] = True
+    live = LiveBytes([*model.parameters(), *model.buffers(), *(v for v in tree_iter(batch) if isinstance(v, Tensor))])
+    with fake, torch.no_grad(), live:
+        try:
+            given = model(**batch) if isinstance(batch, dict) else model(*batch)
+        except Exception as error:
+            raise ModelError(
+                f"the forward of {type(model).__name__} does not run without memory: {str(error).splitlines()[0]}"
+            ) from error
+        parts: Any = given if isinstance(given, (tuple, list, dict, Tensor)) else vars(given)
+        outputs = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in _plain(parts)}
+        kept = live.level - sum(outputs.values())
+    return float(max(kept, 0) * samples)
+
+
+def _plain(values: Any) -> Iterator[Tensor]:
+    """Tensors that a model gives, but those of its cache."""
+    if isinstance(values, dict):
+        values = {name: value for name, value in values.items() if name != "past_key_values"}
+    yield from tensors_in(values)
+
+
+def largest_batch_of(size: Size, cache_of_one: float, budget: float) -> int:
+    """The most sequences with which weights, cache and reserve are within the budget."""
+    room = budget / (1 + RESERVE) - size.weights
+    if room < cache_of_one or room < 0:
+        return 0
+    return floor(room / cache_of_one) if cache_of_one else 0

@@ -1,0 +1,169 @@
+"""Memory over time as numbers that a page can compute with: by ranks, samples and length, without another walk.
+
+What a rank holds at each point of a step is a number of bytes and another divided by the ranks; of one rank the program
+has no collectives, so it has points of its own. What forward and backward hold grows with samples and with tokens: it
+is taken from traces of two numbers of samples and two lengths, and lies on the surface through these four. Between them
+it is exact where operations need memory by tokens, as attention without a matrix of scores does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardfold.plan.layout import Layout, Precision, Tier
+from shardfold.planner.memory import GPU, MemoryPlan, plan_memory
+from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.trace import Trace
+
+__all__ = ["Activity", "Points", "Surface", "activity_of", "surface_of"]
+
+RANKS = 2, 64
+"""By which what is divided is found."""
+
+
+class Points(NamedTuple):
+    """Points of a step, in order.
+
+    Attributes:
+        event: number of the event at each.
+        level: 1: what lives at the event counts; 0: the most before it.
+        whole: bytes of the engine's.
+        divided: bytes of them that the ranks divide.
+        rest: bytes at rest, with those that are there all the time: whole, and divided.
+        host: those of host memory.
+    """
+
+    event: list[int]
+    level: list[int]
+    whole: list[float]
+    divided: list[float]
+    rest: tuple[float, float]
+    host: tuple[float, float]
+
+
+class Activity(NamedTuple):
+    """What forward and backward hold, by event: the four numbers of ``a + b samples + c length + d samples length``.
+
+    Attributes:
+        peak: the most before each event.
+        level: what lives at it.
+        batch: bytes of the inputs.
+        names: what each event is.
+    """
+
+    peak: list[list[float]]
+    level: list[list[float]]
+    batch: list[float]
+    names: list[str]
+
+    def at(self, which: Sequence[Sequence[float]], samples: float, length: float) -> np.ndarray:
+        """One of these for a micro-batch."""
+        a, b, c, d = (np.asarray(each) for each in which)
+        return a + b * samples + c * length + d * samples * length
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Peaks of one layout under one mode of activations.
+
+    Attributes:
+        one: points of one rank.
+        many: of several.
+        activity: of the model.
+    """
+
+    one: Points
+    many: Points
+    activity: Activity
+
+    def over_time(self, ranks: int, samples: float, length: float = 0.0) -> np.ndarray:
+        """Bytes of the device at each point."""
+        points = self.one if ranks == 1 else self.many
+        a, b, c, d = self.activity.batch
+        batch = a + b * samples + c * length + d * samples * length
+        peak, level = (self.activity.at(which, samples, length) for which in (self.activity.peak, self.activity.level))
+        event, at = np.asarray(points.event), np.asarray(points.level, dtype=bool)
+        engine = np.asarray(points.whole) + np.asarray(points.divided) / ranks
+        return points.rest[0] + points.rest[1] / ranks + batch + engine + np.where(at, level[event], peak[event])
+
+
+def activity_of(
+    subject: Subject, shorter: Subject | None, precision: str | Precision, mode: str, length: int
+) -> Activity:
+    """What a model's forward and backward hold.
+
+    Args:
+        subject: with samples of ``length``.
+        shorter: the same with half of it; None: its samples have no length.
+        precision: policy.
+        mode: of activations.
+        length: of a sample.
+    """
+    few, more = (subject.trace(precision, mode, n) for n in LINE)
+    if shorter is None:
+        others = few, more
+    else:
+        others = tuple(shorter.trace(precision, mode, n) for n in LINE)
+    half = length / 2 if length else 1.0
+
+    def through(pick: Any) -> list[list[float]]:
+        short_few, short_more, long_few, long_more = (np.asarray(pick(t), dtype=float) for t in (*others, few, more))
+        by_sample = [(b - a) / (LINE[1] - LINE[0]) for a, b in ((short_few, short_more), (long_few, long_more))]
+        at_none = [a - LINE[0] * s for a, s in zip((short_few, long_few), by_sample, strict=True)]
+        d, c = ((y - x) / half if length else x * 0 for x, y in (by_sample, at_none))
+        found = at_none[1] - c * length, by_sample[1] - d * length, c, d
+        return [np.atleast_1d(each).tolist() for each in found]
+
+    names = [f"{event.kind} {event.unit}".strip() for event in few.events]
+    batch = [each[0] for each in through(lambda t: t.batch)]
+    return Activity(through(lambda t: t.levels[0]), through(lambda t: t.levels[1]), batch, names)
+
+
+def surface_of(
+    subject: Subject, layout: str | Layout, activity: Activity, precision: str | Precision, mode: str, *,
+    moments: int = 2, clip: bool = True,
+) -> Surface:  # fmt: skip
+    """The surface of a layout."""
+    trace = subject.trace(precision, mode, LINE[0])
+
+    def plan(ranks: int) -> MemoryPlan:
+        setting = subject.setting(
+            trace, layout=layout, precision=precision, mesh={"intra": ranks}, moments=moments, clip=clip, behaviour=GPU
+        )
+        return plan_memory(setting, trace)
+
+    one, few, more = (plan(ranks) for ranks in (1, *RANKS))
+    return Surface(_points(one, None, trace), _points(few, more, trace), activity)
+
+
+def _points(few: MemoryPlan, more: MemoryPlan | None, trace: Trace) -> Points:
+    """Points of several ranks, through walks of two numbers of them; of points at one event those that may be the
+    highest."""
+
+    def through(a: Any, b: Any) -> tuple[Any, Any]:
+        if more is None:
+            return a, a * 0
+        divided = (a - b) / (1 / RANKS[0] - 1 / RANKS[1])
+        return a - divided / RANKS[0], divided
+
+    other = more or few
+    whole, divided = through(few.places[0], other.places[0])
+    rest = through(few.base - trace.batch, other.base - trace.batch)
+    host = through(*(plan.tiers.get(Tier.HOST, 0.0) for plan in (few, other)))
+    last = len(trace.events) - 1
+    kept: dict[tuple[int, bool], list[tuple[float, float]]] = {}
+    for n, event in enumerate(few.places[1].tolist()):
+        key = (event if event >= 0 else last, bool(few.places[2][n]))
+        mine = kept.setdefault(key, [])
+        new = float(whole[n]), float(divided[n])
+        if not any(a >= new[0] and a + b / 2 >= new[0] + new[1] / 2 for a, b in mine):
+            mine[:] = [p for p in mine if not (new[0] >= p[0] and sum(new) >= sum(p))] + [new]
+    rows = [(at, int(level), a, b) for (at, level), mine in sorted(kept.items()) for a, b in mine]
+    return Points(
+        [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows], [row[3] for row in rows],
+        (float(rest[0]), float(rest[1])), (float(host[0]), float(host[1])),
+    )  # fmt: skip

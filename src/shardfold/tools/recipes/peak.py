@@ -1,0 +1,86 @@
+"""The peak of a step as planned beside the one of a step that ran, for the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shardfold import accelerator
+from shardfold.engine.engine import Engine
+from shardfold.plan.layout import Tier
+from shardfold.plan.sizes import human
+from shardfold.planner.memory import CPU, GPU, MemoryPlan, plan_memory
+from shardfold.planner.setting import Subject
+from shardfold.sharding.materialize import meta_init
+from shardfold.tools.bench.planned import Watched, inside_hooks
+from shardfold.tools.recipes.config import TrainConfig
+from shardfold.tools.recipes.gpt import GPT
+
+__all__ = ["Peak"]
+
+STEP = 20
+"""Which step is watched: orders are found by then. Shorter runs say nothing of a peak."""
+
+
+class Peak:
+    """Of one rank's steps.
+
+    Args:
+        config: of the run.
+        engine: that trains.
+
+    Attributes:
+        measured: bytes of live storages in the step that was watched, or of the device's allocator; 0: none was.
+    """
+
+    def __init__(self, config: TrainConfig, engine: Engine) -> None:
+        self._config, self._engine = config, engine
+        self.measured = 0
+        whole = all(ranks == 1 for ranks in config.axes().values()) and not config.model_shape().experts
+        self.follows = whole and config.steps > STEP and engine.rank == 0
+        """Whether a plan follows such a run: axes of data only, and no experts, whose tokens depend on values."""
+
+    @contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        """Around a step with that number: its peak, if it is the one."""
+        if not self.follows or step != STEP:
+            yield
+            return
+        if accelerator.has_streams(self._engine.device):
+            yield
+            self.measured = accelerator.peak(self._engine.device) or 0
+            return
+        live = Watched(self._engine, ())
+        with live, inside_hooks():
+            yield
+        self.measured = live.most
+
+    def planned(self) -> MemoryPlan:
+        """What the plan says."""
+        config, engine = self._config, self._engine
+        shape = config.model_shape()
+        with meta_init():
+            model = GPT(shape)
+        tokens = torch.empty((config.micro_batch, shape.context), dtype=torch.int64, device="meta")
+        subject = Subject(model, (tokens, tokens))
+        trace = subject.trace(config.precision, "keep", config.micro_batch)
+        setting = subject.setting(
+            trace, layout=config.table(), precision=config.precision, mesh=engine.mesh.sizes.axes,
+            micro_batches=config.accumulate, clip=bool(config.clip_norm),
+            behaviour=GPU if accelerator.has_streams(engine.device) else CPU,
+        )  # fmt: skip
+        return plan_memory(setting, trace)
+
+    def told(self) -> list[str]:
+        """A line for the report; none where no plan follows the run."""
+        if not self.measured:
+            return []
+        plan = self.planned()
+        host = 0.0 if accelerator.has_streams(self._engine.device) else plan.tiers.get(Tier.HOST, 0.0)
+        planned = plan.peak + host
+        return [
+            f"Peak of a step on rank 0: {human(planned)} planned, {human(self.measured)} measured "
+            f"({planned / self.measured - 1:+.1%}), at {plan.top.where}."
+        ]

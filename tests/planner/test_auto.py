@@ -1,0 +1,68 @@
+"""The layout that an engine chooses sends least of those that fit; what does not fit is said before the first step."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import shardfold as sf
+from shardfold.engine import fitting
+from shardfold.errors import ConfigError
+from shardfold.plan.axes import Mesh
+from shardfold.planner.auto import FREE, choose_layout
+
+WIDTH, BLOCKS, RANKS = 64, 8, 8
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(BLOCKS)))
+
+
+def test_less_memory_chooses_what_sends_more() -> None:
+    """From all states on every rank to all of them divided; below that nothing fits, and the message says how much
+    each would take."""
+    mesh, numel = Mesh.of({"inter": 1, "intra": RANKS}), sum(p.numel() for p in _model().parameters())
+    chosen = [choose_layout(_model(), "fp32", mesh, per * numel / (1 - FREE)).layout for per in (24, 13.5, 9, 4.8)]
+    order = ["ddp", "zero1", "zero2", "zero3"]
+    assert chosen[0] == "ddp" and chosen == sorted(chosen, key=order.index) and len(set(chosen)) >= 3
+    with pytest.raises(ConfigError, match="ddp would take"):
+        choose_layout(_model(), "fp32", mesh, 0.1 * numel)
+
+
+def test_an_engine_takes_auto(caplog: pytest.LogCaptureFixture) -> None:
+    """It trains, and the log has what was chosen and assumed; a mesh that cuts the model is refused."""
+    with caplog.at_level(logging.WARNING, logger="shardfold"):
+        engine = sf.Engine(_model(), optimizer=partial(torch.optim.AdamW, lr=1e-3), layout="auto")
+    assert "layout='auto' is 'ddp'" in caplog.text and "Assumed: " in caplog.text
+    engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
+    engine.step()
+    engine.close()
+    with pytest.raises(ConfigError, match="mesh= has tensor"):
+        sf.Engine(_model(), layout="auto", mesh={"tensor": 2})
+
+
+def test_what_will_not_fit_is_said_before_the_first_step(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where states alone take more than there is; not where they fit."""
+    numel = sum(p.numel() for p in _model().parameters())
+    for memory, said in ((8.0 * numel, True), (64.0 * numel, False)):
+        monkeypatch.setattr(fitting, "memory_of", lambda device, memory=memory: memory)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="shardfold"):
+            sf.Engine(_model(), optimizer=partial(torch.optim.AdamW, lr=1e-3)).close()
+        assert ("a step will not fit" in caplog.text) is said
+
+
+def test_the_largest_batch_is_that_of_a_search() -> None:
+    """sf.plan.largest_batch gives the number; a smaller budget gives fewer samples."""
+    batch = torch.randn(2, WIDTH)
+    sizes = [
+        sf.plan.largest_batch(_model(), batch, gpus="2xL4", layout="zero2", memory=memory)
+        for memory in ("1MiB", "2MiB", "100KiB")
+    ]
+    assert sizes[1] > sizes[0] > 0 and sizes[2] == 0
