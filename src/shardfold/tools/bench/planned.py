@@ -45,9 +45,9 @@ class Comparison(NamedTuple):
 
 
 class Watched(LiveBytes):
-    """With what lives between steps, and flats, whose memory comes and goes."""
+    """With what lives between steps, and flats, whose memory comes and goes; ``apart``: tensors that do not count."""
 
-    def __init__(self, engine: Engine, batch: Any) -> None:
+    def __init__(self, engine: Engine, batch: Any, apart: Iterable[Tensor] = ()) -> None:
         self._flats = {
             storage_key(s.flat.untyped_storage()): s.flat for unit in engine.units for s in unit.segments if s.split
         }
@@ -57,8 +57,8 @@ class Watched(LiveBytes):
         self._still = _unique([*resting, *engine.module.buffers(), *tree_iter(batch)], self._flats)
         self._rest = sum(self._still.values()) - _vacated(engine)
         with no_subclass_functions():
-            super().__init__([*resting, *self._flats.values(), *engine.module.buffers(), *engine.module.parameters(),
-                              *(v for v in tree_iter(batch) if isinstance(v, Tensor))])  # fmt: skip
+            beside = [*apart, *resting, *self._flats.values(), *engine.module.buffers(), *engine.module.parameters()]
+            super().__init__([*beside, *(v for v in tree_iter(batch) if isinstance(v, Tensor))])
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -199,7 +199,7 @@ class Run:
         self.history: list[StepMetrics] = []
         self.stop = StopSignal()
         self.interrupted = False
-        self.peak = Peak(config, self.engine)
+        self.peak = Peak(config, self.engine, self.text.text)
 
     @property
     def leads(self) -> bool:

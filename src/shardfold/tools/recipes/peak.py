@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.engine.engine import Engine
@@ -30,13 +31,14 @@ class Peak:
     Args:
         config: of the run.
         engine: that trains.
+        data: what is read of it is no part of a step's memory.
 
     Attributes:
         measured: bytes of live storages in the step that was watched, or of the device's allocator; 0: none was.
     """
 
-    def __init__(self, config: TrainConfig, engine: Engine) -> None:
-        self._config, self._engine = config, engine
+    def __init__(self, config: TrainConfig, engine: Engine, data: Tensor) -> None:
+        self._config, self._engine, self._data = config, engine, data
         self.measured = 0
         whole = all(ranks == 1 for ranks in config.axes().values()) and not config.model_shape().experts
         self.follows = whole and config.steps > STEP and engine.rank == 0
@@ -52,7 +54,7 @@ class Peak:
             yield
             self.measured = accelerator.peak(self._engine.device) or 0
             return
-        live = Watched(self._engine, ())
+        live = Watched(self._engine, (), [self._data])
         with live, inside_hooks():
             yield
         self.measured = live.most
