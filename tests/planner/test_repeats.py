@@ -56,7 +56,8 @@ def test_where_blocks_differ_all_are_traced() -> None:
     assert subject.trace("bf16").events == _whole("keep", Uneven(), batch).events
     assert subject._whole
     other = GPT(DEEP)
-    other.blocks[3].extra = 5.0  # type: ignore[union-attr]
+    for n, block in enumerate(other.blocks):
+        block.extra = 5.0 if n == 3 else 4.0  # type: ignore[assignment]
     units = [f"blocks.{n}" for n in range(DEEP.layers)]
     assert fold(Subject(other, _batch()).hollow, units) is None
     assert fold(Subject(GPT(GPTConfig(d_model=32, layers=4, heads=2, context=16)), _batch()).hollow, units[:4]) is None
