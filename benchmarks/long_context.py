@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from control_group import Group
 from torch import Tensor
 
 import shardfold as sf
@@ -196,32 +197,6 @@ LONGEST = {"d_model": 768, "layers": 12, "heads": 12}
 LIMIT = 2 * GIB
 
 
-class Group:
-    """A control group of its own, of version 1 or 2.
-
-    Raises:
-        OSError: none can be made here.
-    """
-
-    def __init__(self, name: str, limit: int) -> None:
-        parent = Path("/sys/fs/cgroup/memory")
-        self._first = parent.is_dir()
-        self.path = (parent if self._first else parent.parent) / f"shardfold-{name}-{os.getpid()}"
-        self.path.mkdir()
-        try:
-            (self.path / ("memory.limit_in_bytes" if self._first else "memory.max")).write_text(str(limit))
-        except OSError:
-            self.path.rmdir()
-            raise
-
-    def peak(self) -> int:
-        return int((self.path / ("memory.max_usage_in_bytes" if self._first else "memory.peak")).read_text())
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.path.rmdir()
-
-
 def train(rank: int, ranks: int, context: int, way: str, store: str) -> None:
     """One rank, inside of its group: two steps."""
     torch.set_num_threads(1)
@@ -236,29 +211,18 @@ def train(rank: int, ranks: int, context: int, way: str, store: str) -> None:
     os._exit(0)
 
 
-def _in_group(group: Group, words: list[str]) -> subprocess.Popen[str]:
-    shell = f'echo $$ > {group.path}/cgroup.procs; exec "$@"'
-    # Ranks send over sockets, as between hosts: what one reads of another's memory is in no group.
-    environment = {**os.environ, "SHARDFOLD_NEAR": "0"}
-    return subprocess.Popen(
-        ["sh", "-c", shell, "sh", *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        text=True,
-    )
-
-
 def trains(ranks: int, context: int, way: str) -> int | None:
     """The most that a rank's group had in use, in bytes; None: one was ended by the limit."""
     groups = [Group(f"rank-{rank}", LIMIT) for rank in range(ranks)]
-    started: list[subprocess.Popen[str]] = []
+    started: list[subprocess.Popen[bytes]] = []
     try:
         with tempfile.TemporaryDirectory() as folder:
             for rank, group in enumerate(groups):
                 words = [sys.executable, __file__, "longest", "--ranks", str(ranks), "--rank", str(rank)]
                 words += ["--context", str(context), "--way", way, "--store", f"{folder}/store"]
-                started.append(_in_group(group, words))
+                # Ranks send over sockets, as between hosts: what one reads of another's memory is in no group.
+                quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+                started.append(group.start(words, {"SHARDFOLD_NEAR": "0"}, **quiet))
             while started and all(one.poll() in (None, 0) for one in started):
                 if all(one.poll() == 0 for one in started):
                     return max(group.peak() for group in groups)

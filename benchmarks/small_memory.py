@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+from control_group import Group
 
 WIDTH, STATES = 1024, 18  # bytes per parameter: 2 of it, 4 of its gradient, 12 of master and moments
 MIB, GIB = 2**20, 2**30
@@ -72,47 +72,18 @@ def work(tier: str, folder: str, layers: int, steps: int) -> None:
 # -- around it
 
 
-class Group:
-    """A control group of its own, of version 1 or 2.
-
-    Raises:
-        OSError: none can be made here.
-    """
-
-    def __init__(self, limit: int) -> None:
-        parent = Path("/sys/fs/cgroup/memory")
-        self._first = parent.is_dir()
-        self.path = (parent if self._first else parent.parent) / f"shardfold-bench-{os.getpid()}"
-        self.path.mkdir()
-        try:
-            (self.path / ("memory.limit_in_bytes" if self._first else "memory.max")).write_text(str(limit))
-        except OSError:
-            self.path.rmdir()
-            raise
-
-    def peak(self) -> int:
-        """The most bytes that were in use, page cache included."""
-        return int((self.path / ("memory.max_usage_in_bytes" if self._first else "memory.peak")).read_text())
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.path.rmdir()
-
-
 def measure(tier: str, folder: str, states: int, limit: int, steps: int) -> dict[str, Any]:
     """One training in a group of that limit."""
     layers = round(states / STATES / WIDTH**2)
-    group = Group(limit)
+    group = Group("bench", limit)
     try:
-        shell = f'echo $$ > {group.path}/cgroup.procs; exec "$@"'
         words = [sys.executable, __file__, "--work", tier, "--folder", folder, "--layers", str(layers)]
-        done = subprocess.run(
-            ["sh", "-c", shell, "sh", *words, "--steps", str(steps)], stdout=subprocess.PIPE, check=False, text=True
-        )
+        done = group.start([*words, "--steps", str(steps)], stdout=subprocess.PIPE, text=True)
+        told, _ = done.communicate()
         found: dict[str, Any] = {"tier": tier, "states": states, "limit": limit, "layers": layers}
         if done.returncode:
             return found | {"ended": done.returncode}
-        return found | json.loads(done.stdout) | {"peak": group.peak()}
+        return found | json.loads(told) | {"peak": group.peak()}
     finally:
         group.close()
 
@@ -181,7 +152,7 @@ def main() -> None:
         return
     limit, sizes = int(given.limit * MIB), [int(size * GIB) for size in given.states]
     try:
-        Group(limit).close()
+        Group("bench", limit).close()
     except OSError as error:
         print(f"No control group can be made here, which needs root: {error}: skipped.")
         return

@@ -71,7 +71,7 @@ def test_the_router_computes_in_fp32() -> None:
 
 
 def test_losses_are_the_papers() -> None:
-    """``experts`` times ``balance`` where one expert is chosen alone; and the loss of logits."""
+    """``experts * balance`` where one expert is chosen alone, ``balance`` where scores are alike; the loss of logits."""
     torch.manual_seed(0)
     moe = sf.nn.MoE(8, 8, 4, top_k=1, balance=0.5).double()
     with torch.no_grad():
@@ -79,6 +79,10 @@ def test_losses_are_the_papers() -> None:
         moe.router.weight[2] = 1e3
     x = torch.rand(64, 8, dtype=torch.float64) + 0.1
     assert moe(x).loss.item() == pytest.approx(0.5 * 4)
+    moe = sf.nn.MoE(8, 8, 4, top_k=2, balance=0.5).double()
+    with torch.no_grad():
+        moe.router.weight.zero_()  # scores are alike, so it is one, whatever is chosen
+    assert moe(x).loss.item() == pytest.approx(0.5)
     moe = sf.nn.MoE(8, 8, 4, z=0.5).double()
     logits = x @ moe.router.weight.t()
     assert moe(x).loss.item() == pytest.approx(0.5 * logits.logsumexp(-1).square().mean().item())

@@ -22,6 +22,18 @@ def _engine(**options: Any) -> sf.Engine:
     return sf.Engine(model_of("gpt"), optimizer=ADAM, **{"layout": "zero1", "accumulate": 4} | options)
 
 
+class _Raises(torch.autograd.Function):
+    """Its backward breaks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise ValueError("a bad gradient")
+
+
 class _Breaks(nn.Module):
     """A piece of stage 1 that breaks in its third micro-batch."""
 
@@ -34,7 +46,10 @@ class _Breaks(nn.Module):
         if self.calls == 3 and self.rank == 1:
             if self.how == "dies":
                 os._exit(9)
-            raise ValueError("a bad sample")
+            if self.how == "raises":
+                raise ValueError("a bad sample")
+            made: Any = _Raises.apply(x)
+            return self.inner(made, *more)
         return self.inner(x, *more)
 
 
@@ -45,27 +60,93 @@ def _breaks(how: str, folder: str) -> None:
     engine = sf.Engine(model, optimizer=ADAM, layout="zero1", accumulate=4, mesh={"pipeline": 3},
                        stages=["blocks.0", "blocks.1"])  # fmt: skip
     said = []
-    for _ in range(2):
+    for number in range(2):
         with pytest.raises((ValueError, OrderError, CollectiveError)) as raised:
             engine.train_batch(batches(4)[0], compute)
         said.append(f"{raised.type.__name__}: {raised.value}")
+        Path(folder, f"{rank}-{number}").write_text(said[-1])
     Path(folder, f"{rank}").write_text("\n".join(said))
     engine.close()
 
 
-@pytest.mark.parametrize("how", ["raises", "dies"])
-def test_a_stage_that_breaks_in_its_third_micro_batch_is_named_on_all(ranks: Ranks, tmp_path: Path, how: str) -> None:
-    """The engine is given up: later calls raise the same sentence."""
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", "failed on rank 1 in F stage 1 batch 2 (ValueError: a bad sample)"),
+        pytest.param("backward", "failed on rank 1 in B stage 1 batch 2 (ValueError: a bad gradient)",
+                     marks=pytest.mark.soak),
+        ("dies", "micro-batch 2 between the stages"),
+    ],
+)  # fmt: skip
+def test_a_stage_that_breaks_in_its_third_micro_batch_is_named_on_all(
+    ranks: Ranks, tmp_path: Path, how: str, words: str
+) -> None:
+    """The engine is given up: later calls raise the same sentence. Of one that died the others know from whom they
+    waited for what."""
     if how == "dies":
         with pytest.raises(RanksFailed, match="rank 1: exited with code 9"):
             ranks.run(_breaks, how, str(tmp_path), world_size=3)
-    else:
-        ranks.run(_breaks, how, str(tmp_path), world_size=3)
-        assert (tmp_path / "1").read_text().startswith("ValueError: a bad sample\nOrderError")
-        for rank in (0, 2):
-            first, again = (tmp_path / f"{rank}").read_text().splitlines()
-            assert "failed on rank 1 in F stage 1 batch 2 (ValueError: a bad sample)" in first
-            assert first == again
+        said = [(tmp_path / f"{rank}-0").read_text() for rank in (0, 2)]
+        assert all(words in each for each in said), said
+        assert any(", from rank 1, failed" in each for each in said), said
+        return
+    ranks.run(_breaks, how, str(tmp_path), world_size=3)
+    assert (tmp_path / "1").read_text().startswith(f"ValueError: a bad {'sample' if how == 'raises' else 'gradient'}\n")
+    for rank in (0, 2):
+        first, again = (tmp_path / f"{rank}").read_text().splitlines()
+        assert words in first and first == again
+
+
+def _beside(folder: str) -> str:
+    """The loss of one of two data ranks breaks, in its third micro-batch."""
+    engine = _engine(mesh={"pipeline": 2, "intra": 2}, layout="zero2")
+    calls = 0
+
+    def bad(model: Any, batch: Any) -> Tensor:
+        nonlocal calls
+        loss = compute(model, batch)
+        calls += 1
+        if calls == 4 and engine.rank == 3:  # in the first call shapes are computed only
+            raise ValueError("a bad label")
+        return loss
+
+    mine = tuple(t.chunk(2)[engine.data_rank] for t in batches(8)[0])
+    with pytest.raises((ValueError, OrderError)) as raised:
+        engine.train_batch(mine, bad)
+        engine.step()
+    engine.close()
+    return str(raised.value)
+
+
+@pytest.mark.soak
+def test_a_loss_that_breaks_ends_the_stages_of_other_data_too(ranks: Ranks, tmp_path: Path) -> None:
+    """All four ranks of two pipelines raise and name the rank, its stage and its micro-batch."""
+    said = ranks.run(_beside, str(tmp_path), world_size=4)
+    assert said[3] == "a bad label"
+    assert all("failed on rank 3 in F stage 1 batch 2 (ValueError: a bad label)" in each for each in said[:3]), said
+
+
+def _not_finite() -> tuple[Any, bool]:
+    """Without a loss scale, as in plain PyTorch, the step is done; what was not finite is named."""
+    engine = _engine(mesh={"pipeline": 2})
+    calls = 0
+
+    def bad(model: Any, batch: Any) -> Tensor:
+        nonlocal calls
+        loss = compute(model, batch)
+        calls += 1
+        return loss * inf if calls == 4 else loss  # in the first call shapes are computed only
+
+    engine.train_batch(batches(4)[0], bad)
+    report = engine.step()
+    engine.close()
+    found = report.findings[0]
+    return (found.kind, found.rank, found.step, found.micro_batch), report.updated
+
+
+def test_a_loss_that_is_not_finite_is_named_with_rank_and_micro_batch(ranks: Ranks) -> None:
+    """On all stages, and they go on."""
+    assert ranks.run(_not_finite, world_size=2) == [(("loss", 1, 1, 2), True)] * 2
 
 
 class _Waits(nn.Module):

@@ -81,6 +81,19 @@ def test_zero_bubble_orders_wait_and_keep_what_their_papers_say(ranks: int) -> N
     assert max(_line("v-min", ranks, batches).kept) / 2 <= ranks / 3 + 4 / 3
 
 
+@pytest.mark.parametrize(("times", "least"), [(4, 0.8), (8, 8 / 9)])
+def test_efficiency_is_m_over_m_and_k_less_one(times: int, least: float) -> None:
+    """Of K stages and M = 4 K or 8 K micro-batches, M / (M + K - 1): falls to 0.80 and 0.889 with more stages."""
+    before = 1.0
+    for ranks in (2, 3, 4, 8, 16, 32, 64):
+        for name in ("gpipe", "1f1b"):
+            busy = 1 - _line(name, ranks, times * ranks).bubble
+            assert busy == pytest.approx(times * ranks / (times * ranks + ranks - 1))
+            assert least <= busy < before
+        before = busy
+    assert before - least < 0.003
+
+
 def test_times_of_stages_and_of_messages_count() -> None:
     order = make_order(choose_order("gpipe"), 2, 2)
     slow = Times(forward=[1, 4], inputs=0.5, weights=0.25, send=10)

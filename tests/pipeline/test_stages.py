@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,16 +87,60 @@ class _Backwards(nn.Module):
 
 
 class _Peeks(_Backwards):
+    """Code between pieces that asks for a value: what it gets from a placeholder would be a wrong branch, unseen."""
+
+    def __init__(self, asks: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.asks = asks
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.layers[0](x)
-        return self.layers[1](y if y.tolist() else x).sum().item()
+        return self.layers[1](y + x if self.asks(y) else y)
+
+
+class _Counts(nn.Module):
+    """Reads a buffer of a piece beside the pieces."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layers, self.number = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(2)), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum() + self.layers[self.number].running_mean.sum()  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [lambda y: y.sum() > 0, lambda y: y.sum().item(), lambda y: y.tolist(), lambda y: y.detach().numpy().any(),
+     lambda y: torch.equal(y, y), lambda y: torch.allclose(y, y), lambda y: int(y.sum() * 0)],
+)  # fmt: skip
+def test_values_of_what_pieces_give_are_not_handed_out(asks: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(ModelError, match=r"behind the piece 'layers.0' \(ValueError: it asks for a value"):
+        _borders(_Peeks(asks), 2, how=lambda m, b: m(torch.ones(2, 3)))
+    _borders(_Peeks(lambda y: len(y) > 1 and y.dtype.is_floating_point), 2, how=lambda m, b: m(torch.ones(2, 3)))
+
+
+def test_a_buffer_is_read_where_it_is() -> None:
+    with pytest.raises(ModelError, match=r"stage 1 reads 'layers\.0\.running_mean' outside"):
+        _borders(_Counts(0), 2, how=lambda m, b: m(torch.ones(2, 3)))
+    _borders(_Counts(1), 2, how=lambda m, b: m(torch.ones(2, 3)))
+
+
+def test_what_is_made_of_other_parameters_is_one_piece() -> None:
+    """As ``torch.nn.utils.parametrize`` has it, which keeps them in lists."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    model.head = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    assert [piece.path for piece in find_pieces(model)] == ["blocks.0", "blocks.1", "head"]
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match="'shift' belongs to a module whose parts"):
         find_pieces(_Loose())
     for model, words in (
-        (_Backwards(), "'layers.0' of stage 0 needs what 'layers.1' of stage 1 gives"),
+        (_Backwards(), "'layers.0' of stage 0 needs what 'layers.1' of stage 1 gives.*pipeline_pieces"),
         (_Backwards(reads=True), "stage 1 reads 'layers.0.weight' outside"),
     ):
         with pytest.raises(ModelError, match=words):

@@ -21,7 +21,7 @@ from shardfold.sharding.model import Whole
 from shardfold.sharding.partitioned import early_shard, keep_mine
 from shardfold.sharding.slices import mark_shared
 from shardfold.sharding.whole_state import every_buffer, names_of
-from shardfold.torch_internals import call_instead, tree_flatten, tree_unflatten
+from shardfold.torch_internals import call_instead, in_backward, tree_flatten, tree_unflatten
 
 __all__ = ["Borders", "Run", "StageDone", "Stages", "check_stages"]
 
@@ -92,7 +92,7 @@ class Stages:
     Attributes:
         pieces: of the model.
         stage_of: that of each piece.
-        names: of parameters, all that each has, by stage.
+        names: of parameters and buffers, all that each has, by stage.
         places: where along the axis each stage is.
         shared: the places along the axis of each parameter that several have, by its first name.
         mine: the parameters of this rank.
@@ -121,7 +121,7 @@ class Stages:
         by_stage = self._by_stage(model)
         parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
         self.whole = Whole(frozenset([*parameters, *every_buffer(model)]), names_of(model))
-        self.names = [set(names) for names in by_stage]
+        self.names = [{*names, *self._buffers_of(stage)} for stage, names in enumerate(by_stage)]
         self.places = list(range(count) if places is None else places)
         self.shared = _shared(by_stage, self.places)
         parameters = {name: p for names in by_stage for name, p in names.items()}
@@ -145,6 +145,10 @@ class Stages:
                 holders.setdefault(id(parameter), set()).add(stage)
         named = list(model.named_parameters(remove_duplicate=False))
         return [{name: p for name, p in named if stage in holders[id(p)]} for stage in range(self.count)]
+
+    def _buffers_of(self, stage: int) -> list[str]:
+        mine = (piece for piece, at in zip(self.pieces, self.stage_of, strict=True) if at == stage)
+        return [f"{piece.path}.{name}" for piece in mine for name, _ in piece.module.named_buffers()]
 
     @property
     def begins(self) -> list[str]:
@@ -234,7 +238,8 @@ class Stages:
                     raise ModelError(
                         f"the piece {self.pieces[call.piece].path!r} of stage {stage} needs what "
                         f"{self.pieces[trace.calls[origin.call].piece].path!r} of stage {stages[origin.call]} gives: "
-                        "stages run in order, so name with stages= the pieces at which they begin."
+                        "stages have pieces in the order in which the model defines them, so define them as they are "
+                        "called, or give the model a method pipeline_pieces() that returns their paths in that order."
                     )
                 reach[origin] = max(reach.get(origin, 0), stage)
         for origin in self._not_parameters(trace.end, self.count - 1):
@@ -295,6 +300,12 @@ class Stages:
             ModelError: it is another call than that of the run that found what flows.
         """
         run = self._run
+        if run is None and in_backward():
+            raise ModelError(
+                f"{self.pieces[number].path!r} is run again in a backward, but it is a part of the pipeline's stage "
+                f"{self.stage_of[number]}, which other ranks have: torch.utils.checkpoint goes inside of pieces, not "
+                'around several; or give the engine activations="recompute".'
+            )
         if run is None:
             raise UsageError(
                 f"{self.pieces[number].path!r} is a part of the pipeline's stage {self.stage_of[number]}, which other "

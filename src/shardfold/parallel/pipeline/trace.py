@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from shardfold.errors import ModelError
 from shardfold.parallel.pipeline.pieces import Piece
@@ -40,13 +41,15 @@ __all__ = [
 ]
 
 
+_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+"""Functions that give values to Python and are no operations."""
 _WRITTEN = ("refers to a single memory location", "a leaf Variable that requires grad")
 """What PyTorch says of a placeholder that is written into."""
 
 
 class Origin(NamedTuple):
     """A tensor that a piece made: the number of the call, and that of the tensor among what it gave. Or, with a call of
-    -1, a parameter that is read outside of its piece, by its number in the model."""
+    -1, a parameter or a buffer that is read outside of its piece, by its number in ``Skeleton.names``."""
 
     call: int
     leaf: int
@@ -153,6 +156,7 @@ class Skeleton:
         device: of the placeholders.
 
     Attributes:
+        names: of parameters, and behind them of the buffers in pieces.
         heard: is told behind each call of a piece its number and its arguments, without values.
 
     Raises:
@@ -167,7 +171,8 @@ class Skeleton:
             hollow = placeholder(Made(tuple(p.shape), p.dtype, False), device)
             memo[id(p)] = nn.Parameter(hollow, requires_grad=p.requires_grad)
         for buffer in model.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer, device="meta") if id(buffer) in inside else buffer
+            hollow = placeholder(Made(tuple(buffer.shape), buffer.dtype, False), device)
+            memo[id(buffer)] = hollow if id(buffer) in inside else buffer
         try:
             self.module: nn.Module = copy.deepcopy(model, memo)
         except Exception as error:
@@ -178,7 +183,8 @@ class Skeleton:
         for number, piece in enumerate(pieces):
             module = self.module.get_submodule(piece.path)
             module.forward = partial(self._call, number, piece.path, module.forward)
-        self.names = [name for name, _ in model.named_parameters()]
+        buffers = [name for name, buffer in model.named_buffers() if id(buffer) in inside]
+        self.names = [*(name for name, _ in model.named_parameters()), *buffers]
         self.heard: Callable[[int, Any, Any], object] = lambda number, args, kwargs: None
         self._trace = Trace()
         self._origins = _Origins()
@@ -200,10 +206,11 @@ class Skeleton:
         try:
             for writes in (False, True):
                 self._trace, self._origins = Trace(writes=writes), _Origins()
-                for number, parameter in enumerate(self.module.parameters()):
-                    self._origins.begin(parameter, Origin(-1, number))
+                held = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+                for number, name in enumerate(self.names):
+                    self._origins.begin(held[name], Origin(-1, number))
                 try:
-                    with self._origins:
+                    with self._origins, _Reads(self._origins):
                         made = call(self.module)
                     break
                 except RuntimeError as error:
@@ -288,20 +295,24 @@ class _Saved(saved_tensors_hooks):
 
 @contextmanager
 def _on_meta(module: nn.Module) -> Iterator[None]:
-    """Inside, its parameters are on the meta device."""
-    before: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    made: dict[int, nn.Parameter] = {}
+    """Inside, its parameters and buffers are on the meta device."""
+    before: list[tuple[Any, str, Tensor]] = []
+    made: dict[int, Tensor] = {}
     for part in module.modules():
-        for name, p in part._parameters.items():
-            if p is not None:
-                hollow = torch.empty(p.shape, dtype=p.dtype, device="meta")
-                before.append((part._parameters, name, p))
-                part._parameters[name] = made.setdefault(id(p), nn.Parameter(hollow, requires_grad=p.requires_grad))
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                hollow = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                if isinstance(tensor, nn.Parameter):
+                    hollow = nn.Parameter(hollow, requires_grad=tensor.requires_grad)
+                before.append((held, name, tensor))
+                held[name] = made.setdefault(id(tensor), hollow)  # pyright: ignore[reportArgumentType]
     try:
         yield
     finally:
-        for held, name, p in before:
-            held[name] = p
+        for held, name, tensor in before:
+            held[name] = tensor
 
 
 def _hollow(value: Any) -> Any:
@@ -343,10 +354,12 @@ class _Origins(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         if self.off:
-            return out
+            return func(*args, **kwargs)
         found = self.of(_tensors((args, kwargs)))
+        out = func(*args, **kwargs)
+        if found and isinstance(out, (bool, int, float, complex)):  # item(), bool(), torch.equal and what calls them
+            raise ValueError("it asks for a value")
         if found:
             for tensor in _tensors(out):
                 self._note(tensor, found)
@@ -354,3 +367,16 @@ class _Origins(DispatchMode):
                 if place.alias_info is not None and place.alias_info.is_write and isinstance(value, Tensor):
                     self._note(value, found)
         return out
+
+
+class _Reads(TorchFunctionMode):
+    """Refuses to hand out values of what pieces give: they are none."""
+
+    def __init__(self, origins: _Origins) -> None:
+        super().__init__()
+        self._origins = origins
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and not self._origins.off and self._origins.of(args[:1]):
+            raise ValueError(f"it asks for a value with {func.__name__}()")
+        return func(*args, **(kwargs or {}))

@@ -52,7 +52,7 @@ class Wire:
         mesh = comm.mesh
         self._row = next(row for row in mesh.sizes.rows((axis,)) if mesh.rank in row)
         self._here = self._row.index(mesh.rank)
-        self._sending: deque[tuple[Any, Tensor]] = deque()
+        self._sending: deque[tuple[Any, Tensor, str]] = deque()
         self._coming: dict[int, deque[Parcel]] = {}  # by the place of who sends
         self._forms: dict[Parcel, Sequence[Made]] = {}
         self._arriving: dict[Parcel, list[tuple[Any, Tensor]]] = {}
@@ -76,7 +76,7 @@ class Wire:
                 group = comm.mesh.way(comm.mesh.rank, rank)
                 work = dist.broadcast(whole, src=comm.mesh.rank, group=group, async_op=True)
             comm.meter.layer(Sent(LAYERS, "SEND", (self._axis,)), whole.nbytes)
-            self._sending.append((work, whole))
+            self._sending.append((work, whole, f"{parcel}, to rank {rank}"))
 
     def expects(self, parcel: Parcel) -> bool:
         """Whether it is to come, or has come and was not asked for."""
@@ -88,7 +88,7 @@ class Wire:
             self._post(place, self._coming[place].popleft())
         found: list[Tensor] = []
         for work, tensor in self._arriving.pop(parcel):
-            self._wait(work, parcel)
+            self._wait(work, f"{parcel}, from rank {self._row[place]}")
             found.append(tensor)
         return found
 
@@ -102,18 +102,16 @@ class Wire:
                 group = comm.mesh.way(rank, comm.mesh.rank)
                 arriving.append((dist.broadcast(tensor, src=rank, group=group, async_op=True), tensor))
 
-    def _wait(self, work: Any, parcel: Parcel) -> None:
+    def _wait(self, work: Any, what: str) -> None:
         with self._comm.job.uninterrupted():
-            self._comm.job.aside(str(parcel))
+            self._comm.job.aside(what)
             self._comm.job.wait(work)
 
     def finish(self) -> None:
         """Returns when all that was sent has arrived."""
         while self._sending:
-            work, _ = self._sending.popleft()
-            with self._comm.job.uninterrupted():
-                self._comm.job.aside("activations or gradients on their way to a neighbouring stage")
-                self._comm.job.wait(work)
+            work, _, what = self._sending.popleft()
+            self._wait(work, what)
 
     def forget(self) -> None:
         """Behind an exception: nothing of this batch is waited for any more."""
