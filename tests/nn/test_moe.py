@@ -71,7 +71,7 @@ def test_the_router_computes_in_fp32() -> None:
 
 
 def test_losses_are_the_papers() -> None:
-    """``experts * balance`` where one expert is chosen alone, ``balance`` where scores are alike; the loss of logits."""
+    """``experts * balance`` where one expert is chosen alone, ``balance`` where scores are alike; that of logits."""
     torch.manual_seed(0)
     moe = sf.nn.MoE(8, 8, 4, top_k=1, balance=0.5).double()
     with torch.no_grad():
