@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -182,6 +183,27 @@ def _no_gradient_of_tokens() -> None:
     engine.backward(engine(x).out.sum())
     assert engine.step().updated
     engine.close()
+
+
+def _no_tokens() -> None:
+    """Of one rank; the other's are those of the whole batch."""
+    torch.manual_seed(0)
+    moe = sf.nn.MoE(8, 8, 4).double()
+    whole = copy.deepcopy(moe)
+    engine = sf.Engine(moe, optimizer=ADAM, layout="zero2", mesh={"expert": 2}, clip_norm=1e9, timeout=30.0)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    out = engine(x[: 0 if engine.rank else 4]).out
+    engine.backward(out.square().sum())
+    norm = engine.step().grad_norm
+    engine.close()
+    expected = whole(x).out.square().sum() / 2  # gradients are divided by the ranks
+    expected.backward()
+    assert engine.rank or torch.allclose(out, whole(x).out, rtol=1e-12, atol=0)
+    assert norm == pytest.approx(nn.utils.get_total_norm([p.grad for p in whole.parameters()]).item())
+
+
+def test_a_rank_without_tokens_takes_part(ranks: Ranks) -> None:
+    ranks.run(_no_tokens, world_size=2)
 
 
 def test_layers_that_no_gradient_goes_through(ranks: Ranks) -> None:

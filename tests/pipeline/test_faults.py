@@ -75,7 +75,7 @@ def _breaks(how: str, folder: str) -> None:
         ("raises", "failed on rank 1 in F stage 1 batch 2 (ValueError: a bad sample)"),
         pytest.param("backward", "failed on rank 1 in B stage 1 batch 2 (ValueError: a bad gradient)",
                      marks=pytest.mark.soak),
-        ("dies", "micro-batch 2 between the stages"),
+        ("dies", " between the stages "),
     ],
 )  # fmt: skip
 def test_a_stage_that_breaks_in_its_third_micro_batch_is_named_on_all(
@@ -86,9 +86,9 @@ def test_a_stage_that_breaks_in_its_third_micro_batch_is_named_on_all(
     if how == "dies":
         with pytest.raises(RanksFailed, match="rank 1: exited with code 9"):
             ranks.run(_breaks, how, str(tmp_path), world_size=3)
-        said = [(tmp_path / f"{rank}-0").read_text() for rank in (0, 2)]
-        assert all(words in each for each in said), said
-        assert any(", from rank 1, failed" in each for each in said), said
+        told = [tmp_path / f"{rank}-0" for rank in (0, 2)]  # whoever is slow is ended before it comes to that
+        said = [path.read_text() for path in told if path.exists()]
+        assert any(words in each and ", from rank 1, failed" in each for each in said), said
         return
     ranks.run(_breaks, how, str(tmp_path), world_size=3)
     assert (tmp_path / "1").read_text().startswith(f"ValueError: a bad {'sample' if how == 'raises' else 'gradient'}\n")
@@ -167,7 +167,7 @@ def _waits(pipe: str) -> str:
     rank = torch.distributed.get_rank()
     model: Any = model_of("gpt")
     model.blocks[0] = _Waits(model.blocks[0], pipe, rank)
-    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", accumulate=4, mesh={"pipeline": 3}, timeout=8.0,
+    engine = sf.Engine(model, optimizer=ADAM, layout="zero1", accumulate=4, mesh={"pipeline": 3}, timeout=12.0,
                        stages=["blocks.0", "blocks.1"])  # fmt: skip
     with pytest.raises((OrderError, CollectiveError)) as raised:
         engine.train_batch(batches(4)[0], compute)
@@ -182,7 +182,7 @@ def test_a_stage_that_takes_too_long_is_named_on_all(ranks: Ranks, tmp_path: Pat
     """Behind ``timeout`` the others raise and say where it is; it raises the same when it comes."""
     os.mkfifo(tmp_path / "pipe")
     for said in ranks.run(_waits, str(tmp_path / "pipe"), world_size=3):
-        assert "did not finish within 8 s" in said and "rank 1: is in" in said and "test_faults.py" in said
+        assert "did not finish within 12 s" in said and "rank 1: is at test_faults.py" in said, said
 
 
 def _shapes() -> str:
@@ -200,6 +200,25 @@ def test_stages_that_have_batches_of_different_shapes_are_told(ranks: Ranks) -> 
     """Before anything runs, and training goes on behind it."""
     for said in ranks.run(_shapes, world_size=2):
         assert "the stages on the ranks 0, 1 have batches of different shapes" in said
+
+
+def _freezes() -> str:
+    engine = _engine(mesh={"pipeline": 2})
+    engine.train_batch(batches(4)[0], compute)
+    engine.step()
+    for p in engine.module.parameters() if engine.rank == 0 else ():
+        p.requires_grad_(False)
+    with pytest.raises(UsageError) as raised:
+        engine.train_batch(batches(4)[0], compute)
+    engine.close()
+    return str(raised.value)
+
+
+@pytest.mark.soak
+def test_a_stage_that_is_frozen_on_the_way_is_refused(ranks: Ranks) -> None:
+    """Other ranks do not see it, and would send gradients that nobody takes."""
+    for said in ranks.run(_freezes, world_size=2):
+        assert "frozen or unfrozen since the engine was made" in said
 
 
 def _overflows(where: int, order: str, last: str = "norm.weight") -> list[tuple[bool, bool]]:
@@ -254,6 +273,7 @@ def _refused() -> dict[str, str]:
         "length": lambda: engine.train_batch(tuple(t[:6] for t in batch), compute),
         "list": lambda: engine.train_batch([batch], compute),
         "release": engine.release,
+        "no_grad": lambda: torch.no_grad()(engine.train_batch)(batch, compute),
         "piece": lambda: own.head(torch.zeros(1)) if engine.rank == 0 else _raise(UsageError("stage 1")),
         "order": lambda: engine.train_batch(batch, compute) if engine.rank else engine.mean(1.0),
     }
@@ -273,5 +293,5 @@ def test_what_a_stage_cannot_do_is_refused_in_a_sentence(ranks: Ranks) -> None:
         assert "engine.train_batch(batch)" in said["call"] and "engine.eval_batch(batch)" in said["backward"]
         assert "divides by accumulate=4" in said["length"]
         assert "a list of 1 micro-batch" in said["list"] and "engine.state_dict()" in said["release"]
-        assert "stage 1" in said["piece"]
+        assert "stage 1" in said["piece"] and "inside of torch.no_grad()" in said["no_grad"]
         assert "engine.train_batch()" in said["order"] and "engine.mean()" in said["order"]

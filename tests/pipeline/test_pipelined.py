@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from itertools import product
+from typing import Any
 
 import pytest
+import torch
 
+import shardfold as sf
 from shardfold.testing import Ranks
-from tests.pipeline.training import run
+from tests.parallel.models import ADAM
+from tests.pipeline.training import batches, model_of, run
 
 CASES = [  # model, stages, ranks of data, layout, order, micro-batches
     ("gpt-tied", 2, 2, "zero2", "1f1b", 3),
@@ -63,3 +68,29 @@ def test_what_is_recomputed_trains_with_backwards_in_two_parts(
     ranks: Ranks, layout: str, order: str, activations: str
 ) -> None:
     run(ranks, "gpt-tied", 2, 1, layout, order, 3, activations=activations)
+
+
+def _frozen() -> None:
+    whole: Any = model_of("gpt")
+    model: Any = model_of("gpt")
+    for each in (model, whole):
+        each.embedding.requires_grad_(False)
+        each.blocks[0].requires_grad_(False)
+    engine = sf.Engine(model, optimizer=ADAM, layout="zero2", mesh={"pipeline": 2}, accumulate=2, stages=["blocks.1"])
+    optimizer = ADAM([p for p in whole.parameters() if p.requires_grad])
+    for tokens, targets in batches(2, 3):
+        loss = engine.train_batch(UserDict(tokens=tokens, targets=targets))  # as a tokenizer of transformers gives it
+        engine.step()
+        expected = whole(tokens, targets)
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss.item(), expected.item(), rtol=1e-12, atol=0)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(engine.state_dict()[name], value, rtol=1e-12, atol=1e-12, msg=name)
+    engine.close()
+
+
+def test_a_stage_may_be_frozen(ranks: Ranks) -> None:
+    """Its rank has nothing to train, and gets no gradients."""
+    ranks.run(_frozen, world_size=2)

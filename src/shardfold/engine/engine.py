@@ -268,7 +268,7 @@ class Engine:
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
                 comm = Comm.of(data_mesh, agreement, tiers.device)
                 held.callback(comm.close)
-                made = build(optimizer, model) if optimizer is not None else None
+                made = build(optimizer, model, empty=staged is not None) if optimizer is not None else None
                 run = RunState(make_schedule(lr_schedule, made), self.loss_scale)
                 self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, tiers, run, made, owner=self)
                 self.sharded.whole = staged.whole if staged is not None else None

@@ -278,6 +278,8 @@ class Pipelined:
             _ = self.order(count) if train else self.order_of_forwards(count)
             if ends is not None:
                 _check_result(self._borders(parts[0], compute).trace.result)
+            if train and not torch.is_grad_enabled():
+                raise UsageError(f"{what} inside of torch.no_grad(): it trains; engine.eval_batch() does not.")
             if train and self._model.run.micro_batch:
                 raise UsageError(f"{what} behind a backward of the same step: call engine.step() first.")
 
@@ -336,8 +338,10 @@ class Pipelined:
         for i, row in enumerate(rows):
             if most[2 * i] + most[2 * i + 1] != SPAN:
                 raise UsageError(
-                    f"{what}: the stages on the ranks {', '.join(map(str, row))} have batches of different shapes, but "
-                    "all stages get the same: give the sampler rank=engine.data_rank and num_ranks=engine.data_ranks."
+                    f"{what}: the stages on the ranks {', '.join(map(str, row))} have batches of different shapes, or "
+                    "another compute=, or parameters that were frozen or unfrozen since the engine was made, but all "
+                    "stages get the same: give the sampler rank=engine.data_rank and num_ranks=engine.data_ranks, and "
+                    "make the engine anew where a stage is frozen."
                 )
 
     def _alone(self, parts: Sequence[Any], compute: Compute, *, train: bool) -> Tensor:

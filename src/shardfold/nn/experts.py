@@ -62,7 +62,7 @@ def combined(rows: Tensor, order: Tensor, weights: Tensor, dtype: torch.dtype) -
     wide = torch.promote_types(rows.dtype, weights.dtype)
     weighed = rows.to(wide) * weights.reshape(-1)[order].to(wide).unsqueeze(1)
     out = weighed.new_zeros(tokens * choices, rows.shape[1]).index_copy(0, order, weighed)
-    return out.view(tokens, choices, -1).sum(1).to(dtype)
+    return out.view(tokens, choices, rows.shape[1]).sum(1).to(dtype)
 
 
 def check_activation(name: str) -> None:

@@ -49,8 +49,9 @@ NOT_ELEMENTWISE = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
 OURS = ("Muon", "Adafactor")
 
 
-def build(optimizer: Any, model: nn.Module) -> Optimizer:
-    """The optimizer object itself, or what a class, a ``partial`` or a function makes of the parameters.
+def build(optimizer: Any, model: nn.Module, *, empty: bool = False) -> Optimizer:
+    """The optimizer object itself, or what a class, a ``partial`` or a function makes of the parameters;
+    ``empty``: there may be none that is trained, as on a rank whose stage of the model is frozen.
 
     Raises:
         ConfigError: it is no optimizer, has stepped already, or its update is not element-wise; or nothing trains.
@@ -65,7 +66,7 @@ def build(optimizer: Any, model: nn.Module) -> Optimizer:
             )
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         try:
-            optimizer = optimizer(trainable)
+            optimizer = optimizer(trainable or ([{"params": []}] if empty else []))
         except ValueError as error:
             if trainable:
                 raise

@@ -184,7 +184,7 @@ class Dispatch:
         if x.is_meta:
             return x * weights.sum().to(x.dtype)
         tokens = x.reshape(-1, x.shape[-1])
-        chosen, weights = chosen.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
+        chosen, weights = chosen.reshape(-1, chosen.shape[-1]), weights.reshape(-1, weights.shape[-1])
         order, counts = sorted_rows(chosen, self.experts)
         rows = tokens[order // chosen.shape[1]]
         made = self._of_ranks(rows, counts)

@@ -27,6 +27,8 @@ def micro_batches(call: str, batch: Any, count: int) -> list[Any]:
                 f"{count}: give as many, or tensors that are cut along their first dimension."
             )
         return batch
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        batch = dict(batch)  # as of a tokenizer of transformers
     leaves, spec = tree_flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     lengths = {len(tensor) for tensor in tensors}

@@ -220,7 +220,7 @@ class Stages:
         Raises:
             ModelError: a piece needs what a piece of a later stage gives.
         """
-        key = key, training
+        key = key, training, tuple(p.requires_grad for p in self.mine.values())
         if key not in self._traces:
             self.skeleton.take_flags(flags())
             self._traces[key] = self._cut(self.skeleton.run(call, training=training))

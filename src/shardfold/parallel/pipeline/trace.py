@@ -217,10 +217,12 @@ class Skeleton:
                     if writes or not any(text in str(error) for text in _WRITTEN):
                         raise
         except Exception as error:
-            at = self._pieces[self._trace.calls[-1].piece].path if self._trace.calls else "none"
+            at = "before its first piece"
+            if self._trace.calls:
+                at = f"behind the piece {self._pieces[self._trace.calls[-1].piece].path!r}"
             raise ModelError(
                 "a run of the model in which pieces compute shapes only, to find what its stages have to send, failed "
-                f"behind the piece {at!r} ({type(error).__name__}: {error}): code between pieces, and that of the "
+                f"{at} ({type(error).__name__}: {error}): code between pieces, and that of the "
                 "loss, cannot ask for values of what pieces give, and pieces run on the meta device."
             ) from error
         self._trace.end, self._trace.result = self._origins.of(_tensors(made)), _result(made)
