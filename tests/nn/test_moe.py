@@ -128,6 +128,15 @@ def test_nothing_is_lost_or_doubled(orders: list[list[int]], top_k: int, most: i
         assert [(k, t) for k in range(top_k) for t in range(len(orders)) if kept[t, k] == expert] == wanted[:most]
 
 
+@pytest.mark.parametrize("options", [{}, {"balance": 0.1}, {"z": 0.1}])
+def test_without_values_the_forms_are_those_with_them(options: dict[str, Any]) -> None:
+    """As stages of a pipeline ask for them: shapes, dtypes, and what has a gradient."""
+    moe, x = sf.nn.MoE(8, 8, 4, **options), torch.randn(2, 3, 8)
+    with_values, without = moe(x), moe.to("meta")(x.to("meta"))
+    for one, other in zip(with_values, without, strict=True):
+        assert (one.shape, one.dtype, one.requires_grad) == (other.shape, other.dtype, other.requires_grad)
+
+
 def test_what_is_over_capacity_goes_past() -> None:
     """In training by one factor, in evaluation by another."""
     torch.manual_seed(0)

@@ -113,8 +113,9 @@ class MoE(nn.Module):
         """``x``: ``(..., width)``."""
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
-        if x.is_meta:  # where each token goes is not known without values: shapes, and that both have gradients
-            return Mixed(x * routing.weights.sum().to(x.dtype), routing.logits.sum())
+        if x.is_meta:  # where each token goes is not known without values: shapes, and what has gradients
+            loss = routing.logits.sum() if self.balance or self.z else routing.logits.new_zeros(())
+            return Mixed(x * routing.weights.sum().to(x.dtype), loss)
         loss = self._loss(routing)
         chosen, factor = routing.chosen, self.capacity if self.training else self.eval_capacity
         if factor is not None:
