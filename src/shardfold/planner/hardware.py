@@ -186,7 +186,7 @@ def _device(name: str) -> Device:
     known = {each.lower(): each for each in DEVICES}
     found = known.get(name.lower()) or known.get(name.lower().replace("gb", "g"))
     if found is None:
-        raise ConfigError(f"there is no device {name!r}.{did_you_mean(name, DEVICES)} Known: {', '.join(DEVICES)}.")
+        raise ConfigError(f"there is no device {name!r}.{did_you_mean(name, DEVICES)}")
     return DEVICES[found]
 
 

@@ -115,8 +115,8 @@ def _config(given: str) -> dict[str, Any]:
     if given not in KNOWN:
         names = [*SIZES, *KNOWN]
         raise ConfigError(
-            f"there is no model {given!r}.{did_you_mean(given, names)} Known: {', '.join(names)}; a path of a "
-            "config.json; module:function."
+            f"there is no model {given!r}.{did_you_mean(given, names)} --model takes one of these names, the path of a "
+            "config.json of transformers, or module:function of your own."
         )
     kind, sizes = KNOWN[given]
     return {"model_type": kind, **sizes}
