@@ -425,7 +425,7 @@ def test_what_clients_send_is_read():
     "section, words",
     [
         ({"type": "AdaW"}, ("'AdaW'", "Did you mean 'AdamW'?")),
-        ({"type": "OneBitLamb"}, ("OneBitLamb", "refused")),
+        ({"type": "LBFGS"}, ("LBFGS", "refused")),
         ({"type": "Adam", "params": {"lrr": 1}}, ("optimizer.params.lrr", "Did you mean 'lr'?")),
         ({"type": "Adam", "params": {"lr": "fast"}}, ("optimizer.params.lr", "'fast'", "a number")),
         ({"type": "AdamW", "params": {"betas": [0.9]}}, ("optimizer.params.betas", "pair of numbers")),

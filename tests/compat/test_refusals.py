@@ -38,7 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **_refused_keys(),
     "unknown key": {"zero_optimization": {"stge": 3}},
     "wrong type": {"gradient_clipping": "a lot"},
-    "no optimizer of ours": {"optimizer": {"type": "OneBitLamb"}},
+    "no optimizer of ours": {"optimizer": {"type": "LBFGS"}},
     "argument when it is made": {"optimizer": {"type": "Lamb", "params": {"amsgrad": True}}},
     "monitor that only rank 0 imports": {"comet": {"enabled": True}},
     "schedule": {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},

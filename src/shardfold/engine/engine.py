@@ -56,6 +56,7 @@ from shardfold.engine.arguments import (
 from shardfold.engine.away import Away
 from shardfold.engine.backward import Backward
 from shardfold.engine.fitting import table_of, warn_of_memory
+from shardfold.engine.freeze import Freeze
 from shardfold.engine.gate import PassGate
 from shardfold.engine.handlers import Handlers, check_supported
 from shardfold.engine.hooks import Hooks
@@ -404,7 +405,7 @@ class Engine:
         held.callback(self.alarm.close)
         outer = sharded.layout.outer
         weights = GlobalWeights(outer, sharded) if outer is not None else None
-        handlers.rounds = weights or sign_exchange(sharded, handlers.norms.coefficient)
+        handlers.rounds = weights or sign_exchange(sharded, handlers.norms.coefficient, lambda: handlers.used)
         runner = self._runner = Runner(sharded, handlers, self.overlap, accumulate, clip=self.clip, stashes=stashes)
         #: Some parameters follow the policy of the model as a whole.
         policy = any(
@@ -567,6 +568,10 @@ class Engine:
     def _rounds(self) -> Rounds | None:
         return self._stepper.rounds if self._stepper is not None else None
 
+    @property
+    def _freeze(self) -> Freeze | None:
+        return self._stepper.freeze if self._stepper is not None else None
+
     # -- the user's side
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -676,8 +681,8 @@ class Engine:
         handlers = self._runner.handlers
         self._runner.accumulate, handlers.scale = accumulate, 1.0 / (self.mesh.data_ranks * accumulate)
         handlers.set_factors()
-        if self._stepper is not None and self._stepper.freeze is not None:
-            self._stepper.freeze.renew()
+        if self._freeze is not None:
+            self._freeze.renew()
 
     @property
     def last_micro_batch(self) -> bool | None:
@@ -744,6 +749,11 @@ class Engine:
                 rank than 0 only, or another rank left by an exception: then nothing is written.
         """
         self._gate.refuse_closed("engine.gathered()")
+        if write and self._freeze is not None and self._freeze.apart:
+            raise UsageError(
+                "engine.gathered(write=True) where ranks have gone their own ways since they sent signs: call "
+                "engine.synchronize() before."
+            )
         if not self._runner.under_way:
             self._gate.follow()
         with gathered(self.sharded, names, write=write, of=of) as values:
@@ -781,6 +791,8 @@ class Engine:
         self._pipelined.drop()
         if self._rounds is not None:
             self._rounds.forget()
+        elif self._freeze is not None:
+            self._freeze.forget()
 
     def save(
         self,
@@ -843,6 +855,8 @@ class Engine:
         if self._rounds is not None:
             self._rounds.hold_still()
         elif isinstance(exchange := self._runner.handlers.rounds, SignExchange):
+            if self._freeze is not None:
+                self._freeze.together()
             exchange.hold_still()
         return self.saver.save(
             path, state=state or {}, rank_state=rank_state or {}, wait=wait, busy=busy, keep=keep, nonfinite=nonfinite,
@@ -896,8 +910,9 @@ class Engine:
             self.sharded, path, weights_only=weights_only, strict=strict, rename=rename, state=state,
             number=self._loads, rows=rows,
         )  # fmt: skip
-        if self._stepper is not None and self._stepper.freeze is not None:
-            self._stepper.freeze.follow()
+        if self._freeze is not None:
+            self._freeze.forget()
+            self._freeze.follow()
         return report
 
     def synchronize(self) -> None:
@@ -916,6 +931,9 @@ class Engine:
         if self._rounds is not None:
             self._gate.secure()
             self._rounds.end_now()
+        elif self._freeze is not None:
+            self._gate.secure()
+            self._freeze.together()
 
     def memory(self) -> MemoryReport:
         """Bytes held on this rank by state and tier, walked from live storages, beside what the table says."""

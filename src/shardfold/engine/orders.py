@@ -88,8 +88,10 @@ class Orders:
         late: names of those that are reduced at the end of backward, as gradients came behind their reduction.
         touched: names of those whose weights this rank's model reads outside of their forward.
         found: of forward in training (``train``), forward in evaluation (``eval``) and ``backward``; None: not known.
-        signed: whether momentum is averaged by signs, and gradients are not summed over the axis of those.
+        meets: how the ranks along an axis of signs meet in a step: ``dense``, ``signs`` or ``local``.
+        apart: they may go their own ways, and be brought together outside of a step.
         program: what runs, for display and for counting.
+        stepped: what ran in the last step, where the next one is of another program; None: ``program``.
         tracks: the program's sections, ready to run.
     """
 
@@ -110,7 +112,8 @@ class Orders:
         self.units: list[Unit] = []
         self.roots: set[str] = set()
         self.late: set[str] = set()
-        self.signed = False
+        self.meets, self.apart = "dense", False
+        self.stepped: Program | None = None
         self.touched: set[str] = set()
 
     @property
@@ -141,7 +144,11 @@ class Orders:
         back = self._with_missing(self.found["backward"], backwards(train, enclosing(specs)))
         evaluation = self._with_missing(self.found["eval"], train)
         lower = partial(
-            lower, delayed=self._overlap.delayed_update, speculated=self._speculated(back, specs), signed=self.signed
+            lower,
+            delayed=self._overlap.delayed_update,
+            speculated=self._speculated(back, specs),
+            meets=self.meets,
+            apart=self.apart,
         )
         shape = partial(
             passes.apply, overlap=self._overlap, late=frozenset(self.late | self._unplaced(inner)),
@@ -153,7 +160,7 @@ class Orders:
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
             name: unshaped.section("forward" if name in ("train", "eval") else name) for name in SECTIONS
         }
-        names = [*SECTIONS[2:], "step", "beside", "behind", "arrive", "shared"]
+        names = [*SECTIONS[2:], "step", "beside", "behind", "arrive", "shared", "together"]
         outer = self._layout.outer
         names += [f"{name}.{i}" for name in ROUND for i in range(outer.fragments if outer is not None else 0)]
         sections = {name: self.program.section(name) for name in names}

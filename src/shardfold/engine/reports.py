@@ -95,7 +95,8 @@ class Reports:
 
     def traffic(self) -> TrafficReport:
         """See :meth:`Engine.traffic`."""
-        model, meter, program = self._model, self._model.comm.meter, self._runner.orders.program
+        model, meter, orders = self._model, self._model.comm.meter, self._runner.orders
+        program = orders.stepped or orders.program
         specs, ran = [unit.spec for unit in model.units], meter.last_sections
         predicted = section_traffic(program, model.layout, specs, model.comm.mesh.sizes, ran)
         if ran["step"] and self._updater is not None:

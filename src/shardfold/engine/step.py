@@ -111,6 +111,7 @@ class Stepper:
             )
         run.steps += 1
         if self.freeze is not None:
+            runner.orders.stepped = runner.orders.program
             self.freeze.follow()
         model.optimizer._opt_called = True  # pyright: ignore  # torch warns of a schedule that runs ahead
         if run.lr_schedule is not None:
@@ -167,7 +168,7 @@ class Stepper:
         """From now on groups of ranks come together in rounds, or send signs once the variance is frozen."""
         model, runner = self._model, self._runner
         if isinstance(shared, SignExchange):
-            self.freeze = Freeze(model, runner, shared.optimizer, shared.groups)
+            self.freeze = Freeze(model, runner, shared.optimizer, shared.groups, changes)
             self.freeze.follow()
         elif shared is not None:
             self.rounds = model.run.outer = Rounds(shared.outer, model, runner, changes, shared)
@@ -282,7 +283,7 @@ class Stepper:
             self._handlers.damage.begun = True
             host = self._model.layout.updates_on is Tier.HOST
             with torch.no_grad(), self._handlers.updating() if host else nullcontext():
-                whole = self._norms.coefficient if not self._runner.orders.signed else lambda device: None
+                whole = self._norms.coefficient if self._runner.orders.meets != "signs" else lambda device: None
                 self._updater.step_whole(self._model.units, used, whole)
         cursor, tracks = self._handlers.cursor, self._runner.orders.tracks
         with cursor.following(tracks["beside"]):

@@ -10,7 +10,9 @@ from shardfold.optim.lamb import LAMB
 from shardfold.optim.lion import Lion
 from shardfold.optim.muon import Muon, muon_groups
 from shardfold.optim.onebit import OneBitAdam
+from shardfold.optim.onebit_lamb import OneBitLamb
 from shardfold.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR, warmup_cosine
+from shardfold.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "LAMB",
@@ -20,10 +22,12 @@ __all__ = [
     "Lion",
     "Muon",
     "OneBitAdam",
+    "OneBitLamb",
     "OneCycle",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "ZeroOneAdam",
     "muon_groups",
     "warmup_cosine",
 ]

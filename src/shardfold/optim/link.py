@@ -38,9 +38,12 @@ class RankLink:
         self._comm.mesh.add_group(self.beside(axes)._over)
 
     def sum(self, numbers: Tensor) -> None:
-        if self.ranks == 1:
-            return
-        self._comm.number(numbers, self._over, dist.ReduceOp.SUM, "the optimizer's sums")
+        if self.ranks > 1:
+            self._comm.number(numbers, self._over, dist.ReduceOp.SUM, "the optimizer's sums")
+
+    def most(self, numbers: Tensor) -> None:
+        if self.ranks > 1:
+            self._comm.number(numbers, self._over, dist.ReduceOp.MAX, "the optimizer's greatest numbers")
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int]) -> None:
         with self._comm.agreement.uninterrupted():

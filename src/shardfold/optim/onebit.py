@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfold.errors import ConfigError
-from shardfold.optim.parts import PartOptimizer, Place, Use, check_betas, check_number
+from shardfold.optim.parts import Place, Use, check_betas, check_number
+from shardfold.optim.signed import SignOptimizer
 from shardfold.plan.arguments import known_arguments
-from shardfold.plan.checks import described, is_integer
 
 __all__ = ["OneBitAdam"]
 
 
 @known_arguments
-class OneBitAdam(PartOptimizer):
+class OneBitAdam(SignOptimizer):
     """1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1): ``x -= lr * (m / (sqrt(v) + eps) + weight_decay * x)``,
     without bias correction, as in the paper. From step ``freeze_step`` on ``v`` stays.
 
@@ -26,13 +25,13 @@ class OneBitAdam(PartOptimizer):
     Args:
         params: parameters or groups of them.
         lr: learning rate.
-        freeze_step: steps until the variance is frozen; the paper takes 15 to 25 % of all.
+        freeze_step: steps until the variance is frozen; the paper takes 15 to 25 % of all. ``"stable"``: until it
+            changes little.
         betas: of momentum and variance.
         eps: added to the root of the variance.
         weight_decay: part of the direction.
-
-    Attributes:
-        given_momentum: the gradients of this step are the averaged momentum, which an engine's exchange has made.
+        stable: how little that is: the sum of all variances and that of ``1 / (1 - beta2)`` steps before are in this
+            ratio, or nearer to 1 (section 7.1 of the paper).
 
     Raises:
         ConfigError: a hyper-parameter is out of its range.
@@ -43,46 +42,52 @@ class OneBitAdam(PartOptimizer):
     """
 
     per_element = ("exp_avg", "exp_avg_sq")
+    per_parameter = ("step", "size", "looked", "frozen")
     elementwise = True
 
     def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        freeze_step: int = 100_000,
+        freeze_step: int | str = 100_000,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        stable: float = 0.96,
     ) -> None:
         for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
             check_number(OneBitAdam, name, value)
         check_betas(OneBitAdam, betas)
-        if not is_integer(freeze_step, 1):
-            raise ConfigError(f"OneBitAdam(freeze_step={described(freeze_step)}): it is a number of steps, 1 or more.")
-        self.freeze_step, self.given_momentum = int(freeze_step), False
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), freeze_step, stable)
 
     def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
-        return {"step": 0, "exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
+        moments = {"exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor)}
+        return {"step": 0, **moments, **self.watched()}
 
     def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
         return 2 * itemsize * place.held
 
-    def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """What this rank's momentum would be with a gradient of its own, and which elements have no variance."""
+    def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        if grad is None:
+            return None
         average, squares = self.value(tensor, "exp_avg"), self.value(tensor, "exp_avg_sq")
         return average.lerp(grad, 1 - group["betas"][0]), squares == 0
 
     def update(self, uses: list[Use]) -> None:
+        how = self.how
         for use in uses:
             (beta1, beta2), state = use.group["betas"], use.state
             state["step"] += 1
             average, squares = state["exp_avg"], state["exp_avg_sq"]
-            if self.given_momentum:
+            if self.meets == "signs":
                 average.copy_(use.grad)
             else:
                 average.lerp_(use.grad, 1 - beta1)
-                if state["step"] <= self.freeze_step:
+                if how == "dense":
                     squares.mul_(beta2).addcmul_(use.grad, use.grad, value=1 - beta2)
+                else:
+                    average.masked_fill_(squares == 0, 0.0)
             direction = average / squares.sqrt().add_(use.group["eps"])
             use.tensor.sub_(direction.add_(use.tensor, alpha=use.group["weight_decay"]).mul_(use.group["lr"]))
+        if how == "dense":
+            self.watch()

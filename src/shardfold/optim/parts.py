@@ -104,6 +104,10 @@ class Link(Protocol):
         """Sums a small vector over the ranks, in place."""
         ...
 
+    def most(self, numbers: Tensor) -> None:
+        """The greatest of each number of a small vector over the ranks, in place."""
+        ...
+
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int]) -> None:
         """Sends the next ``to[r]`` elements of 1-D ``sent`` to rank ``r``; its ``by[r]`` come in the order of ranks."""
         ...
@@ -120,6 +124,9 @@ class Alone:
         return self
 
     def sum(self, numbers: Tensor) -> None:
+        return
+
+    def most(self, numbers: Tensor) -> None:
         return
 
     def exchange(self, sent: Tensor, to: Sequence[int], received: Tensor, by: Sequence[int]) -> None:
@@ -228,11 +235,20 @@ class PartOptimizer(Optimizer):
 
     def summed(self, uses: Sequence[Use], parts: Sequence[Tensor]) -> list[Tensor]:
         """The sums of 1-D ``parts``, one for each use, over all ranks that have elements of its parameter."""
+        return self._joined(uses, parts, lambda link, every: link.sum(every))
+
+    def greatest(self, uses: Sequence[Use], parts: Sequence[Tensor]) -> list[Tensor]:
+        """As :meth:`summed`, the greatest."""
+        return self._joined(uses, parts, lambda link, every: link.most(every))
+
+    def _joined(
+        self, uses: Sequence[Use], parts: Sequence[Tensor], join: Callable[[Link, Tensor], None]
+    ) -> list[Tensor]:
         found: dict[int, Tensor] = {}
         for axes in sorted({use.place.axes for use in uses}):
             these = [i for i, use in enumerate(uses) if use.place.axes == axes]
             every = torch.cat([parts[i] for i in these])
-            self.link.beside(axes).sum(every)
+            join(self.link.beside(axes), every)
             found.update(zip(these, every.split([len(parts[i]) for i in these]), strict=True))
         return [found[i] for i in range(len(uses))]
 

@@ -10,12 +10,14 @@ Of each segment's master shard, on each of N ranks (algorithm 1 of arXiv 2102.02
     give     m = what came, in place of the gradient, for the optimizer to use
 
 All ranks decode the same bytes, so momentum and weights stay equal to the bit. An element that has no variance (its
-gradient was 0 as long as that was looked at) is 0 throughout, and so are its errors.
+gradient was 0 as long as that was looked at) is 0 throughout, and so are its errors. Of a parameter that no rank used
+in a step nothing is sent and nothing is updated, so its errors stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from shardfold.comm.transport import Pending, drain
 from shardfold.errors import ConfigError
-from shardfold.optim.onebit import OneBitAdam
+from shardfold.optim.signed import SignOptimizer
 from shardfold.plan.layout import Tier
 from shardfold.plan.program import Op
 from shardfold.plan.signs import Signs
@@ -32,6 +34,8 @@ from shardfold.sharding.segment import Segment
 from shardfold.sharding.unit import Unit
 
 __all__ = ["SignExchange", "sign_exchange"]
+
+Used = Mapping[str, Sequence[Sequence[bool]]]
 
 
 class SignExchange:
@@ -42,19 +46,22 @@ class SignExchange:
         model: whose momentum it is.
         optimizer: that keeps it.
         coefficient: what gradients are multiplied by to be clipped, on that device; None: nothing.
+        used: of each unit, by trainable segment and slot, which parameters some rank used in the step.
     """
 
     def __init__(
-        self, signs: Signs, model: ShardedModel, optimizer: OneBitAdam,
-        coefficient: Callable[[torch.device], Tensor | None],
+        self, signs: Signs, model: ShardedModel, optimizer: SignOptimizer,
+        coefficient: Callable[[torch.device], Tensor | None], used: Callable[[], Used],
     ) -> None:  # fmt: skip
         self.signs, self._model, self._comm = signs, model, model.comm
-        self.optimizer, self._coefficient = optimizer, coefficient
+        self.optimizer, self._coefficient, self._used = optimizer, coefficient, used
         self.groups = self._comm.mesh.parts((signs.axis,))
         self.group = self._comm.mesh.coords[signs.axis]
         self._values: dict[int, Tensor] = {}  # by segment: x, and then m; fp32, (length / parts,)
         self._dead: dict[int, Tensor] = {}  # by segment: what has no variance
         self._parts: dict[int, Tensor] = {}  # by segment: y, before it is sent
+        self._aside: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by segment: errors of what is not sent, and copies
+        self._taken: dict[int, list[tuple[dict[str, Any], Tensor, slice]]] = {}  # by segment: what is not updated
         self._pending: dict[str, list[Pending]] = {}  # by unit
         self._means: dict[int, Tensor] = {}  # by segment: of what workers have lost, for a save
         model.run.signs = self
@@ -68,19 +75,41 @@ class SignExchange:
     def diff(self, unit: Unit) -> None:
         """Blends a unit's gradients into momentum."""
         assert self._model.updater is not None
-        for segment in unit.trainable:
+        every = self._used().get(unit.name)
+        for number, segment in enumerate(unit.trainable):
+            flags = every[number] if every is not None else [False] * len(segment.spec.slots)
+            aside, taken = self._aside[id(segment)], self._taken[id(segment)] = [], []
             values = self._comm.memory.empty(segment.shard_numel, torch.float32).zero_()
             dead = torch.ones(segment.shard_numel, dtype=torch.bool, device=values.device)  # and so is padding
             factor = self._coefficient(values.device)
-            for tensor, group, place in self._model.updater.pieces(segment):
-                grad = segment.master_grads[place].to(tensor.dtype) * segment.unscale
-                if factor is not None:
-                    grad.mul_(factor.to(grad.device))
-                blended, without = self.optimizer.blend(group, tensor, grad)
-                values[place], dead[place] = blended.to(values.dtype), without
+            for (tensor, group, place), used in zip(self._model.updater.pieces(segment), flags, strict=True):
+                grad: Tensor | None = None
+                if used:
+                    grad = segment.master_grads[place].to(tensor.dtype) * segment.unscale
+                    if factor is not None:
+                        grad.mul_(factor.to(grad.device))
+                blended = self.optimizer.blend(group, tensor, grad)
+                if blended is None:
+                    aside += self._lay_aside(segment, place)
+                    continue
+                if not used:
+                    taken.append((group, tensor, place))
+                values[place], dead[place] = blended[0].to(values.dtype), blended[1]
             segment.unscale = 1.0  # until the step is over
             values.masked_fill_(dead, 0.0)
             self._values[id(segment)], self._dead[id(segment)] = values, dead
+
+    def _lay_aside(self, segment: Segment, place: slice) -> list[tuple[Tensor, Tensor]]:
+        """Takes the errors of a piece out of this exchange, which leaves it out."""
+        if not self.signs.error or self.groups == 1:
+            return []
+        own = self.own(segment)
+        low, high = (min(max(at, own.start), own.stop) - own.start for at in (place.start, place.stop))
+        errors = [self._error(segment, "worker")[place], self._error(segment, "server")[low:high]]
+        kept = [(error, error.clone()) for error in errors]
+        for error in errors:
+            error.zero_()
+        return kept
 
     def push(self, unit: Unit, ops: Sequence[Op]) -> None:
         """Begins to send signs to be averaged."""
@@ -117,7 +146,6 @@ class SignExchange:
     @torch.no_grad()
     def mix(self, unit: Unit) -> None:
         """The averaged momentum takes the place of the gradients."""
-        self.optimizer.given_momentum = True
         for segment in unit.trainable:
             values, dead = self._values.pop(id(segment)), self._dead.pop(id(segment))
             part = self._parts.pop(id(segment), None)
@@ -128,7 +156,16 @@ class SignExchange:
                     error.masked_fill_(dead[self.own(segment)], 0.0)
                     self._error(segment, "worker").masked_fill_(dead, 0.0)
                 self._comm.memory.recycle(part)
-            segment.master_grads.copy_(values.masked_fill_(dead, 0.0))
+            for error, kept in self._aside.pop(id(segment)):
+                error.copy_(kept)
+            values.masked_fill_(dead, 0.0)
+            taken = self._taken.pop(id(segment))
+            for group, tensor, place in taken:
+                self.optimizer.give(group, tensor, values[place].to(tensor.dtype))
+            if taken and segment.keeps_copy and segment.compute_range is not None and segment.master is not None:
+                segment.compute_range.copy_(segment.master)
+            if unit.name in self._used():  # it is a step, which updates with them
+                segment.master_grads.copy_(values)
             self._comm.memory.recycle(values)
 
     def hold_still(self) -> None:
@@ -153,7 +190,9 @@ class SignExchange:
         return segment.regions[side].values()
 
 
-def sign_exchange(model: ShardedModel, coefficient: Callable[[torch.device], Tensor | None]) -> SignExchange | None:
+def sign_exchange(
+    model: ShardedModel, coefficient: Callable[[torch.device], Tensor | None], used: Callable[[], Used]
+) -> SignExchange | None:
     """That of a table with signs; None: it has none.
 
     Raises:
@@ -162,11 +201,11 @@ def sign_exchange(model: ShardedModel, coefficient: Callable[[torch.device], Ten
     signs, optimizer = model.layout.signs, model.optimizer
     if signs is None:
         return None
-    if not isinstance(optimizer, OneBitAdam):
+    if not isinstance(optimizer, SignOptimizer):
         raise ConfigError(
-            f"outer=Signs(...) is for an optimizer that freezes its variance: give shardfold.optim.OneBitAdam, not "
-            f"{type(optimizer).__name__}."
+            "outer=Signs(...) is for an optimizer that freezes its variance: give shardfold.optim.OneBitAdam, "
+            f"OneBitLamb or ZeroOneAdam, not {type(optimizer).__name__}."
         )
     if model.layout.updates_on is not Tier.DEVICE:
         raise ConfigError("outer=Signs(...) with master in a slower tier: let master and moments rest on the device.")
-    return SignExchange(signs, model, optimizer, coefficient)
+    return SignExchange(signs, model, optimizer, coefficient, used)

@@ -220,6 +220,7 @@ def apply(
         behind=updates(program.behind),
         arrive=program.arrive,
         shared=program.shared,
+        together=program.together,
         outer_send=program.outer_send,
         outer_step=program.outer_step,
         outer_take=program.outer_take,

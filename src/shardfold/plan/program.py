@@ -177,7 +177,7 @@ UPDATED = ("master", "moments")
 MARK = "   <-- here"
 ROUND = ("outer_send", "outer_step", "outer_take")
 """What is done in a round of outer steps, for each fragment at its time."""
-SECTIONS = ("forward", "backward", "last", "step", "beside", "behind", "arrive", "shared", *ROUND)
+SECTIONS = ("forward", "backward", "last", "step", "beside", "behind", "arrive", "shared", "together", *ROUND)
 
 PARTIAL = None
 """How a tensor lies whose sum over all ranks is still to be taken."""
@@ -284,6 +284,7 @@ class Program:
     behind: tuple[Op, ...] = ()
     arrive: tuple[Op, ...] = ()
     shared: tuple[Op, ...] = ()
+    together: tuple[Op, ...] = ()
     outer_send: tuple[Op, ...] = ()
     outer_step: tuple[Op, ...] = ()
     outer_take: tuple[Op, ...] = ()
@@ -394,7 +395,8 @@ def lower(
     backward: Sequence[str] | None = None,
     speculated: Collection[str] = (),
     delayed: bool = False,
-    signed: bool = False,
+    meets: str = "dense",
+    apart: bool = False,
     stashes: bool = False,
 ) -> Program:
     """The program of one optimizer step of a bound layout (see :meth:`Layout.bind`).
@@ -410,10 +412,12 @@ def lower(
         backward: the same for backward; None: ``forward`` reversed.
         speculated: names of units that are updated before the norm is known.
         delayed: updates go on behind their step.
-        signed: ranks that send signs do; else gradients are summed over their axis, too.
+        meets: how ranks do that send signs: ``dense``: gradients are summed over their axis, too; ``signs``; ``local``:
+            nothing crosses it.
+        apart: they may go their own ways, and be brought together outside of a step.
         stashes: what is about to be updated is kept, for micro-batches that are under way.
     """
-    lowering = _Lowering(layout, units, mesh, forward, backward, speculated, signed=signed, stashes=stashes)
+    lowering = _Lowering(layout, units, mesh, forward, backward, speculated, meets=meets, stashes=stashes)
     return Program(
         forward=tuple(lowering.one_pass(True, False)),
         backward=tuple(lowering.one_pass(False, False)),
@@ -422,6 +426,7 @@ def lower(
         behind=tuple(lowering.behind()) if delayed else (),
         arrive=tuple(lowering.updates(behind=True)) if delayed else (),
         shared=tuple(lowering.shared()),
+        together=tuple(lowering.together()) if apart else (),
         **{name: tuple(lowering.outer(name)) for name in ROUND if layout.outer is not None},
     )
 
@@ -438,10 +443,10 @@ class _Lowering:
         backward: Sequence[str] | None,
         speculated: Collection[str],
         *,
-        signed: bool = False,
+        meets: str = "dense",
         stashes: bool = False,
     ) -> None:
-        self._signed, self._stashes = signed, stashes
+        self._meets, self._stashes = meets, stashes
         self._layout, self._units, self._speculated = layout, units, speculated
         self._mesh = Mesh.of(mesh)
         self._roots = [unit for unit in units if unit.root]
@@ -460,7 +465,7 @@ class _Lowering:
             "sum": unit.format("grads", self._layout),
         }
         have, need = PARTIAL if source == "local" else self._over(unit, source), self._over(unit, target)
-        dense = self._layout.signs is not None and not self._signed
+        dense = self._layout.signs is not None and self._meets == "dense"
         data = (*(self._mesh.rare if dense else ()), *self._mesh.summed(unit.distinct))
         return redistribute(unit.name, have, need, data=data, source=source, target=target, format=format, hops=hops)
 
@@ -545,7 +550,7 @@ class _Lowering:
             yield Op("CLAMP")
         if clip:
             yield Op("NORM")
-        if self._signed:
+        if self._meets == "signs":
             yield from self.signs()
         yield Op("STEP")
         if not delayed:
@@ -563,6 +568,17 @@ class _Lowering:
                     yield Op(verb, unit.name, axes, format)
             yield from (Op("WAIT", unit.name, target="outer") for unit in units if axes)
         yield from (Op("GIVE", unit.name) for unit in units)
+
+    def together(self) -> Iterator[Op]:
+        """Ranks that went their own ways between signs meet, outside of a step."""
+        yield from self.signs()
+        waits: list[Op] = []
+        for unit in self._units:
+            whole = unit.trainable and unit.table_or(self._layout).params is not None
+            for op in self._turn(unit, "master", "params") if whole else ():
+                yield op
+                waits.append(Op("WAIT", unit.name, target="params"))
+        yield from waits
 
     def shared(self) -> Iterator[Op]:
         """Sums of gradients of what several stages have."""

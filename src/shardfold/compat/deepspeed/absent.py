@@ -17,7 +17,10 @@ _EXPERTS = "there is no section expert_parallel here; deepspeed.moe.layer.MoE(ep
 _KERNEL = "the kernel is not here; use torch.nn.functional.scaled_dot_product_attention and torch.nn's layers"
 _COMPRESSION = "compression is not here; use torch.ao.quantization or torch.nn.utils.prune on engine.module"
 _TUNING = "the autotuner is not here; shardfold explain shows what a configuration holds and sends"
-_ONEBIT = "of 1-bit optimizers the config key OneBitAdam acts; the class is shardfold.optim.OneBitAdam"
+_ONEBIT = (
+    "the config's optimizer types OneBitAdam, OneBitLamb and ZeroOneAdam act; the classes are those of "
+    "shardfold.optim, with outer=shardfold.Signs()"
+)
 _HYBRID = "the hybrid engine is not here; gather with deepspeed.zero.GatheredParameters and call generate()"
 _CHECKPOINT = "parts of a checkpoint are not shown here; read it whole with deepspeed.utils.zero_to_fp32"
 _DATA = "data efficiency is not here; sort the data in a sampler"

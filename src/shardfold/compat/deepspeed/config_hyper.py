@@ -12,12 +12,17 @@ from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_values import coerced
 from shardfold.errors import did_you_mean
 
-__all__ = ["OPTIMIZERS", "SCHEDULERS", "hyper", "idle"]
+__all__ = ["OPTIMIZERS", "SCHEDULERS", "SIGNED", "hyper", "idle"]
 
 ADAM = {
     "lr": "number", "betas": "pair of numbers", "eps": "number", "weight_decay": "number", "bias_correction": "boolean",
     "amsgrad": "boolean", "torch_adam": "boolean", "adam_w_mode": "boolean", "foreach": "boolean", "fused": "boolean",
     "fp32_optimizer_states": "boolean",
+}  # fmt: skip
+ONE_BIT = {
+    "lr": "number", "bias_correction": "boolean", "betas": "pair of numbers", "eps": "number",
+    "eps_inside_sqrt": "boolean", "weight_decay": "number", "amsgrad": "boolean", "cuda_aware": "boolean",
+    "comm_backend_name": "string",
 }  # fmt: skip
 OPTIMIZERS: Mapping[str, Mapping[str, str]] = {
     "Adam": ADAM,
@@ -27,10 +32,14 @@ OPTIMIZERS: Mapping[str, Mapping[str, str]] = {
         "eps_inside_sqrt": "boolean", "weight_decay": "number", "max_coeff": "number", "min_coeff": "number",
         "amsgrad": "boolean",
     },
-    "OneBitAdam": {
-        "lr": "number", "freeze_step": "integer", "bias_correction": "boolean", "betas": "pair of numbers",
-        "eps": "number", "eps_inside_sqrt": "boolean", "weight_decay": "number", "amsgrad": "boolean",
-        "cuda_aware": "boolean", "comm_backend_name": "string",
+    "OneBitAdam": {**ONE_BIT, "freeze_step": "integer"},
+    "OneBitLamb": {
+        **ONE_BIT, "freeze_step": "integer", "max_coeff": "number", "min_coeff": "number", "coeff_beta": "number",
+        "factor_max": "number", "factor_min": "number", "factor_threshold": "number",
+    },
+    "ZeroOneAdam": {
+        **ONE_BIT, "var_freeze_step": "integer", "var_update_scaler": "integer", "local_step_scaler": "integer",
+        "local_step_clipper": "integer",
     },
     "Lion": {"lr": "number", "betas": "pair of numbers", "weight_decay": "number", "fp32_optimizer_states": "boolean"},
     "Muon": {
@@ -41,13 +50,13 @@ OPTIMIZERS: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 """Types that DeepSpeed has itself, whatever the letter case, and their arguments."""
 
+SIGNED = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+"""Those whose ranks send signs of momentum."""
 TORCH_OPTIMIZERS = (
     "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 MUP_OPTIMIZERS = ("MuAdam", "MuAdamW", "MuSGD")
 REFUSED = {
-    "zerooneadam": "its local steps are not here; take OneBitAdam",
-    "onebitlamb": "its norms of layers are not here; take OneBitAdam",
     "lbfgs": "it needs a closure", "sparseadam": "it needs sparse gradients",
 }  # fmt: skip
 
@@ -80,10 +89,13 @@ TORCH_SCHEDULERS = (
 HOST_STATES = "it is of DeepSpeed's optimizer on the host: moments have the dtype that the section bf16 says"
 IDLE: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
     **{kind: {"fp32_optimizer_states": ((True,), HOST_STATES)} for kind in ("Adam", "AdamW", "Lion")},
-    "OneBitAdam": {
-        "bias_correction": ((True,), "DeepSpeed's reads it and corrects nothing, as here"),
-        "cuda_aware": ((False,), "what carries tensors is found by the device"),
-        "comm_backend_name": ((), "what carries tensors is found by the device"),
+    **{
+        kind: {
+            "bias_correction": ((True,), "DeepSpeed's reads it and corrects nothing, as here"),
+            "cuda_aware": ((False,), "what carries tensors is found by the device"),
+            "comm_backend_name": ((), "what carries tensors is found by the device"),
+        }
+        for kind in SIGNED
     },
     "Muon": {
         "torch_adam": ((False,), "AdamW beside Muon is the same either way"),

@@ -88,7 +88,10 @@ BATCH = (
 )  # fmt: skip
 
 OPTIMIZER = (
-    _honoured("optimizer.type", "string", None, "Adam, AdamW, Lamb, Lion, OneBitAdam, Muon, or a class of torch.optim"),
+    _honoured(
+        "optimizer.type", "string", None,
+        "Adam, AdamW, Lamb, Lion, OneBitAdam, OneBitLamb, ZeroOneAdam, Muon, or a class of torch.optim",
+    ),
     _honoured("optimizer.params", "object", {}, "its arguments, each checked"),
     _noted("optimizer.legacy_fusion", "boolean", False, "optimizers run on flat shards, in blocks"),
     _honoured("scheduler.type", "string", None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a "

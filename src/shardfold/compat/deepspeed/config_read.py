@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardfold.compat.deepspeed.config_batch import Batch, solve
 from shardfold.compat.deepspeed.config_check import Checked, Note, check
 from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
-from shardfold.compat.deepspeed.config_hyper import hyper, idle
+from shardfold.compat.deepspeed.config_hyper import SIGNED, hyper, idle
 from shardfold.compat.deepspeed.config_keys import KEYS
 from shardfold.compat.deepspeed.config_offload import offload_of, older_words, table_of
 from shardfold.compat.deepspeed.config_parallel import AUTOTP, Said, Sizes, mesh_of, sizes_of
@@ -91,7 +91,7 @@ class Settings:
     def table(self) -> str | Layout:
         """The layout, as :class:`shardfold.Engine` takes it."""
         table = table_of(self.layout, self.offload, self.offload_folders)
-        if self.optimizer is not None and self.optimizer[0] == "OneBitAdam":
+        if self.optimizer is not None and self.optimizer[0] in SIGNED:
             table = named(table).with_outer(Signs(axis="inter"))
         return named(table).replace(**self.wires) if self.wires else table
 
@@ -185,7 +185,7 @@ def read(
     optimizer = hyper("optimizer", get("optimizer.type"), get("optimizer.params"))
     _say_defaults(checked, early, optimizer)
     layout, mesh = layout_of(get, stage, ranks // (sizes.tensor * sizes.pipeline), notes, early)
-    if optimizer is not None and optimizer[0] == "OneBitAdam" and not stage and mesh is None and not early:
+    if optimizer is not None and optimizer[0] in SIGNED and not stage and mesh is None and not early:
         mesh = {"intra": 1}  # all ranks send signs, as there; with stages, those of different nodes do
     offload, folders = offload_of(get, stage, notes, early)
     wires = wires_of(get, stage, notes)

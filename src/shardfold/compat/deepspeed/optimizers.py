@@ -7,6 +7,7 @@ PyTorch's fused ones, or those of :mod:`shardfold.optim`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from shardfold.compat.deepspeed.config_errors import DeepSpeedConfigError
 from shardfold.compat.deepspeed.config_hyper import MUP_OPTIMIZERS, SCHEDULERS, hyper
 from shardfold.compat.deepspeed.ops.adam import FusedAdam
 from shardfold.compat.deepspeed.runtime import lr_schedules
-from shardfold.optim import LAMB, Lion, Muon, OneBitAdam
+from shardfold.optim import LAMB, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from shardfold.optim.parts import check_number
 
 __all__ = ["check_schedule_arguments", "make_optimizer", "make_scheduler", "tag_for_muon"]
@@ -109,14 +110,27 @@ def _lamb(groups: list[Any], given: dict[str, Any]) -> Optimizer:
     return LAMB(groups, **_tuples(given), trust_range=trust)
 
 
-def _onebit(groups: list[Any], given: dict[str, Any]) -> Optimizer:
-    given = {"lr": 1e-3, "freeze_step": 100_000, **given}
+def _signed(kind: Callable[..., Optimizer], groups: list[Any], given: dict[str, Any]) -> Optimizer:
+    given = {NAMES.get(name, name): value for name, value in given.items()}
     for unsupported in ("amsgrad", "eps_inside_sqrt"):
         if given.pop(unsupported, False):
-            raise DeepSpeedConfigError(f"optimizer.params.{unsupported} is true, which OneBitAdam does not have.")
+            raise DeepSpeedConfigError(
+                f"optimizer.params.{unsupported} is true, which {getattr(kind, '__name__', kind)} does not have."
+            )
     for idle in ("bias_correction", "cuda_aware", "comm_backend_name"):
         given.pop(idle, None)
-    return OneBitAdam(groups, **_tuples(given))
+    for name, low, high in (("trust_range", "min_coeff", "max_coeff"), ("factor_range", "factor_min", "factor_max")):
+        if low in given or high in given:
+            given[name] = (given.pop(low, RANGES[low]), given.pop(high, RANGES[high]))
+    return kind(groups, **_tuples(given))
+
+
+#: Of ZeroOneAdam: DeepSpeed's names, and ours.
+NAMES = {
+    "var_freeze_step": "freeze_step", "var_update_scaler": "variance_scaler", "local_step_scaler": "local_scaler",
+    "local_step_clipper": "local_clipper",
+}  # fmt: skip
+RANGES = {"min_coeff": 0.01, "max_coeff": 10.0, "factor_min": 0.5, "factor_max": 4.0}
 
 
 def _lion(groups: list[Any], given: dict[str, Any]) -> Optimizer:
@@ -134,7 +148,9 @@ MAKERS: dict[str, Callable[[list[Any], dict[str, Any]], Optimizer]] = {
     "Adam": lambda groups, given: _adam(groups, given, decoupled=False),
     "AdamW": lambda groups, given: _adam(groups, given, decoupled=True),
     "Lamb": _lamb,
-    "OneBitAdam": _onebit,
+    "OneBitAdam": partial(_signed, OneBitAdam),
+    "OneBitLamb": partial(_signed, OneBitLamb),
+    "ZeroOneAdam": partial(_signed, ZeroOneAdam),
     "Lion": _lion,
 }
 
