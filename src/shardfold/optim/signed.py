@@ -54,7 +54,8 @@ class SignOptimizer(PartOptimizer):
             )
         if not is_number(stable, 0, 1) or not 0 < stable < 1:
             raise ConfigError(f"{kind}(stable={described(stable)}): it is a ratio above 0 and below 1.")
-        self.freeze_step, self.stable = freeze_step, float(stable)
+        self.freeze_step: Any = freeze_step
+        self.stable = float(stable)
         self.meets: str | None = None
         self.proposed: bool | None = None
         super().__init__(params, defaults)
