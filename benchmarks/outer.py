@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.optim import OneBitAdam
+from shardfold.optim import OneBitAdam, ZeroOneAdam
 from shardfold.testing import run_ranks
 
 CONTEXT, WIDTH, LAYERS, BATCH, RANKS = 64, 64, 2, 8, 2
@@ -90,13 +90,19 @@ def runs(steps: int) -> dict[str, tuple[Any, Any]]:
     """By name an optimizer and what is between ranks."""
     adam = partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.01)
     onebit = partial(OneBitAdam, lr=1e-3, freeze_step=steps * 15 // 100, betas=(0.9, 0.99), eps=1e-6)
-    diloco = sf.Outer(every=20, optimizer="nesterov", lr=0.7, momentum=0.9)
+    zero_one = partial(
+        ZeroOneAdam, lr=1e-3, freeze_step=steps * 15 // 100, betas=(0.9, 0.99), eps=1e-6, local_scaler=steps // 4,
+        local_clipper=4,
+    )  # fmt: skip
+    diloco = partial(sf.Outer, every=20, optimizer="nesterov", lr=0.7)
     return {
         "AdamW": (adam, None),
-        "DiLoCo, every 20": (adam, diloco),
+        "DiLoCo, momentum 0.5": (adam, diloco(momentum=0.5)),
+        "DiLoCo, momentum 0.9": (adam, diloco(momentum=0.9)),
         "Adam without bias correction": (onebit, sf.Signs(block=256)),
         "1-bit Adam": (onebit, sf.Signs(block=256)),
         "1-bit Adam, errors dropped": (onebit, sf.Signs(block=256, error=False)),
+        "0/1 Adam": (zero_one, sf.Signs(block=256)),
     }
 
 

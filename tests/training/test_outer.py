@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 import shardfold as sf
+from shardfold.engine.vote import Vote
 from shardfold.errors import CollectiveError, ConfigError, LayoutError
 from shardfold.testing import Ranks, RanksFailed, run_ranks
 
@@ -331,6 +335,75 @@ def test_groups_come_together_when_they_are_told_to(ranks: Ranks) -> None:
     seen = ranks.run(_meet, 2)
     assert not torch.equal(seen[0][0]["0.weight"], seen[2][0]["0.weight"])
     assert_near([together for _, together in seen], expected({**DILOCO, "every": 2}, ADAMW, 2))
+
+
+def _meet_twice(outer: dict[str, Any], steps: int) -> list[Tensor]:
+    engine = engine_of("zero1", outer, ADAMW)
+    seen = [train(engine, range(steps))["0.weight"]]
+    for _ in range(2):
+        engine.synchronize()
+        seen.append(engine.state_dict()["0.weight"])
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize(("outer", "steps"), [(DILOCO, 6), (STREAMING, 5)])
+def test_groups_that_are_together_stay_as_they_are(ranks: Ranks, outer: dict[str, Any], steps: int) -> None:
+    """Behind a round that has just ended, and a second time, ``synchronize()`` takes no step by momentum alone; and
+    nothing of a group's own weights stays, whatever ``alpha`` is."""
+    for before, once, twice in (found := ranks.run(_meet_twice, outer, steps)):
+        assert torch.equal(once, twice) and torch.equal(once, found[0][1])
+        assert torch.equal(before, once) == (outer is DILOCO)
+
+
+def _late(folder: str, late: Sequence[int]) -> tuple[dict[str, Tensor], int]:
+    """The second group comes to these steps only when the first is behind them, which has put their outer step off."""
+    engine = engine_of("ddp", {**DILOCO, "every": 2, "deadline": 0.2, "put_off": 2}, ADAMW, 2)
+    for number in range(7):
+        passed = Path(folder, f"passed{number}")
+        if engine.rank == 1 and number in late:
+            passed.read_text()
+        _one_step(engine, number)
+        if engine.rank == 0 and number in late:
+            passed.write_text("")
+    state, put_off = engine.state_dict(), engine.stats().put_off
+    engine.close()
+    return state, put_off
+
+
+def test_an_outer_step_is_put_off_where_a_group_is_late(ranks: Ranks, tmp_path: Path) -> None:
+    """Behind steps 2 and 4 for all alike, and held behind 6, which all wait for: as a round of 6 steps."""
+    reference = Reference(2, ADAMW, sf.Outer(**{**DILOCO, "every": STEPS + 1}))
+    for number in range(7):
+        reference.step(number)
+        if number + 1 == 6:
+            reference.send(0)
+            reference.take(0)
+    for number in (1, 3):
+        os.mkfifo(tmp_path / f"passed{number}")
+    found = ranks.run(_late, str(tmp_path), (1, 3), world_size=2)
+    assert [put_off for _, put_off in found] == [2, 2]
+    assert_near([state for state, _ in found], [each.state_dict() for each in reference.models])
+
+
+def test_the_first_decision_of_a_vote_is_that_of_all() -> None:
+    """Who comes behind it reads it; with all there the round is held, whatever the deadline."""
+    store = HashStore()
+    first, second = (Vote(store, 2, deadline) for deadline in (0.01, 100.0))
+    assert not first.held() and not second.held()  # the second comes later, and does not wait
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(second.held)
+        first._deadline = 100.0
+        assert first.held() and theirs.result()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [({"deadline": 0}, "a number of seconds"), ({"deadline": 1.0, "delay": 1}, "leave one of the two out")],
+)
+def test_a_deadline_that_cannot_be(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        sf.Outer(every=4, **given)
 
 
 def _dies(folder: str) -> str:

@@ -175,6 +175,7 @@ class Reports:
             memory=memory,
             transient_peak=None if peak is None else peak - memory.held,
             pipeline=self.of_stages(),
+            put_off=model.run.put_off,
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch.autograd.graph import increment_version
 
 from shardfold.engine.runner import Runner
+from shardfold.engine.vote import Vote
 from shardfold.optim.global_weights import GlobalWeights
 from shardfold.plan.outer import Outer
 from shardfold.plan.program import ROUND
@@ -44,6 +45,7 @@ class Rounds:
     Attributes:
         steps: of this group, skipped ones too, since the first round began.
         flights: by fragment.
+        vote: whether all come in time; None: all are waited for.
     """
 
     def __init__(
@@ -52,14 +54,18 @@ class Rounds:
         self.outer, self.weights = outer, weights
         self._model, self._runner, self._changes = model, runner, changes
         self.steps = 0
+        mesh = model.comm.mesh
+        self.vote = Vote(mesh.store, mesh.world, outer.deadline) if outer.deadline is not None else None
+        self._late = [0] * outer.fragments  # outer steps in a row that were put off
         self.flights = [Flight.NONE] * outer.fragments
+        self._ended: list[int | None] = [None] * outer.fragments  # behind which step all groups had the same of it
 
     def after_step(self) -> None:
         """A step is done, or skipped: what is due behind it is done too."""
         self.steps += 1
         outer = self.outer
         for fragment in range(outer.fragments):
-            if outer.due(self.steps, fragment):
+            if outer.due(self.steps, fragment) and not self._put_off(fragment):
                 if not outer.delay:
                     self._model.comm.job.meet(f"the outer step behind step {self.steps}")
                 self._send(fragment)
@@ -70,11 +76,30 @@ class Rounds:
             if flight is Flight.USED and outer.due(self.steps, fragment, outer.delay):
                 self._take(fragment)
 
+    def _put_off(self, fragment: int) -> bool:
+        """Whether some group is late, so that the outer step waits for the next turn; all ranks decide the same."""
+        if self.vote is None or self._late[fragment] >= self.outer.put_off or self.vote.held():
+            self._late[fragment] = 0
+            return False
+        self._late[fragment] += 1
+        self._model.run.put_off += 1
+        return True
+
     def end_now(self) -> None:
-        """Every fragment is sent, used and taken in now, what is in flight first; all ranks call it."""
-        for fragment in range(self.outer.fragments):
-            for do in (self._use, self._take, self._send, self._use, self._take):
+        """Every fragment is sent, used and taken in now, what is in flight first; all ranks call it. Where a fragment
+        has just been, and all groups have the same of it, there is nothing to bring together: one more outer step would
+        only follow its momentum."""
+        outer = self.outer
+        for fragment in range(outer.fragments):
+            due = outer.due(self.steps, fragment) and not (outer.delay or outer.stays or self._late[fragment])
+            if due or self._ended[fragment] == self.steps:
+                continue
+            self._ended[fragment] = self.steps
+            for do in (self._use, self._take, self._send, self._use):
                 do(fragment)
+            self.weights.whole = True
+            self._take(fragment)
+            self.weights.whole = False
 
     def hold_still(self) -> None:
         """What is in flight has come: only to take it in is left, so that it can be read. All ranks call it."""
@@ -90,7 +115,7 @@ class Rounds:
         outer, fragments = self.outer, range(self.outer.fragments)
         if not steps:
             self.weights.forget()
-        self.steps = steps
+        self.steps, self._ended = steps, [None] * outer.fragments
         flies = [any(outer.due(steps, fragment, behind) for behind in range(outer.delay)) for fragment in fragments]
         self.flights = [Flight.USED if each else Flight.NONE for each in flies]
 

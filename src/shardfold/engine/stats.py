@@ -48,6 +48,7 @@ class Stats:
         transient_peak: the most bytes besides the states at rest since the engine was made, activations included; None
             on the CPU, where nothing counts them.
         pipeline: of this rank's stages; None: there is no axis of pipeline.
+        put_off: outer steps that were put off, as a group was late (``Outer.deadline``).
 
     Examples:
         >>> engine.stats().skipped
@@ -67,6 +68,7 @@ class Stats:
     memory: MemoryReport
     transient_peak: int | None
     pipeline: PipelineStats | None = None
+    put_off: int = 0
 
 
 class Lap(NamedTuple):

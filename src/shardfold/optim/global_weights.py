@@ -42,6 +42,7 @@ class GlobalWeights:
     def __init__(self, outer: Outer, model: ShardedModel) -> None:
         self.outer, self._model, self._comm = outer, model, model.comm
         self.groups = self._comm.mesh.parts((outer.axis,))
+        self.whole = False  # nothing of a group's own weights stays, whatever ``alpha`` says
         self.group = self._comm.mesh.coords[outer.axis]
         self._changes: dict[int, Tensor] = {}  # by segment: its outer gradient, and then the change; (length / parts,)
         self._sums: dict[int, Tensor] = {}  # by segment: the sum of this group's part
@@ -111,7 +112,7 @@ class GlobalWeights:
             self._comm.memory.recycle(change)
             master = _master(segment)
             new = weights.to(master.device)
-            if self.outer.stays:
+            if self.outer.stays and not self.whole:
                 new = torch.lerp(new, master.to(new.dtype), self.outer.stays)
             _take(segment, new)
 

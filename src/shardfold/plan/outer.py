@@ -47,6 +47,9 @@ class Outer:
         format: what outer gradients, and what the outer step changes, are on the link: the name of a format; None: the
             elements as they are kept.
         tier: where the last global weights and the momentum rest: ``"device"`` or ``"host"``.
+        deadline: seconds that a group waits for the others at an outer step; if some group is later, that outer step is
+            put off for all, and the round goes on up to the next. None: as long as it takes.
+        put_off: how many outer steps of a fragment in a row may be; the next waits as long as it takes.
 
     Raises:
         ConfigError: a field is of a wrong type or value, or does not go with another.
@@ -67,9 +70,16 @@ class Outer:
     alpha: float | None = None
     format: str | None = None
     tier: str = "device"
+    deadline: float | None = None
+    put_off: int = 1
 
     def __post_init__(self) -> None:
-        for name, least, unit in (("every", 1, "steps"), ("fragments", 1, "parts"), ("delay", 0, "steps")):
+        for name, least, unit in (
+            ("every", 1, "steps"),
+            ("fragments", 1, "parts"),
+            ("delay", 0, "steps"),
+            ("put_off", 1, "outer steps"),
+        ):
             if not is_integer(getattr(self, name), least):
                 raise ConfigError(
                     f"Outer.{name} is {described(getattr(self, name))}: it is a number of {unit}, {least} or more."
@@ -97,6 +107,13 @@ class Outer:
             raise ConfigError(
                 f"Outer.fragments is {self.fragments} and every={self.every}: parts take turns, so their number "
                 "divides that of the steps."
+            )
+        if self.deadline is not None and (not is_number(self.deadline, 0) or not self.deadline):
+            raise ConfigError(f"Outer.deadline is {described(self.deadline)}: it is a number of seconds, or None.")
+        if self.deadline is not None and self.delay:
+            raise ConfigError(
+                f"Outer.deadline is {self.deadline:g} and delay={self.delay}: with a delay no group waits at an outer "
+                "step; leave one of the two out."
             )
         if self.delay >= self.every:
             raise ConfigError(
@@ -150,4 +167,6 @@ class Outer:
             said.append(f"keeping {self.stays:g} of a group's own")
         if self.format is not None:
             said.append(f"as {self.format}")
+        if self.deadline is not None:
+            said.append(f"put off if a group is {self.deadline:g} s late, {self.put_off} in a row")
         return ", ".join(said)

@@ -90,6 +90,7 @@ class RunState:
         averages: copies that follow the updates.
         after_step: called after each update.
         outer: rounds in which groups of ranks come together, or None.
+        put_off: outer steps that were put off, as a group was late.
         signs: what ranks have lost that send signs of momentum, or None.
         broken: why the values are of no run, if they are not.
         unwritten: what the next step has to tell of updates behind the last one.
@@ -104,6 +105,7 @@ class RunState:
     averages: list[Mirror] = field(default_factory=list[Mirror])
     after_step: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     outer: Together | None = None
+    put_off: int = 0
     signs: Lossy | None = None
     broken: str = ""
     unwritten: StepError | None = None

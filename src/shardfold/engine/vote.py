@@ -1,0 +1,53 @@
+"""Whether all ranks come to a round in time, found out before anything of it is sent.
+
+Who comes says so in the store that all ranks share. The last one decides that the round is held, and whoever has waited
+for as long as it may that it is put off; the store takes the first decision, so all ranks read the same one, also those
+that come later. Nobody waits for longer than that, and once a round is held all are there.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+__all__ = ["Vote"]
+
+SLICE = 1.0  # seconds in which nothing else is looked at, such as Ctrl-C
+
+
+class Vote:
+    """Of one engine's ranks.
+
+    Args:
+        store: that all share; None: there is one rank.
+        ranks: how many there are.
+        deadline: seconds that one waits for the others.
+    """
+
+    def __init__(self, store: Any, ranks: int, deadline: float) -> None:
+        self._store, self._ranks, self._deadline = store, ranks, deadline
+        self._number = 0
+
+    def held(self) -> bool:
+        """Whether the next round is held; every rank asks once for each."""
+        if self._store is None:
+            return True
+        self._number += 1
+        came, decided = f"round/{self._number}/came", f"round/{self._number}/decided"
+        until = monotonic() + self._deadline
+        if self._store.add(came, 1) == self._ranks:
+            self._store.compare_set(decided, "", "held")
+        while not self._store.check([decided]):
+            left = until - monotonic()
+            if left <= 0:
+                self._store.compare_set(decided, "", "put off")
+                break
+            self._pause(decided, min(left, SLICE))
+        return self._store.get(decided).decode() == "held"
+
+    def _pause(self, key: str, seconds: float) -> None:
+        try:
+            self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
+        except (RuntimeError, ValueError):  # it is over: DistStoreError is a RuntimeError
+            return
