@@ -99,11 +99,11 @@ class Loop:
 
 
 def one_bit_lamb(groups: int, later: int = 0) -> list[Tensor]:
-    """``later``: so many go on from a checkpoint behind step 9."""
+    """``later``: so many go on from a checkpoint behind step 10."""
     loop = Loop(groups)
     fresh, coeff, last = [v.clone() for v in loop.v], [0.0] * 3, [1.0] * 3
     for step in range(STEPS):
-        if step == 9 and later:
+        if step == 10 and later:
             groups = later
             loop.resize(groups)
         grads = loop.grads(step)
@@ -136,11 +136,11 @@ def one_bit_lamb(groups: int, later: int = 0) -> list[Tensor]:
 
 #: How ranks meet in each step: the variance changes in 1, 2, 3 and 5; meetings are 1, 2 and then 3 steps apart.
 MEETINGS = ["dense", "dense", "dense", "signs", "dense", "signs", "signs", "signs",
-            "local", "signs", "local", "local", "local", "signs"]  # fmt: skip
+            "signs", "local", "signs", "local", "local", "signs"]  # fmt: skip
 
 
 def zero_one_adam(groups: int, steps: int = STEPS, later: int = 0, saves: bool = False) -> list[list[Tensor]]:
-    """``saves``: behind step 9, for which ranks meet; ``later``: so many go on from there."""
+    """``saves``: behind step 10, for which ranks meet; ``later``: so many go on from there."""
     loop = Loop(groups)
     u = [[torch.zeros_like(p) for p in loop.v] for _ in loop.models]
     anchor, rates = [p.detach().clone() for p in loop.params[0]], [0.0] * 3
@@ -155,7 +155,7 @@ def zero_one_adam(groups: int, steps: int = STEPS, later: int = 0, saves: bool =
         rates[i] = 0.0
 
     for step, meets in zip(range(steps), MEETINGS, strict=False):
-        if step == 9 and (saves or later):
+        if step == 10 and (saves or later):
             for i in (i for i in range(3) if rates[i]):
                 meet(i)
             if later:
@@ -293,14 +293,14 @@ def test_a_warm_up_ends_when_the_variance_is_stable(ranks: Ranks, tmp_path: Path
 
 
 def _saved(folder: str, optimizer: Any, groups: int, resume: bool) -> list[Tensor]:
-    """From step 9, or to the end with a checkpoint of step 9."""
+    """From step 10, or to the end with a checkpoint of step 10."""
     engine = engine_of(optimizer, "ddp", groups, 1)
     if resume:
         engine.load(f"{folder}/middle")
     else:
-        train(engine, range(9))
+        train(engine, range(10))
         engine.save(f"{folder}/middle", wait=True)
-    state = train(engine, range(9, STEPS))
+    state = train(engine, range(10, STEPS))
     engine.close()
     return state
 

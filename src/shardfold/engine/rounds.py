@@ -115,7 +115,8 @@ class Rounds:
         outer, fragments = self.outer, range(self.outer.fragments)
         if not steps:
             self.weights.forget()
-        self.steps, self._ended = steps, [None] * outer.fragments
+        self.steps = steps
+        self._ended = [None] * outer.fragments
         flies = [any(outer.due(steps, fragment, behind) for behind in range(outer.delay)) for fragment in fragments]
         self.flights = [Flight.USED if each else Flight.NONE for each in flies]
 

@@ -87,9 +87,9 @@ class ZeroOneAdam(SignOptimizer):
     def meeting(self, steps: int) -> Literal["dense", "signs", "local"]:
         if steps < self.freeze_step:
             return "dense" if self._changes(steps) else "signs"
-        times, within = divmod(steps - self.freeze_step, self.local_scaler)
-        every = min(self.local_clipper, 2 ** min(times, 62))
-        return "local" if (within + 1) % every else "signs"
+        since = steps - self.freeze_step
+        every = min(self.local_clipper, 2 ** min(since // self.local_scaler, 62))
+        return "local" if (since + 1) % every else "signs"
 
     def _changes(self, steps: int) -> bool:
         """Whether the variance changes in the step behind so many."""
