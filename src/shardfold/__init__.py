@@ -27,6 +27,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardfold.errors import ShardfoldError
+from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Activations, Cell, Layout, Precision, Tier, Wire
 from shardfold.plan.outer import Outer
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PRESETS",
     "Activations",
+    "AutoWire",
     "Average",
     "Axis",
     "Cell",

@@ -22,6 +22,7 @@ from shardfold.testing.links import Links, sent, why_not
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+SOAK = pytest.mark.soak
 MESH = {"inter": 2, "intra": 2}
 STEPS = 2
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -124,9 +125,14 @@ def test_1_bit_adam_sends_a_fifth_over_a_run(block: int) -> None:
             )
 
 
-def _losses(folder: str, stop: str) -> list[float]:
+CODED = pytest.param("zeropp", {"reduce": "int4x2+error"}, id="zeropp")
+"""Payloads in two hops, with what is lost kept: what comes twice, or not, would be in every later loss."""
+WIRES = pytest.mark.parametrize(("layout", "wires"), [CODED, pytest.param("zero3", {}, id="zero3", marks=SOAK)])
+
+
+def _losses(layout: str, wires: dict[str, str], folder: str, stop: str) -> list[float]:
     """Losses of a few steps; in the middle of one this rank says so, and goes on when it is told."""
-    engine = _engine("zero3", {}, 256)
+    engine = _engine(layout, wires, 256)
     losses: list[float] = []
     for step in range(4):
         loss = engine(torch.full((2, 256), 1.0 + engine.rank)).square().mean()
@@ -143,10 +149,12 @@ def _losses(folder: str, stop: str) -> list[float]:
     return losses
 
 
+@WIRES
 def test_a_link_that_is_cut_and_healed_in_the_middle_of_a_collective_changes_nothing(
-    links: Links, tmp_path: Path
+    links: Links, tmp_path: Path, layout: str, wires: dict[str, str]
 ) -> None:
-    whole = links.run(_losses, str(tmp_path), "")
+    """To the bit, also of what formats keep of what they lose."""
+    whole = links.run(_losses, layout, wires, str(tmp_path), "")
     over = threading.Event()
 
     def cut() -> None:
@@ -160,15 +168,16 @@ def test_a_link_that_is_cut_and_healed_in_the_middle_of_a_collective_changes_not
     thread = threading.Thread(target=cut)
     thread.start()
     try:
-        assert links.run(_losses, str(tmp_path), "cut") == whole
+        assert links.run(_losses, layout, wires, str(tmp_path), "cut") == whole
     finally:
         thread.join()
 
 
-def test_a_rank_that_is_killed_is_told_of_on_the_other_node_too() -> None:
+@WIRES
+def test_a_rank_that_is_killed_is_told_of_on_the_other_node_too(layout: str, wires: dict[str, str]) -> None:
     """Promise 12: none of the others waits for it until the end of its patience."""
     with Links(2, 2) as own, pytest.raises(RanksFailed) as raised:
-        own.run(_losses, "", "kill", timeout=90)
+        own.run(_losses, layout, wires, "", "kill", timeout=90)
     failed = {failure.rank: failure for failure in raised.value.failures}
     assert failed[3].kind == "died" and "SIGKILL" in failed[3].summary
     assert len(failed) == 4 and all(failed[rank].kind == "raised" for rank in range(3)), raised.value

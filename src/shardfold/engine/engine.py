@@ -68,6 +68,7 @@ from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock, Stats
 from shardfold.engine.step import Stepper
 from shardfold.engine.tf32 import hold_tf32
+from shardfold.engine.wires import chosen as chosen_wires
 from shardfold.errors import ConfigError, UsageError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.clipping import Clip, one_clip
@@ -95,11 +96,13 @@ from shardfold.parallel.plan import Traced, split_model
 from shardfold.parallel.sequence import SequenceAxis, check_choice
 from shardfold.parallel.split import hear_gradients
 from shardfold.plan.arguments import known_arguments
+from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.axes import Axis, Mesh, Role
 from shardfold.plan.checks import check_flags
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.outer import Outer
 from shardfold.plan.passes import Overlap
+from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import Program
 from shardfold.plan.report import MemoryReport, SavedReport, StepReport, TrafficReport
 from shardfold.plan.rules import Rules
@@ -191,6 +194,9 @@ class Engine:
         seed: of the initial values of a model built under ``meta_init``.
         desync_timeout: seconds until ranks that run parts of the model in contradicting orders raise.
         timeout: seconds until a collective that does not finish raises.
+        wire: ``"auto"``, or an :class:`AutoWire`: as what parameters and gradients travel is chosen for links that are
+            measured when the engine is made, and for this layout; nothing is rounded that is not allowed to be, as by
+            ``"auto:0.01"`` or ``"auto:int8,int4"``. None: as the layout says.
         debug: freed memory is filled with NaN instead, so that stale aliases show.
 
     Raises:
@@ -216,6 +222,7 @@ class Engine:
         activations: str | Activations | Mapping[Any, str | Activations] | Sequence[Any] | None = None,
         offload: str | Mapping[str, Any] | None = None,
         outer: Outer | Signs | None = None,
+        wire: str | AutoWire | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
         clip: Clip | None = None,
@@ -243,7 +250,7 @@ class Engine:
         )  # fmt: skip
         check_accumulate(accumulate)
         check_choice(attention)
-        choice = choose_order(pipeline)
+        choice, auto = choose_order(pipeline), AutoWire.named(wire)
         check_stages(stages)
         check_schedule(lr_schedule, optimizer)
         table = table_of(layout, offload, outer, model, precision, mesh, device)
@@ -277,8 +284,8 @@ class Engine:
                 self.sequence: SequenceAxis | None = self._link(model, attention, tensor is not None, held)
                 self._changes = Changes(self.sharded, units, seed, made_here=made is None or made is not optimizer)
                 held.callback(self._changes.close)
-                self._make_units(weights, accumulate, seed, staged)
-                held.callback(hear_gradients(model))
+                table, self._said = self._choose_wires(auto, table, precision, accumulate)
+                self._make_units(weights, accumulate, seed, staged, held)
                 self._updater = self._make_updater(seed, held)
                 self._make_passes(table, accumulate, held, stashes=bool(versions))
                 self._pipelined = self._make_pipelined(staged, choice, versions, accumulate, held)
@@ -326,7 +333,24 @@ class Engine:
             held.callback(follow(model, sequence))
         return sequence
 
-    def _make_units(self, weights: Any, accumulate: int, seed: int, staged: Stages | None) -> None:
+    def _choose_wires(
+        self, auto: AutoWire | None, table: Layout, precision: Any, accumulate: int
+    ) -> tuple[Layout, list[str]]:
+        """The table with the wires that are the fastest here, and what it says of them; the table itself if they are
+        not to be chosen, or nothing is sent."""
+        sharded, changes = self.sharded, self._changes
+        if auto is None or sharded.world_size == 1:
+            return table, []
+
+        def cut(rules: Rules) -> list[UnitSpec]:
+            return [c.spec for c in changes.cut(rules=rules) if c.spec is not None]
+
+        table, said = chosen_wires(auto, table, precision, sharded.comm, self.overlap, accumulate, cut)
+        sharded.rules = Rules(precision, table, sharded.comm.mesh.sizes)
+        sharded.layout = sharded.rules.layouts[-1]
+        return table, said
+
+    def _make_units(self, weights: Any, accumulate: int, seed: int, staged: Stages | None, held: ExitStack) -> None:
         """Cuts the model, once all ranks are known to have the same, and gives each rank its shards."""
         sharded = self.sharded
         model, comm, agreement = sharded.module, sharded.comm, sharded.comm.agreement
@@ -356,6 +380,7 @@ class Engine:
         sharded.units = make_units(model, cuts, sharded.layout, comm, sharded.tiers, values, seed)
         if staged is not None:
             share_values(sharded, staged.shared_here, comm.mesh.sizes.stages[0])
+        held.callback(hear_gradients(model))
 
     def _make_updater(self, seed: int, held: ExitStack) -> ShardedOptimizer | None:
         sharded = self.sharded
@@ -434,6 +459,7 @@ class Engine:
             gate.settle = self._stepper.settle
             self._stepper.meet_rarely(self._changes, handlers.rounds)
         self._reports = Reports(sharded, table, self._updater, runner, self._replaced, self._clock)
+        self._reports.wires = self._said
         self.saver, self._base, self._loads = Saver(sharded), Base(sharded), 0
         held.callback(self.saver.close)
 

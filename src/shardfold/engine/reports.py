@@ -46,6 +46,7 @@ class Reports:
         self._model, self._table, self._updater = model, table, updater
         self._runner, self._replaced, self._clock = runner, replaced, clock
         self.stages: Callable[[], list[str]] = list  # tells of the stages of a pipeline, in lines
+        self.wires: list[str] = []  # what was measured of links, and chosen for them, in lines
         self.of_stages: Callable[[], PipelineStats | None] = lambda: None  # and in numbers
 
     def memory(self) -> MemoryReport:
@@ -124,7 +125,8 @@ class Reports:
             updater.traffic() if updater is not None else None,
             parts=model.rules.described(), activations=self._replaced.explained(),
             layers=[
-                *self.stages(), *described(model.module, TORCH_DTYPES[model.rules.default.compute].itemsize),
+                *self.wires, *self.stages(),
+                *described(model.module, TORCH_DTYPES[model.rules.default.compute].itemsize),
                 *experts_described(model.module),
             ],
             moved=moves(

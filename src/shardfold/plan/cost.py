@@ -23,9 +23,11 @@ __all__ = [
     "encoded_bytes",
     "fetched_bytes",
     "in_use",
+    "is_encoded",
     "moves",
     "on_disk",
     "op_bytes",
+    "parts_of",
     "peak_bytes",
     "resting_bytes",
     "ring_bytes",
@@ -248,16 +250,17 @@ def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
     """Bytes one rank sends for ``op`` on ``unit``."""
     segments = op.moves(unit)
     ranks = prod(mesh[axis] for axis in op.axes)
-    parts = _parts(op.target if op.journey == "gather" else op.source, unit.table_or(layout), mesh)
+    parts = parts_of(op, unit.table_or(layout), mesh)
     return sum(
         ring_bytes(op.verb, FORMATS[each.format].nbytes(segment.length) / parts, ranks)
         for segment, each in zip(segments, op.each(len(segments)), strict=True)
     )
 
 
-def _parts(tensor: str, layout: Layout, mesh: Sizes) -> int:
-    """Into how many shards the whole of a unit's tensor is cut; sums of gradients, and what outer steps make, as
-    ``master``, wherever they rest."""
+def parts_of(op: Op, layout: Layout, mesh: Sizes) -> int:
+    """Into how many shards the whole of the tensor is cut that a collective on a unit works on; sums of gradients, and
+    what outer steps make, as ``master``, wherever they rest."""
+    tensor = op.target if op.journey == "gather" else op.source
     if tensor in ("flat", "local"):
         return 1
     if tensor == "node":
@@ -345,17 +348,23 @@ def encoded_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
     ranks = prod(mesh[axis] for axis in op.axes)
     slices = mesh[DATA_AXES[1]] if op.source == "node" and op.verb in REDUCTIONS else 1
     for segment, each in zip(segments, op.each(len(segments)), strict=True):
-        form, table = FORMATS[each.format], segment.table_or(layout)
-        if op.verb == "ALL_GATHER":
-            dtype = segment.dtype
-        else:
-            dtype = segment.dtype_for("reduce" if op.source == "local" and table.grads.over else "grads", layout)
+        form = FORMATS[each.format]
         if "node" in (op.source, op.target) and op.verb in REDUCTIONS:
             total += 4 * segment.length / mesh[DATA_AXES[1]]
-        if form.native != dtype or "node" in (op.source, op.target):
+        if is_encoded(each, segment, layout):
             payload, length = form.nbytes(segment.length) / slices, segment.length / slices
             total += payload if op.verb == "ALL_GATHER" else 2 * payload + 2 * 4 * length / ranks
     return total
+
+
+def is_encoded(op: Op, segment: SegmentSpec, layout: Layout) -> bool:
+    """Whether ``op``, a gather or a reduction of a segment, encodes it; else tensors travel as they lie."""
+    if op.verb == "ALL_GATHER":
+        dtype = segment.dtype
+    else:
+        waits = op.source == "local" and segment.table_or(layout).grads.over
+        dtype = segment.dtype_for("reduce" if waits else "grads", layout)
+    return FORMATS[op.format].native != dtype or "node" in (op.source, op.target)
 
 
 def summed_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from shardfold.errors import ConfigError, UsageError
+from shardfold.plan.rules import Rules
 from shardfold.sharding.freed import FreedParameter
 from shardfold.sharding.groups import alignment, group_numbers
 from shardfold.sharding.loans import Loan
@@ -80,9 +81,11 @@ class Changes:
         self._finalizer = weakref.finalize(self, _remove, self._handles)
         self._finalizer.atexit = False
 
-    def cut(self, group_of: dict[int, int] | None = None) -> list[Cut]:
-        """The model's units as it is now; states are for what is trainable, or was and is frozen for a while."""
+    def cut(self, group_of: dict[int, int] | None = None, *, rules: Rules | None = None) -> list[Cut]:
+        """The model's units as it is now; states are for what is trainable, or was and is frozen for a while.
+        ``rules``: in place of the model's."""
         model = self.model
+        rules = rules or model.rules
         group_of = self.group_of if group_of is None else group_of
         stateful = {id(p) for s in model.trainable() for p in s.parameters}
         trained = {
@@ -95,11 +98,11 @@ class Changes:
 
         def keeps(p: nn.Parameter, rule: int) -> bool:
             main = self._main.get(rule)
-            ours = TORCH_DTYPES[model.rules.precisions[rule].compute] if own and main is not None else main
+            ours = TORCH_DTYPES[rules.precisions[rule].compute] if own and main is not None else main
             return own.get(id(p), p.dtype not in (main, ours))
 
         cuts = cut(
-            model.module, self._units, trained, model.rules, model.comm.mesh.sizes, keeps, alignment(model.optimizer),
+            model.module, self._units, trained, rules, model.comm.mesh.sizes, keeps, alignment(model.optimizer),
             model.comm.mesh.coords,
         )  # fmt: skip
         check_reach(model.optimizer, [c.spec for c in cuts], model.comm.mesh.sizes.reading)

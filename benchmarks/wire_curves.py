@@ -1,0 +1,197 @@
+"""What formats do to training: losses of the demo's GPT and of a small ViT on four ranks, two nodes of two.
+
+    python benchmarks/wire_curves.py                                        # 600 steps of one, 300 of the other
+    python benchmarks/wire_curves.py --only zero3 zeropp --picture a.png
+
+All runs of a model begin with the same weights and read the same samples. Printed is the loss on samples that no run
+has trained on, by the weights at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfold as sf
+from shardfold.optim import warmup_cosine
+from shardfold.plan.presets import named
+from shardfold.testing import run_ranks
+from shardfold.tools.recipes.config import GPTConfig
+from shardfold.tools.recipes.gpt import GPT
+from shardfold.tools.recipes.text import load_corpus, windows_at
+
+MESH = {"inter": 2, "intra": 2}
+CASES: dict[str, tuple[str, dict[str, str]]] = {
+    "zero3": ("zero3", {}),
+    "zeropp": ("zeropp", {}),
+    "zeropp, int4x2+error": ("zeropp", {"reduce": "int4x2+error"}),
+    "gradients as sign+error": ("zero3", {"reduce": "sign/1024+error"}),
+    "gradients as sign": ("zero3", {"reduce": "sign/1024"}),
+}
+SEEN = 64
+"""Samples of the last look."""
+
+
+class Task(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        model: makes it.
+        loss: ``loss(model, samples)``.
+        draw: ``draw(number, generator)``: so many samples.
+        held: as ``draw``, of what is not trained on.
+        steps: by default.
+        rows: samples of a rank in a step.
+        lr: at its peak.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+    draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+    held: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+    steps: int
+    rows: int
+    lr: float
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):
+    """Of pictures of 16 by 16, in patches of 4 by 4."""
+
+    def __init__(self, width: int = 64, layers: int = 3) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, 4, stride=4)
+        self.positions = nn.Parameter(torch.randn(16, width) * 0.02)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+def _pictures(number: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """One of ten patterns of 8 by 8, somewhere in noise."""
+    patterns = (torch.rand(10, 8, 8, generator=torch.Generator().manual_seed(5)) < 0.5).float()
+    labels = torch.randint(10, (number,), generator=draw)
+    images = torch.randn(number, 1, 16, 16, generator=draw) * 0.5
+    places = torch.randint(0, 9, (number, 2), generator=draw).tolist()
+    for image, label, (down, right) in zip(images, labels.tolist(), places, strict=True):
+        image[0, down : down + 8, right : right + 8] += patterns[label]
+    return images, labels
+
+
+def _vit() -> Task:
+    def loss(model: nn.Module, samples: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(samples[0]), samples[1])
+
+    return Task(ViT, loss, _pictures, _pictures, 300, 16, 3e-3)
+
+
+def _gpt() -> Task:
+    shape, corpus = GPTConfig.named("demo"), load_corpus()
+
+    def windows(text: Tensor, number: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(text) - shape.context - 1, (number,), generator=draw)
+        tokens = windows_at(text, starts, shape.context + 1)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def loss(model: nn.Module, samples: tuple[Tensor, Tensor]) -> Tensor:
+        return model(*samples)
+
+    return Task(
+        lambda: GPT(shape), loss, partial(windows, corpus.train), partial(windows, corpus.held_out), 600, 2, 4e-3
+    )
+
+
+TASKS: dict[str, Callable[[], Task]] = {"GPT": _gpt, "ViT": _vit}
+
+
+def train(which: str, case: str, steps: int) -> tuple[list[float], float]:
+    """Losses by step, averaged over ranks, and the one of samples that were not trained on."""
+    task = TASKS[which]()
+    steps = steps or task.steps
+    torch.manual_seed(0)
+    layout, wires = CASES[case]
+    engine = sf.Engine(
+        task.model(), optimizer=partial(torch.optim.AdamW, lr=task.lr), layout=named(layout).replace(**wires),
+        mesh=MESH, clip_norm=1.0, lr_schedule=warmup_cosine(warmup=max(1, steps // 12), total=steps),
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(engine.data_rank)
+    losses: list[float] = []
+    for _ in range(steps):
+        loss = task.loss(engine, task.draw(task.rows, draw))  # pyright: ignore[reportArgumentType]
+        engine.backward(loss)
+        engine.step()
+        said = loss.detach().clone()
+        dist.all_reduce(said)
+        losses.append(float(said) / engine.world_size)
+    with torch.no_grad():
+        draw = torch.Generator().manual_seed(10**6)
+        seen = [float(task.loss(engine, task.held(SEEN, draw))) for _ in range(16)]  # pyright: ignore
+    engine.close()
+    return losses, sum(seen) / len(seen)
+
+
+def _draw(curves: dict[str, dict[str, list[float]]], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, each = plt.subplots(1, len(curves), figsize=(5 * len(curves), 4), layout="constrained", squeeze=False)
+    for axes, (which, found) in zip(each[0], curves.items(), strict=True):
+        size = max(1, max(map(len, found.values())) // 30)
+        for name, losses in found.items():
+            smooth = torch.tensor(losses).unfold(0, size, 1).mean(1)
+            axes.plot(range(size - 1, len(losses)), smooth, label=name, linewidth=1)
+        axes.set_title(which)
+        axes.set_xlabel("step")
+        axes.set_ylabel(f"loss, mean of the last {size}")
+        axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--only", nargs="*", default=list(CASES), help="names of cases")
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--picture", type=Path)
+    given = parser.parse_args()
+    curves: dict[str, dict[str, list[float]]] = {}
+    for which in given.tasks:
+        plain = 0.0
+        for case in given.only:
+            losses, held = run_ranks(train, 4, which, case, given.steps, timeout=3000.0)[0]
+            curves.setdefault(which, {})[case] = losses
+            plain = plain or held
+            print(f"| {which} | {case} | {held:.4f} | {held / plain - 1:+.1%} |", flush=True)
+    if given.picture is not None:
+        _draw(curves, given.picture)
+
+
+if __name__ == "__main__":
+    main()

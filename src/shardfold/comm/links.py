@@ -1,0 +1,114 @@
+"""What collectives take over the links that ranks have, and what formats take on the device: measured, and the same on
+all ranks.
+
+A collective of a few bytes gives the latency, one that takes :data:`LONG` seconds the rate. It goes over the transport
+that carries the data, all groups of an axis at once, so that ranks that share a link share it here too; what counts is
+the slowest rank. What was measured is kept in the store that the ranks of the job share, so that the next engine of
+that job finds it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from shardfold import accelerator
+from shardfold.comm.comm import Comm
+from shardfold.comm.transport import Pending
+from shardfold.plan.auto_wire import Codec, LinkFigure, Measured
+from shardfold.plan.cost import ring_bytes
+from shardfold.plan.formats import FORMATS
+from shardfold.plan.layout import Axes
+
+__all__ = ["measured"]
+
+SMALL, FIRST, MOST = 256, 2**16, 2**22
+"""Elements of fp32 for each rank of a group: a message that is all latency, the first that may show a rate, the
+largest."""
+LONG, TIMES, OFTEN = 0.03, 2, 5
+"""Seconds that show a rate; how often what took them is done again, when what lets a burst through is empty; and how
+often a small one is done. Of each the shortest counts: what else goes on makes others longer, and none shorter."""
+CODED = 2**18
+VERBS = {"ALL_GATHER": "ALL_GATHER", "EXCHANGE": "REDUCE_SCATTER"}
+"""What others send as much as."""
+
+
+def measured(comm: Comm, links: Collection[tuple[str, Axes]], formats: Collection[str]) -> Measured:
+    """Of these kinds of collectives over axes, and formats, what they take; all ranks of the job call it, and those of
+    some may need more than those of others."""
+    key = f"shardfold/links/{comm.mesh.device.type}/{json.dumps(list(comm.mesh.sizes.items()))}"
+    store = comm.mesh.default_store
+    known = json.loads(store.get(key)) if store is not None and store.check([key]) else {}
+    mine = [[kind, *axes] for kind, axes in sorted(links)] + [["", name] for name in sorted(formats)]
+    said = [json.loads(text) for text in comm.job.exchange("links", json.dumps([mine, sorted(known)]))]
+    kept = set[str].intersection(*(set(found) for _, found in said))
+    found = {name: figures for name, figures in known.items() if name in kept}
+    for need in sorted({tuple(need) for needed, _ in said for need in needed}):
+        name = " ".join(need)
+        if name not in found:
+            found[name] = list(_link(comm, need[0], need[1:]) if need[0] else _codec(comm, need[1]))
+    if store is not None and comm.mesh.rank == 0:
+        store.set(key, json.dumps(found))
+    return Measured(
+        {(kind, axes): LinkFigure(*found[" ".join((kind, *axes))]) for kind, axes in links},
+        {name: Codec(*found[f" {name}"]) for name in formats},
+    )
+
+
+def _slowest(comm: Comm, do: Callable[[], object]) -> float:
+    """Seconds of the rank that takes longest, if all begin at once."""
+    comm.control([0.0], dist.ReduceOp.MAX)
+    begun = perf_counter()
+    do()
+    accelerator.synchronize(comm.mesh.device)
+    return comm.control([perf_counter() - begun], dist.ReduceOp.MAX)[0]
+
+
+def _link(comm: Comm, kind: str, axes: Axes) -> LinkFigure:
+    def seconds(each: int, times: int) -> float:
+        return min(_slowest(comm, lambda: _send(comm, kind, axes, each)) for _ in range(times))
+
+    _send(comm, kind, axes, SMALL)  # connections are made
+    latency, each = seconds(SMALL, OFTEN), FIRST
+    while seconds(each, 1) < LONG and each < MOST:
+        each *= 4
+    took, ranks = seconds(each, TIMES), comm.mesh.parts(axes)
+    while took < LONG and each < MOST:  # what took longer before was not the link
+        each *= 4
+        took = seconds(each, TIMES)
+    sent = ring_bytes(VERBS.get(kind, kind), 4.0 * each * ranks, ranks)
+    return LinkFigure(sent / max(took - latency, took / 10), latency)
+
+
+def _send(comm: Comm, kind: str, axes: Axes, each: int) -> None:
+    group, ranks, device = comm.mesh.group(axes), comm.mesh.parts(axes), comm.mesh.device
+    full = torch.zeros(each * ranks, device=device)
+    with comm.agreement.uninterrupted():
+        comm.agreement.issue(f"measuring {kind} over {'+'.join(axes)}")
+        if kind == "ALL_GATHER":
+            pending: Pending = comm.transport.all_gather(full, group)
+        elif kind == "REDUCE_SCATTER":
+            pending = comm.transport.reduce_scatter(full, torch.empty(each, device=device), group, add=False)
+        elif kind == "ALL_REDUCE":
+            pending = comm.transport.all_reduce(full, group)
+        else:
+            received, sizes = torch.empty_like(full), [each] * ranks
+            pending = comm.transport.exchange(full, sizes, received, sizes, group)
+        pending.wait(comm.agreement.wait)
+
+
+def _codec(comm: Comm, name: str) -> Codec:
+    form, device = FORMATS[name], comm.mesh.device
+    length = -(-CODED // form.block) * form.block
+    dtype = torch.float32
+    values = torch.linspace(-1, 1, length, dtype=dtype, device=device).view(1, -1)
+    payload = torch.empty(1, form.nbytes(length), dtype=torch.uint8, device=device)
+    state = torch.zeros_like(values) if form.state is not None else None
+    form.encode(values, payload, state)
+    encode = min(_slowest(comm, lambda: form.encode(values, payload, state)) for _ in range(3))
+    decode = min(_slowest(comm, lambda: form.decode(payload, values)) for _ in range(3))
+    return Codec(encode / length, decode / length)

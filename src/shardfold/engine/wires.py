@@ -1,0 +1,84 @@
+"""As what parameters and gradients travel, chosen when an engine is made: see ``plan/auto_wire``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from logging import getLogger
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from shardfold.comm.comm import Comm
+from shardfold.comm.links import measured
+from shardfold.errors import LayoutError
+from shardfold.plan.auto_wire import JOURNEYS, AutoWire, Option, fastest, needs, told, wire_seconds, wires
+from shardfold.plan.cost import step_of
+from shardfold.plan.layout import Layout
+from shardfold.plan.passes import Overlap, apply
+from shardfold.plan.placement import UnitSpec
+from shardfold.plan.program import Program, lower
+from shardfold.plan.rules import Rules
+
+__all__ = ["chosen"]
+
+LOG = getLogger("shardfold")
+
+
+class _Way(NamedTuple):
+    """What a journey would be by one wire."""
+
+    journey: str
+    option: Option
+    program: Program
+    layout: Layout
+    units: list[UnitSpec]
+
+
+def chosen(
+    auto: AutoWire, table: Layout, precision: Any, comm: Comm, overlap: Overlap, accumulate: int,
+    cut: Callable[[Rules], list[UnitSpec]],
+) -> tuple[Layout, list[str]]:  # fmt: skip
+    """The table with the wires that are the fastest here, the same on all ranks, and what was measured, in lines.
+
+    ``cut`` gives the units of the model by rules. All ranks of the job call it.
+    """
+    sizes = comm.mesh.sizes
+    ways = [way for journey in JOURNEYS for way in _ways(auto, table, journey, precision, comm, overlap, cut)]
+    comm.job.same({"wire=": str(auto), "the ways to send": str([(way.journey, str(way.option.wire)) for way in ways])})
+    times = step_of(accumulate)
+    links, formats = set[Any](), set[str]()
+    for way in ways:
+        crossed, coded = needs(way.journey, way.program, way.layout, way.units, times)
+        links, formats = links | crossed, formats | coded
+    found = measured(comm, links, formats)
+    costs = [wire_seconds(w.journey, w.program, w.layout, w.units, sizes, times, found) for w in ways]
+    # Ranks of other stages have other units: what all of them need together says which is the fastest.
+    total = comm.control([figure for cost in costs for figure in cost], dist.ReduceOp.SUM)
+    options: dict[str, list[Option]] = {}
+    for i, way in enumerate(ways):
+        seconds, sent = (figure / comm.mesh.world for figure in total[2 * i : 2 * i + 2])
+        options.setdefault(way.journey, []).append(way.option._replace(seconds=seconds, sent=sent))
+    lines = told(auto, found, options)
+    if comm.mesh.rank == 0:
+        LOG.info("%s", "\n".join(lines))
+    return table.replace(**{journey: fastest(each).wire for journey, each in options.items()}), lines
+
+
+def _ways(
+    auto: AutoWire, table: Layout, journey: str, precision: Any, comm: Comm, overlap: Overlap,
+    cut: Callable[[Rules], list[UnitSpec]],
+) -> list[_Way]:  # fmt: skip
+    """By each wire that the journey of the table may take on this mesh."""
+    sizes, found, seen = comm.mesh.sizes, list[_Way](), set[str]()
+    for option in wires(table, journey, auto):
+        others = {name: word for name, word in JOURNEYS.items() if name != journey}
+        try:
+            rules = Rules(precision, table.replace(**{journey: option.wire, **others}), sizes)
+        except LayoutError:  # what rests whole, for one, is not rounded on its way
+            continue
+        layout = rules.layouts[-1]
+        if (wire := str(getattr(layout, journey))) not in seen:  # where there is one axis, two hops are one
+            seen.add(wire)
+            units = cut(rules)
+            found.append(_Way(journey, option, apply(lower(layout, units, sizes), overlap), layout, units))
+    return found

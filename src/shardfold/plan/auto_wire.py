@@ -1,0 +1,292 @@
+"""Which wires a table may have, and which of them is the fastest over links that were measured.
+
+    seconds of a journey = for each of its collectives: latency + bytes / rate of the link
+                           + elements that are encoded and decoded, times what that takes on this machine
+
+The collectives are those of the program that each wire gives. What computes meanwhile is not looked at, so it is the
+time of a step in which nothing hides what is sent. Of the wires that lose nothing, the table's dtypes in one hop come
+first, then two hops. One that loses something has to be allowed, by its name or by a bound on what it loses; and each
+has to be faster than what comes before it by :data:`MARGIN`, which is about what a measurement is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from math import inf, prod
+from typing import Any, NamedTuple
+
+from shardfold.errors import ConfigError
+from shardfold.plan.arguments import known_arguments
+from shardfold.plan.checks import described, is_number
+from shardfold.plan.cost import is_encoded, op_bytes, parts_of
+from shardfold.plan.formats import FORMATS, format_named
+from shardfold.plan.layout import ROLES, Axes, Layout, Sizes, Wire
+from shardfold.plan.placement import UnitSpec
+from shardfold.plan.program import COLLECTIVES, KINDS, Op, Program
+
+__all__ = [
+    "JOURNEYS",
+    "AutoWire",
+    "Codec",
+    "LinkFigure",
+    "Measured",
+    "Option",
+    "fastest",
+    "lost",
+    "needs",
+    "told",
+    "wire_seconds",
+    "wires",
+]
+
+JOURNEYS: Mapping[str, str] = {"gather": "compute", "reduce": "reduce"}
+"""Of a table, each with the word for elements that are not rounded."""
+LOSSY = ("bf16", "int8", "int4")
+"""What a bound chooses from."""
+MARGIN = 0.1
+SAMPLE = 65536
+
+
+@known_arguments
+@dataclass(frozen=True, kw_only=True)
+class AutoWire:
+    """As what parameters and gradients travel is chosen for the links that there are, which are measured once for the
+    ranks of a job.
+
+    Attributes:
+        lossy: what may be lost. Empty: nothing, so that only the number of hops is chosen. Names of formats: these may
+            be taken, as ``("int8", "int4+error")``. A number: ``bf16``, ``int8`` and ``int4`` may, if of normally
+            distributed numbers they lose at most this part, root mean square against root mean square: 0.01 allows
+            ``bf16`` (0.0017) and ``int8`` (0.007), and not ``int4`` (0.13). A format that the table itself names may
+            be taken in any case.
+
+    Raises:
+        ConfigError: it is neither.
+        LayoutError: a name is none of a format.
+
+    Examples:
+        >>> auto = sf.Engine(nn.Linear(8, 8), optimizer=adam, wire=sf.AutoWire(lossy=0.01))
+        >>> auto.close()
+    """
+
+    lossy: float | tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        given: Any = self.lossy
+        if isinstance(given, str):
+            raise ConfigError(f"AutoWire.lossy is {given!r}: give a tuple of formats, as ({given!r},), or a number.")
+        if isinstance(given, (tuple, list)):
+            object.__setattr__(self, "lossy", tuple(_format(name) for name in given))
+        elif not is_number(given, 0):
+            raise ConfigError(
+                f"AutoWire.lossy is {described(given)}: it is names of formats, as ('int8', 'int4'), or which part may "
+                "be lost, as 0.01."
+            )
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """Names of formats, as programs have them."""
+        if isinstance(self.lossy, tuple):
+            return self.lossy
+        names = [format_named(name, "a wire") for name in LOSSY]
+        return tuple(name for name in names if lost(name) <= self.lossy)
+
+    def __str__(self) -> str:
+        if self.lossy == ():
+            return "auto"
+        names = self.lossy if isinstance(self.lossy, tuple) else (f"{self.lossy:g}",)
+        return "auto:" + ",".join(name.replace(",", "+") for name in names)
+
+    @staticmethod
+    def named(given: Any) -> AutoWire | None:
+        """The value itself, or that of ``"auto"``, ``"auto:0.01"`` or ``"auto:int8,int4+error"``; None stays.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        if given is None or isinstance(given, AutoWire):
+            return given
+        word, colon, rest = given.partition(":") if isinstance(given, str) else ("", "", "")
+        if word != "auto" or (colon and not rest):
+            raise ConfigError(
+                f"wire={described(given)}: it is 'auto', 'auto:0.01' (which part may be lost), 'auto:int8,int4' (which "
+                "formats may be taken), an AutoWire, or None for what the layout says."
+            )
+        try:
+            return AutoWire(lossy=float(rest)) if rest else AutoWire()
+        except ValueError:
+            return AutoWire(lossy=tuple(rest.split(",")))
+
+
+def _format(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ConfigError(f"AutoWire.lossy has {described(name)}: its entries are names of formats, as 'int8'.")
+    return format_named(Wire(format=name).format, "a wire")
+
+
+@cache
+def lost(name: str) -> float:
+    """Which part of normally distributed numbers a format loses, root mean square against root mean square."""
+    import torch
+
+    form = FORMATS[name]
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(1, max(1, SAMPLE // form.block) * form.block, generator=draw)
+    payload = torch.empty(1, form.nbytes(values.shape[1]), dtype=torch.uint8)
+    form.encode(values, payload)
+    decoded = torch.empty_like(values)
+    form.decode(payload, decoded)
+    return float((decoded - values).norm() / values.norm())
+
+
+class LinkFigure(NamedTuple):
+    """What a collective over some axes takes: ``latency`` seconds, and as many more as it sends bytes by ``rate``."""
+
+    rate: float
+    latency: float
+
+
+class Codec(NamedTuple):
+    """Seconds for each element that a format encodes, and that it decodes."""
+
+    encode: float
+    decode: float
+
+
+@dataclass
+class Measured:
+    """What was measured.
+
+    Attributes:
+        links: by kind of collective, as :func:`needs` has it, and axes.
+        codecs: by name of format.
+    """
+
+    links: dict[tuple[str, Axes], LinkFigure] = field(default_factory=dict[tuple[str, Axes], LinkFigure])
+    codecs: dict[str, Codec] = field(default_factory=dict[str, Codec])
+
+
+class Option(NamedTuple):
+    """A wire that a journey may take.
+
+    Attributes:
+        wire: as the table has it.
+        loses: which part of what travels, see :func:`lost`; 0: nothing.
+        seconds: of a step.
+        sent: bytes of a step by one rank.
+    """
+
+    wire: Wire
+    loses: float
+    seconds: float = inf
+    sent: float = 0.0
+
+
+def wires(table: Layout, journey: str, auto: AutoWire) -> list[Option]:
+    """Those that a journey of a table may take, the plain one first: its dtype, what the table names itself, and what
+    is allowed, each in one hop and in two."""
+    plain, own = JOURNEYS[journey], getattr(table, journey).format
+    keeps = () if journey == "reduce" else [name for name in auto.allowed if FORMATS[name].state is not None]
+    names: list[str] = [plain, *([own] if own not in ROLES else []), *auto.allowed]
+    return [
+        Option(Wire(format=name, hops=hops), 0.0 if name == plain else lost(name))
+        for name in dict.fromkeys(names)
+        if name not in keeps
+        for hops in (1, 2)
+    ]
+
+
+def fastest(options: Sequence[Option]) -> Option:
+    """The one to take. The first is the plain one; see the module's docstring."""
+    best = options[0]
+    for group in ([o for o in options if not o.loses], [o for o in options if o.loses]):
+        first = min(group, key=lambda option: option.seconds, default=best)
+        if first.seconds < best.seconds * (1 - MARGIN):
+            best = first
+    return best
+
+
+def _steps(program: Program, times: Mapping[str, int], journey: str) -> Iterator[tuple[Op, int]]:
+    for section, runs in times.items():
+        for op in program.section(section) if runs else ():
+            if op.verb in COLLECTIVES and op.verb not in KINDS and op.journey == journey:
+                yield op, runs
+
+
+def _kind(op: Op, *, encoded: bool) -> str:
+    """The collective that carries it: what is encoded to be summed is exchanged, and summed by who gets it."""
+    return "EXCHANGE" if encoded and op.journey == "reduce" else op.kind
+
+
+def needs(
+    journey: str, program: Program, layout: Layout, units: Sequence[UnitSpec], times: Mapping[str, int]
+) -> tuple[set[tuple[str, Axes]], set[str]]:
+    """Kinds of collectives and axes whose links a journey of a program crosses, and the formats that it encodes."""
+    by_name = {unit.name: unit for unit in units}
+    links: set[tuple[str, Axes]] = set()
+    formats: set[str] = set()
+    for op, _ in _steps(program, times, journey):
+        segments = op.moves(by_name[op.unit])
+        for segment, each in zip(segments, op.each(len(segments)), strict=True):
+            encoded = is_encoded(each, segment, layout)
+            links.add((_kind(op, encoded=encoded), op.axes))
+            formats |= {each.format} if encoded else set()
+    return links, formats
+
+
+def wire_seconds(
+    journey: str,
+    program: Program,
+    layout: Layout,
+    units: Sequence[UnitSpec],
+    mesh: Sizes,
+    times: Mapping[str, int],
+    measured: Measured,
+) -> tuple[float, float]:
+    """Seconds of a journey of a program, whose sections run so many times, and the bytes that one rank sends in it."""
+    by_name = {unit.name: unit for unit in units}
+    seconds = sent = 0.0
+    for op, runs in _steps(program, times, journey):
+        unit = by_name[op.unit]
+        segments = op.moves(unit)
+        each = [*zip(segments, op.each(len(segments)), strict=True)]
+        sent += runs * (num_bytes := op_bytes(op, layout, unit, mesh))
+        coded = [is_encoded(one, segment, layout) for segment, one in each]
+        link = measured.links[_kind(op, encoded=any(coded)), op.axes]
+        seconds += runs * (num_bytes / link.rate + len(each) * link.latency)
+        parts = parts_of(op, unit.table_or(layout), mesh)
+        for (segment, one), encoded in zip(each, coded, strict=True):
+            if encoded:
+                seconds += runs * _coding(op, one.format, segment.length / parts, mesh, measured)
+    return seconds, sent
+
+
+def _coding(op: Op, form: str, whole: float, mesh: Sizes, measured: Measured) -> float:
+    """What encodes and decodes for one collective on ``whole`` elements."""
+    codec = measured.codecs.get(form, Codec(0.0, 0.0))
+    if op.journey == "reduce":
+        return whole * (codec.encode + codec.decode)
+    own = 0.0 if op.source == "node" else 1 / prod(mesh[axis] for axis in op.axes)
+    return whole * (own * codec.encode + (0.0 if op.target == "node" else codec.decode))
+
+
+def told(auto: AutoWire, measured: Measured, options: Mapping[str, Sequence[Option]]) -> list[str]:
+    """What was measured and chosen, in lines."""
+    lines = [f"wires, chosen for the links that were measured ({auto}):"]
+    lines += [f"  {'link':<31}{'MB/s sent by a rank':>22}{'latency, ms':>14}"]
+    for (kind, axes), link in sorted(measured.links.items()):
+        lines.append(f"  {kind + ' ' + '+'.join(axes):<31}{link.rate / 1e6:>22,.1f}{link.latency * 1e3:>14.2f}")
+    lines += [f"  {'format':<31}{'encoded, M elements/s':>22}{'decoded':>14}"]
+    for name, codec in sorted(measured.codecs.items()):
+        rates = (1e-6 / seconds if seconds else 0.0 for seconds in codec)
+        lines.append("  {:<31}{:>22,.0f}{:>14,.0f}".format(name, *rates))
+    for journey, each in options.items():
+        chosen = fastest(each)
+        lines.append(f"  {journey}: seconds of a step, if nothing else goes on, and bytes that a rank sends")
+        for option in sorted(each, key=lambda option: option.seconds):
+            loses = f"loses {option.loses:.2g}" if option.loses else "loses nothing"
+            mark = "   <-- taken" if option is chosen else ""
+            lines.append(f"    {option.wire!s:<29}{option.seconds:>12.4f}{option.sent:>18,.0f}  {loses}{mark}")
+    return lines
