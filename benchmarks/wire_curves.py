@@ -10,10 +10,11 @@ has trained on, by the weights at the end.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -179,15 +180,24 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--only", nargs="*", default=list(CASES), help="names of cases")
     parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a file of runs: those that are in it are not done again")
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
+    kept: dict[str, Any] = {}
+    if given.keep is not None and given.keep.exists():
+        kept = json.loads(given.keep.read_text(encoding="utf-8"))
     curves: dict[str, dict[str, list[float]]] = {}
     for which in given.tasks:
         plain = 0.0
         for case in given.only:
-            losses, held = run_ranks(train, 4, which, case, given.steps, timeout=3000.0)[0]
+            name = f"{which}, {case}, {given.steps}"
+            if name not in kept:
+                kept[name] = run_ranks(train, 4, which, case, given.steps, timeout=3000.0)[0]
+            losses, held = kept[name]
             curves.setdefault(which, {})[case] = losses
             plain = plain or held
+            if given.keep is not None:
+                given.keep.write_text(json.dumps(kept), encoding="utf-8")
             print(f"| {which} | {case} | {held:.4f} | {held / plain - 1:+.1%} |", flush=True)
     if given.picture is not None:
         _draw(curves, given.picture)
