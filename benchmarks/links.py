@@ -242,13 +242,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of a round, or of the curves")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--only", nargs="*", help="cases whose names contain one of these")
+    parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--picture")
     given = parser.parse_args()
     if given.what != "curves":
         shape = GPTConfig(layers=given.layers, d_model=given.width, heads=4, context=32)
         cases = CASES if given.what == "time" else CHOICES
-        cases = {name: case for name, case in cases.items() if not given.only or any(o in name for o in given.only)}
+        cases = {name: case for name, case in cases.items() if not given.only or name in given.only}
         time(cases, shape, given.rounds, given.steps or 2, given.picture)
     else:
         curves(GPTConfig(layers=2, d_model=64, heads=4, context=32), given.steps or 300, given.picture)

@@ -132,7 +132,8 @@ def prefetch(
     out: list[Op] = []
     for group, fetches in zip(groups, fetched, strict=True):
         out.extend(op for op in group if op.verb not in (*moved, *markers))
-        out.extend(fetches)
+        # A second hop waits for its first: what comes next is encoded, and on its way, before that.
+        out.extend(sorted(fetches, key=lambda op: op.source == "node"))
         out.extend(op for op in group if op.verb in markers)
     return tuple(out)
 
