@@ -93,6 +93,7 @@ def _own_loss(name: str, batch: dict[str, Any], output: Any) -> Tensor:
     return zoo.loss(name, output, batch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2_tied", "llama", "bert", "t5_tied", "vit", "mixtral"])
 def test_a_budget_is_kept(ranks: Ranks, name: str) -> None:
     """To within 3 %, as measured and as predicted; losses are those of kept activations, to the bit."""

@@ -159,6 +159,7 @@ def _held(layout: str, mode: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", ["ddp", "zero3"])
 def test_memory_shows_what_autograd_holds_by_unit(ranks: Ranks, layout: str, mode: str) -> None:

@@ -146,6 +146,7 @@ def _statistics(mode: str, compiled: bool) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mode", CHANGED)
 def test_running_statistics_count_a_batch_once(ranks: Ranks, mode: str, compiled: bool) -> None:
@@ -210,6 +211,7 @@ def _loop(loop: Callable[[Any], list[Any]], mode: str) -> list[dict[str, Tensor]
     return states
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", CHANGED)
 @pytest.mark.parametrize(
     "loop",

@@ -93,6 +93,7 @@ def mesh_in_a_script() -> None:
     print("there", flush=True)
 
 
+@pytest.mark.soak
 def test_the_default_group_outlives_a_mesh_that_one_rank_is_refused(tmp_path: Path) -> None:
     """Under torchrun's environment: the ranks agree about whether there is still a group."""
     call = f"run_script\nfrom {__name__} import mesh_in_a_script\nmesh_in_a_script()"

@@ -38,6 +38,7 @@ def test_the_plain_loop_learns_the_same_alone_and_on_two_ranks() -> None:
     assert "zero3 on 2 rank(s)" in two and "REDUCE_SCATTER" in two and "moments" in two
 
 
+@pytest.mark.soak
 def test_the_transformers_example_learns_its_sentence() -> None:
     pytest.importorskip("transformers")
     output = run(*TWO, str(EXAMPLES / "transformers_meta.py"))

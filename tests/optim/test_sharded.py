@@ -88,6 +88,7 @@ def exactly(name: str, build: Callable[[], nn.Module]) -> Callable[[], nn.Module
 PLACES = [("ddp", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3), ("fsdp2", 3), ("hpz", 4), ("hsdp", 4)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "world"), [*PLACES, pytest.param("zero3", 2, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", OURS)
 def test_an_optimizer_of_ours_updates_parts_as_whole_parameters(
@@ -274,6 +275,7 @@ def _changed(layout: str, name: str) -> float:
     return max(((state[key] - wanted[key]).norm() / wanted[key].norm()).item() for key in wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 @pytest.mark.parametrize("name", OURS)
 def test_states_of_ours_survive_a_change_of_the_model(ranks: Ranks, name: str, layout: str) -> None:

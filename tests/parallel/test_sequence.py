@@ -173,6 +173,7 @@ SOAK = pytest.mark.soak
 TILES = {"*.feed_forward": "tile:5", "*": "recompute"}  # ranks have other numbers of tokens
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "attention", "world", "options"),
     [

@@ -428,6 +428,7 @@ open(f"seen-{{__import__('os').environ['RANK']}}", "w").write(repr(seen))
 """
 
 
+@pytest.mark.soak
 def test_the_last_engine_ends_the_group_that_the_first_started(tmp_path: Any) -> None:
     """Under torchrun, where an engine initializes torch.distributed, closing it leaves the process's others alone."""
     import subprocess

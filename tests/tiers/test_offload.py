@@ -89,6 +89,7 @@ def _compare(case: int, steps: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{name}-{len(tiers)}" for name, tiers, _ in CASES])
 def test_training_is_the_same_wherever_states_rest(ranks: Ranks, case: int, world: int) -> None:

@@ -258,6 +258,7 @@ def test_training_is_the_same_on_one_and_two_ranks(tmp_path: Path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_from_its_checkpoint_on_other_ranks(tmp_path: Path):
     """Three steps on two ranks, then the rest on one, under another layout, whose states rest in host memory: the
     losses of a run that was not broken."""
@@ -298,6 +299,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_other_ranks(tmp_path: Path):
     assert not (tmp_path / "more").exists()
 
 
+@pytest.mark.soak
 def test_a_loss_that_is_not_finite_stops_with_a_sentence(tmp_path: Path):
     arguments = ["--steps", "50", "--warmup", "0", "--lr", "1e30", "--clip-norm", "0"]
     result = subprocess.run(command(tmp_path, *arguments), check=False, capture_output=True, text=True, timeout=120)
@@ -308,6 +310,7 @@ def test_a_loss_that_is_not_finite_stops_with_a_sentence(tmp_path: Path):
     assert where.startswith("inf or NaN first in parameter") and "the loss is nan at step" in what
 
 
+@pytest.mark.soak
 def test_fp16_shows_its_loss_scale_and_what_it_skipped(tmp_path: Path):
     """A first rate that is far too high: steps are skipped, the run ends well, and says both."""
     arguments = ["--steps", "4", "--precision", "fp16", "--warmup", "0", "--lr", "1", "--clip-norm", "0"]
@@ -357,6 +360,7 @@ main()
 """
 
 
+@pytest.mark.soak
 def test_one_process_that_is_not_done_in_time_after_sigterm_says_so(tmp_path: Path):
     """The end is a sentence and SIGTERM's status, as where a launcher counts the time, and not SIGALRM's."""
     arguments = [sys.executable, "-c", OUT_OF_TIME, *command(tmp_path, "--steps", "1000000", "--procs", "1")[3:]]

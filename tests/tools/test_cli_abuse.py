@@ -198,6 +198,7 @@ def test_another_text_is_refused_in_the_words_of_the_command_line():
         now.load_state_dict(sf.Sampler(10, 2, seed=3, rank=0, num_ranks=1).state_dict())
 
 
+@pytest.mark.soak
 def test_a_finished_run_ends_well_whatever_it_has_to_print(tmp_path: Path):
     """Markup in names, a terminal of ASCII, names that are no UTF-8, a temperature of almost 0: status 0, all files."""
     text = os.fsencode(some_text(tmp_path / "[b]x"))
@@ -216,6 +217,7 @@ def test_a_finished_run_ends_well_whatever_it_has_to_print(tmp_path: Path):
     assert len(summary["skipped_files"]) == 2 and summary["steps"] == 2
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("procs", ["1", pytest.param("2", marks=pytest.mark.soak)])
 def test_a_run_whose_reader_has_gone_goes_on(tmp_path: Path, procs: str):
     """`shardfold train | head -1`: the rest is not shown, the run ends well, its folder is whole."""
@@ -230,6 +232,7 @@ def test_a_run_whose_reader_has_gone_goes_on(tmp_path: Path, procs: str):
     assert {"loss.png", "sample.txt", "summary.json"} <= {path.name for path in Path("run").iterdir()}
 
 
+@pytest.mark.soak
 def test_a_run_without_matplotlib_says_that_there_is_no_picture(tmp_path: Path):
     arguments = ["train", *TINY, "--data", str(some_text(tmp_path / "text")), "--out", "run", "--procs", "1"]
     code = f"import sys; sys.modules['matplotlib'] = None\nfrom shardfold.tools import cli\ncli.main({arguments!r})"

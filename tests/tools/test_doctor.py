@@ -28,6 +28,7 @@ def test_what_is_wrong_has_a_way_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp
     assert found["threads"].state == "slow" and all(each.mend for each in found.values())
 
 
+@pytest.mark.soak
 def test_the_machine_is_measured_into_a_profile_that_plans_read(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     command = [sys.executable, "-m", "shardfold", "doctor", "--measure", str(path), "--json"]

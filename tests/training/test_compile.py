@@ -105,6 +105,7 @@ def _check(reports: list[dict[str, Any]], tol: float = 1e-6) -> None:
         assert report["transient"] == 0 and report["wrong traffic"] == [], report
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("way", "when", "backend"),
     [

@@ -102,6 +102,7 @@ def test_fp64_parts_of_an_fp32_model_train_as_in_plain_pytorch(ranks: Ranks, lay
     )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD, ADAGRAD], ids=["AdamW", "SGD", "Adagrad"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)

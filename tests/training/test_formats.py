@@ -90,6 +90,7 @@ ROUNDED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "wires"), ROUNDED, ids=[f"{name}-{'+'.join(wires)}" for name, wires in ROUNDED])
 def test_what_is_rounded_to_travel_trains_as_plain_pytorch_by_rounded_values(
     ranks: Ranks, layout: str, wires: dict[str, str]

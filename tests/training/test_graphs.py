@@ -129,6 +129,7 @@ def batches(steps: int = 4) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(16, 4, generator=g), torch.randint(3, (16,), generator=g)) for _ in range(steps)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["ddp", "zero2", *SPLIT])
 @pytest.mark.parametrize(
     "model", [ObjectOutputs, Detached, PassThrough, SharedModule, Buffers, Checkpointed], ids=lambda m: m.__name__

@@ -69,6 +69,7 @@ def _constant_gradients(layout: str, accumulate: int) -> list[float]:
     return seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2"])
 def test_gradients_of_earlier_backwards_are_not_added_again(ranks: Ranks, layout: str, accumulate: int) -> None:
@@ -520,6 +521,7 @@ def _edited(layout: str, width: int, accumulate: int) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [4, 48])  # gradients that are copied together, and that stay as autograd made them
 @pytest.mark.parametrize(
     ("layout", "size", "accumulate"), [("ddp", 1, 1), ("ddp", 1, 2), ("zero2", 1, 1), ("zero3", 1, 1), ("ddp", 2, 1)]

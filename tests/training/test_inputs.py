@@ -343,6 +343,7 @@ def _loss(output: Any, batch: tuple[Any, ...]) -> Tensor:
     return F.cross_entropy(unpack(output).float(), batch[-1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", PACK)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_containers_and_objects_as_inputs_and_outputs_train_as_in_plain_pytorch(

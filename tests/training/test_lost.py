@@ -56,6 +56,7 @@ def _applied(layout: str, reduce: str, mesh: Any, steps: range, folder: str, loa
     return {"applied": -weights, "kept": kept, "memory": memory, "notes": notes}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "reduce"), [("zero2", "int8+error"), ("hsdp", "int4+error"), ("zero3", "int4x2+error")]
 )

@@ -109,6 +109,7 @@ def _peak(layout: str | sf.Layout, precision: str, prefetch: int) -> tuple[int, 
     return max(peaks) if possible() else min(peaks), bound
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["zero3", "fsdp2", "zero2", "zero1"])

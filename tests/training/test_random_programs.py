@@ -52,6 +52,7 @@ def _run(ranks: Ranks, seeds: Sequence[int], layout: str, size: int) -> None:
     assert not failed, f"{len(failed)} programs: {failed[:20]}\n" + _shortest(ranks, failed[0], layout, size)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_programs_are_plain_pytorch_on_two_ranks(ranks: Ranks, layout: str) -> None:
     first = EACH * LAYOUTS.index(layout)

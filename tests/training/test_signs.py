@@ -206,7 +206,7 @@ def test_what_is_lost_is_sent_later(tmp_path: Path) -> None:
 
 
 def test_signs_want_an_optimizer_that_freezes() -> None:
-    with pytest.raises(ConfigError, match=r"give shardfold.optim.OneBitAdam, not SGD"):
+    with pytest.raises(ConfigError, match=r"give shardfold.optim.OneBitAdam, OneBitLamb or ZeroOneAdam, not SGD"):
         sf.Engine(Model(), optimizer=partial(torch.optim.SGD, lr=0.1), outer=sf.Signs())
     with pytest.raises(ConfigError, match="block is 20"):
         sf.Signs(block=20)

@@ -94,6 +94,7 @@ def check(ranks: Ranks, build: Any, layout: str, world: int, steps: int, **optio
 MODELS = [llama, gpt2, bert, vit, Seq2Seq]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", list(sf.PRESETS))
 @pytest.mark.parametrize("build", MODELS)
 def test_a_transformers_model_trains_as_in_plain_pytorch(ranks: Ranks, build: Any, layout: str) -> None:

@@ -159,6 +159,7 @@ def _trained(kind: str, layout: str, precision: str = "fp32") -> tuple[list[floa
     return losses, state
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.product
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", MODELS)

@@ -77,6 +77,7 @@ def of_trainers(folder: Path, cases: list[tuple[str, int]]) -> dict[Any, Any]:
 CASES = [("tp", 1), ("sp", 2), ("sp", 3)]  # sequences are shared until the process ends
 
 
+@pytest.mark.soak
 def test_a_trainer_trains_as_in_one_process(tmp_path: Path) -> None:
     """Losses, gradient norms, rates, evaluation and saved weights of one process, where two share sequences and where
     they share layers. (Layers at stage 3 are refused by ``from_pretrained`` of transformers.)"""

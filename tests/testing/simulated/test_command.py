@@ -96,6 +96,7 @@ with simulated(sys.argv[1], lag=1000):
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", [pytest.param("check", marks=pytest.mark.soak), "lazy"])
 def test_a_forked_process_is_refused(tmp_path: Path, mode: str) -> None:
     """It is told in one sentence, ends with its own traceback only, and does not hang; the CPU is there for it, and
