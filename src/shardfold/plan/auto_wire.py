@@ -45,7 +45,7 @@ JOURNEYS: Mapping[str, str] = {"gather": "compute", "reduce": "reduce"}
 """Of a table, each with the word for elements that are not rounded."""
 LOSSY = ("bf16", "int8", "int4")
 """What a bound chooses from."""
-MARGIN = 0.1
+MARGIN = 0.25
 SAMPLE = 65536
 
 
