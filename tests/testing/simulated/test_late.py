@@ -40,9 +40,11 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_what_is_used_too_early_is_found(name: str, mode: str) -> None:
     """Also by the first call of an operation, by random numbers and behind them: nothing waits uncounted."""
     with simulated(mode) as sim:
+        y = torch.ones(8, 8, device="sim")  # what is read too early: multinomial refuses what memory may hold by chance
         side = torch.sim.Stream()  # type: ignore[attr-defined]
+        side.wait_stream(torch.sim.current_stream())  # type: ignore[attr-defined]
         with torch.sim.stream(side):  # type: ignore[attr-defined]
-            y = torch.ones(8, 8, device="sim")
+            y.add_(1)
         USES[name](y)
         assert [race.kind for race in sim.races][:1] == ["unordered"]
         assert not sim.host_syncs
