@@ -50,7 +50,8 @@ def table_of(
                 "whose ranks have parts of the model: name a layout."
             )
         found = choose_layout(model, precision, sizes, memory_of(pick_device(device)))
-        LOG.warning(found.told)
+        if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
+            LOG.warning(found.told)
         layout = found.layout
     return offloaded(presets.named(layout), offload).with_outer(outer)
 
@@ -65,7 +66,7 @@ def warn_of_memory(
     if not memory or rest < memory / 4:
         return
     needed = states_peak(layout, units, mesh, moments)
-    if needed <= memory:
+    if needed <= memory or int(os.environ.get("LOCAL_RANK", "0")):  # one rank of a host says it
         return
     split = all(cell.over for name, cell in layout.cells().items() if name != "held") or mesh.divisor == 1
     advice = "offload='host' lets states rest in host memory" if split else "layout='zero3' divides all states by ranks"

@@ -32,7 +32,7 @@ from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MARKERS, MOVES, REDUCTIONS, SUMS, Op, Program
 from shardfold.planner.trace import SMALL, Event, Trace
 
-__all__ = ["CPU", "GPU", "Behaviour", "MemoryPlan", "Point", "Setting", "plan_memory"]
+__all__ = ["CPU", "GPU", "Behaviour", "MemoryPlan", "Point", "Setting", "plan_memory", "words_of"]
 
 BLOCK = 256 * 1024  # of the near transport
 CPU_BLOCK = 64 * 1024
@@ -143,7 +143,7 @@ class Point(NamedTuple):
         """Section and operation, or part of the model."""
         if self.op is not None or self.about is None:
             return f"{self.section}: {self.op}"
-        return f"{self.section}: {(self.about.unit or self.about.kind) if self.at else _words(self.about)}"
+        return f"{self.section}: {(self.about.unit or self.about.kind) if self.at else words_of(self.about)}"
 
 
 class Line(NamedTuple):
@@ -536,7 +536,7 @@ class _Walk:
         self._shown = None
 
 
-def _words(event: Event) -> str:
+def words_of(event: Event) -> str:
     """What runs until an event, in words."""
     return _WORDS[event.kind].format(event.unit)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardfold.plan.layout import Layout, Precision, Tier
-from shardfold.planner.memory import GPU, MemoryPlan, plan_memory
+from shardfold.planner.memory import GPU, MemoryPlan, plan_memory, words_of
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.trace import Trace
 
@@ -118,7 +118,7 @@ def activity_of(
         found = at_none[1] - c * length, by_sample[1] - d * length, c, d
         return [np.atleast_1d(each).tolist() for each in found]
 
-    names = [f"{event.kind} {event.unit}".strip() for event in few.events]
+    names = [words_of(event) for event in few.events]
     batch = [each[0] for each in through(lambda t: t.batch)]
     return Activity(through(lambda t: t.levels[0]), through(lambda t: t.levels[1]), batch, names)
 

@@ -50,7 +50,8 @@ function compute(layout, mode, ranks, samples, length) {
   return { rest: rest, host: host, rows: rows, top: top, name: model.names[top.event] };
 }
 function draw(found, budget) {
-  const width = 900, height = 300, left = 80, base = 280, most = Math.max(found.top.total, budget) * 1.04;
+  const width = 900, height = 300, left = 80, base = 280, near = budget <= 4 * found.top.total,
+    most = Math.max(found.top.total, near ? budget : 0) * 1.04;
   const x = n => left + n * (width - left) / Math.max(found.rows.length - 1, 1), y = v => base - v / most * (base - 10);
   const area = (name, low, high) => '<path class="area ' + name + '" d="M' +
     found.rows.map((row, n) => x(n).toFixed(1) + ' ' + y(high(row)).toFixed(1)).join('L') + 'L' +
@@ -62,7 +63,7 @@ function draw(found, budget) {
     y(budget) + '"/>';
   return '<svg viewBox="0 0 ' + width + ' ' + (height) + '" role="img" aria-label="bytes over a step">' + ticks +
     area('rest', row => 0, row => found.rest) + area('engine', row => found.rest, row => found.rest + row.engine) +
-    area('model', row => found.rest + row.engine, row => row.total) + limit + '</svg>';
+    area('model', row => found.rest + row.engine, row => row.total) + (near ? limit : '') + '</svg>';
 }
 function show() {
   const value = name => shown(name) ? Number(shown(name).value) : 0;
