@@ -13,16 +13,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent))  # for the module beside this one
 
 import messages
 
-ROOT = Path(__file__).parents[2]
+SITE = Path(__file__).parent
+ROOT = SITE.parents[1]
 ROLE = re.compile(
     r":(?:class|func|meth|data|attr|mod|exc):(?=<code)"
 )  # of docstrings: marks that Markdown does not know
+SHIM = re.compile(r'src="https://unpkg.com/iframe-worker/shim"')
+FOREIGN = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(?:https?:)?//[^>]*>""")
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
 PAGES = {
     "README.md": "project/readme.md",
@@ -68,6 +72,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     made["examples/index.md"] = "\n".join(["# Examples", "", *rows, ""])
     made |= {f"reference/{module}.md": reference(module, meaning) for module, meaning in MODULES.items()}
     made["reference/messages.md"] = messages.page()
+    made |= {f"assets/{name}": (SITE / name).read_text(encoding="utf-8") for name in ("site.css", "worker.js")}
     for uri, text in made.items():
         files.append(File.generated(config, uri, content=text))
     return files
@@ -121,3 +126,20 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 def on_page_content(html: str, *, page: Any, config: Any, files: Files) -> str:
     """Without the marks of roles in front of names in docstrings."""
     return ROLE.sub("", html)
+
+
+def on_post_page(output: str, *, page: Any, config: Any) -> str:
+    return local(output, posixpath.dirname(page.file.dest_uri))
+
+
+def on_post_template(output_content: str, *, template_name: str, config: Any) -> str:
+    return local(output_content, "") if template_name.endswith(".html") else output_content
+
+
+def local(html: str, folder: str) -> str:
+    """Nothing is fetched from elsewhere: the theme's worker for pages on disk is the one beside this file."""
+    own = posixpath.relpath("assets/worker.js", folder or ".")
+    html = SHIM.sub(f'src="{own}"', html)
+    if found := FOREIGN.search(html):
+        raise PluginError(f"a page in '{folder}' would fetch from the network when it is read: {found[0]}")
+    return html
