@@ -25,11 +25,12 @@ def gpt_batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(256, (rows, SHAPE.context)), torch.randint(256, (rows, SHAPE.context))
 
 
-def _errors(layout: str, precision: str, mode: str, more: dict[str, Any]) -> tuple[float, float]:
+def _errors(layout: str | sf.Layout, precision: str, mode: str, more: dict[str, Any]) -> tuple[float, float]:
     found = compare(partial(GPT, SHAPE), gpt_batch(), layout=layout, precision=precision, mode=mode, **more)
     return found.planned, found.measured
 
 
+KEPT = sf.PRESETS["zero3"].replace(held=sf.Cell(dtype="compute", until="step"))
 CASES = [  # pairs of what there is of each
     (1, "ddp", "fp32", "keep", {}),
     (1, "zero3", "bf16", "recompute", {"accumulate": 2}),
@@ -37,13 +38,15 @@ CASES = [  # pairs of what there is of each
     (2, "zero2", "fp32", "recompute", {"accumulate": 2}),
     (2, "zero3", "bf16", "keep", {}),
     (2, "fsdp2", "fp32", "select", {"clip_norm": 1.0}),
+    pytest.param(2, KEPT, "bf16", "recompute", {"accumulate": 2}, marks=pytest.mark.soak),
+    pytest.param(2, KEPT, "fp32", "keep", {"accumulate": 3}, marks=pytest.mark.soak),
 ]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "layout", "precision", "mode", "more"), CASES)
 def test_planned_peaks_are_measured_ones(
-    ranks: Ranks, world: int, layout: str, precision: str, mode: str, more: dict[str, Any]
+    ranks: Ranks, world: int, layout: str | sf.Layout, precision: str, mode: str, more: dict[str, Any]
 ) -> None:
     """Within 3 % above and 1 % below, on every rank."""
     for planned, measured in ranks.run(_errors, layout, precision, mode, more, world_size=world):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 from shardfold.comm.mesh import DataMesh
 from shardfold.plan.cost import Moved, Sent, ring_bytes
@@ -67,6 +67,7 @@ class Meter:
     Attributes:
         trains: each forward has its backward, which comes behind forwards of other micro-batches: it counts at once.
         last_sections: how often each section of the program ran for the last step.
+        last_parts: the same of what ran of it for a part of the model, by part.
         behind: what updates behind the last step move, on another thread; it is of the step that they arrive in.
     """
 
@@ -79,19 +80,27 @@ class Meter:
         self._control = self._asked = self._asked_calls = 0
         self._last_control = self._last_asked = self._last_asked_calls = 0
         self.last_sections: Counter[str] = Counter()
+        self._parts: defaultdict[Hashable, Counter[str]] = defaultdict(Counter)
+        self.last_parts: Mapping[Hashable, Counter[str]] = {}
         self._in_forward = self.trains = False
+        self._begun: tuple[str, Hashable] = "forward", None
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, section: str = "forward", part: Hashable = None) -> None:
+        """A forward by that section of the program begins, or by what of it is for a part of the model."""
         self._count_forward_as_asked()
-        self._in_forward = not self.trains
-        self._sections["forward"] += self.trains
+        self._in_forward, self._begun = not self.trains, (section, part)
+        if self.trains:
+            self._run(section, part)
 
-    def begin_backward(self, section: str) -> None:
+    def _run(self, section: str, part: Hashable) -> None:
+        (self._sections if part is None else self._parts[part])[section] += 1
+
+    def begin_backward(self, section: str, part: Hashable = None) -> None:
         """A backward by that section of the program begins; the forward before it was its own."""
         if self._in_forward:
-            self._sections["forward"] += 1
+            self._run(*self._begun)
         self._in_forward = False
-        self._sections[section] += 1
+        self._run(section, part)
         for kind, (calls, sent) in self._forward.items():
             self._add(self._step, kind, calls, sent)
         self._forward.clear()
@@ -123,13 +132,14 @@ class Meter:
         self._last, self._step = self._step, _counts()
         self._last_moves, self._moves = self._moves, Moves()
         self.last_sections, self._sections = self._sections, Counter()
+        self.last_parts, self._parts = self._parts, defaultdict(Counter)
         self._last_control, self._control = self._control, 0
         self._last_asked, self._asked = self._asked, 0
         self._last_asked_calls, self._asked_calls = self._asked_calls, 0
 
     def forget_last(self) -> None:
         """The program is another one now: what the last step sent cannot be compared with it."""
-        self._last, self._last_moves, self.last_sections = _counts(), Moves(), Counter()
+        self._last, self._last_moves, self.last_sections, self.last_parts = _counts(), Moves(), Counter(), {}
 
     @property
     def last_left_out(self) -> set[Op]:

@@ -258,7 +258,20 @@ class Handlers:
                 if segment.held is not None and segment.held_range is not None:
                     segment.held.copy_(segment.flat[segment.held_range[0] : segment.held_range[1]])
 
+    def keep(self, unit: Unit) -> None:
+        """What is gathered stays until the step."""
+        if unit.life is Life.GATHERING:
+            self.finish_gather(unit)
+        unit.kept = unit.split and unit.life is Life.GATHERED
+
+    def let_go(self, unit: Unit) -> None:
+        """What was kept goes, if nothing else has let it go before."""
+        unit.kept = False
+        self.free(unit)
+
     def free(self, unit: Unit) -> None:
+        if unit.kept:  # by an evaluation between micro-batches
+            return
         if unit.life is Life.GATHERING:
             self.finish_gather(unit)
         if unit.pins or unit.running:  # held by gathered(), or called from inside another unit: freed later
@@ -486,6 +499,8 @@ HANDLERS: Mapping[str, Callable[[Handlers, Op], Call]] = {
     "FILL": Handlers.bind_fill,
     "HOLD": lambda do, op: partial(do.hold, do.units[op.unit]),
     "FREE": lambda do, op: partial(do.free, do.units[op.unit]),
+    "KEEP": lambda do, op: partial(do.keep, do.units[op.unit]),
+    "RELEASE": lambda do, op: partial(do.let_go, do.units[op.unit]),
     "GRADS": lambda do, op: do.units[op.unit].gradients.make,
     "REDUCE_SCATTER": Handlers.bind_reduce,
     "REDUCE_WITHIN": Handlers.bind_reduce,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
@@ -49,20 +49,20 @@ class Part(NamedTuple):
     final: bool = False
 
 
-SECTIONS = ("train", "eval", "backward", "last", "quiet", "weights", "last_weights")
+SECTIONS = ("train", "eval", "backward", "last", "quiet", "weights", "last_weights", "first")
 RECORDINGS = 8  # a model that changes its order more often than this is asked at every unit
 LOG = getLogger("shardfold")
 
 
 def mode_of(section: str) -> str:
     """Which order a section follows."""
-    return section if section in ("train", "eval") else "backward"
+    return "train" if section == "first" else section if section in ("train", "eval") else "backward"
 
 
 def _title(section: str) -> str:
     """The section as messages call it."""
-    return {"train": "forward", "eval": "forward in evaluation", "quiet": "backward in no_sync",
-            "last_weights": "weights, last"}.get(section, section)  # fmt: skip
+    return {"train": "forward", "first": "first forward", "eval": "forward in evaluation",
+            "quiet": "backward in no_sync", "last_weights": "weights, last"}.get(section, section)  # fmt: skip
 
 
 def _repeated(order: Sequence[str]) -> set[str]:
@@ -158,7 +158,7 @@ class Orders:
         self.program: Program = shape(lower(forward=train, backward=back))
         unshaped = passes.reduced_once(lower()) if self._overlap.reduce_once else lower()
         self._lists: dict[str, tuple[Op, ...]] = {  # in definition order, for passes that ask
-            name: unshaped.section("forward" if name in ("train", "eval") else name) for name in SECTIONS
+            name: unshaped.section({"train": "forward", "eval": "alone"}.get(name, name)) for name in SECTIONS
         }
         names = [*SECTIONS[2:], "step", "beside", "behind", "arrive", "shared", "together"]
         outer = self._layout.outer
@@ -166,7 +166,7 @@ class Orders:
         sections = {name: self.program.section(name) for name in names}
         sections["closing"] = passes.closing(self.program, self._overlap)
         sections["train"] = self.program.forward
-        sections["eval"] = shape(lower(forward=evaluation)).forward
+        sections["eval"] = shape(lower(forward=evaluation)).alone
         bind, behind = self._handlers.bind, self._handlers.bind_behind
         self.tracks = {
             name: Track(_title(name), ops, behind if name == "behind" else bind) for name, ops in sections.items()
@@ -232,6 +232,23 @@ class Orders:
             if not op.unit or op.unit in part.units
             or (op.unit in part.common and not (waits and op.is_sum and op not in every))
         ]  # fmt: skip
+
+    def stages_of(self, ran: Mapping[Hashable, Counter[str]]) -> Iterator[tuple[Program, Counter[str]]]:
+        """What of the program is for each of several stages, and how often each of its sections ran, of what ran for
+        parts of the model."""
+        times: dict[frozenset[str], Counter[str]] = {}
+        parts: dict[frozenset[str], Part] = {}
+        for part, counts in ran.items():
+            assert isinstance(part, Part)
+            times.setdefault(part.units, Counter()).update(counts)
+            if part.last or part.units not in parts:
+                parts[part.units] = part
+        for units, part in parts.items():
+            sections = {
+                name: tuple(self._of_part(name, self.program.section(name), self.program.backward, part))
+                for name in ("first", "forward", "backward", "last")
+            }
+            yield replace(self.program, **sections), times[units]
 
     def late_track(self, units: Sequence[Unit]) -> Track:
         """One more reduction of these units."""

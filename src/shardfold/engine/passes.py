@@ -30,7 +30,7 @@ MOMENTS: Mapping[str, str] = {
     "ADD": "begin",
     "GRADS": "begin",
     **dict.fromkeys(SUMS, "reduce"),
-    **dict.fromkeys(("HOLD", "FREE"), "leave"),
+    **dict.fromkeys(("HOLD", "FREE", "KEEP"), "leave"),
 }
 """When a pass that asks does an operation on a unit: when a rank needs its values, when this rank begins its backward,
 when all its gradients are there, when this rank has used its values."""

@@ -14,7 +14,7 @@ from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.parallel.costs import described
 from shardfold.parallel.experts import described as experts_described
 from shardfold.parallel.pipeline.watch import PipelineStats
-from shardfold.plan.cost import STATES, moves, resting_bytes, section_traffic, step_of
+from shardfold.plan.cost import STATES, moves, resting_bytes, section_traffic, step_of, summed
 from shardfold.plan.explain import explain
 from shardfold.plan.layout import PRECISIONS, Layout, Tier
 from shardfold.plan.presets import LOSSY, PRESETS
@@ -98,15 +98,16 @@ class Reports:
         """See :meth:`Engine.traffic`."""
         model, meter, orders = self._model, self._model.comm.meter, self._runner.orders
         program = orders.stepped or orders.program
-        specs, ran = [unit.spec for unit in model.units], meter.last_sections
-        predicted = section_traffic(program, model.layout, specs, model.comm.mesh.sizes, ran)
+        specs, sizes, ran = [unit.spec for unit in model.units], model.comm.mesh.sizes, meter.last_sections
+        runs = [(program, ran), *orders.stages_of(meter.last_parts)]
+        predicted = summed(section_traffic(each, model.layout, specs, sizes, times) for each, times in runs)
         if ran["step"] and self._updater is not None:
             predicted |= self._updater.traffic()
         moments = self._updater.num_moments() if self._updater is not None else 0
-        moved = moves(
-            program, model.layout, specs, model.comm.mesh.sizes, ran, num_moments=moments,
-            left_out=meter.last_left_out,
-        )  # fmt: skip
+        moved = summed(
+            moves(each, model.layout, specs, sizes, times, num_moments=moments, left_out=meter.last_left_out)
+            for each, times in runs
+        )
         return meter.report(predicted, moved)
 
     def explained(self) -> str:
@@ -120,8 +121,9 @@ class Reports:
         if updater is not None and updater.delayed:
             held["updated", Tier.HOST] = updater.updated_row().table
         temporary = model.comm.transport.temporary
+        program, accumulate = self._runner.orders.program, self._runner.accumulate
         return explain(
-            self._table, model.layout, self._runner.orders.program, specs, sizes, held, self._runner.accumulate,
+            self._table, model.layout, program, specs, sizes, held, accumulate,
             updater.traffic() if updater is not None else None,
             parts=model.rules.described(), activations=self._replaced.explained(),
             layers=[
@@ -129,10 +131,7 @@ class Reports:
                 *described(model.module, TORCH_DTYPES[model.rules.default.compute].itemsize),
                 *experts_described(model.module),
             ],
-            moved=moves(
-                self._runner.orders.program, model.layout, specs, sizes, step_of(self._runner.accumulate),
-                num_moments=moments,
-            ),
+            moved=moves(program, model.layout, specs, sizes, step_of(accumulate, program), num_moments=moments),
             temporary=lambda num_bytes, axes: temporary(int(num_bytes), model.comm.mesh.parts(axes)),
             streams=accelerator.has_streams(model.device),
         )  # fmt: skip

@@ -144,7 +144,7 @@ class Runner:
     def _start(self, section: str, *, nested: bool = False) -> Pass:
         """A pass of that section, which is now the one under way."""
         self._section = section
-        verb = "F" if section in ("train", "eval") else "B"
+        verb = "B" if mode_of(section) == "backward" else "F"
         if not self.orders.moves(section):
             return LocalPass()
         # Gradients of weights need no values of these.
@@ -161,10 +161,11 @@ class Runner:
         return self._asked(section, nested=nested)
 
     def _asked(self, section: str, *, own: list[str] | None = None, nested: bool = False) -> NegotiatedPass:
-        verb = "F" if section in ("train", "eval") else "B"
+        verb = "B" if mode_of(section) == "backward" else "F"
+        gathers = "first" if self.orders.program.first else "train"
         return NegotiatedPass(
             verb, self.orders.unordered(section, self.part), self.by_name, set(self.roots), self.agreement,
-            self.handlers, refill=self.orders.unordered("train"), own=own, nested=nested,
+            self.handlers, refill=self.orders.unordered(gathers), own=own, nested=nested,
         )  # fmt: skip
 
     def _deviate(self, unit: Unit) -> None:
@@ -362,21 +363,24 @@ class Runner:
         grad = torch.is_grad_enabled()
         section = "train" if grad else "eval"
         local = all(unit.pins or not unit.split for unit in self.units) and any(unit.pins for unit in self.units)
-        changed = False
+        changed, first = False, grad and self._first()
         follows = not self.inside_batch  # a forward whose backward is still to come reads buffers as they were
         if (
             self.agreement.peers.size > 1
             and not local
-            and (self.orders.moves(section) or (self.buffers.due and follows))
+            and (self.orders.moves(section) or self.orders.program.first or (self.buffers.due and follows))
         ):
             what = f"a forward pass {'in training' if grad else 'in evaluation (without gradients)'}"
-            changed = bool(self.meet(what, evaluating=not grad, flags=[follows and self.buffers.changed()])[0])
+            said = self.meet(what, evaluating=not grad, flags=[follows and self.buffers.changed(), first])
+            changed, first = bool(said[0]), bool(said[1])
             if follows:
                 self.buffers.synchronize(changed)
+        if first:
+            section = "first"
         if grad and self.synchronize and not local:
             self.buffers.due = self.buffers.any
         self._evaluated |= not grad
-        self.comm.meter.begin_forward()
+        self.comm.meter.begin_forward("first" if first else "forward", self.part)
         self._grad_forward = grad
         # Asked here and not at a unit: a re-entrant checkpoint runs units of a training forward without gradients.
         # The same for a checkpoint around the whole model, which leaves only the training mode to tell.
@@ -386,6 +390,13 @@ class Runner:
         self._full = {unit.name for unit in self.units if unit.life is not Life.RESTING}
         self._pass = LocalPass() if local else self._start(section)
         self._pass.begin()
+
+    def _first(self) -> bool:
+        """Whether a forward has to gather what stays gathered until the step."""
+        if not self.orders.program.first:
+            return False
+        names = None if self.part is None else self.part.units | self.part.common
+        return any(u.split and not u.kept for u in self.units if u.keeps and (names is None or u.name in names))
 
     @_uninterrupted
     def end_forward(self) -> None:
@@ -496,7 +507,7 @@ class Runner:
         self._state.gradients_ready = ready and (self.part is None or self.part.final)
         if self._pass is not None:  # torch.autograd.grad inside of the model's forward
             self._outer.append((self._pass, self._section))
-        self.comm.meter.begin_backward(section)
+        self.comm.meter.begin_backward(section, self.part)
         self.comm.memory.after_compute()  # as before a forward: users may have written to shards since then
         for unit in self.units:
             unit.gradients.seen.clear()
@@ -678,4 +689,4 @@ class Runner:
 
 def _title(section: str) -> str:
     forwards = {"train": "a forward pass in training", "eval": "a forward pass in evaluation"}
-    return forwards.get(section, "a backward pass")
+    return forwards.get("train" if section == "first" else section, "a backward pass")

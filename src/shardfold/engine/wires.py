@@ -45,13 +45,15 @@ def chosen(
     sizes = comm.mesh.sizes
     ways = [way for journey in JOURNEYS for way in _ways(auto, table, journey, precision, comm, overlap, cut)]
     comm.job.same({"wire=": str(auto), "the ways to send": str([(way.journey, str(way.option.wire)) for way in ways])})
-    times = step_of(accumulate)
     links, formats = set[Any](), set[str]()
     for way in ways:
-        crossed, coded = needs(way.journey, way.program, way.layout, way.units, times)
+        crossed, coded = needs(way.journey, way.program, way.layout, way.units, step_of(accumulate, way.program))
         links, formats = links | crossed, formats | coded
     found = measured(comm, links, formats)
-    costs = [wire_seconds(w.journey, w.program, w.layout, w.units, sizes, times, found) for w in ways]
+    costs = [
+        wire_seconds(w.journey, w.program, w.layout, w.units, sizes, step_of(accumulate, w.program), found)
+        for w in ways
+    ]
     # Ranks of other stages have other units: what all of them need together says which is the fastest.
     total = comm.control([figure for cost in costs for figure in cost], dist.ReduceOp.SUM)
     options: dict[str, list[Option]] = {}

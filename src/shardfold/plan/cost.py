@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shardfold.plan.folders import Folders
 from shardfold.plan.formats import FORMATS
@@ -36,11 +36,13 @@ __all__ = [
     "snapshot_bytes",
     "state_bytes",
     "step_of",
+    "summed",
     "summed_bytes",
     "tier_bytes",
     "traffic",
 ]
 
+Kind = TypeVar("Kind", "Sent", "Moved")
 OUTER = ("global", "momentum", "worker", "server")
 STATES = ("params", "held", "grads", "master", "moments", "format", *OUTER)
 """What rests, and ``format``: what the formats of reductions keep, ``global`` and ``momentum``: what outer steps do,
@@ -272,12 +274,16 @@ def traffic(
     program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Sizes, *, micro_batches: int = 1
 ) -> dict[Sent, tuple[int, float]]:
     """Collectives of one optimizer step and the bytes one rank sends in them: ``{kind: (calls, bytes)}``."""
-    return section_traffic(program, layout, units, mesh, step_of(micro_batches))
+    return section_traffic(program, layout, units, mesh, step_of(micro_batches, program))
 
 
-def step_of(micro_batches: int) -> dict[str, int]:
-    """How often each section runs in a step."""
-    return {"forward": micro_batches, "backward": micro_batches - 1, "last": 1, "step": 1, "behind": 1, "arrive": 1}
+def step_of(micro_batches: int, program: Program) -> dict[str, int]:
+    """How often each section of a program runs in a step."""
+    first = int(bool(program.first))
+    return {
+        "first": first, "forward": micro_batches - first, "backward": micro_batches - 1, "last": 1, "step": 1,
+        "behind": 1, "arrive": 1,
+    }  # fmt: skip
 
 
 def section_traffic(
@@ -296,6 +302,16 @@ def section_traffic(
     return total
 
 
+def summed(each: Iterable[Mapping[Kind, tuple[int, float]]]) -> dict[Kind, tuple[int, float]]:
+    """Calls and bytes of all of them, by kind."""
+    total: dict[Kind, tuple[int, float]] = {}
+    for counts in each:
+        for kind, (calls, nbytes) in counts.items():
+            before = total.get(kind, (0, 0.0))
+            total[kind] = before[0] + calls, before[1] + nbytes
+    return total
+
+
 def in_use(
     program: Program,
     units: Sequence[UnitSpec],
@@ -308,13 +324,15 @@ def in_use(
     """Bytes that are held beside what rests while each operation of a step of two micro-batches runs:
     ``(section, number, bytes)``.
 
-    Gathered parameters live up to FREE, gradients of a unit from GRADS to DROP, ``temporary(bytes, axes)`` of the
-    transport from a reduction to its WAIT, ``fetched(op)`` bytes of a state from FETCH to STORE, ``encoded(op)`` of a
-    collective as long as what it fills, or to its WAIT, and ``summed(op)`` bytes of sums from a reduction to STORE.
+    Gathered parameters live up to FREE or RELEASE, gradients of a unit from GRADS to DROP, ``temporary(bytes, axes)``
+    of the transport from a reduction to its WAIT, ``fetched(op)`` bytes of a state from FETCH to STORE, ``encoded(op)``
+    of a collective as long as what it fills, or to its WAIT, and ``summed(op)`` bytes of sums from a reduction to
+    STORE.
     """
     by_name = {unit.name: unit for unit in units}
     held: dict[tuple[str, str], float] = {}
-    for section in ("forward", "backward", "forward", "last", "arrive", "step", "beside", "behind"):
+    first = "first" if program.first else "forward"
+    for section in (first, "backward", "forward", "last", "arrive", "step", "beside", "behind"):
         for number, op in enumerate(program.section(section)):
             if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target in ("flat", "node"):
                 flats = sum(s.length * ITEMSIZE[s.dtype] for s in by_name[op.unit].segments)
@@ -330,7 +348,7 @@ def in_use(
             if op.verb in REDUCTIONS and op.source in ("local", "node") and summed is not None:
                 held[op.unit, op.target] = summed(op)
             yield section, number, sum(held.values())
-            if op.verb in ("FREE", "DROP", "STORE"):
+            if op.verb in ("FREE", "RELEASE", "DROP", "STORE"):
                 held.pop((op.unit, op.source), None)
             elif op.verb == "WAIT":
                 held.pop((op.unit, "temporary"), None)

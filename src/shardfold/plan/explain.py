@@ -129,4 +129,6 @@ def explain_preset(
         fetched=lambda op: fetched_bytes(op, bound, by_name[op.unit], mesh),
     )  # fmt: skip
     held = resting_bytes(bound, units, mesh, padded=True)
-    return explain(table, bound, program, units, mesh, held, moved=moves(program, bound, units, mesh, step_of(1)))
+    return explain(
+        table, bound, program, units, mesh, held, moved=moves(program, bound, units, mesh, step_of(1, program))
+    )

@@ -55,6 +55,7 @@ __all__ = [
     "rests",
 ]
 
+UNTIL = ("backward", "step")
 ROLES = ("compute", "grads", "reduce", "master", "moments")
 """The dtype words of a table; :class:`Precision` says what they mean."""
 
@@ -177,7 +178,8 @@ class Cell:
     ``folder``: of the disk tier, where the file is, or several, one for each drive, over which values are spread; ``~``
     is the user's home, and ``{local_rank}`` the rank's number on its node; None: the system's folder for temporary
     files. ``share``: of master and moments in a slower tier: at least which part of their bytes rests there, in whole
-    units; the others are as if all tiers were the device's (see :meth:`Layout.near`).
+    units; the others are as if all tiers were the device's (see :meth:`Layout.near`). ``until``: of held, which is
+    whole: ``"backward"``, or ``"step"``: what the first micro-batch of a step has gathered stays for all of them.
 
     Examples:
         >>> cell = sf.Cell(over=("intra",), dtype="master", tier="host")
@@ -190,6 +192,7 @@ class Cell:
     tier: Tier = Tier.DEVICE
     folder: Folders = None
     share: float = 1.0
+    until: str = "backward"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", folders_of(self.folder))
@@ -550,6 +553,16 @@ class Layout:
                 )
             if not are_folders(cell.folder):
                 raise LayoutError(f"{name} has folder={described(cell.folder)}: it is {FOLDERS}.")
+            if cell.until not in UNTIL:
+                raise LayoutError(
+                    f"{name} has until={described(cell.until)}: it is {' or '.join(map(repr, UNTIL))}."
+                    f"{did_you_mean(str(cell.until), UNTIL)}"
+                )
+            if cell.until != "backward" and (name != "held" or cell.over):
+                raise LayoutError(
+                    f"{name} is split over {_axes(cell.over)} and has until={cell.until!r}: over micro-batches what "
+                    "was gathered stays whole, so give it to held, with over=()."
+                )
             if not is_number(cell.share, 0, 1) or not cell.share:
                 raise LayoutError(f"{name} has share={described(cell.share)}: it is a part, above 0 and at most 1.")
         for name, wire in (("gather", self.gather), ("reduce", self.reduce)):
@@ -779,6 +792,7 @@ class Layout:
                 lines.append(f"{name:<13}same as {whose}{', cast while gathering' if name == 'params' else ''}")
             else:
                 part = "" if cell.share == 1.0 else f", {cell.share:g} of it or more"
+                part += ", until the step" if cell.until == "step" else ""
                 lines.append(f"{name:<13}{_axes(cell.over):<16}{cell.dtype:<10}{cell.tier}{part}")
         saved = self.activations
         lines.append(f"{'activations':<13}{saved.over or _axes(()):<16}{'as made':<10}{saved.fate}")

@@ -214,6 +214,7 @@ def apply(
         return prefetch(ops, overlap.prefetch, ("FETCH",), ("UPDATE",), fetched)
 
     made = Program(
+        first=prefetch(program.first, overlap.prefetch),
         forward=prefetch(program.forward, overlap.prefetch),
         backward=backward(program.backward),
         last=backward(program.last),

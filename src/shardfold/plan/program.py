@@ -1,7 +1,8 @@
 """WHEN things happen: a layout lowered to lists of operations that print as text and parse back.
 
 A program has four sections, and others where something asks for them. ``forward`` and ``backward`` run once per
-micro-batch, ``last`` replaces ``backward`` in the last micro-batch of a step, ``step`` is the optimizer step. What is
+micro-batch, ``last`` replaces ``backward`` in the last micro-batch of a step, ``step`` is the optimizer step. Where
+gathered units are kept over micro-batches, ``first`` replaces ``forward`` in the first of a step. What is
 in ``beside`` a second thread does while the first does ``step``. Where updates are delayed, it does them, and what
 brings their states, in ``behind`` behind the step, while the next one computes, and ``arrive`` brings what that gave,
 before the next updates begin. There are no collectives in ``beside`` and ``behind``. In ``shared``, before the step,
@@ -18,6 +19,8 @@ before it.
     END             the pass of the whole model is over (marker)
     HOLD            copy this rank's part of the gathered buffer into the held shard
     FREE            give the gathered buffer back
+    KEEP            the gathered buffer stays full until RELEASE: the passes before it gather nothing
+    RELEASE         give such a buffer back
     GRADS           make the buffer ``local``, which the unit's gradients are added to as they come
     REDUCE_SCATTER  begin to sum gradients over the axes, keep this rank's shard
     REDUCE_WITHIN   the first of two hops: begin to sum gradients within the node, keep this rank's slice of each node's
@@ -140,6 +143,8 @@ VERBS: Mapping[str, Verb] = {
     "END": Verb(()),
     "HOLD": Verb(("unit", "axes"), source="flat", target="held"),
     "FREE": Verb(source="flat"),
+    "KEEP": Verb(source="flat"),
+    "RELEASE": Verb(source="flat"),
     "GRADS": Verb(("unit", "format"), target="local"),
     "REDUCE_SCATTER": Verb(("unit", "axes", "format"), source="local", target="grads"),
     "REDUCE_WITHIN": Verb(("unit", "axes", "format"), source="local", target="node"),
@@ -177,7 +182,9 @@ UPDATED = ("master", "moments")
 MARK = "   <-- here"
 ROUND = ("outer_send", "outer_step", "outer_take")
 """What is done in a round of outer steps, for each fragment at its time."""
-SECTIONS = ("forward", "backward", "last", "step", "beside", "behind", "arrive", "shared", "together", *ROUND)
+ALWAYS = ("forward", "backward", "last", "step")
+"""Sections that every program has, even where nothing is in them."""
+SECTIONS = ("first", *ALWAYS, "beside", "behind", "arrive", "shared", "together", *ROUND)
 
 PARTIAL = None
 """How a tensor lies whose sum over all ranks is still to be taken."""
@@ -288,6 +295,7 @@ class Program:
     outer_send: tuple[Op, ...] = ()
     outer_step: tuple[Op, ...] = ()
     outer_take: tuple[Op, ...] = ()
+    first: tuple[Op, ...] = ()
 
     def section(self, name: str) -> tuple[Op, ...]:
         """The operations of a section; those of one fragment where its number is behind the name, as in
@@ -299,6 +307,11 @@ class Program:
         starts = [i for i, op in enumerate(ops) if op.verb == "FRAGMENT"]
         bounds = zip(starts, [*starts[1:], len(ops)], strict=True)
         return next((ops[a + 1 : b] for a, b in bounds if ops[a].unit == fragment), ())
+
+    @property
+    def alone(self) -> tuple[Op, ...]:
+        """A forward that keeps nothing over micro-batches: of an evaluation."""
+        return tuple(op._replace(verb="FREE") if op.verb == "KEEP" else op for op in self.first or self.forward)
 
     @property
     def quiet(self) -> tuple[Op, ...]:
@@ -323,7 +336,7 @@ class Program:
         return "\n".join(
             render_section(name, self.section(name), mark[1] if mark is not None and mark[0] == name else None)
             for name in SECTIONS
-            if name in SECTIONS[:4] or self.section(name)
+            if name in ALWAYS or self.section(name)
         )
 
 
@@ -419,6 +432,7 @@ def lower(
     """
     lowering = _Lowering(layout, units, mesh, forward, backward, speculated, meets=meets, stashes=stashes)
     return Program(
+        first=tuple(lowering.one_pass(True, False, first=True)) if lowering.keeps else (),
         forward=tuple(lowering.one_pass(True, False)),
         backward=tuple(lowering.one_pass(False, False)),
         last=tuple(lowering.one_pass(False, True)),
@@ -455,6 +469,15 @@ class _Lowering:
         back = backwards([unit.name for unit in self._onward], enclosing(units)) if backward is None else backward
         self._back = [inner[name] for name in back]
 
+    @property
+    def keeps(self) -> bool:
+        """Whether any unit stays gathered over micro-batches."""
+        return any(self._kept(unit) for unit in self._units)
+
+    def _kept(self, unit: UnitSpec) -> bool:
+        held = unit.table_or(self._layout).held
+        return held is not None and held.until == "step"
+
     def _turn(self, unit: UnitSpec, source: str, target: str) -> Iterator[Op]:
         """From how one tensor of the unit lies to how another shall."""
         table = unit.table_or(self._layout)
@@ -474,7 +497,18 @@ class _Lowering:
         table = unit.table_or(self._layout)
         return () if tensor == "flat" else getattr(table, "master" if tensor == "grads" else tensor).over
 
-    def _enter(self, unit: UnitSpec, *, forward: bool, again: bool = False) -> Iterator[Op]:
+    def _enter(self, unit: UnitSpec, *, forward: bool, again: bool = False, first: bool = False) -> Iterator[Op]:
+        table = unit.table_or(self._layout)
+        if first or not self._kept(unit):
+            yield from self._fill(unit, forward=forward)
+        if not forward and not again and unit.trainable and table.buffered:
+            if table.grads.tier is Tier.DISK:
+                yield Op("ADD", unit.name, tier=str(table.grads.tier))
+            yield Op("GRADS", unit.name, format=unit.format("buffer", self._layout))
+        yield Op("F" if forward else "B", unit.name)
+
+    def _fill(self, unit: UnitSpec, *, forward: bool) -> Iterator[Op]:
+        """What brings a unit's values."""
         table = unit.table_or(self._layout)
         rest = "params" if table.params is not None else "master"
         source = rest if forward or table.held is None else "held"
@@ -486,15 +520,11 @@ class _Lowering:
         elif source == "master" and self._over(unit, source):
             yield Op("CAST", unit.name)
         yield from self._turn(unit, source, "flat")
-        if not forward and not again and unit.trainable and table.buffered:
-            if table.grads.tier is Tier.DISK:
-                yield Op("ADD", unit.name, tier=str(table.grads.tier))
-            yield Op("GRADS", unit.name, format=unit.format("buffer", self._layout))
-        yield Op("F" if forward else "B", unit.name)
 
     def _leave(
-        self, unit: UnitSpec, *, forward: bool, reduce: Iterator[Op] | tuple[Op, ...] = (), again: bool = False
-    ) -> Iterator[Op]:
+        self, unit: UnitSpec, *, forward: bool, reduce: Iterator[Op] | tuple[Op, ...] = (), again: bool = False,
+        first: bool = False,
+    ) -> Iterator[Op]:  # fmt: skip
         table = unit.table_or(self._layout)
         goes = bool(table.held.over) if forward and table.held is not None else table.comes_and_goes
         if forward and table.held is not None and table.held.over:
@@ -502,6 +532,10 @@ class _Lowering:
         # Gradients can leave as soon as all are there; the values stay until another unit begins, because a node of
         # this unit's backward may still read them (a weight that was detached has no gradient to announce it).
         yield from reduce
+        if self._kept(unit):
+            if first:
+                yield Op("KEEP", unit.name)
+            return
         # What backward finds full (because forward kept it) it cannot fill again: it stays until it ran the last time.
         if goes and not (again and not forward and table.held is not None and not table.held.over):
             yield Op("FREE", unit.name)
@@ -525,25 +559,26 @@ class _Lowering:
         if last and unit.name in self._speculated:
             yield Op("SPECULATE", unit.name, tier=str(unit.table_or(self._layout).updates_on))
 
-    def one_pass(self, forward: bool, last: bool) -> Iterator[Op]:
+    def one_pass(self, forward: bool, last: bool, *, first: bool = False) -> Iterator[Op]:
         for unit in self._roots:
-            yield from self._enter(unit, forward=forward)
+            yield from self._enter(unit, forward=forward, first=first)
         order = self._onward if forward else self._back
         final = {unit.name: i for i, unit in enumerate(order)}  # gradients are complete when it ran for the last time
         entered: set[str] = set()
         around: list[tuple[str, Iterator[Op]]] = []  # units that the one that runs is inside of, and what ends them
         for i, unit in enumerate(order):
             again = final[unit.name] > i
-            yield from self._enter(unit, forward=forward, again=unit.name in entered)
+            yield from self._enter(unit, forward=forward, again=unit.name in entered, first=first)
             entered.add(unit.name)
             reduce = () if forward or again else self._reduces(unit, last)
-            around.append((unit.name, self._leave(unit, forward=forward, reduce=reduce, again=again)))
+            around.append((unit.name, self._leave(unit, forward=forward, reduce=reduce, again=again, first=first)))
             inside = order[i + 1].inside if i + 1 < len(order) else ""
             while around and around[-1][0] != inside:
                 yield from around.pop()[1]
         yield Op("END")
         for unit in self._roots:
-            yield from self._leave(unit, forward=forward, reduce=() if forward else self._reduces(unit, last))
+            reduce = () if forward else self._reduces(unit, last)
+            yield from self._leave(unit, forward=forward, reduce=reduce, first=first)
 
     def step(self, *, clip: bool, clamp: bool, delayed: bool) -> Iterator[Op]:
         if clamp:
@@ -553,6 +588,7 @@ class _Lowering:
         if self._meets == "signs":
             yield from self.signs()
         yield Op("STEP")
+        yield from (Op("RELEASE", unit.name) for unit in self._units if self._kept(unit))
         if not delayed:
             yield from self.updates()
 

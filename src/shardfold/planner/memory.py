@@ -340,23 +340,24 @@ class _Walk:
     # -- a step
 
     def step(self) -> Iterator[Point]:
-        last = self._setting.micro_batches - 1
+        last, forward = self._setting.micro_batches - 1, "first" if self._setting.program.first else "forward"
         for number in range(min(last, 1), -1, -1) if last else (0,):
-            yield from self._micro_batch("last" if number == 0 else "backward")
+            yield from self._micro_batch(forward, "last" if number == 0 else "backward")
+            forward = "forward"
         self._part = "step"
         for section in ("arrive", "step", "beside", "behind"):
             for op in self._setting.program.section(section):
                 yield from self._do(op, -1, section)
 
-    def _micro_batch(self, backward: str) -> Iterator[Point]:
+    def _micro_batch(self, forward: str, backward: str) -> Iterator[Point]:
         program, self._part = self._setting.program, backward
-        tracks = {name: _Track(name, program.section(name)) for name in ("forward", backward)}
+        tracks = {name: _Track(name, program.section(name)) for name in (forward, backward)}
         moves = {name: any(op.verb in (*COLLECTIVES, *MOVES) for op in t.ops) for name, t in tracks.items()}
-        track, local = tracks["forward"], not moves["forward"]
+        track, local = tracks[forward], not moves[forward]
         if not local:
             for unit in self._setting.units:
                 if unit.root:
-                    yield from self._all(track.reach("F", unit.name), 0, "forward")
+                    yield from self._all(track.reach("F", unit.name), 0, forward)
         for number, event in enumerate(self._events):
             yield self._point(number, False, track.name, about=event)
             if event.kind == "begin_backward":
@@ -445,7 +446,7 @@ class _Walk:
         yield self._point(number, True, section, more, what, op)
         if unit is None:
             return
-        if op.verb == "FREE":
+        if op.verb in ("FREE", "RELEASE"):
             self._let_go(unit.name, "gathered")
             self._give_back(unit.name, "payloads")
         elif op.verb == "DROP":

@@ -75,6 +75,7 @@ class Unit:
         self.life = Life.GATHERED
         self.pinned_here = False  # it was engine.gathered() that gathered it
         self.pins = 0  # engine.gathered() holds the unit this many times over
+        self.kept = False  # what is gathered stays until the step
         self.running = 0  # forwards of its modules that are under way
         self.aside = False  # a backward reached it by another way than its outputs
         self.filling: list[Pending] = []
@@ -88,6 +89,12 @@ class Unit:
         self.hollow = False  # reading the data of a parameter that is freed gives no elements instead of raising
         self._touch = _Touch(self)
         self._found: list[list[int]] = []  # versions of the parameters that are split, when the unit was gathered
+
+    @property
+    def keeps(self) -> bool:
+        """Whether its table keeps what was gathered over the micro-batches of a step."""
+        held = self.segments[0].table.held
+        return held is not None and held.until == "step"
 
     def storages(self) -> set[int]:
         """What identifies the memory of the flats."""
@@ -128,6 +135,7 @@ class Unit:
         ``keep``: what the model wrote into its parameters since the gather stays, as this rank's part of it.
         """
         self._expect(Life.GATHERED)
+        self.kept = False
         if keep and self._found:
             self._keep_written()
         self._found = []
