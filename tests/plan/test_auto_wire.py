@@ -66,7 +66,7 @@ def _ways(table: str, journey: str, auto: AutoWire, mesh: tuple[int, int]) -> li
 def _priced(table: str, journey: str, auto: AutoWire, mesh: Mesh, measured: Measured) -> list[Option]:
     found: list[Option] = []
     for way, bound, program in _ways(table, journey, auto, (mesh["inter"], mesh["intra"])):
-        seconds, sent = wire_seconds(journey, program, bound, UNITS, mesh, step_of(2), measured)
+        seconds, sent = wire_seconds(journey, program, bound, UNITS, mesh, step_of(2, program), measured)
         found.append(way._replace(seconds=seconds, sent=sent))
     return found
 
@@ -132,7 +132,7 @@ def test_the_choice_is_of_ratios_only(table: str, lossy: Any, far: float, latenc
 def test_what_is_priced_is_what_the_program_sends(table: str, journey: str, mesh: Mesh, micro_batches: int) -> None:
     bound = named(table).bind(POLICY, mesh)
     program = lower(bound, UNITS, mesh)
-    times, unit = step_of(micro_batches), _measured(1.0, 1.0)
+    times, unit = step_of(micro_batches, program), _measured(1.0, 1.0)
     seconds, sent = wire_seconds(journey, program, bound, UNITS, mesh, times, unit)
     by_kind = traffic(program, bound, UNITS, mesh, micro_batches=micro_batches)
     rows = [figures for kind, figures in by_kind.items() if kind.journey == journey]

@@ -553,16 +553,7 @@ class Layout:
                 )
             if not are_folders(cell.folder):
                 raise LayoutError(f"{name} has folder={described(cell.folder)}: it is {FOLDERS}.")
-            if cell.until not in UNTIL:
-                raise LayoutError(
-                    f"{name} has until={described(cell.until)}: it is {' or '.join(map(repr, UNTIL))}."
-                    f"{did_you_mean(str(cell.until), UNTIL)}"
-                )
-            if cell.until != "backward" and (name != "held" or cell.over):
-                raise LayoutError(
-                    f"{name} is split over {_axes(cell.over)} and has until={cell.until!r}: over micro-batches what "
-                    "was gathered stays whole, so give it to held, with over=()."
-                )
+            _check_until(name, cell)
             if not is_number(cell.share, 0, 1) or not cell.share:
                 raise LayoutError(f"{name} has share={described(cell.share)}: it is a part, above 0 and at most 1.")
         for name, wire in (("gather", self.gather), ("reduce", self.reduce)):
@@ -802,6 +793,21 @@ class Layout:
         if self.signs is not None:
             lines.append(f"signs: {self.signs}")
         return "\n".join(lines)
+
+
+def _check_until(name: str, cell: Cell) -> None:
+    """
+    Raises:
+        LayoutError: ``until`` is unknown, or not of what is held whole.
+    """
+    if cell.until not in UNTIL:
+        near = did_you_mean(str(cell.until), UNTIL)
+        raise LayoutError(f"{name} has until={described(cell.until)}: it is {' or '.join(map(repr, UNTIL))}.{near}")
+    if cell.until != "backward" and (name != "held" or cell.over):
+        raise LayoutError(
+            f"{name} is split over {_axes(cell.over)} and has until={cell.until!r}: over micro-batches what was "
+            "gathered stays whole, so give it to held, with over=()."
+        )
 
 
 def _check_reduce(bound: Layout, *, alone: bool) -> None:
