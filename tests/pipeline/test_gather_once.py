@@ -57,7 +57,7 @@ def test_units_are_gathered_in_the_first_micro_batch_only(
 
 
 def _goes_on() -> list[tuple[bool, bool, list[bool]]]:
-    """What is kept after an evaluation between micro-batches, a write and a load, and after steps; and whether losses are
+    """What is kept after an evaluation between micro-batches, a write and a load, and after steps; whether losses are
     those of a gather in every pass."""
     found: list[tuple[bool, bool, list[bool]]] = []
     losses: list[list[float]] = []
