@@ -42,7 +42,9 @@ svg { width: 100%; height: auto; display: block; } .grid { stroke: var(--line); 
 .line.held { stroke: var(--held); } .line.other { stroke: var(--other); stroke-width: 1; stroke-dasharray: 5 4; }
 .dot { fill: var(--train); } .dot.held { fill: var(--held); } .dot.other { fill: var(--other); }
 .name { font-size: 11px; fill: var(--train); } .name.held { fill: var(--held); } .name.other { fill: var(--muted); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 50%; }
+.scroll { overflow-x: auto; } .charts > div { min-width: 0; }
+@media (max-width: 40rem) { .scroll > svg { min-width: 34rem; } }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 50%; }
 th, td { text-align: left; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line); font-weight: 400;
   white-space: nowrap; }
 th { color: var(--muted); } td.number, th.number { text-align: right; }
@@ -145,7 +147,7 @@ def _tiles(config: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequenc
         ("time", format_duration(seconds if seconds is not None else last.get("seconds", 0.0))),
         ("tokens", format_count(tokens) if tokens else "not yet"),
         ("tokens/s, median", format_count(rates[len(rates) // 2]) if rates else "not yet"),
-        ("state held by rank 0", format_bytes(last["memory_bytes"]) if "memory_bytes" in last else "not yet"),
+        ("states on rank 0", format_bytes(last["memory_bytes"]) if "memory_bytes" in last else "not yet"),
     ]
     if summary.get("num_parameters"):
         tiles.insert(1, ("parameters", format_count(summary["num_parameters"])))
@@ -166,11 +168,12 @@ def _charts(summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> l
         held_out.append((last, counted["model"]))
     lines = [Line("", loss, "faint"), Line("training", _smooth(loss)), Line("held out", held_out, "held")]
     lines += [Line(name, [(1, value), (last, value)], "other") for name, value in counted.items() if name != "model"]
-    found = ["<h2>Loss, bits per byte</h2>", line_chart(lines, label="bits per byte over steps")]
+    found = ["<h2>Loss, bits per byte</h2>", _scroll(line_chart(lines, label="bits per byte over steps"))]
     small = (("tokens_per_s", "Tokens per second"), ("lr", "Learning rate"), ("grad_norm", "Gradient norm"),
              ("loss_scale", "Loss scale"))  # fmt: skip
     charts = [
-        f"<div><h2>{title}</h2>{line_chart([Line('', points, 'faint'), Line('', _smooth(points))], label=title)}</div>"
+        f"<div><h2>{title}</h2>"
+        f"{_scroll(line_chart([Line('', points, 'faint'), Line('', _smooth(points))], label=title))}</div>"
         for name, title in small
         if (points := _series(steps, name))
     ]
@@ -184,7 +187,7 @@ def _tables(summary: Mapping[str, Any]) -> list[str]:
         [row["state"], row["tier"], format_bytes(row["table"]), format_bytes(row["padding"]), format_bytes(row["held"])]
         for row in summary.get("memory", [])
     ]
-    head = ["state", "tier", "the table says", "padding", "held"]
+    head = ["state", "tier", "by the layout", "padding", "held"]
     found = ["<h2>Memory between steps, rank 0</h2>", _table(head, memory)]
     traffic = summary.get("traffic", [])
     if traffic:
@@ -196,11 +199,14 @@ def _tables(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = [name.replace("_", " ") for name in rows[0]]
+    words = {"journey": "purpose", "op": "operation", "program": "by the program"}
+    head = [words.get(name, name.replace("_", " ")) for name in rows[0]]
     return _table(head, [[_cell(value) for value in row.values()] for row in rows])
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(map(str, value))
     return f"{value:,.0f}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
@@ -212,7 +218,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "<tr>" + "".join(f"<{tag}{NUMBER * number}>{cell}</{tag}>" for number, cell in shown) + "</tr>"
 
     body = "".join(row(each, "td") for each in rows)
-    return f'<div class="scroll"><table>{row(head, "th")}{body}</table></div>'
+    return _scroll(f"<table>{row(head, 'th')}{body}</table>")
+
+
+def _scroll(inner: str) -> str:
+    """What a narrow page shows a part of at a time."""
+    return f'<div class="scroll">{inner}</div>'
 
 
 def _texts(folder: Path, config: Mapping[str, Any]) -> list[str]:
@@ -224,9 +235,9 @@ def _texts(folder: Path, config: Mapping[str, Any]) -> list[str]:
     if program.is_file():
         text = html.escape(program.read_text(encoding="utf-8"))
         shown = f"<details><summary>what ran on rank 0</summary><pre>{text}</pre></details>"
-        found += ["<h2>The table and the program</h2>", shown]
+        found += ["<h2>Layout and program</h2>", shown]
     options = {name: value for name, value in config.items() if name not in NOT_OPTIONS}
     words = ["shardfold", "train", "--config", "config.json"]
     settings = _table(["setting", "value"], [[name, str(value)] for name, value in options.items()])
-    return [*found, "<h2>Once more</h2>", f"<pre>{html.escape(shlex.join(words))}</pre>",
+    return [*found, "<h2>The same run again</h2>", f"<pre>{html.escape(shlex.join(words))}</pre>",
             f"<details><summary>all settings</summary>{settings}</details>"]  # fmt: skip

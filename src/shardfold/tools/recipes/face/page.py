@@ -27,13 +27,14 @@ PUBLISHED = {
 CARDS, ALLOWED, PARAMETERS = 10, 16150, 121.5e6
 """Its model's parameters follow from its file of 243 MB in fp16."""
 
-STYLE = """body{font:16px/1.55 Georgia,serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
-h1,h2{font-weight:normal;line-height:1.2}h2{margin-top:2.2rem;border-top:1px solid #ccc;padding-top:1rem}
-table{border-collapse:collapse;font:13px/1.4 system-ui,sans-serif;margin:1rem 0;width:100%}
-th,td{padding:.3rem .5rem;border-bottom:1px solid #e3e3e3;text-align:right}img{max-width:100%}
+STYLE = """:root{color-scheme:light dark}
+body{font:16px/1.55 Georgia,serif;max-width:62rem;margin:2rem auto;padding:0 1rem}
+h1,h2{font-weight:normal;line-height:1.2}h2{margin-top:2.2rem;border-top:1px solid #8886;padding-top:1rem}
+table{border-collapse:collapse;font:13px/1.4 system-ui,sans-serif;margin:1rem 0;display:block;overflow-x:auto}
+th,td{padding:.3rem .5rem;border-bottom:1px solid #8884;text-align:right;white-space:nowrap}img{max-width:100%}
 th:first-child,td:first-child{text-align:left}
-th{border-bottom:1px solid #888}code{font-size:12px;background:#f4f4f2;padding:.1rem .3rem}
-.command{display:block;margin:.15rem 0;white-space:pre-wrap;overflow-wrap:anywhere}.note{color:#666;font-size:14px}"""
+th{border-bottom:1px solid #888}code{font-size:12px;background:#8882;padding:.1rem .3rem}
+.command{display:block;margin:.15rem 0;white-space:pre-wrap;overflow-wrap:anywhere}.note{color:#888;font-size:14px}"""
 
 REMARKS = (
     (
@@ -161,14 +162,15 @@ def write_page(out: Path, rows: Sequence[Row], config: FaceConfig, held_out: Sou
     parts += ["<h2>Every setting as a command</h2>", "<p>With the settings of this study's config.json:</p>"]
     parts += [f"<code class=command>{html.escape(row.command)} --config config.json</code>" for row in rows]
     first = (
-        f"A {config.backbone} of width {config.width} with {config.layers} blocks, and a head of "
+        f"Backbone {config.backbone} of width {config.width} with {config.layers} blocks, and a head of "
         f"{config.identities:,} classes of {config.embedding} numbers, trained on "
         f"{'drawn faces' if config.data is None else str(config.data)} in {config.precision}. Images/s are of all "
-        "ranks together. Faces that are drawn are synthetic: what is told here of layouts carries over to photographs, "
-        "what is told of Precision does not."
+        "ranks together. Drawn faces are synthetic: the results about layouts hold for photographs too, those about "
+        "Precision do not."
     )
     page = (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>Face recognition under five layouts</title>"
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width'><title>Face recognition under five layouts</title>"
         f"<style>{STYLE}</style><h1>Face recognition under five layouts</h1><p>{html.escape(first)}</p>{''.join(parts)}"
     )
     (out / "study.html").write_text(page + "</html>\n", encoding="utf-8")
