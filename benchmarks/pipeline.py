@@ -192,10 +192,10 @@ class _Stamped(Wire):
 Taken = dict[str, list[tuple[float, float]]]
 
 
-def _rates(name: str, rounds: int) -> tuple[str, Taken, dict[str, Sequence[str]]]:
+def _rates(name: str, ranks: int, rounds: int) -> tuple[str, Taken, dict[str, Sequence[str]]]:
     """Seconds of steps of each cut, by turns: those of the wall, and those of batches on the counted clock."""
     torch.set_num_threads(1)
-    make, ranks = MODELS[name]
+    make, _ = MODELS[name]
     generator = torch.Generator().manual_seed(1)
     parts, rows = 4 * ranks, 2
     batch = (torch.randint(VOCAB, (parts * rows, 64), generator=generator),) * 2
@@ -225,9 +225,9 @@ def _rates(name: str, rounds: int) -> tuple[str, Taken, dict[str, Sequence[str]]
     return str(costs), taken, begins
 
 
-def balance(name: str, rounds: int) -> None:
-    _, ranks = MODELS[name]
-    found = run_ranks(_rates, ranks, name, rounds, timeout=900)
+def balance(name: str, stages: int | None, rounds: int) -> None:
+    ranks = stages or MODELS[name][1]
+    found = run_ranks(_rates, ranks, name, ranks, rounds, timeout=900)
     costs, _, begins = found[0]
     print(f"{name} over {ranks} stages, {4 * ranks} micro-batches; {rounds} steps of each cut by turns: median, least")
     print(f"\n{costs}\n")
@@ -248,9 +248,10 @@ if __name__ == "__main__":
     commands.add_parser("waits")
     balanced = commands.add_parser("balance")
     balanced.add_argument("model", choices=sorted(MODELS))
+    balanced.add_argument("--stages", type=int, help="ranks; those of the model, if not given")
     balanced.add_argument("--rounds", type=int, default=8)
     given = parser.parse_args()
     if given.command == "balance":
-        balance(given.model, given.rounds)
+        balance(given.model, given.stages, given.rounds)
     else:
         picture(given.path) if given.command == "picture" else waits()
