@@ -50,18 +50,21 @@ hpz = zero3.replace(held=Cell(dtype="compute", over=("intra",)))
 #: ``hpz`` that gathers blocks of int8 and reduces blocks of int4, each in two hops (ZeRO++, sections 3.1 and 3.3).
 zeropp = hpz.replace(gather=Wire(format="int8", hops=2), reduce=Wire(format="int4", hops=2))
 
-PRESETS: dict[str, Layout] = {
-    "ddp": ddp,
-    "zero1": zero1,
-    "zero2": zero2,
-    "zero3": zero3,
-    "fsdp2": fsdp2,
-    "hsdp": hsdp,
-    "hpz": hpz,
-    "offload": offload,
-    "infinity": infinity,
-}
 
+class Presets(dict[str, Layout]):
+    """Those that train as plain PyTorch does; asked for by name, it has the others too."""
+
+    def __missing__(self, name: str) -> Layout:
+        """
+        Raises:
+            LayoutError: the name is unknown.
+        """
+        return named(name)
+
+
+PRESETS: dict[str, Layout] = Presets(
+    ddp=ddp, zero1=zero1, zero2=zero2, zero3=zero3, fsdp2=fsdp2, hsdp=hsdp, hpz=hpz, offload=offload, infinity=infinity
+)
 
 LOSSY: dict[str, Layout] = {
     "zeropp": zeropp,
