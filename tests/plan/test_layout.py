@@ -301,6 +301,6 @@ def test_tiers_as_text_are_those_of_a_dict():
 
 def test_presets_are_asked_for_by_name() -> None:
     """Also those that round, which a list of presets leaves out; what is unknown is told with its nearest name."""
-    assert sf.PRESETS["zeropp"] == named("zeropp") and "zeropp" not in sf.PRESETS
+    assert PRESETS["zeropp"] == presets.named("zeropp") and "zeropp" not in PRESETS
     with pytest.raises(LayoutError, match=r"layout 'zero33' is unknown. Did you mean 'zero3'\?"):
-        sf.PRESETS["zero33"]
+        PRESETS["zero33"]
