@@ -85,10 +85,11 @@ class Attention:
 
 
 def open_sequence(
-    model: nn.Module, comm: Comm, attention: str | None, *, shares: int, apart: Callable[[], bool]
-) -> SequenceAxis | None:
+    model: nn.Module, comm: Comm, attention: str | None, *, shares: int, apart: Callable[[], bool],
+    link: type[MeshLink] = MeshLink,
+) -> SequenceAxis | None:  # fmt: skip
     """The axis of sequence of an engine's mesh, which the model's attention crosses from now on; None: it has none.
-    ``shares``: among how many ranks heads are divided already; ``apart``: see :class:`MeshLink`.
+    ``shares``: among how many ranks heads are divided already; ``apart``: see :class:`MeshLink`, which ``link`` is.
 
     Raises:
         ConfigError: ``attention`` was chosen but there is no such axis, there are two, or heads do not divide.
@@ -113,8 +114,8 @@ def open_sequence(
             "F.scaled_dot_product_attention."
         )
     heads = [each.heads for each in own if each.heads] + [n for each in theirs if (n := _heads(each.config))]
-    link = MeshLink(axes[0].name, comm, apart) if axes[0].size > 1 else OneRank(axes[0].name)
-    return SequenceAxis(link, attention or "auto", [max(n // shares, 1) for n in heads], comm.memory.device)
+    made = link(axes[0].name, comm, apart) if axes[0].size > 1 else OneRank(axes[0].name)
+    return SequenceAxis(made, attention or "auto", [max(n // shares, 1) for n in heads], comm.memory.device)
 
 
 def follow(model: nn.Module, axis: SequenceAxis) -> Callable[[], None]:

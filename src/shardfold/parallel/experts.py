@@ -40,7 +40,16 @@ from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice, marked_on
 from shardfold.torch_internals import untraced_from_call
 
-__all__ = ["Dispatch", "connect_routers", "described", "experts_of", "is_shared_out", "rebalance", "share_out"]
+__all__ = [
+    "Dispatch",
+    "connect_routers",
+    "described",
+    "dispatches",
+    "experts_of",
+    "is_shared_out",
+    "rebalance",
+    "share_out",
+]
 
 _DISPATCH = "_shardfold_dispatch"
 
@@ -66,6 +75,13 @@ def _is_of_transformers(module: Any) -> bool:
 def is_shared_out(module: nn.Module) -> bool:
     """Whether each rank has some of its experts."""
     return _DISPATCH in vars(module)
+
+
+def dispatches(model: nn.Module) -> Iterator[Dispatch]:
+    """Of modules whose experts are shared out."""
+    for module in model.modules():
+        if is_shared_out(module):
+            yield vars(module)[_DISPATCH]
 
 
 def share_out(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None:
@@ -164,6 +180,7 @@ class Dispatch:
         path: of the module.
         sent: rows that went to each rank in the last forward.
         came: rows that came from each.
+        even: choices are not looked at; as many rows go to each expert, as a plan takes it.
     """
 
     module: Any
@@ -172,6 +189,7 @@ class Dispatch:
     path: str
     sent: Sequence[int] = ()
     came: Sequence[int] = ()
+    even: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs:
@@ -185,23 +203,33 @@ class Dispatch:
             return x * weights.sum().to(x.dtype)
         tokens = x.reshape(-1, x.shape[-1])
         chosen, weights = chosen.reshape(-1, chosen.shape[-1]), weights.reshape(-1, weights.shape[-1])
-        order, counts = sorted_rows(chosen, self.experts)
+        order, counts = self._sorted(chosen)
         rows = tokens[order // chosen.shape[1]]
         made = self._of_ranks(rows, counts)
         return combined(made, order, weights, x.dtype).view(x.shape)
+
+    def _sorted(self, chosen: Tensor) -> tuple[Tensor, list[int]]:
+        """Choices by expert, and how many each has."""
+        if not self.even:
+            return sorted_rows(chosen, self.experts)
+        rows, of = chosen.numel(), range(self.experts)
+        return chosen.reshape(-1).argsort(stable=True), [rows * (e + 1) // len(of) - rows * e // len(of) for e in of]
 
     def _of_ranks(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """What the experts of all ranks make of ``rows``, by expert."""
         size, each, link = self.link.size, self.experts // self.link.size, self.link
         mine = torch.tensor(counts, dtype=torch.int64, device=rows.device)
         told = link.exchange(mine, [each] * size, [each] * size).view(size, each)  # by rank, of own experts
-        by_rank = told.tolist()
+        if self.even:
+            told = mine[:each].repeat(size, 1)
+        by_rank: list[list[int]] = [list(counts[:each])] * size if self.even else told.tolist()
         to = [sum(counts[r * each : (r + 1) * each]) for r in range(size)]
         by = [sum(of_rank) for of_rank in by_rank]
         self.sent, self.came = to, by
         came = self._exchanged(rows, link, to, by)
         # Rows lie by rank and expert; they are to lie by expert.
-        experts = torch.arange(each, device=rows.device).repeat(size).repeat_interleave(told.reshape(-1))
+        experts = torch.arange(each, device=rows.device).repeat(size)
+        experts = experts.repeat_interleave(told.reshape(-1), output_size=sum(by))
         order = experts.argsort(stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=rows.device)

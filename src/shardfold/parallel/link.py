@@ -23,6 +23,7 @@ from shardfold.errors import UsageError
 from shardfold.plan.axes import Mesh
 from shardfold.plan.cost import Sent, ring_bytes
 from shardfold.sharding.freed import apart
+from shardfold.torch_internals import storage_key
 
 __all__ = ["AxisLink", "Link", "MeshLink", "OneRank", "Shift", "bind_links", "link_of"]
 
@@ -228,7 +229,7 @@ class MeshLink(Link):
             sum_into(out, list(received), add=False)
             return out.view(mine, *moved.shape[1:]).movedim(0, dim).contiguous()
         full = moved.reshape(-1)
-        if full.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        if storage_key(full.untyped_storage()) == storage_key(tensor.untyped_storage()):
             full = full.clone()  # a transport may sum in it
         out = full.new_empty(len(full) // self._size)
         self._do(
@@ -421,31 +422,33 @@ def _axis(name: str, mesh: Mesh) -> str:
     return named[0] if name not in mesh and len(named) == 1 else name
 
 
-def bind_links(model: nn.Module, comm: Comm, apart: Callable[[], bool] = lambda: False) -> Callable[[], None]:
+def bind_links(
+    model: nn.Module, comm: Comm, apart: Callable[[], bool] = lambda: False, link: type[MeshLink] = MeshLink
+) -> Callable[[], None]:
     """Binds the links of all modules in ``model`` to the ranks of an engine; returns what undoes it, after which those
-    of more than one rank refuse calls. ``apart``: see :class:`MeshLink`.
+    of more than one rank refuse calls. ``apart``: see :class:`MeshLink`; ``link``: what is made for an axis.
 
     Raises:
         UsageError: a layer was cut for another number of ranks.
     """
     made: dict[str, MeshLink] = {}
     bound: list[AxisLink] = []
-    for link in _links(model.modules()):
-        axis = _axis(link.axis, comm.mesh.sizes)
+    for each in _links(model.modules()):
+        axis = _axis(each.axis, comm.mesh.sizes)
         size = comm.mesh.sizes.get(axis, 1)
-        if link.parts not in (1, size):
+        if each.parts not in (1, size):
             raise UsageError(
-                f"the model was cut into {link.parts} parts along {link.axis!r}, and mesh= has {size} ranks there: "
+                f"the model was cut into {each.parts} parts along {each.axis!r}, and mesh= has {size} ranks there: "
                 "build it anew, or make the engine on as many ranks."
             )
         if size > 1:
-            link.bind(made.setdefault(axis, MeshLink(axis, comm, apart)))
-            bound.append(link)
+            each.bind(made.setdefault(axis, link(axis, comm, apart)))
+            bound.append(each)
         else:
-            link.bind(OneRank(link.axis))
+            each.bind(OneRank(each.axis))
 
     def undo() -> None:
-        for link in bound:
-            link.bind(None)
+        for each in bound:
+            each.bind(None)
 
     return undo

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.plan.axes import Mesh
 from shardfold.plan.sizes import parse_bytes
 
 __all__ = ["DEVICES", "Cluster", "Device", "Link", "cluster"]
@@ -148,6 +149,13 @@ class Cluster:
     def mesh(self) -> dict[str, int]:
         """Axes of data over all of them."""
         return {"inter": self.nodes, "intra": self.per_node}
+
+    def link(self, mesh: Mesh, axis: str) -> Link:
+        """Between ranks that differ on an axis of a mesh of all of them only: ranks that follow each other are on one
+        node."""
+        names = list(mesh)
+        behind = mesh.parts(names[names.index(axis) + 1 :])
+        return self.device.near if behind * mesh[axis] <= self.per_node else self.device.far
 
     def __str__(self) -> str:
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""

@@ -22,7 +22,7 @@ from shardfold.plan.passes import Overlap
 from shardfold.plan.sizes import human
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
-from shardfold.planner.seconds import Schedule, Seconds, Work, row_seconds, schedule_of
+from shardfold.planner.seconds import Schedule, Seconds, Way, Work, row_seconds, schedule_of
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.trace import Trace
 
@@ -182,7 +182,7 @@ def search(
     refused: list[Refused] = []
     looked_at = 0
     chosen, ahead = list(modes), list(prefetches)
-    limit = most if batch is None else min(most, max(1, batch // where.size))
+    limit = most if batch is None else min(most, max(1, batch // walks.readers))
     for layout in layouts:
         why = walks.resting_too_much(layout, host)
         for mode in chosen:
@@ -204,6 +204,10 @@ class _Walks:
 
     def __init__(self, subject: Subject, where: Cluster, precision: str | Precision, moments: int) -> None:
         self._subject, self._where, self._precision, self._moments = subject, where, precision, moments
+        self._mesh = subject.division.over(where.mesh)
+        #: That read other samples.
+        self.readers = self._mesh.parts(self._mesh.sampling)
+        self._ways = {axis: Way(where.link(self._mesh, axis), size) for axis, size in subject.division.axes.items()}
         self._behaviour = GPU if where.device.streams else CPU
         self._budget = where.device.usable
         self._done: dict[Any, tuple[Setting, MemoryPlan, Schedule]] = {}
@@ -211,7 +215,7 @@ class _Walks:
 
     def resting_too_much(self, layout: str, host: float) -> str:
         """Why nothing can fit, as the states alone do not; empty: they do."""
-        tiers = self._subject.resting(layout, self._precision, self._where.mesh, self._moments)
+        tiers = self._subject.resting(layout, self._precision, self._mesh.axes, self._moments)
         if (held := tiers.get(Tier.HOST, 0.0)) > host:
             return f"states need {human(held)} of host memory for each rank, of which there are {human(host)}."
         rest = tiers.get(Tier.DEVICE, 0.0)
@@ -225,7 +229,7 @@ class _Walks:
         if few.structure != more.structure:
             return [], "its forward does other things with 4 samples than with 2: give a micro-batch."
         samples = np.arange(1, limit + 1)
-        accumulate = np.ones_like(samples) if batch is None else -(-batch // (samples * self._where.size))
+        accumulate = np.ones_like(samples) if batch is None else -(-batch // (samples * self.readers))
         peaks, seconds = np.full(limit, inf), np.full(limit, inf)
         parts = np.zeros((2, limit))
         least, host = "", 0.0
@@ -247,7 +251,7 @@ class _Walks:
         fits = np.flatnonzero(peaks <= self._budget)
         if not len(fits):
             return [], least
-        rate = samples * accumulate * self._where.size / seconds
+        rate = samples * accumulate * self.readers / seconds
         fastest = int(fits[rate[fits].argmax()]) + 1
         sizes = sorted({n for n in (*_sizes(int(fits[-1]) + 1), fastest) if peaks[n - 1] <= self._budget})
         return [
@@ -278,7 +282,7 @@ class _Walks:
     def _work(self, mode: str, limit: int, few: Trace, more: Trace) -> Work:
         if (mode, limit) not in self._works:
             at = (np.arange(1, limit + 1) - LINE[0]) / (LINE[1] - LINE[0])
-            self._works[mode, limit] = Work(self._where.device, few, more, at)
+            self._works[mode, limit] = Work(self._where.device, few, more, at, self._ways)
         return self._works[mode, limit]
 
     def _walk(self, layout: str, prefetch: int, several: bool, trace: Trace) -> tuple[Setting, MemoryPlan, Schedule]:
@@ -286,7 +290,7 @@ class _Walks:
         key = layout, prefetch, several, trace.structure
         if key not in self._done:
             setting = self._subject.setting(
-                trace, layout=layout, precision=self._precision, mesh=self._where.mesh,
+                trace, layout=layout, precision=self._precision, mesh=self._mesh.axes,
                 overlap=Overlap(prefetch=prefetch), micro_batches=1 + several, moments=self._moments, clip=True,
                 behaviour=self._behaviour,
             )  # fmt: skip

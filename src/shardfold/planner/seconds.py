@@ -10,7 +10,7 @@ The clocks are rows of numbers, one for each size of a micro-batch, so that all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from shardfold.planner.hardware import Device, Link
 from shardfold.planner.memory import MemoryPlan, Point, Setting
 from shardfold.planner.trace import Trace
 
-__all__ = ["Rows", "Schedule", "Seconds", "Work", "plan_seconds", "schedule_of"]
+__all__ = ["Rows", "Schedule", "Seconds", "Way", "Work", "plan_seconds", "schedule_of"]
 
 HOST_UPDATE = 2e9
 """Parameters that a host updates per second, where it was not measured: 16 bytes each at 32 GB/s."""
@@ -61,6 +61,18 @@ class Seconds(NamedTuple):
         return (self.flops - (0.0 if attention else self.attention)) / self.step / rate
 
 
+class Way(NamedTuple):
+    """To the ranks along an axis.
+
+    Attributes:
+        link: between them.
+        ranks: how many there are.
+    """
+
+    link: Link
+    ranks: int
+
+
 class Rows(NamedTuple):
     """Seconds as :class:`Seconds` has them, for each size of a micro-batch."""
 
@@ -84,9 +96,13 @@ class Work:
         few: a trace.
         more: another with more samples; None: there is one size, that of ``few``.
         at: of each size, where it is on the line from ``few``, at 0, to ``more``, at 1.
+        ways: links of the axes along which layers are shared; what layers send is waited for.
     """
 
-    def __init__(self, device: Device, few: Trace, more: Trace | None = None, at: np.ndarray | None = None) -> None:
+    def __init__(
+        self, device: Device, few: Trace, more: Trace | None = None, at: np.ndarray | None = None,
+        ways: Mapping[str, Way] | None = None,
+    ) -> None:  # fmt: skip
         self.sizes = 1 if at is None else len(at)
 
         def rows(a: np.ndarray, b: np.ndarray | None) -> np.ndarray:
@@ -103,6 +119,10 @@ class Work:
         products = np.maximum(products, rows(less.product_bytes, more_products) / device.bandwidth)
         products = products + rows(less.other_bytes, more_others) / device.bandwidth
         each = np.maximum(products, less.calls[:, None] * device.launch)
+        for axis, (num_bytes, calls) in less.sent.items():
+            way = (ways or {}).get(axis, Way(device.near, 2))
+            sent = rows(num_bytes, None if other is None else other.sent.get(axis, (num_bytes, calls))[0])
+            each = each + sent / way.link.rate + calls[:, None] * (way.ranks - 1) * way.link.latency
         #: Up to each event, the first of which has nothing before it.
         self.until = np.concatenate((np.zeros((1, each.shape[1])), each.cumsum(axis=0)))
 

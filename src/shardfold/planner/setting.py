@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,10 +17,11 @@ from shardfold.plan.layout import ITEMSIZE, Layout, Precision, Tier
 from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.program import Op, lower
 from shardfold.plan.rules import Rules
+from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.memory import CPU, Behaviour, Setting
 from shardfold.planner.repeats import Folded, fold
-from shardfold.planner.trace import Trace, complete_orders
+from shardfold.planner.trace import Sends, Trace, complete_orders
 from shardfold.planner.tracing import Compute, loss_of, trace_model
 from shardfold.sharding.partition import Cut, cut
 from shardfold.torch_internals import tree_iter
@@ -52,6 +53,7 @@ class Subject:
         compute: gives the loss.
         units: as of the engine.
         real: see :func:`~shardfold.planner.tracing.trace_model`.
+        division: how ranks share the model, besides its states.
     """
 
     model: nn.Module
@@ -59,9 +61,14 @@ class Subject:
     compute: Compute = loss_of
     units: Sequence[str | type[nn.Module]] | None = None
     real: bool | None = None
+    division: Division = UNDIVIDED
 
     def __post_init__(self) -> None:
         self.hollow: nn.Module = hollow(self.model, _on_meta, {})
+        #: Of the ranks that share one model.
+        self.mesh: Mesh = self.division.over({"inter": 1, "intra": self.division.ranks})
+        if self.division.axes:
+            self.division.cut(self.hollow, self.mesh)
         self._traces: dict[tuple[Precision, str, int], Trace] = {}
         self._folded: Folded | None = None
         self._whole = False  # all blocks are traced
@@ -115,14 +122,18 @@ class Subject:
         return self._traces[key]
 
     def _all_blocks(self, policy: Precision, mode: str, samples: int) -> Trace:
-        _, cuts = self.cuts(presets.ddp, policy, mesh_of({}))
+        _, cuts = self.cuts(presets.ddp, policy, self.mesh)
         return trace_model(
-            self.model, cuts, self.rows(samples), precision=policy, mode=mode, compute=self.compute, real=self.real
+            self.hollow, cuts, self.rows(samples), precision=policy, mode=mode, compute=self.compute, real=self.real,
+            connect=self._connect if self.division.axes else None,
         )  # fmt: skip
+
+    def _connect(self, model: nn.Module, batch: Any, sent: list[Sends]) -> tuple[Any, Callable[[], None]]:
+        return self.division.connect(model, self.mesh, batch, sent)
 
     def _few_blocks(self, policy: Precision, mode: str, samples: int) -> Trace | None:
         """The trace by some of the blocks that are alike; None: there are not so many, or they differ."""
-        rules, cuts = self.cuts(presets.ddp, policy, mesh_of({}))
+        rules, cuts = self.cuts(presets.ddp, policy, self.mesh)
         units = [c.name for c in cuts if c.spec is not None and not c.spec.root]
         if self.real is not None or self._whole:
             return None
@@ -136,8 +147,9 @@ class Subject:
         kept = [name for unit in units if (name := folded.kept(unit)) is not None]
         try:
             few = trace_model(
-                folded.model, cut(folded.model, kept, groups, rules, mesh_of({})), self.rows(samples),
+                folded.model, cut(folded.model, kept, groups, rules, self.mesh), self.rows(samples),
                 precision=policy, mode=mode, compute=self.compute, real=False,
+                connect=self._connect if self.division.axes else None,
             )  # fmt: skip
         except Exception:  # a model that goes by the number of its blocks: all of them are traced
             few = None

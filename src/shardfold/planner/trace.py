@@ -15,11 +15,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Event", "Trace", "Work", "Works"]
+__all__ = ["Event", "Sends", "Trace", "Work", "Works"]
 
 SMALL = 16 * 1024
 BATCH = 64 * 1024
 """As ``sharding.gradient_buffer`` has them: gradients of so few bytes wait until there are so many of them."""
+
+
+class Sends(NamedTuple):
+    """What a rank sends for its layers along one axis.
+
+    Attributes:
+        axis: its name.
+        num_bytes: that this rank sends.
+        calls: collectives.
+    """
+
+    axis: str
+    num_bytes: float
+    calls: int
 
 
 class Work(NamedTuple):
@@ -31,6 +45,7 @@ class Work(NamedTuple):
         other_bytes: that all other operations read and write.
         calls: operations.
         attention: those of ``products`` that attention does between tokens.
+        sent: to the ranks that share layers, by axis.
     """
 
     products: tuple[tuple[str, float], ...] = ()
@@ -38,6 +53,7 @@ class Work(NamedTuple):
     other_bytes: float = 0.0
     calls: int = 0
     attention: float = 0.0
+    sent: tuple[Sends, ...] = ()
 
     @property
     def flops(self) -> float:
@@ -51,6 +67,7 @@ class Works(NamedTuple):
     product_bytes: np.ndarray
     other_bytes: np.ndarray
     calls: np.ndarray
+    sent: dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 class Event(NamedTuple):
@@ -127,7 +144,13 @@ class Trace:
             np.array([event.work.product_bytes for event in self.events]),
             np.array([event.work.other_bytes for event in self.events]),
             np.array([float(event.work.calls) for event in self.events]),
+            {axis: self._sent(axis) for axis in sorted({s.axis for e in self.events for s in e.work.sent})},
         )
+
+    def _sent(self, axis: str) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes and collectives along an axis before each event."""
+        each = [next((s for s in e.work.sent if s.axis == axis), Sends(axis, 0.0, 0)) for e in self.events]
+        return np.array([s.num_bytes for s in each]), np.array([float(s.calls) for s in each])
 
     @cached_property
     def flops(self) -> float:
@@ -157,9 +180,11 @@ class Trace:
         def mixed(a: Work, b: Work) -> Work:
             more = dict(b.products)
             products = tuple((dtype, on(flops, more.get(dtype, flops))) for dtype, flops in a.products)
+            others = {sends.axis: sends.num_bytes for sends in b.sent}
+            sent = tuple(s._replace(num_bytes=on(s.num_bytes, others.get(s.axis, s.num_bytes))) for s in a.sent)
             return Work(
                 products, on(a.product_bytes, b.product_bytes), on(a.other_bytes, b.other_bytes), a.calls,
-                on(a.attention, b.attention),
+                on(a.attention, b.attention), sent,
             )  # fmt: skip
 
         events = tuple(

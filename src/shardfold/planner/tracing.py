@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.layout import Precision
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.live import LiveBytes
-from shardfold.planner.trace import BATCH, SMALL, Event, Trace, Work
+from shardfold.planner.trace import BATCH, SMALL, Event, Sends, Trace, Work
 from shardfold.sharding.autograd import inside_checkpoint, tensors_in
 from shardfold.sharding.partition import Cut
 from shardfold.sharding.segment import TORCH_DTYPES, dtype_name
@@ -33,13 +33,16 @@ from shardfold.torch_internals import (
     tree_unflatten,
 )
 
-__all__ = ["MODES", "Compute", "loss_of", "trace_model"]
+__all__ = ["MODES", "Compute", "Connect", "loss_of", "trace_model"]
 
 MODES = ("keep", "recompute", "select")
 """Of activations, which a trace can follow."""
 
 Compute = Callable[[nn.Module, Any], Tensor]
 """Calls the model on a micro-batch and gives the loss."""
+Connect = Callable[[nn.Module, Any, list[Sends]], tuple[Any, Callable[[], None]]]
+"""Gives the layers of the copy that runs their ways to other ranks: called with it, a batch and a list that gets what
+is sent, it gives the batch of this rank, and what undoes it."""
 
 SMALL_MODEL = 1 << 30
 """Bytes of parameters of the largest model that is run with memory where it does not run without."""
@@ -79,6 +82,7 @@ def trace_model(
     mode: str = "keep",
     compute: Compute = loss_of,
     real: bool | None = None,
+    connect: Connect | None = None,
 ) -> Trace:
     """The trace of one micro-batch.
 
@@ -91,6 +95,7 @@ def trace_model(
         compute: gives the loss.
         real: runs on zeros with memory, for a forward that asks for values; None: where it has to and the model is
             small.
+        connect: see :data:`Connect`.
 
     Raises:
         ConfigError: the mode is none that a trace follows.
@@ -99,14 +104,14 @@ def trace_model(
     if mode not in MODES:
         raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
     if real is not None:
-        return _trace(model, cuts, batch, precision, mode, compute, real=real)
+        return _trace(model, cuts, batch, precision, mode, compute, connect, real=real)
     try:
         with _silent():
-            return _trace(model, cuts, batch, precision, mode, compute, real=False)
+            return _trace(model, cuts, batch, precision, mode, compute, connect, real=False)
     except Exception as error:
         size = sum(p.numel() * p.itemsize for p in model.parameters())
         if size <= SMALL_MODEL:
-            return _trace(model, cuts, batch, precision, mode, compute, real=True)
+            return _trace(model, cuts, batch, precision, mode, compute, connect, real=True)
         if not _asks_for_values(error):
             raise
         raise ModelError(
@@ -128,8 +133,9 @@ def _silent() -> Iterator[None]:
 
 
 def _trace(
-    model: nn.Module, cuts: Sequence[Cut], batch: Any, precision: Precision, mode: str, compute: Compute, *, real: bool
-) -> Trace:
+    model: nn.Module, cuts: Sequence[Cut], batch: Any, precision: Precision, mode: str, compute: Compute,
+    connect: Connect | None, *, real: bool,
+) -> Trace:  # fmt: skip
     """See :func:`trace_model`."""
     fake = nullcontext() if real else FakeMode(allow_non_fake_inputs=True)
 
@@ -143,10 +149,15 @@ def _trace(
     if precision.buffers == "compute":
         dtypes |= {n: compute_dtype for n, b in model.named_buffers() if b.is_floating_point()}
     made = hollow(model, make, dtypes)
-    values = hollow_values(batch, make)
     listener = _Listener(made, cuts)
     narrow = compute_dtype if precision.compute in ("bf16", "fp16") else None
-    with fake, listener.hooked(mode, narrow, precision.autocast):
+    with ExitStack() as held:
+        if connect is not None:
+            batch, undo = connect(made, batch, listener.sent)
+            held.callback(undo)
+        values = hollow_values(batch, make)
+        held.enter_context(fake)
+        held.enter_context(listener.hooked(mode, narrow, precision.autocast))
         listener.run(compute, values)
     return Trace(
         tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*made.buffers()]), mode=mode,
@@ -180,6 +191,7 @@ class _Listener:
         self._live = LiveBytes([*model.parameters(), *model.buffers()], self._count)
         self._work: dict[str, float] = {}
         self._bytes, self._others, self._calls, self._attention = 0.0, 0.0, 0, 0.0
+        self.sent: list[Sends] = []
         self._in_backward = False
         self._left: dict[str, int] = {}
         self._owners: dict[int, str] = {}  # units that are no roots, by the storages of their parameters
@@ -191,7 +203,12 @@ class _Listener:
     # -- events
 
     def note(self, kind: str, unit: str = "", size: float = 0, slot: str = "") -> None:
-        work = Work(tuple(self._work.items()), self._bytes, self._others, self._calls, self._attention)
+        sent = tuple(
+            Sends(axis, sum(s.num_bytes for s in self.sent if s.axis == axis), sum(s.axis == axis for s in self.sent))
+            for axis in dict.fromkeys(s.axis for s in self.sent)
+        )
+        self.sent.clear()
+        work = Work(tuple(self._work.items()), self._bytes, self._others, self._calls, self._attention, sent)
         self._work, self._bytes, self._others, self._calls, self._attention = {}, 0.0, 0.0, 0, 0.0
         self.events.append(Event(kind, unit, self._live.mark(), self._live.level, size, slot, work))
 

@@ -34,6 +34,12 @@ def plan(
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layouts to look at; may be repeated.")] = None,
     activations: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}; may be repeated.")] = None,
+    tensor: Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="With --tensor: norms are divided by tokens, too.")
+    ] = False,
+    sequence: Annotated[int, typer.Option(min=1, help="Ranks that have parts of the same sequences.")] = 1,
+    expert: Annotated[int, typer.Option(min=1, help="Ranks among which experts are shared out.")] = 1,
     inference: Annotated[
         bool, typer.Option("--inference", help="To serve it: weights and the cache of keys and values, by dtype.")
     ] = False,
@@ -47,8 +53,17 @@ def plan(
     from shardfold.plan.layout import Precision
 
     Precision.named(precision)
+    from shardfold.planner.division import Division
     from shardfold.tools.planning.command import print_inference, print_plan, write_plan_page
 
+    division = Division(
+        tensor=tensor, sequence_parallel=sequence_parallel, sequence=sequence, expert=expert
+    )  # fmt: skip
+    if division.axes and (inference or html is not None):
+        what = "--inference" if inference else "--html"
+        raise ConfigError(f"{what} plans for ranks of data alone: leave --{next(iter(division.axes))} out.")
+    if sequence_parallel and tensor == 1:
+        raise ConfigError("--sequence-parallel divides what flows between the parts of --tensor: give --tensor 2, too.")
     if inference:
         print_inference(model, gpus, memory=memory, length=length, sequences=micro_batch or 1)
         return
@@ -60,6 +75,7 @@ def plan(
     print_plan(
         model, gpus, memory=memory, precision=precision, micro_batch=micro_batch, accumulate=accumulate, length=length,
         tables=tables, modes=activations or list(MODES), batch=batch, host=host,
+        division=division,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from shardfold.engine import hooks
 from shardfold.engine.engine import Engine
 from shardfold.optim.sharded import ShardedOptimizer
 from shardfold.plan.layout import Layout, Precision, Tier
+from shardfold.planner.division import Division
 from shardfold.planner.live import LiveBytes
 from shardfold.planner.memory import CPU, MemoryPlan, plan_memory
 from shardfold.planner.setting import Subject
@@ -128,9 +129,12 @@ def measured_peak(engine: Engine, batch: Any, compute: Compute, steps: int = 3) 
 def compare(
     build: Callable[[], nn.Module], batch: Any, *, layout: str | Layout, precision: str | Precision, mode: str = "keep",
     compute: Compute = loss_of, accumulate: int = 1, clip_norm: float | None = None, real: bool | None = None,
-    **more: Any,
+    division: Division | None = None, **more: Any,
 ) -> Comparison:  # fmt: skip
-    """On every rank: plans the model, then trains it for some steps."""
+    """On every rank: plans the model, then trains it for some steps.
+
+    ``division``: how ranks share the model, as ``more`` says it to the engine.
+    """
     model = build()
     engine = Engine(
         model, optimizer=partial(torch.optim.AdamW, lr=1e-4), layout=layout, precision=precision, activations=mode,
@@ -141,7 +145,7 @@ def compare(
         mesh = engine.mesh.sizes
     finally:
         engine.close()
-    subject = Subject(build(), batch, compute, real=real)
+    subject = Subject(build(), batch, compute, real=real, division=division or Division())
     trace = subject.trace(precision, mode)
     setting = subject.setting(
         trace, layout=layout, precision=precision, mesh=mesh.axes, micro_batches=accumulate,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from shardfold.errors import ConfigError
 from shardfold.plan.layout import Layout
 from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.choice import options
+from shardfold.planner.division import Division
 from shardfold.planner.hardware import cluster
 from shardfold.planner.inference import cache_bytes, sizes_of
 from shardfold.planner.memory import CPU, GPU
@@ -24,15 +26,17 @@ __all__ = ["print_inference", "print_plan", "write_plan_page"]
 def print_plan(
     model: str, gpus: str, *, memory: str | None, precision: str, micro_batch: int | None, accumulate: int,
     length: int | None, tables: Mapping[str, Layout], modes: Sequence[str], batch: int | None = None,
-    host: str | None = None,
+    host: str | None = None, division: Division | None = None,
 ) -> None:  # fmt: skip
     """Plans and prints: what a micro-batch needs under each layout, or else the fastest way to train that fits."""
     where = cluster(gpus, memory=memory)
     room = parse_bytes(host) if host is not None else None
     if host is not None and room is None:
         raise ConfigError(f"--host {host} is no number of bytes: write it as 64GiB or 64GB.")
-    planned = planned_model(model, length=length, samples=2)
-    print(show.head(planned, where, precision))
+    division = replace(division or Division(), streams=where.device.streams)
+    mesh = division.over(where.mesh)
+    planned = planned_model(model, length=length, samples=2, division=division)
+    print(show.head(planned, where, precision, mesh))
     print()
     if micro_batch is None:
         found = search(
@@ -41,7 +45,7 @@ def print_plan(
         print(show.ranking(found, where, precision))
         return
     each = options(
-        planned.subject, tables, modes, precision=precision, mesh=where.mesh, micro_batch=micro_batch,
+        planned.subject, tables, modes, precision=precision, mesh=mesh.axes, micro_batch=micro_batch,
         micro_batches=accumulate, budget=where.device.usable, host=room or inf,
         behaviour=GPU if where.device.streams else CPU,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardfold.errors import ConfigError, did_you_mean
+from shardfold.planner.division import Division
 from shardfold.planner.setting import Subject
 from shardfold.sharding.materialize import meta_init
 from shardfold.tools.recipes.config import SIZES, GPTConfig
@@ -57,12 +58,14 @@ class Planned:
     length: int
 
 
-def planned_model(given: str, *, length: int | None = None, samples: int = 1) -> Planned:
+def planned_model(
+    given: str, *, length: int | None = None, samples: int = 1, division: Division | None = None
+) -> Planned:
     """The model that a name, a path of a config.json, or ``module:function`` gives; the function gives a model, or a
-    model and a micro-batch.
+    model and a micro-batch. ``division``: how ranks share it.
 
     Raises:
-        ConfigError: it gives none.
+        ConfigError: it gives none, or does not divide.
     """
     batch: Any = None
     if ":" in given and not Path(given).exists():
@@ -73,13 +76,13 @@ def planned_model(given: str, *, length: int | None = None, samples: int = 1) ->
             model = GPT(config)
         length = config.context
         tokens = _tokens(samples, length)
-        batch = (tokens, tokens)
+        batch = {"tokens": tokens, "targets": tokens}
     else:
         model, length = _of_transformers(_config(given), length)
     if batch is None:
         batch = _batch(model, samples, length or LENGTH)
     numel = sum({id(p): p.numel() for p in model.parameters()}.values())
-    return Planned(given, Subject(model, batch), numel, length or 0)
+    return Planned(given, Subject(model, batch, division=division or Division()), numel, length or 0)
 
 
 def _tokens(*shape: int) -> torch.Tensor:

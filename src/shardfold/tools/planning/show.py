@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Tier
 from shardfold.plan.sizes import human
 from shardfold.planner.choice import Option
@@ -15,14 +16,25 @@ from shardfold.tools.planning.models import Planned
 __all__ = ["advice", "detail", "head", "ranking", "serving", "table"]
 
 
-def head(model: Planned, cluster: Cluster, precision: str) -> str:
-    """What is planned for."""
+def head(model: Planned, cluster: Cluster, precision: str, mesh: Mesh | None = None) -> str:
+    """What is planned for; ``mesh``: of all ranks."""
     length = f", {model.length:,} tokens each" if model.length else ""
     budget = human(cluster.device.usable)
     return (
         f"{model.name}: {model.parameters:,} parameters in {precision}, AdamW; {cluster} with {budget} for training"
-        f"{length}"
+        f"{length}{_divided(model, mesh)}"
     )
+
+
+def _divided(model: Planned, mesh: Mesh | None) -> str:
+    """How ranks share the model."""
+    division = model.subject.division
+    if mesh is None or not division.axes:
+        return ""
+    readers = mesh.parts(mesh.sampling)
+    own = sum({id(p): p.numel() for p in model.subject.hollow.parameters()}.values())
+    samples = f"{readers} ranks read other samples" if readers > 1 else "all ranks read the same samples"
+    return f"\n{division}: {own:,} parameters on rank 0 before the layout divides them; {samples}"
 
 
 def table(options: Sequence[Option]) -> str:
