@@ -26,12 +26,18 @@ ENGINE: dict[str, dict[str, Any]] = {
     "stream": {"mesh": {"tensor": 2}, "tensor": "auto", "sequence_parallel": True},
     "sequence": {"mesh": {"sequence": 2}},
     "expert": {"mesh": {"expert": 2}},
+    "1f1b": {"mesh": {"pipeline": 2}, "accumulate": 4},
+    "gpipe": {"mesh": {"pipeline": 2}, "accumulate": 4, "pipeline": "gpipe"},
+    "both": {"mesh": {"pipeline": 2, "tensor": 2}, "accumulate": 3, "tensor": "auto"},
 }
 DIVISION = {
     "tensor": Division(tensor=2),
     "stream": Division(tensor=2, sequence_parallel=True),
     "sequence": Division(sequence=2),
     "expert": Division(expert=2),
+    "1f1b": Division(pipeline=2, micro_batches=4),
+    "gpipe": Division(pipeline=2, micro_batches=4, order="gpipe"),
+    "both": Division(pipeline=2, tensor=2, micro_batches=3),
 }
 
 
@@ -58,6 +64,10 @@ def _errors(how: str, layout: str, precision: str, mode: str) -> tuple[float, fl
     ("how", "layout", "precision", "mode"),
     [
         ("stream", "zero1", "bf16", "keep"),
+        ("1f1b", "zero2", "bf16", "recompute"),
+        pytest.param("1f1b", "zero3", "fp32", "keep", marks=pytest.mark.soak),
+        pytest.param("gpipe", "zero1", "fp32", "select", marks=pytest.mark.soak),
+        pytest.param("both", "zero1", "bf16", "keep", marks=pytest.mark.soak),
         pytest.param("tensor", "zero3", "fp32", "recompute", marks=pytest.mark.soak),
         pytest.param("tensor", "ddp", "bf16", "select", marks=pytest.mark.soak),
         pytest.param("stream", "zero3", "bf16", "recompute", marks=pytest.mark.soak),
@@ -71,7 +81,8 @@ def test_planned_peaks_are_measured_ones_where_ranks_share_the_model(
     ranks: Ranks, how: str, layout: str, precision: str, mode: str
 ) -> None:
     """Within 3 % above and 1 % below."""
-    for planned, measured in ranks.run(_errors, how, layout, precision, mode, world_size=2):
+    world = DIVISION[how].ranks
+    for planned, measured in ranks.run(_errors, how, layout, precision, mode, world_size=world):
         assert -BELOW <= planned / measured - 1 <= ABOVE, (planned, measured)
 
 
@@ -93,3 +104,22 @@ def test_what_layers_send_is_what_megatron_counts() -> None:
     tokens, width = 4 * SHAPE.context, SHAPE.d_model
     assert sent >= (4 * SHAPE.layers + 2) * tokens * width * 4
     assert sent <= (4 * SHAPE.layers + 2) * tokens * width * 4 + 8 * tokens * 4
+
+
+def test_orders_that_a_plan_does_not_follow_are_refused() -> None:
+    """Several stages on a rank, and backwards in parts."""
+    for order in ("interleaved:2", "zb-h1"):
+        with pytest.raises(ConfigError, match="a plan follows"):
+            Subject(GPT(SHAPE), batch(SHAPE), division=Division(pipeline=2, order=order, micro_batches=4))
+
+
+def test_more_micro_batches_need_more_under_gpipe_alone() -> None:
+    """1f1b keeps as many as stages follow, however many there are."""
+
+    def peak(order: str, count: int) -> float:
+        division = Division(pipeline=3, order=order, micro_batches=count)
+        trace = Subject(GPT(SHAPE), batch(SHAPE), division=division).trace("fp32")
+        return trace.peak
+
+    assert peak("1f1b", 8) == peak("1f1b", 16)
+    assert peak("gpipe", 16) > 1.8 * peak("gpipe", 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, inf
 
 from shardfold.plan.axes import Axis
@@ -28,6 +28,7 @@ class Option:
         largest: the largest micro-batch that fits; 0: none does.
         budget: bytes of the device.
         host: bytes of host memory for each rank; inf: not known.
+        stage: whose rank it is of, which needs the most; None: there is one.
     """
 
     layout: str
@@ -37,6 +38,7 @@ class Option:
     largest: int
     budget: float
     host: float = inf
+    stage: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -80,17 +82,24 @@ def option(
     )  # fmt: skip
     plan = plan_memory(setting, trace)
     largest = largest_micro_batch(subject, plan, precision=precision, mode=mode, budget=budget)
-    return Option(name or str(layout), mode, micro_batch, plan, largest, budget, host)
+    stage = subject.division.stage if subject.division.pipeline > 1 else None
+    return Option(name or str(layout), mode, micro_batch, plan, largest, budget, host, stage)
 
 
-def options(subject: Subject, layouts: Mapping[str, Layout], modes: Iterable[str], **how: object) -> list[Option]:
-    """All of these, the first layouts first."""
-    chosen = list(modes)
-    return [
-        option(subject, layout=table, mode=mode, name=name, **how)  # pyright: ignore[reportArgumentType]
-        for name, table in layouts.items()
-        for mode in chosen
-    ]
+def options(
+    subjects: Sequence[Subject], layouts: Mapping[str, Layout], modes: Iterable[str], **how: object
+) -> list[Option]:
+    """All of these, the first layouts first; of the stages of ``subjects`` that which needs the most."""
+    chosen, found = list(modes), list[Option]()
+    for name, table in layouts.items():
+        for mode in chosen:
+            each = [
+                option(subject, layout=table, mode=mode, name=name, **how)  # pyright: ignore[reportArgumentType]
+                for subject in subjects
+            ]
+            most = max(each, key=lambda one: one.plan.peak)
+            found.append(replace(most, largest=min(one.largest for one in each)))
+    return found
 
 
 def largest_micro_batch(

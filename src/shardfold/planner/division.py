@@ -46,6 +46,7 @@ class Division:
         plan: as ``Engine(tensor=)`` takes it.
         attention: as ``Engine(attention=)`` takes it; None: by heads where they divide.
         order: as ``Engine(pipeline=)`` takes it.
+        micro_batches: of a step, which go through the stages.
         stage: the place along the axis of stages of the rank that is planned for.
         streams: the device has streams.
     """
@@ -58,6 +59,7 @@ class Division:
     plan: Given = "auto"
     attention: str | None = None
     order: str = "1f1b"
+    micro_batches: int = 1
     stage: int = 0
     streams: bool = False
 

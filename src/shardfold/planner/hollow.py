@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardfold.torch_internals import tree_flatten, tree_unflatten
 
-__all__ = ["hollow", "hollow_values"]
+__all__ = ["fill", "hollow", "hollow_values"]
 
 
 def hollow(model: nn.Module, make: Callable[[Tensor, torch.dtype], Tensor], dtypes: Mapping[str, torch.dtype]) -> Any:
@@ -27,6 +27,26 @@ def hollow(model: nn.Module, make: Callable[[Tensor, torch.dtype], Tensor], dtyp
         if id(buffer) not in memo:
             memo[id(buffer)] = make(buffer, dtypes.get(name, buffer.dtype))
     return copy.deepcopy(model, memo)
+
+
+def fill(model: nn.Module, make: Callable[[Tensor, torch.dtype], Tensor]) -> None:
+    """Puts what ``make(tensor, dtype)`` gives in the place of parameters and buffers."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = tensor, _like(tensor, make)
+                    held[name] = made[id(tensor)][1]
+
+
+def _like(tensor: Tensor, make: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
+    new = make(tensor, tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        vars(new).update(vars(tensor))
+    return new
 
 
 def hollow_values(values: Any, make: Callable[[Tensor, torch.dtype], Tensor]) -> Any:

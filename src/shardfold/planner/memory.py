@@ -260,7 +260,7 @@ class MemoryPlan:
 
 def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
     """Bytes over a step of ``trace`` under a setting."""
-    walk = _Walk(setting, trace.events)
+    walk = _Walk(setting, trace.events, trace.passes)
     points = list(walk.step())
     ranks = setting.mesh.parts(setting.mesh.reading)
     sends = any(op.verb in REDUCTIONS for op in setting.program.last)
@@ -322,8 +322,8 @@ class _Track:
 class _Walk:
     """One step of one rank."""
 
-    def __init__(self, setting: Setting, events: Sequence[Event]) -> None:
-        self._setting, self._events = setting, events
+    def __init__(self, setting: Setting, events: Sequence[Event], passes: Sequence[tuple[str, int, int]] = ()) -> None:
+        self._setting, self._events, self._passes = setting, events, passes
         self._layout, self._mesh, self._units = setting.layout, setting.mesh, setting.by_name
         self._held: dict[tuple[str, str], float] = {}  # by unit and what it is
         self._terms: dict[str, float] = {}  # by what it is
@@ -341,24 +341,31 @@ class _Walk:
 
     def step(self) -> Iterator[Point]:
         last, forward = self._setting.micro_batches - 1, "first" if self._setting.program.first else "forward"
-        for number in range(min(last, 1), -1, -1) if last else (0,):
-            yield from self._micro_batch(forward, "last" if number == 0 else "backward")
+        for section, begin, end in self._passes:  # of a stage
+            section = forward if section == "forward" else section
+            yield from self._pass(section, section, range(begin, end))
+            forward = "forward"
+        for number in () if self._passes else range(min(last, 1), -1, -1):
+            back = "last" if number == 0 else "backward"
+            yield from self._pass(forward, back, range(len(self._events)))
             forward = "forward"
         self._part = "step"
         for section in ("arrive", "step", "beside", "behind"):
             for op in self._setting.program.section(section):
                 yield from self._do(op, -1, section)
 
-    def _micro_batch(self, forward: str, backward: str) -> Iterator[Point]:
+    def _pass(self, forward: str, backward: str, numbers: range) -> Iterator[Point]:
+        """Events along the section ``forward``, and from where backward begins along ``backward``."""
         program, self._part = self._setting.program, backward
         tracks = {name: _Track(name, program.section(name)) for name in (forward, backward)}
         moves = {name: any(op.verb in (*COLLECTIVES, *MOVES) for op in t.ops) for name, t in tracks.items()}
         track, local = tracks[forward], not moves[forward]
-        if not local:
+        if not local and forward in ("first", "forward"):
             for unit in self._setting.units:
                 if unit.root:
-                    yield from self._all(track.reach("F", unit.name), 0, forward)
-        for number, event in enumerate(self._events):
+                    yield from self._all(track.reach("F", unit.name), numbers.start, forward)
+        for number in numbers:
+            event = self._events[number]
             yield self._point(number, False, track.name, about=event)
             if event.kind == "begin_backward":
                 track, local = tracks[backward], not moves[backward]
@@ -544,6 +551,7 @@ def words_of(event: Event) -> str:
 
 _WORDS = {
     "begin": "before the model", "enter": "before {}", "leave": "in {}", "end_forward": "behind the last unit",
-    "begin_backward": "the loss", "end": "the end", "enter_backward": "before the backward of {}",
+    "begin_backward": "the loss", "sent": "behind the last unit of the stage",
+    "end": "the end", "enter_backward": "before the backward of {}",
     "gradient": "the backward of {}", "complete": "the backward of {}",
 }  # fmt: skip

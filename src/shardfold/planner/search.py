@@ -177,6 +177,8 @@ def search(
         host: bytes of host memory for each rank.
         moments: that the optimizer keeps of each element.
     """
+    if subject.division.pipeline > 1:
+        raise ConfigError("a search does not go through stages: give a micro-batch, and plan that.")
     walks = _Walks(subject, where, precision, moments)
     found: list[Found] = []
     refused: list[Refused] = []

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardfold.errors import ConfigError
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh
 from shardfold.plan.cost import fetched_bytes, resting_bytes, tier_bytes
@@ -21,13 +22,16 @@ from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.memory import CPU, Behaviour, Setting
 from shardfold.planner.repeats import Folded, fold
+from shardfold.planner.staged import in_order, stages_of
 from shardfold.planner.trace import Sends, Trace, complete_orders
-from shardfold.planner.tracing import Compute, loss_of, trace_model
+from shardfold.planner.tracing import MODES, Compute, loss_of, trace_model, trace_stage
 from shardfold.sharding.partition import Cut, cut
+from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.torch_internals import tree_iter
 
 __all__ = ["Subject", "mesh_of"]
 
+_META = torch.device("meta")
 LINE = 2, 4
 """Samples of the two micro-batches that others are found by. (Of one sample, some tensors lie otherwise.)"""
 
@@ -67,8 +71,11 @@ class Subject:
         self.hollow: nn.Module = hollow(self.model, _on_meta, {})
         #: Of the ranks that share one model.
         self.mesh: Mesh = self.division.over({"inter": 1, "intra": self.division.ranks})
+        self._stages = stages_of(self.hollow, self.division, _META) if self.division.pipeline > 1 else None
         if self.division.axes:
             self.division.cut(self.hollow, self.mesh)
+        if self._stages is not None:
+            self._stages.drop_foreign()
         self._traces: dict[tuple[Precision, str, int], Trace] = {}
         self._folded: Folded | None = None
         self._whole = False  # all blocks are traced
@@ -118,8 +125,35 @@ class Subject:
                 if on_line:
                     self._traces[key] = few.between(more, (samples - LINE[0]) / (LINE[1] - LINE[0]))
             if not on_line:
-                self._traces[key] = self._few_blocks(policy, mode, samples) or self._all_blocks(policy, mode, samples)
+                self._traces[key] = self._found(policy, mode, samples)
         return self._traces[key]
+
+    def _found(self, policy: Precision, mode: str, samples: int) -> Trace:
+        if self._stages is not None:
+            return in_order(self._stage(policy, mode, samples), self.division)
+        return self._few_blocks(policy, mode, samples) or self._all_blocks(policy, mode, samples)
+
+    def _stage(self, policy: Precision, mode: str, samples: int) -> Trace:
+        """One micro-batch in the stage of the rank that is planned for."""
+        if mode not in MODES:
+            raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
+        whole, rules = hollow(self.model, _on_meta, {}), Rules(policy, presets.ddp, mesh_of({}))
+        groups = {id(p): 0 for p in whole.parameters() if p.requires_grad}
+        specs = [c.spec for c in cut(whole, self.units, groups, rules, mesh_of({})) if c.spec is not None]
+        dtypes = {slot.name: TORCH_DTYPES[s.dtype] for spec in specs for s in spec.segments for slot in s.slots}
+        if policy.buffers == "compute":
+            narrow = TORCH_DTYPES[policy.compute]
+            dtypes |= {name: narrow for name, b in whole.named_buffers() if b.is_floating_point()}
+        made = hollow(self.model, lambda tensor, dtype: torch.empty(tensor.shape, dtype=dtype, device="meta"), dtypes)
+        stages = stages_of(made, self.division, torch.device("cpu"))
+        self.division.cut(made, self.mesh)
+        stages.drop_foreign()
+        stages.settle()
+        _, cuts = self.cuts(presets.ddp, policy, self.mesh)
+        return trace_stage(
+            made, stages, cuts, self.rows(samples), number=self.division.stage, precision=policy, mode=mode,
+            compute=self.compute, connect=self._connect,
+        )  # fmt: skip
 
     def _all_blocks(self, policy: Precision, mode: str, samples: int) -> Trace:
         _, cuts = self.cuts(presets.ddp, policy, self.mesh)

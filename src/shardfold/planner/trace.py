@@ -75,11 +75,11 @@ class Event(NamedTuple):
 
     Attributes:
         kind: ``begin``, ``enter``, ``leave``, ``end_forward``, ``begin_backward``, ``enter_backward``, ``gradient``,
-            ``complete`` (all gradients of the unit are there) or ``end``.
+            ``complete`` (all gradients of the unit are there), ``sent`` (a stage has run its forward) or ``end``.
         unit: its name, where it is of one.
         peak: the most bytes that forward and backward held since the event before.
         level: those that they hold now.
-        size: of a gradient, its bytes.
+        size: of a gradient, its bytes; of the end of a stage's backward, those that go to the stage before.
         slot: of a gradient, its parameter's name.
         work: since the event before.
     """
@@ -104,6 +104,8 @@ class Trace:
         mode: of the units' activations.
         tokens: of the micro-batch; 0: not known.
         touched: units whose weights are read outside of their forward, and which an engine therefore holds.
+        passes: of a pipeline's stage, the section of the program, the first event and the one behind the last; empty:
+            one forward and one backward.
     """
 
     events: tuple[Event, ...]
@@ -112,16 +114,24 @@ class Trace:
     mode: str = "keep"
     tokens: float = 0
     touched: frozenset[str] = field(default_factory=frozenset[str])
+    passes: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def forward_order(self) -> list[str]:
         """Units as forward enters them; one that is entered twice in a row is there once."""
-        return _once(event.unit for event in self.events if event.kind == "enter")
+        return _once(event.unit for event in self._first("forward") if event.kind == "enter")
 
     def backward_order(self, *, split: bool) -> list[str]:
         """Units as backward reaches them, or, where their values do not come and go, as their gradients are there."""
         kind = "enter_backward" if split else "complete"
-        return _once(event.unit for event in self.events if event.kind == kind)
+        return _once(event.unit for event in self._first("backward", "last") if event.kind == kind)
+
+    def _first(self, *sections: str) -> Sequence[Event]:
+        """Events of the first pass of these sections."""
+        for section, begin, end in self.passes:
+            if section in sections:
+                return self.events[begin:end]
+        return self.events
 
     @cached_property
     def levels(self) -> tuple[np.ndarray, np.ndarray]:

@@ -15,9 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from shardfold.activations.recompute import KEPT, selective, without_filling
 from shardfold.errors import ConfigError, ModelError
+from shardfold.parallel.pipeline.stages import Stages
 from shardfold.plan.layout import Precision
-from shardfold.planner.hollow import hollow, hollow_values
+from shardfold.planner.hollow import fill, hollow, hollow_values
 from shardfold.planner.live import LiveBytes
+from shardfold.planner.staged import Stage
 from shardfold.planner.trace import BATCH, SMALL, Event, Sends, Trace, Work
 from shardfold.sharding.autograd import inside_checkpoint, tensors_in
 from shardfold.sharding.partition import Cut
@@ -33,7 +35,7 @@ from shardfold.torch_internals import (
     tree_unflatten,
 )
 
-__all__ = ["MODES", "Compute", "Connect", "loss_of", "trace_model"]
+__all__ = ["MODES", "Compute", "Connect", "loss_of", "trace_model", "trace_stage"]
 
 MODES = ("keep", "recompute", "select")
 """Of activations, which a trace can follow."""
@@ -165,6 +167,51 @@ def _trace(
     )  # fmt: skip
 
 
+def trace_stage(
+    model: nn.Module, stages: Stages, cuts: Sequence[Cut], batch: Any, *, number: int, precision: Precision, mode: str,
+    compute: Compute, connect: Connect,
+) -> Trace:  # fmt: skip
+    """The trace of one micro-batch in one stage.
+
+    Args:
+        model: without memory, cut into ``stages``, in the dtypes that it computes in; it gets fake tensors.
+        stages: of it.
+        cuts: its units.
+        batch: with or without memory.
+        number: of the stage.
+        precision, mode, compute, connect: as of :func:`trace_model`.
+    """
+    fake = FakeMode(allow_non_fake_inputs=True)
+
+    def make(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        with fake:
+            return torch.zeros(tensor.shape, dtype=dtype, device="cpu")
+
+    def zeros(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=dtype)
+
+    fill(model, make)
+    narrow = TORCH_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
+    autocast = partial(torch.autocast, "cpu", cache_enabled=False)
+    listener = _Listener(model, cuts)
+    with ExitStack() as held:
+        batch, undo = connect(model, batch, listener.sent)
+        held.callback(undo)
+        whole = hollow_values(batch, zeros)
+        with autocast(TORCH_DTYPES[precision.autocast]) if precision.autocast else nullcontext():
+            given = cast_floats(whole, narrow) if narrow is not None else whole
+            stage = Stage(stages, number, lambda skeleton: compute(skeleton, given))
+        held.callback(stages.close)
+        values = hollow_values(batch, make)
+        held.enter_context(fake)
+        held.enter_context(listener.hooked(mode, narrow, precision.autocast))
+        listener.run_stage(stage, compute, values)
+    return Trace(
+        tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*model.buffers()]), mode=mode,
+        tokens=_tokens(values), touched=frozenset(listener.touched),
+    )  # fmt: skip
+
+
 def _asks_for_values(error: Exception) -> bool:
     return any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutput", "UnsupportedFakeTensor"))
 
@@ -247,6 +294,25 @@ class _Listener:
             self._flush()
             self.note("end")
 
+    def run_stage(self, stage: Stage, compute: Compute, batch: Any) -> None:
+        """A forward and a backward of one stage."""
+        with self._live:
+            received, loss, sent = stage.forward(partial(compute, self._model, batch))
+            del batch
+            if loss is None:
+                sent = [tensor for tensor in sent if tensor.requires_grad]
+                for tensor in sent:
+                    tensor.register_hook(lambda grad: self._begin_backward())
+                self.note("end_forward")
+            self.note("sent")
+            if loss is not None:
+                loss.backward()
+            else:
+                torch.autograd.backward(sent, [torch.empty_like(tensor) for tensor in sent])
+            del loss, sent
+            self._flush()
+            self.note("end", size=_nbytes([x.grad for x in received if x.grad is not None]))
+
     @contextmanager
     def hooked(self, mode: str, narrow: torch.dtype | None, autocast: str | None) -> Iterator[None]:
         model = self._model
@@ -286,7 +352,7 @@ class _Listener:
                 self.note("leave", name)
 
         module.register_forward_pre_hook(before, prepend=True)
-        module.register_forward_hook(after, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True, always_call=True)  # a stage ends by an exception
 
     def _before_model(self, narrow: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not any(event.kind == "begin" for event in self.events):

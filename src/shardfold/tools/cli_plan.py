@@ -40,6 +40,12 @@ def plan(
     ] = False,
     sequence: Annotated[int, typer.Option(min=1, help="Ranks that have parts of the same sequences.")] = 1,
     expert: Annotated[int, typer.Option(min=1, help="Ranks among which experts are shared out.")] = 1,
+    pipeline: Annotated[
+        int, typer.Option(min=1, help="Ranks among which stages of layers are; needs --micro-batch.")
+    ] = 1,
+    order: Annotated[
+        str, typer.Option(help="In which order stages run --accumulate micro-batches: 1f1b, gpipe.")
+    ] = "1f1b",
     inference: Annotated[
         bool, typer.Option("--inference", help="To serve it: weights and the cache of keys and values, by dtype.")
     ] = False,
@@ -57,8 +63,16 @@ def plan(
     from shardfold.tools.planning.command import print_inference, print_plan, write_plan_page
 
     division = Division(
-        tensor=tensor, sequence_parallel=sequence_parallel, sequence=sequence, expert=expert
+        tensor=tensor, sequence_parallel=sequence_parallel, sequence=sequence, expert=expert, pipeline=pipeline,
+        order=order, micro_batches=accumulate if pipeline > 1 else 1,
     )  # fmt: skip
+    if pipeline > 1 and micro_batch is None:
+        raise ConfigError(
+            "--pipeline is planned for a micro-batch that is given: add --micro-batch 1 and, as micro-batches of a "
+            f"step that go through the stages, --accumulate {4 * pipeline}."
+        )
+    if pipeline > 1 and sequence_parallel:
+        raise ConfigError("--sequence-parallel does not go with --pipeline: leave one of them out.")
     if division.axes and (inference or html is not None):
         what = "--inference" if inference else "--html"
         raise ConfigError(f"{what} plans for ranks of data alone: leave --{next(iter(division.axes))} out.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -106,8 +107,12 @@ def inside_hooks() -> Iterator[None]:
 def measured_peak(engine: Engine, batch: Any, compute: Compute, steps: int = 3) -> int:
     """The most bytes of live storages in a step of this rank."""
 
+    staged = bool(engine.mesh.sizes.stages)
+
     def step() -> None:
-        for _ in range(engine.accumulate):
+        if staged:
+            engine.train_batch([batch] * engine.accumulate, compute)
+        for _ in range(0 if staged else engine.accumulate):
             loss = compute(engine, batch)  # type: ignore[arg-type]
             engine.backward(loss)
             del loss
@@ -142,10 +147,12 @@ def compare(
     )  # fmt: skip
     try:
         measured = measured_peak(engine, batch, compute)
-        mesh = engine.mesh.sizes
+        mesh, coords = engine.mesh.sizes, engine.mesh.coords
     finally:
         engine.close()
-    subject = Subject(build(), batch, compute, real=real, division=division or Division())
+    division = division or Division()
+    division = replace(division, stage=sum(coords[axis] for axis in mesh.stages))
+    subject = Subject(build(), batch, compute, real=real, division=division)
     trace = subject.trace(precision, mode)
     setting = subject.setting(
         trace, layout=layout, precision=precision, mesh=mesh.axes, micro_batches=accumulate,

@@ -44,11 +44,17 @@ def print_plan(
         )  # fmt: skip
         print(show.ranking(found, where, precision))
         return
+    stages = [planned.subject] + [
+        replace(planned.subject, division=replace(division, stage=stage)) for stage in range(1, division.pipeline)
+    ]
     each = options(
-        planned.subject, tables, modes, precision=precision, mesh=mesh.axes, micro_batch=micro_batch,
+        stages, tables, modes, precision=precision, mesh=mesh.axes, micro_batch=micro_batch,
         micro_batches=accumulate, budget=where.device.usable, host=room or inf,
         behaviour=GPU if where.device.streams else CPU,
     )  # fmt: skip
+    if division.pipeline > 1:
+        print(show.stages(division))
+        print()
     print(show.table(each))
     fitting = [one for one in each if one.fits]
     best = max(fitting, key=lambda one: one.largest) if fitting else min(each, key=lambda one: one.plan.peak)

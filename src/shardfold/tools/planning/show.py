@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardfold.parallel.pipeline.order import choose_order, make_order
+from shardfold.parallel.pipeline.simulate import timeline
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Tier
 from shardfold.plan.sizes import human
 from shardfold.planner.choice import Option
+from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.inference import RESERVE, Size, largest_batch_of
 from shardfold.planner.search import Search
 from shardfold.tools.planning.models import Planned
 
-__all__ = ["advice", "detail", "head", "ranking", "serving", "table"]
+__all__ = ["advice", "detail", "head", "ranking", "serving", "stages", "table"]
 
 
 def head(model: Planned, cluster: Cluster, precision: str, mesh: Mesh | None = None) -> str:
@@ -35,6 +38,18 @@ def _divided(model: Planned, mesh: Mesh | None) -> str:
     own = sum({id(p): p.numel() for p in model.subject.hollow.parameters()}.values())
     samples = f"{readers} ranks read other samples" if readers > 1 else "all ranks read the same samples"
     return f"\n{division}: {own:,} parameters on rank 0 before the layout divides them; {samples}"
+
+
+def stages(division: Division) -> str:
+    """What an order of stages costs, in slots of which a backward takes two."""
+    count, ranks = division.micro_batches, division.pipeline
+    line = timeline(make_order(choose_order(division.order), ranks, count), ranks)
+    kept = ", ".join(map(str, line.kept))
+    many = f"{count} micro-batches" if count > 1 else "1 micro-batch"
+    return (
+        f"{division.order} of {many} over {ranks} stages: ranks wait {line.bubble:.1%} of a step; kept at most, by "
+        f"stage: {kept}. The table is of the stage that needs the most."
+    )
 
 
 def table(options: Sequence[Option]) -> str:
@@ -109,8 +124,9 @@ def serving(model: Planned, where: Cluster, sizes: Sequence[Size], cache_of_one:
 
 def detail(option: Option) -> str:
     """What the peak of one is made of, and where it is."""
+    stage = "" if option.stage is None else f" on the rank of stage {option.stage}"
     lines = [
-        f"{option.layout} with activations={option.mode!r}, micro-batch {option.micro_batch}: "
+        f"{option.layout} with activations={option.mode!r}, micro-batch {option.micro_batch}{stage}: "
         f"{human(option.plan.peak)} at {option.plan.top.where}"
     ]
     for name, num_bytes in sorted(option.plan.terms.items(), key=lambda pair: -pair[1]):
