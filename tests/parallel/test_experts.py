@@ -29,7 +29,7 @@ def mine(name: str, whole: Tensor, rank: int, ranks: int) -> Tensor:
 
 def trains_like_the_whole(
     layout: str, experts: int, clip: float | None = LIMIT, accumulate: int = 1, tolerance: float = 1e-12,
-    dtype: torch.dtype = torch.float64, options: dict[str, Any] | None = None, **settings: Any,
+    dtype: torch.dtype = torch.float64, options: dict[str, Any] | None = None, rows: int = 8, **settings: Any,
 ) -> None:  # fmt: skip
     options = options or {}
     engine = sf.Engine(
@@ -37,7 +37,7 @@ def trains_like_the_whole(
         accumulate=accumulate, debug=True, **settings,
     )  # fmt: skip
     place, losses, norms = engine.mesh.coords["expert"], [], []
-    for batch in batches(dtype):
+    for batch in batches(dtype, rows):
         total = 0.0
         for micro in range(accumulate):
             part = [t.chunk(accumulate)[micro].chunk(engine.data_ranks)[engine.data_rank] for t in batch]
@@ -47,7 +47,7 @@ def trains_like_the_whole(
             report = engine.step()
         losses.append(engine.mean(total))
         norms.append(report.grad_norm)
-    expected, expected_norms, whole = plain(clip, dtype, accumulate, **options)
+    expected, expected_norms, whole = plain(clip, dtype, accumulate, rows, **options)
     assert losses == pytest.approx(expected, rel=tolerance)
     if clip is not None:
         assert norms == pytest.approx(expected_norms, rel=tolerance)
@@ -94,7 +94,7 @@ def test_none_one_or_all_tokens_to_an_expert(ranks: Ranks) -> None:
 def test_every_layout_with_every_count(layout: str, experts: int, world: int) -> None:
     """The same for all of them."""
     each: list[dict[str, Any]] = [
-        {"options": LOSSES}, {"accumulate": 2}, {"activations": "recompute", "options": LOSSES},
+        {"options": LOSSES}, {"accumulate": 2, "rows": 16}, {"activations": "recompute", "options": LOSSES},
         {"options": {"forced": [1]}}, {"options": {"forced": [1, 3]}},
     ]  # fmt: skip
     run_ranks(several, world, [(layout, experts, given) for given in each], timeout=250.0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardfold as sf
+from shardfold.errors import ModelError
 from shardfold.testing import Ranks
 from tests.parallel.models import ADAM
 from tests.pipeline.training import batches, model_of, run
@@ -68,6 +69,17 @@ def test_what_is_recomputed_trains_with_backwards_in_two_parts(
     ranks: Ranks, layout: str, order: str, activations: str
 ) -> None:
     run(ranks, "gpt-tied", 2, 1, layout, order, 3, activations=activations)
+
+
+def _nothing_to_recompute() -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    with pytest.raises(ModelError, match="activations='recompute' applies to no unit of this model"):
+        sf.Engine(layers, optimizer=ADAM, layout="zero1", mesh={"pipeline": 2}, activations="recompute")
+
+
+@pytest.mark.soak
+def test_a_mode_that_no_stage_has_a_place_for_is_refused(ranks: Ranks) -> None:
+    ranks.run(_nothing_to_recompute, world_size=2)
 
 
 def _frozen() -> None:

@@ -65,12 +65,12 @@ def batches(dtype: torch.dtype = torch.float64, rows: int = 8, tokens: int = 5) 
 
 
 def plain(
-    clip: float | None, dtype: torch.dtype = torch.float64, pieces: int = 1, **options: Any
+    clip: float | None, dtype: torch.dtype = torch.float64, pieces: int = 1, rows: int = 8, **options: Any
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, norms and weights of the whole model on one process; ``pieces``: micro-batches, of every rank's."""
     model, losses, norms = build(dtype, **options), [], []
     optimizer = ADAM(model.parameters())
-    for batch in batches(dtype):
+    for batch in batches(dtype, rows):
         total = 0.0
         for piece in range(pieces):
             loss = model(*[part.chunk(pieces)[piece] for part in batch]) / pieces

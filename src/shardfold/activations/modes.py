@@ -78,6 +78,10 @@ class Replacements:
         tiers: that what autograd saves may rest in.
         mesh: the axes that inputs may be split over.
 
+    Attributes:
+        places: of the units that have a mode.
+        elsewhere: stages of other ranks have places, so that this one may have none.
+
     Raises:
         ConfigError: the rules are none, or a mode is unknown.
         LayoutError: inputs are to be split over an axis that is none of tensor.
@@ -91,6 +95,7 @@ class Replacements:
         self._patterns = Patterns([pattern for pattern, _ in rules], "activations")
         self._patterns.check(model)
         self.places: list[ReplacedForward] = []
+        self.elsewhere = False
         self._movers = Movers(model, tiers)
         self._units: Sequence[Unit] = ()
         self._needs: Callable[[Unit], None] = lambda unit: None
@@ -140,6 +145,13 @@ class Replacements:
         """Raises what :meth:`attach` would of units that are made of these cuts, while the model is as it was."""
         self._find(cuts)
 
+    def finds(self, cuts: Sequence[Any]) -> bool:
+        """Whether there is a place in them; True where :meth:`check` tells what is wrong with one."""
+        try:
+            return any(True for _ in self._search(cuts))
+        except ModelError:
+            return True
+
     def _find(self, units: Sequence[Any]) -> list[ReplacedForward]:
         """The places in these units, or in the cuts that units will be made of.
 
@@ -147,7 +159,7 @@ class Replacements:
             ModelError: see :meth:`attach`.
         """
         places = list(self._search(units))
-        if not places and any(value.mode != "keep" for value in self._values):
+        if not places and not self.elsewhere and any(value.mode != "keep" for value in self._values):
             asked = next(value.mode for value in self._values if value.mode != "keep")
             raise ModelError(
                 f"activations={asked!r} applies to no unit of this model, in which nothing but single layers was "

@@ -357,6 +357,8 @@ class Engine:
         if staged is not None:
             staged.keep_mine(comm)
         cuts = self._changes.cut()
+        if staged is not None:
+            self._replaced.elsewhere = comm.anyone([self._replaced.finds(cuts)], "activations=")[0]
         self._replaced.check(cuts)
         if sharded.optimizer is not None and sharded.rules.stochastic:
             check_rounding(sharded.optimizer)
