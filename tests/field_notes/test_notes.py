@@ -23,7 +23,7 @@ from shardfold.plan.presets import PRESETS
 from shardfold.testing import Ranks
 from shardfold.tools.recipes.face import study
 from shardfold.tools.recipes.face.config import FaceConfig
-from shardfold.tools.recipes.face.images import sources
+from shardfold.tools.recipes.face.needs import SETTINGS, Need
 from shardfold.tools.recipes.face.train import FaceRun
 
 ROOT = Path(__file__).parents[1]
@@ -116,22 +116,15 @@ def test_2_a_head_in_fp16_gives_an_infinite_loss() -> None:
     assert model["head"](features.half(), labels).isfinite()
 
 
-def _needs() -> dict[str, tuple[int, int]]:
-    settings = config()
-    images = sources(settings)
-    found = {name: study.need_of(settings, images, name, "sharded") for name in study.SETTINGS}
-    return {name: (need.fixed, need.each) for name, need in found.items()}
-
-
-def test_3_and_8_offload_leaves_room_for_more_images_without_tuning(ranks: Ranks) -> None:
+def test_3_and_8_offload_leaves_room_for_more_images_without_tuning() -> None:
     """3: stage 3 with offload takes less of the device than stage 2, with no option set besides. 8: offload under
-    stage 2
-    raises the largest batch; both train on more images than the base."""
-    needs = {name: study.Need(*each) for name, each in ranks.run(_needs, world_size=2)[0].items()}
-    assert needs["stage 3 + offload"].fixed < needs["stage 2 + offload"].fixed < needs["stage 2"].fixed
-    allowed = needs["base"].of(4)
-    batch = {name: study.largest_batch(need, allowed) for name, need in needs.items()}
-    assert batch["base"] <= batch["stage 2"] < batch["stage 2 + offload"] < batch["stage 3 + offload"]
+    stage 2 raises the largest batch; both train on more images than the base."""
+    needs = study.needs_of(config(), SMALL["identities"], 2)
+    mine = {name: needs[name, "sharded"] for name in SETTINGS}
+    assert mine["stage 3 + offload"].of(1) < mine["stage 2 + offload"].of(1) < mine["stage 2"].of(1)
+    allowed = mine["base"].of(4)
+    batch = {name: need.largest(allowed) for name, need in mine.items()}
+    assert batch["base"] <= batch["stage 2"] < min(batch["stage 2 + offload"], batch["stage 3 + offload"])
 
 
 def test_5_the_first_rate_of_a_warm_up_is_small() -> None:
@@ -186,7 +179,7 @@ def test_7_a_few_batches_that_explode_leave_the_scale_above_1() -> None:
 def test_9_a_rank_more_leaves_each_more_room() -> None:
     """Why a tenth card raises each card's rate: states of a rank shrink, so that its batch grows, and what it sends is
     bounded by twice the parameters."""
-    room = [study.largest_batch(study.Need(int(1e8 * (2 + 14 / n)), 10**7), 2 * 10**9) for n in (8, 9, 10)]
+    room = [Need(((1e8 * (2 + 14 / n), 1e7),)).largest(2e9) for n in (8, 9, 10)]
     assert room == sorted(room) and room[0] < room[2]
     assert all(2 * (n - 1) / n < 2 for n in (8, 9, 10))
 
@@ -393,5 +386,5 @@ def _losses(layout: str, offload: str | None) -> list[float]:
 def test_losses_of_the_five_settings_are_within_noise(ranks: Ranks) -> None:
     """On the same batches, to 1e-4 in fp32."""
     base = ranks.run(_losses, "ddp", None, world_size=2)[0]
-    for layout, offload in study.SETTINGS.values():
+    for layout, offload in SETTINGS.values():
         assert ranks.run(_losses, layout, offload, world_size=2)[0] == pytest.approx(base, rel=1e-4)

@@ -157,6 +157,8 @@ class MarginHead(nn.Module):
 
     def _rows(self, link: Link, mine: int) -> list[int]:
         """How many rows each rank has; one that has none that fit says -1."""
+        if link.size == 1:  # nothing is asked of a tensor, which a plan has no values of
+            return [mine]
         number = torch.tensor([mine], device=self.weight.device)
         return link.all_gather(number, 0).tolist()
 
@@ -237,9 +239,9 @@ class _Mean(torch.autograd.Function):
             raise UsageError("MarginHead has no gradients of its gradients (create_graph=True).")
         link: Link = ctx.link
         together, weight, labels, columns, count, *grads = ctx.saved_tensors
-        mine = (outputs[0] / count).nan_to_num(0.0).view(1) if not count else (outputs[0] / count).view(1)
+        mine = (outputs[0] / count).where(count > 0, 0.0).view(1)
         scales = link.all_gather(mine.to(weight.dtype), 0)
-        if bool((scales == scales[0]).all()):
+        if link.size == 1 or bool((scales == scales[0]).all()):
             again = keeps_graph()
             grads = [g if g is None else g * scales[0] if again else g.mul_(scales[0]) for g in grads]
         else:

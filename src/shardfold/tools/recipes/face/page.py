@@ -1,212 +1,292 @@
-"""The study as text: two tables as the report's, ours, and one page of HTML that needs no other file."""
+"""The study as text: tables as the report's, ours, and one page of HTML that needs no other file and no network."""
 
 from __future__ import annotations
 
-import base64
 import html
-from collections.abc import Sequence
-from io import BytesIO
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from shardfold.tools.observe.page import STYLE
+from shardfold.tools.recipes.face import drawing
+from shardfold.tools.recipes.face.cards import ALLOWED, CARDS, PUBLISHED, RATES, Setting
 from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face.drawing import Axis
+from shardfold.tools.recipes.face.findings import REMARKS, findings
 from shardfold.tools.recipes.face.images import Source
 from shardfold.tools.recipes.face.row import Row
 
-__all__ = ["PUBLISHED", "computed", "findings", "write_page"]
+__all__ = ["Study", "Table", "write_page"]
 
-PUBLISHED = {
-    "base": (440, "2500", 15950),
-    "stage 2": (440, "2600-2650", 14000),
-    "stage 2 + offload": (584, "2800-2850", 15900),
-    "stage 3 + offload": (660, "> 2950", 15900),
-    "stage 3": (600, "2500-2550", 15900),
-}
-"""The report's batch, images/s and MB, of 16,150 on each of 10 V100."""
+TITLE = "Face recognition under five layouts"
+MIB = 2**20
 
-CARDS, ALLOWED, PARAMETERS = 10, 16150, 121.5e6
-"""Its model's parameters follow from its file of 243 MB in fp16."""
+MORE = """
+h2 { font-size: 1.25rem; margin-top: 3rem; } .lead { font-size: 1.1rem; max-width: 44rem; } p { max-width: 46rem; }
+figure { margin: 1.2rem 0; } figcaption { color: var(--muted); font-size: .85rem; margin-top: .4rem; }
+.note { border-left: 3px solid var(--line); padding-left: .8rem; color: var(--muted); font-size: .92rem; }
+.computed { background: var(--card); border-radius: .5rem; padding: .1rem 1rem .8rem; }
+td, th { padding-right: 1rem; } td:last-child, th:last-child { padding-right: 0; } table { font-size: .9rem; }
+.command { display: grid; grid-template-columns: 1fr auto; gap: .5rem; align-items: start; margin: .3rem 0 .9rem; }
+.command code { background: var(--card); border-radius: .4rem; padding: .4rem .6rem; font-size: .8rem;
+  overflow-wrap: anywhere; user-select: all; }
+.command button { font: inherit; font-size: .8rem; color: inherit; background: var(--card); cursor: pointer;
+  border: 1px solid var(--line); border-radius: .4rem; padding: .3rem .6rem; min-width: 4.2rem; }
+"""
 
-STYLE = """:root{color-scheme:light dark}
-body{font:16px/1.55 Georgia,serif;max-width:62rem;margin:2rem auto;padding:0 1rem}
-h1,h2{font-weight:normal;line-height:1.2}h2{margin-top:2.2rem;border-top:1px solid #8886;padding-top:1rem}
-table{border-collapse:collapse;font:13px/1.4 system-ui,sans-serif;margin:1rem 0;display:block;overflow-x:auto}
-th,td{padding:.3rem .5rem;border-bottom:1px solid #8884;text-align:right;white-space:nowrap}img{max-width:100%}
-th:first-child,td:first-child{text-align:left}
-th{border-bottom:1px solid #888}code{font-size:12px;background:#8882;padding:.1rem .3rem}
-.command{display:block;margin:.15rem 0;white-space:pre-wrap;overflow-wrap:anywhere}.note{color:#888;font-size:14px}"""
-
-REMARKS = (
-    (
-        "R1",
-        "The report found that neither a distributed head nor DeepSpeed's collectives combine with ZeRO. Here the head "
-        "is a part of the same engine: its classes are split over the ranks that read other samples, its states "
-        "are not "
-        "split once more, and no gradient of a class is sent.",
-    ),
-    (
-        "R2",
-        "In the report stage 2 with the optimizer offloaded was the fastest with matching accuracy, and stage 3 could "
-        "turn parameter offload on silently. Here what rests where is one table, which a run prints, and offload is on "
-        "where it is asked for.",
-    ),
-    (
-        "R3",
-        "Overlapped communication costs memory, there and here: the two largest units are counted as gathered in what "
-        "stage 3 takes.",
-    ),
-    (
-        "R5",
-        "Without fp16 the report gained 50 images/s, and lost under 10 % of rate and memory with it. A CPU without "
-        "16-bit arithmetic gains nothing from it, so this page is in the precision of its command.",
-    ),
-    (
-        "R6",
-        "The head is over twice the ViT, so that a ViT that is 30 % faster is 10 % overall: Amdahl's law with a "
-        "share of "
-        "0.39, 1 / (0.61 + 0.39 / 1.3) = 1.10. The second table says what splitting the head gives instead.",
-    ),
-)
+SCRIPT = """
+for (const button of document.querySelectorAll('.command button')) button.onclick = async () => {
+  const code = button.previousElementSibling, range = document.createRange();
+  range.selectNodeContents(code); getSelection().removeAllRanges(); getSelection().addRange(range);
+  try { await navigator.clipboard.writeText(code.textContent); button.textContent = 'copied'; }
+  catch { button.textContent = 'selected'; }
+};
+"""
 
 
-def computed() -> list[tuple[str, float, int]]:
-    """For the report's 10 cards, from the bytes that ZeRO's formulas give for its model: the setting, MB of states on a
-    card, and the batch that fits, where the base's batch of 440 says what one image takes."""
-    states = {
-        "base": 16.0,
-        "stage 2": 2 + 14 / CARDS,
-        "stage 2 + offload": 2.0,
-        "stage 3 + offload": 0.0,
-        "stage 3": 16 / CARDS,
-    }
-    mb = {name: PARAMETERS * each / 1e6 for name, each in states.items()}
-    image = (PUBLISHED["base"][2] - mb["base"]) / PUBLISHED["base"][0]
-    return [(name, each, int((ALLOWED - each) / image)) for name, each in mb.items()]
+class Study(NamedTuple):
+    """What was found.
+
+    Attributes:
+        rows: of what was trained.
+        baselines: Precision on the first held-out set, by false-accept rate, of what was not trained.
+        ten: this model on 10 ranks, computed: setting, head, largest batch.
+        cards: the report's 10 cards, computed: by head, parameters of a card and the settings.
+        ranks: that trained.
+    """
+
+    rows: Sequence[Row]
+    baselines: Mapping[str, Mapping[str, float]]
+    ten: Sequence[tuple[str, str, int]]
+    cards: Mapping[str, tuple[int, Sequence[Setting]]]
+    ranks: int
+
+    def values(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "rows": [asdict(row) for row in self.rows],
+            "baselines": self.baselines,
+            "computed_on_10_ranks": [dict(zip(("setting", "head", "batch"), each, strict=True)) for each in self.ten],
+            "computed_on_10_cards": {
+                head: [each._asdict() for each in found] for head, (_, found) in self.cards.items()
+            },
+            "published": {name: {**each._asdict(), "middle_rate": RATES[name]} for name, each in PUBLISHED.items()},
+        }
 
 
-def findings(rows: Sequence[Row]) -> list[str]:
-    """What the rows say of the report's order, a sentence each."""
-    said: list[str] = []
-    for budget in dict.fromkeys(row.budget for row in rows):
-        mine = {row.setting: row for row in rows if row.budget == budget and row.head == "replicated"}
-        batches = sorted(mine, key=lambda name: mine[name].batch)
-        theirs = sorted(PUBLISHED, key=lambda name: PUBLISHED[name][0])
-        same = all(mine[a].batch <= mine[b].batch for a in mine for b in mine if PUBLISHED[a][0] < PUBLISHED[b][0])
-        said.append(
-            f"Largest batches under the {budget} budget, from the smallest: {', '.join(batches)}. "
-            + ("That is the report's order." if same else f"The report's is {', '.join(theirs)}.")
-        )
-        fastest = sorted(mine, key=lambda name: -mine[name].images_per_s)
-        said.append(
-            f"Fastest under the {budget} budget: {', '.join(fastest)}; in the report stage 3 + offload, "
-            "stage 2 + offload, stage 2, stage 3 and the base. Offload copies nothing here: device and host are "
-            "one memory, and the links "
-            "between ranks are this machine's memory too, so rates need not follow a cluster's."
-        )
-        pairs = [(row, other) for row in mine.values() for other in rows
-                 if other.head == "sharded" and (other.budget, other.setting) == (budget, row.setting)]  # fmt: skip
-        ratios = ", ".join(f"{b.setting} {b.images_per_s / a.images_per_s:.2f}" for a, b in pairs)
-        said.append(f"Images/s with split classes, divided by those with a replicated head: {ratios}.")
-    return said
+class Table(NamedTuple):
+    """A title, heads and lines."""
+
+    title: str
+    heads: list[str]
+    lines: list[list[str]]
+
+    def markdown(self) -> str:
+        lines = [f"## {self.title}", "", f"| {' | '.join(self.heads)} |", f"|{'---|' * len(self.heads)}"]
+        return "\n".join([*lines, *(f"| {' | '.join(line)} |" for line in self.lines), ""])
+
+    def page(self) -> str:
+        def row(cells: list[str], tag: str) -> str:
+            words = 2 if self.heads[1:2] == ["head"] else 1
+            return "<tr>" + "".join(
+                f"<{tag}{' class=number' * (n >= words)}>{html.escape(cell)}</{tag}>" for n, cell in enumerate(cells)
+            ) + "</tr>"  # fmt: skip
+
+        body = "".join(row(line, "td") for line in self.lines)
+        return f'<div class="scroll"><table>{row(self.heads, "th")}{body}</table></div>'
 
 
-def tables(rows: Sequence[Row]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """``(title, heads, lines)`` of each."""
-    found: list[tuple[str, list[str], list[list[str]]]] = []
-    for budget in dict.fromkeys(row.budget for row in rows):
-        mine = [row for row in rows if row.budget == budget]
-        lines = [
-            [
-                row.setting, row.head, str(row.batch), f"{row.images_per_s:.0f}",
-                f"{row.used / 2**20:.1f} of {row.allowed / 2**20:.1f}", f"{row.loss:.2f}", f"{row.seconds:.0f}",
-            ]
-            for row in mine
-        ]  # fmt: skip
-        found.append((f"Rates and memory, {budget} budget",
-                      ["setting", "head", "batch", "images/s", "MiB", "loss", "seconds"], lines))  # fmt: skip
-        rates = list(mine[0].precision)
-        lines = [[row.setting, row.head, *(f"{100 * row.precision[r]:.2f}@{r}" for r in rates)] for row in mine]
-        found.append((f"Precision on identities that were kept apart, {budget} budget",
-                      ["setting", "head", *(f"at {r}" for r in rates)], lines))  # fmt: skip
+def rates_table(rows: Sequence[Row], budget: str) -> Table:
+    """The report's first table."""
+    mine = [row for row in rows if row.budget == budget]
+    first = next((row for row in mine if (row.setting, row.head) == ("base", "replicated")), mine[0])
     lines = [
-        [name, str(PUBLISHED[name][0]), PUBLISHED[name][1], str(PUBLISHED[name][2]), f"{mb:.0f}", str(batch)]
-        for name, mb, batch in computed()
-    ]
-    found.append(("The report's 10 V100: published, and computed from ZeRO's formulas",
-                  ["setting", "batch", "images/s", "MB", "computed: MB", "computed: batch"], lines))  # fmt: skip
-    return found
+        [
+            row.setting, row.head, str(row.batch), f"{row.images_per_s:.0f}",
+            f"{row.images_per_s / first.images_per_s:.2f}", f"{row.used / MIB:.2f} of {row.allowed / MIB:.2f}",
+            f"{row.at_base / MIB:.2f}", f"{row.host / MIB:.2f}",
+            f"{(row.used + row.host) / MIB:.2f} / {row.measured / MIB:.2f}" if row.measured else "-",
+        ]
+        for row in mine
+    ]  # fmt: skip
+    heads = ["setting", "head", "batch", "images/s", "of the base", "MiB used of allowed", f"at {BASE[budget]} images",
+             "host, MiB", "planned / measured"]  # fmt: skip
+    return Table(f"Rates and memory, {budget} budget", heads, lines)
 
 
-def write_page(out: Path, rows: Sequence[Row], config: FaceConfig, held_out: Source) -> None:
+BASE = {"large": 48, "small": 16}
+"""Images of the base under each budget."""
+
+
+def precision_table(rows: Sequence[Row], budget: str) -> Table:
+    """The report's second table: of every held-out set."""
+    mine = [row for row in rows if row.budget == budget]
+    sets = list(mine[0].precision)
+    first, rates = sets[0], list(mine[0].precision[sets[0]])
+    one = rates[min(1, len(rates) - 1)]
+    heads = ["setting", "head", *(f"{first}, at {rate}" for rate in rates), *(f"{each}, at {one}" for each in sets[1:]),
+             "loss"]  # fmt: skip
+    lines = [
+        [
+            row.setting, row.head, *(f"{100 * row.precision[first][r]:.2f}@{r}" for r in rates),
+            *(f"{100 * row.precision[each][one]:.2f}@{one}" for each in sets[1:]), f"{row.loss:.2f}",
+        ]
+        for row in mine
+    ]  # fmt: skip
+    return Table(f"Precision on identities that training never saw, {budget} budget", heads, lines)
+
+
+def baselines_table(found: Study) -> Table:
+    """What was not trained, beside the best that was."""
+    first = next(iter(found.rows[0].precision))
+    best = max(found.rows, key=lambda row: sum(row.precision[first].values()))
+    rates = list(best.precision[first])
+    named = {f"trained: {best.setting}, {best.head} head, {best.budget} budget": best.precision[first]}
+    named |= dict(sorted(found.baselines.items()))
+    lines = [[name, *(f"{100 * values[r]:.2f}@{r}" for r in rates)] for name, values in named.items()]
+    return Table("Beside what was not trained", ["", *(f"at {rate}" for rate in rates)], lines)
+
+
+def cards_table(found: Study) -> Table:
+    """The report's cards: published, and computed."""
+    computed = {head: {each.name: each for each in mine} for head, (_, mine) in found.cards.items()}
+    heads = ["setting", "published: batch", "images/s", "MB", "computed: MB at that batch", "largest batch",
+             "images/s of one, of all", "split head: largest batch", "images/s of one, of all"]  # fmt: skip
+    lines = [
+        [
+            name, str(said.batch), said.rate, f"{said.mb:,}", f"{computed['replicated'][name].mb:,.0f}",
+            *(text for head in ("replicated", "sharded") for text in (
+                f"{computed[head][name].batch}",
+                f"{computed[head][name].rate:,.0f}, {CARDS * computed[head][name].rate:,.0f}",
+            )),
+        ]
+        for name, said in PUBLISHED.items()
+    ]  # fmt: skip
+    return Table(f"The report's {CARDS} V100 with {ALLOWED:,} MB each: published, and computed", heads, lines)
+
+
+def write_page(out: Path, found: Study, config: FaceConfig, held_out: Source) -> None:
     """study.md and study.html."""
-    lines = ["# Face recognition under five layouts", ""]
-    for title, heads, body in tables(rows):
-        lines += [f"## {title}", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-        lines += [f"| {' | '.join(line)} |" for line in body] + [""]
-    lines += [*findings(rows), "", *(f"    {row.command}" for row in rows)]
-    (out / "study.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    parts = [_pictures(rows, held_out)]
-    for title, heads, body in tables(rows):
-        head = "".join(f"<th>{html.escape(each)}</th>" for each in heads)
-        cells = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in line)}</tr>" for line in body)
-        parts.append(f"<h2>{html.escape(title)}</h2><table><tr>{head}</tr>{cells}</table>")
-        if "computed" in title:
-            parts.append(
-                "<p class=note>Computed: not measured. Parameters follow from the report's file of 243 MB in fp16; "
-                "what an image takes, from its batch of 440. Where the published batch is larger than the computed "
-                "one, the "
-                "report had other savings besides, which it does not name.</p>"
-            )
-    parts += ["<h2>What this run shows</h2>", *(f"<p>{html.escape(each)}</p>" for each in findings(rows))]
-    parts += ["<h2>The report's remarks</h2>", *(f"<p><b>{n}</b> {html.escape(text)}</p>" for n, text in REMARKS)]
-    parts += ["<h2>Every setting as a command</h2>", "<p>With the settings of this study's config.json:</p>"]
-    parts += [f"<code class=command>{html.escape(row.command)} --config config.json</code>" for row in rows]
-    first = (
-        f"Backbone {config.backbone} of width {config.width} with {config.layers} blocks, and a head of "
-        f"{config.identities:,} classes of {config.embedding} numbers, trained on "
-        f"{'drawn faces' if config.data is None else str(config.data)} in {config.precision}. Images/s are of all "
-        "ranks together. Drawn faces are synthetic: the results about layouts hold for photographs too, those about "
-        "Precision do not."
-    )
-    page = (
-        "<!doctype html><html lang=en><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width'><title>Face recognition under five layouts</title>"
-        f"<style>{STYLE}</style><h1>Face recognition under five layouts</h1><p>{html.escape(first)}</p>{''.join(parts)}"
-    )
-    (out / "study.html").write_text(page + "</html>\n", encoding="utf-8")
+    budgets = list(dict.fromkeys(row.budget for row in found.rows))
+    tables = [make(found.rows, budget) for make in (rates_table, precision_table) for budget in budgets]
+    tables += [baselines_table(found), cards_table(found)]
+    said = findings(found.rows, found.ten)
+    text = [f"# {TITLE}", "", lead(found, config), "", *(f"- {each}" for each in said), ""]
+    text += [table.markdown() for table in tables]
+    text += [computed_note(found), "", "## Every setting as a command", "", *(f"    {r.command}" for r in found.rows)]
+    (out / "study.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    (out / "study.html").write_text(html_page(found, config, held_out, said), encoding="utf-8")
 
 
-def _pictures(rows: Sequence[Row], held_out: Source) -> str:
-    """Images in the page; nothing where matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        from shardfold.tools.recipes.face.pictures import faces_picture
-    except ModuleNotFoundError:
-        return ""
-    sheet = BytesIO()
-    faces_picture(sheet, held_out)
-    figure: Any = Figure(figsize=(9, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    budgets = list(dict.fromkeys(row.budget for row in rows))
-    for axes, budget in zip(figure.subplots(1, len(budgets), squeeze=False)[0], budgets, strict=True):
-        for shift, head, colour in ((-0.2, "replicated", "#9aa7b5"), (0.2, "sharded", "#1f5fa8")):
-            mine = [row for row in rows if row.budget == budget and row.head == head]
-            places = [place + shift for place in range(len(mine))]
-            axes.barh(places, [row.images_per_s for row in mine], height=0.38, color=colour, label=f"{head} head")
-            for place, row in zip(places, mine, strict=True):
-                axes.text(0, place, f" batch {row.batch}", va="center", fontsize=7)
-        axes.set_yticks(range(len(mine)), [row.setting for row in mine], fontsize=8)
-        axes.invert_yaxis()
-        axes.set(xlabel="images/s", title=f"{budget} budget")
-        axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncol=2, frameon=False, fontsize=8)
-    bars = BytesIO()
-    figure.savefig(bars, dpi=110)
-    tags = [base64.b64encode(each.getvalue()).decode() for each in (sheet, bars)]
+def lead(found: Study, config: FaceConfig) -> str:
+    """What was done, in words."""
+    classes = f"{config.identities:,}" if config.data is None else "as many classes as the folder has"
     return (
-        f'<img alt="images of eight identities that were kept apart" src="data:image/png;base64,{tags[0]}">'
-        f'<img alt="images per second of each setting" src="data:image/png;base64,{tags[1]}">'
+        f"Backbone {config.backbone} of width {config.width} with {config.layers} blocks, and a head of {classes} classes of "
+        f"{config.embedding} numbers, on {found.ranks} ranks in {config.precision}, trained on "
+        f"{'faces that are drawn' if config.data is None else str(config.data)}. A budget is what the base (every rank "
+        f"holds everything) takes with {BASE['large']} or {BASE['small']} images. Each setting has the largest batch "
+        "that fits, by the planner, and all see the same number of images."
     )
+
+
+def computed_note(found: Study) -> str:
+    """What the table of the report's cards is."""
+    parameters = found.cards["replicated"][0]
+    return (
+        f"Computed by the planner, not measured, for a model of {parameters / 1e6:.1f} million parameters in fp16 with "
+        "fp32 sums of gradients. The report names neither its ViT nor the size of its images: the model here is a ViT "
+        "of width 512 with 12 blocks on 96 x 96 pixels and 159,000 classes, which gives the report's file of 243 MB. "
+        "Nor does it say whether its images/s are of one card or of all, so both are here. Seconds follow from what the "
+        "maker prints of a V100 and its links, with products at 60 % of that: take them for a ranking. Batches that "
+        "the report chose by hand need not be the largest ones."
+    )
+
+
+def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence[str]) -> str:
+    """The page."""
+    rows = found.rows
+    budgets = list(dict.fromkeys(row.budget for row in rows))
+    parts = [f"<h1>{TITLE}</h1>", f'<p class="lead">{html.escape(lead(found, config))}</p>']
+    drawn = config.data is None
+    words = "Identities that were kept apart, a row for each." + (
+        " They are drawn: the results about layouts hold for photographs too, those about Precision do not."
+        if drawn else ""
+    )  # fmt: skip
+    parts += [f"<figure>{drawing.faces(held_out)}<figcaption>{words}</figcaption></figure>"]
+    parts += ["<h2>What this run shows</h2>", *(f"<p>{html.escape(each)}</p>" for each in said)]
+    for budget in budgets:
+        parts += [*_pictures(rows, budget), rates_table(rows, budget).page()]
+    parts += [*_learned(rows, budgets[0])]
+    parts += [_headed(precision_table(rows, budget)) for budget in budgets]
+    parts += [_headed(baselines_table(found))]
+    parts += [f'<div class="computed">{_headed(cards_table(found))}<p class="note">'
+              f"{html.escape(computed_note(found))}</p></div>"]  # fmt: skip
+    parts += ["<h2>The report's remarks</h2>", *(f"<p><b>{n}</b> {html.escape(text)}</p>" for n, text in REMARKS)]
+    parts += ["<h2>Every setting as a command</h2>"]
+    for row in rows:
+        parts.append(f"<div>{row.setting}, {row.head} head, {row.budget} budget</div>")
+        parts.append(f'<div class="command"><code>{html.escape(row.command)}</code><button>copy</button></div>')
+    return "\n".join([
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
+        '<link rel="icon" href="data:,">',
+        f"<title>{TITLE}</title><style>{STYLE}{drawing.STYLE}{MORE}</style></head><body>", *parts,
+        f"<script>{SCRIPT}</script></body></html>", "",
+    ])  # fmt: skip
+
+
+def _headed(table: Table) -> str:
+    return f"<h2>{html.escape(table.title)}</h2>{table.page()}"
+
+
+def _pairs(rows: Sequence[Row], budget: str) -> list[tuple[str, list[Row]]]:
+    """Of each setting the rows of both heads."""
+    mine = [row for row in rows if row.budget == budget]
+    return [(name, [row for row in mine if row.setting == name]) for name in dict.fromkeys(row.setting for row in mine)]
+
+
+def _pictures(rows: Sequence[Row], budget: str) -> list[str]:
+    """Bars of memory and of rates."""
+    pairs = _pairs(rows, budget)
+    allowed = pairs[0][1][0].allowed
+    memory = [
+        (name, [(row.at_base, f"{row.at_base / MIB:.2f} MiB, so {row.batch} fit") for row in mine])
+        for name, mine in pairs
+    ]
+    rates = [(name, [(row.images_per_s, f"{row.images_per_s:.0f}, batch {row.batch}") for row in mine])
+             for name, mine in pairs]  # fmt: skip
+    legend = ('<div class="keys"><span><i style="background:var(--bar-2);height:.7rem"></i>head on every rank</span>'
+              '<span><i style="background:var(--bar);height:.7rem"></i>classes split</span></div>')  # fmt: skip
+    return [
+        f"<h2>The {budget} budget: {allowed / MIB:.2f} MiB of each rank</h2>", legend,
+        f'<div class="charts"><figure>{drawing.bars(memory, max(v for _, pair in memory for v, _ in pair))}<figcaption>'
+        f"Memory of a rank with {BASE[budget]} images, and how many fit into the budget</figcaption></figure>"
+        f"<figure>{drawing.bars(rates, max(v for _, pair in rates for v, _ in pair))}<figcaption>Images/s of all ranks "
+        "with the largest batch</figcaption></figure></div>",
+    ]  # fmt: skip
+
+
+def _learned(rows: Sequence[Row], budget: str) -> list[str]:
+    """Curves of losses, ROC and DET."""
+    mine = [row for row in rows if row.budget == budget and row.head == "sharded"]
+    losses = [row.losses for row in mine]
+    most, high = max(line[-1][0] for line in losses), max(y for line in losses for _, y in line)
+    low = min(y for line in losses for _, y in line)
+    roc = [row.curve for row in mine]
+    det = [[(x, max(1 - y, 1e-3)) for x, y in line] for line in roc]
+    start = max(min(x for line in roc for x, _ in line), 1e-5)
+    rate = Axis("false-accept rate", start, 1, log=True)
+    charts = (
+        (drawing.curves(losses, Axis("images", 0, most), Axis("loss", low, high), label="losses by images"), "Loss"),
+        (drawing.curves(roc, rate, Axis("true-accept rate", 0, 1), label="ROC curves"), "ROC"),
+        (drawing.curves(det, rate, Axis("false-reject rate", 1e-2, 1, log=True), label="DET curves"), "DET"),
+    )
+    shown = "".join(f"<figure>{chart}<figcaption>{words}</figcaption></figure>" for chart, words in charts)
+    return [
+        f"<h2>What was learned, {budget} budget, classes split</h2>", drawing.key([row.setting for row in mine]),
+        f'<div class="charts">{shown}</div>',
+        "<p>Layouts do not change what a batch teaches: losses of one batch are equal. These lines are apart because "
+        "batches are: of the same images a larger batch makes fewer steps.</p>",
+    ]  # fmt: skip

@@ -1,157 +1,321 @@
 """The study: five ways to split a face model's states, each with the largest batch that fits a memory budget.
 
 The report that it follows trained on 10 cards with 16,150 MB each. Here a budget is a number of bytes of the device on
-each rank, which is bound to fit the plain data-parallel model with few images; what a setting takes is
+each rank: what the plain data-parallel model takes with few images. The planner says what each setting takes of it for
+any batch, and so the largest that fits; training with it is timed, once with the head on every rank and once with its
+classes split over them. All train on the same number of images.
 
-    states            `engine.memory()`: parameters, gradients and optimizer states of the device tier
-    whole units       what is gathered for a while, where parameters are split: the two largest units
-    activations       what autograd keeps for one image, counted by `engine.activations()`, times the batch
-
-The largest batch follows, and training with it is timed, once with the head on every rank and once with its classes
-split over them. Settings take turns; all train on the same number of images.
+Rank 0 writes study.json after every training, so that a study that was stopped goes on where it was: `--resume`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any, NamedTuple
 
+import numpy as np
+from rich.console import Console
+from torch import Tensor
+
+from shardfold import accelerator
 from shardfold.errors import ConfigError
-from shardfold.plan.layout import Tier
+from shardfold.tools.bench.planned import measured_peak
 from shardfold.tools.observe.console import lenient_console
+from shardfold.tools.observe.formats import format_duration
+from shardfold.tools.recipes.face.cards import on_cards
 from shardfold.tools.recipes.face.config import FaceConfig
-from shardfold.tools.recipes.face.images import Source, sources
-from shardfold.tools.recipes.face.page import write_page
+from shardfold.tools.recipes.face.drawn import DrawnFaces
+from shardfold.tools.recipes.face.images import Drawn, Source, sources
+from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
+from shardfold.tools.recipes.face.page import Study, write_page
 from shardfold.tools.recipes.face.row import Row
-from shardfold.tools.recipes.face.train import FaceRun
+from shardfold.tools.recipes.face.train import FaceRun, pca
+from shardfold.tools.recipes.face.verification import Verification, cosine_scores, verify
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 
-__all__ = ["SETTINGS", "Need", "largest_batch", "need_of", "study"]
+__all__ = ["BUDGETS", "HEADS", "held_out_sets", "needs_of", "study"]
 
-SETTINGS: dict[str, tuple[str, str | None]] = {
-    "base": ("ddp", None),
-    "stage 2": ("zero2", None),
-    "stage 2 + offload": ("zero2", "host"),
-    "stage 3 + offload": ("zero3", "params=host,grads=host,optimizer=host"),
-    "stage 3": ("zero3", None),
-}
-"""The report's five configurations, as layouts and what rests in host memory."""
-
+HEADS = ("replicated", "sharded")
 BUDGETS = {"large": 48, "small": 16}
 """Images that fit beside the base with a replicated head; the report's pools of cards had 16 and 11 GB."""
 
-PROBES = (4, 12)  # images of the two steps from which activations of one are known
-MOST = 512  # images per rank
+SETS = {"as trained": None, "portraits": 0.0, "surveillance": 1.0}
+"""Held-out sets of drawn faces: the same identities, by how hard their images are."""
+
+POINTS = 60  # of a curve of losses
+NOT_COMPARED = {"out", "resume"}
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a setting takes of the device on a rank."""
+class Place(NamedTuple):
+    """What is trained."""
 
-    fixed: int
-    """Bytes, whatever the batch."""
-    each: int
-    """Bytes of activations of one image."""
-
-    def of(self, batch: int) -> int:
-        """Bytes with so many images."""
-        return self.fixed + self.each * batch
-
-
-def largest_batch(need: Need, allowed: int, most: int = MOST) -> int:
-    """The most images of which a step fits; 0: not even one does."""
-    return max(min((allowed - need.fixed) // max(need.each, 1), most), 0)
+    budget: str
+    name: str
+    head: str
+    allowed: int
+    need: Need
 
 
 def study(config: FaceConfig) -> int:
-    """Run all settings on this rank, together with the others; rank 0 writes tables and a page."""
+    """Run all settings on this rank, together with the others; rank 0 writes tables and a page.
+
+    Raises:
+        ConfigError: a setting does not fit its budget, or `resume` is no such study.
+    """
+    if config.precision not in ("fp32", "bf16-autocast"):
+        raise ConfigError(
+            f"the study plans one precision for the whole model, and a head in fp32 beside a backbone in "
+            f"{config.precision} is two: leave out --precision, or give bf16-autocast."
+        )
+    before = earlier_rows(config)
     leads = int(os.environ.get("RANK", "0")) == 0
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
     with mine as folder:
         out = folder or Path("runs", "study")
+        out.mkdir(parents=True, exist_ok=True)
         console = lenient_console()
         images = sources(config)
-        needs = {(name, head): need_of(config, images, name, head) for name in SETTINGS for head in _HEADS}
-        rows: list[Row] = []
-        for budget, number in BUDGETS.items():
-            allowed = needs["base", "replicated"].of(number)
-            for head in _HEADS:
-                for name in SETTINGS:
-                    row = _measure(config, images, name, head, budget, allowed, needs[name, head])
-                    rows.append(row)
-                    if leads:
-                        console.print(
-                            f"{budget:<6} {head:<11} {name:<18} batch {row.batch:>4}  {row.images_per_s:7.0f} images/s"
-                            f"  {row.used / 2**20:6.1f} of {row.allowed / 2**20:.1f} MiB",
-                            highlight=False,
-                        )
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        places = plan(config, len(images[0].names), ranks)
         if leads:
-            (out / "config.json").write_text(config.model_dump_json(exclude={"out"}, exclude_none=True) + "\n")
-            (out / "study.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-            write_page(out, rows, config, images[1])
-            console.print(f"Written to {out}: study.html, study.md, study.json", highlight=False)
+            written = config.model_dump(mode="json", exclude={"out"}, exclude_none=True) | {"procs": ranks}
+            (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+            introduce(console, config, places, len(before), out)
+        rows, base = measure_all(config, images, places, before, out if leads else None, console)
+        if leads:
+            found = Study(rows, base, [place_of(each) for each in ten_ranks(config, len(images[0].names))],
+                          {head: on_cards(head) for head in HEADS}, ranks)  # fmt: skip
+            write(out, found)
+            write_page(out, found, config, images[1])
+            console.print(f"Written to {out}: study.html, study.md, study.json", highlight=False, soft_wrap=True)
     return 0
 
 
-_HEADS = ("replicated", "sharded")
+def earlier_rows(config: FaceConfig) -> list[Row]:
+    """Of the study in `resume`, which must have had the same settings.
 
-
-def _config(config: FaceConfig, name: str, head: str, batch: int, steps: int) -> FaceConfig:
-    layout, offload = SETTINGS[name]
-    changes = {"layout": layout, "offload": offload, "head": head, "batch": batch, "steps": steps, "warmup": steps // 5}
-    return FaceConfig.load({**config.model_dump(exclude={"out", "far", "resume"}), "far": config.far, **changes})
-
-
-def need_of(config: FaceConfig, images: tuple[Source, Source], name: str, head: str) -> Need:
-    saved: list[int] = []
-    run = FaceRun(_config(config, name, head, PROBES[1], 1), images)
-    batch, labels = next(run.batches())
-    for number in PROBES:
-        with run.engine.activations() as report:
-            run.engine.backward(run.engine(batch[:number], labels[:number]))
-        saved.append(report.device)
-        run.engine.zero_grad()
-    memory = run.engine.memory()
-    states = sum(row.held for row in memory.rows if row.tier == Tier.DEVICE)
-    away = [unit for unit in run.engine.units if unit.split]
-    sizes = sorted((sum(s.spec.length * s.flat.element_size() for s in unit.segments) for unit in away), reverse=True)
-    each = -(-(saved[1] - saved[0]) // (PROBES[1] - PROBES[0]))
-    fixed = states + sum(sizes[:2]) + max(saved[0] - each * PROBES[0], 0)
-    most = run.engine.agree([float(fixed), float(each)])  # of any rank: classes need not divide
-    run.engine.close()
-    return Need(int(most[0]), int(most[1]))
-
-
-def _measure(
-    config: FaceConfig, images: tuple[Source, Source], name: str, head: str, budget: str, allowed: int, need: Need
-) -> Row:
+    Raises:
+        ConfigError: there is none, or it had others.
     """
+    if config.resume is None:
+        return []
+    folder = config.resume.expanduser()
+    try:
+        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        said = folder / "study.json"
+        rows = json.loads(said.read_text(encoding="utf-8"))["rows"] if said.exists() else []
+        found = [Row(**row) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{str(folder)!r} is not the folder of a study: --study --resume takes the --out of one that was stopped."
+        ) from None
+    ours = config.model_dump(mode="json", exclude_none=True)
+    ours["procs"] = int(os.environ.get("WORLD_SIZE", "1"))
+    for name in sorted((ours.keys() | theirs.keys()) - NOT_COMPARED):
+        if ours.get(name) != theirs.get(name):
+            raise ConfigError(
+                f"the study in {str(folder)!r} has {name} {theirs.get(name)}, so it cannot go on with "
+                f"{ours.get(name)}: give the settings that it began with (--config {folder / 'config.json'})."
+            )
+    return found
+
+
+def needs_of(config: FaceConfig, classes: int, ranks: int, *, streams: bool = False) -> dict[tuple[str, str], Need]:
+    """What each setting takes, by (setting, head)."""
+    found: dict[tuple[str, str], Need] = {}
+    for head in HEADS:
+        needs = Needs(changed(config, head=head), classes, ranks, streams=streams)
+        found |= {(name, head): needs.of(name) for name in SETTINGS}
+    return found
+
+
+def plan(config: FaceConfig, classes: int, ranks: int) -> list[Place]:
+    """All that is trained, in order.
+
     Raises:
         ConfigError: fewer than two images fit.
     """
-    batch = largest_batch(need, allowed)
-    if batch < 2:
-        raise ConfigError(f"{name} with a {head} head does not fit the budget {budget} of {allowed} bytes.")
+    device = accelerator.found()
+    needs = needs_of(config, classes, ranks, streams=device is not None and accelerator.has_streams(device))
+    found: list[Place] = []
+    for budget, number in BUDGETS.items():
+        allowed = needs["base", "replicated"].of(number)
+        for name in SETTINGS:
+            for head in HEADS:
+                need = needs[name, head]
+                if need.largest(allowed) < 2:
+                    raise ConfigError(
+                        f"{name} with a {head} head does not fit the {budget} budget of {allowed:,} bytes, which is "
+                        f"what the base takes with {number} images: give the model fewer --identities or more --layers."
+                    )
+                found.append(Place(budget, name, head, allowed, need))
+    return found
+
+
+def ten_ranks(config: FaceConfig, classes: int) -> list[Place]:
+    """This model on as many ranks as the report had, computed: for the order of the settings."""
+    needs = needs_of(config, classes, 10)
+    allowed = needs["base", "replicated"].of(BUDGETS["large"])
+    return [Place("large", name, head, allowed, need) for (name, head), need in needs.items()]
+
+
+def place_of(place: Place) -> tuple[str, str, int]:
+    """Setting, head and the largest batch."""
+    return place.name, place.head, place.need.largest(place.allowed, most=10**6)
+
+
+def introduce(console: Console, config: FaceConfig, places: list[Place], done: int, out: Path) -> None:
+    """Say what is about to be trained."""
+    console.print(
+        f"{len(places)} trainings of {config.steps * config.batch:,} images on each rank, "
+        f"{'drawn faces' if config.data is None else config.data}; largest batches by the planner\n"
+        + (f"{done} of them are taken from {config.resume}\n" if done else "")
+        + f"Ctrl-C stops; shardfold train face --study --config {out / 'config.json'} --resume {out} goes on in a new "
+        "folder.",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def measure_all(
+    config: FaceConfig, images: tuple[Source, Source], places: list[Place], before: list[Row], out: Path | None,
+    console: Console,
+) -> tuple[list[Row], dict[str, dict[str, float]]]:  # fmt: skip
+    """The rows, and Precision of what was not trained; `out`: where rank 0 keeps them."""
+    had = {(row.budget, row.setting, row.head): row for row in before}
+    held = held_out_sets(config, images[1])
+    base = baselines(config, images, held)
+    rows: list[Row] = []
+    began, trained = perf_counter(), 0
+    for number, place in enumerate(places, 1):
+        row = had.get((place.budget, place.name, place.head))
+        if row is None:
+            row, trained = measure(config, images, held, place), trained + 1
+        rows.append(row)
+        if out is not None:
+            write(out, Study(rows, base, [], {}, 0))
+            left = sum((p.budget, p.name, p.head) not in had for p in places[number:])
+            rest = (perf_counter() - began) / max(trained, 1) * left
+            console.print(
+                f"{number:>2} of {len(places)}  {place.budget:<6} {place.name:<18} {place.head:<11} batch "
+                f"{row.batch:>4}  {row.images_per_s:6.0f} images/s  {row.used / 2**20:6.2f} of "
+                f"{row.allowed / 2**20:.2f} MiB" + (f"  about {format_duration(rest)} left" if left else ""),
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+    return rows, base
+
+
+def write(out: Path, found: Study) -> None:
+    """study.json, whole or not at all."""
+    part = out / "study.json.part"
+    part.write_text(json.dumps(found.values(), indent=1) + "\n", encoding="utf-8")
+    part.replace(out / "study.json")
+
+
+def held_out_sets(config: FaceConfig, held: Source) -> dict[str, Source]:
+    """Images of identities that are kept apart: of a folder one set, of drawn faces several."""
+    if config.data is not None:
+        return {"kept apart": held}
+    found: dict[str, Source] = {}
+    for name, hard in SETS.items():
+        made = DrawnFaces(
+            config.held_out, config.shots, size=config.image_size(), channels=config.channels, seed=config.seed,
+            first=10**8, hard=hard or 0.0,
+        )  # fmt: skip
+        found[name] = held if hard is None else Drawn(made)
+    return found
+
+
+def told(found: Verification) -> dict[str, float]:
+    return {f"{rate:g}": accepted for rate, accepted in zip(found.rates, found.accepted, strict=True)}
+
+
+def baselines(
+    config: FaceConfig, images: tuple[Source, Source], held: Mapping[str, Source]
+) -> dict[str, dict[str, float]]:
+    """Precision on the first set of pixels' PCA and of a model that was not trained."""
+    first = next(iter(held.values()))
+    some = list(range(0, len(images[0].labels), max(len(images[0].labels) // 2000, 1)))
+    pixels = first.read(range(len(first.labels)))
+    found = {"PCA of pixels": verify(cosine_scores(pca(images[0].read(some), pixels)), first.labels, config.rates())}
+    run = FaceRun(changed(config, layout="ddp", offload=None, steps=1), (images[0], first))
+    found["untrained"] = run.verify()
+    run.engine.close()
+    return {name: told(each) for name, each in found.items()}
+
+
+def changed(config: FaceConfig, **changes: Any) -> FaceConfig:
+    """These settings, but for the changes; where a run is and goes on from is not taken over."""
+    return FaceConfig.load({**config.model_dump(exclude={"out", "resume"}), **changes})
+
+
+def measure(config: FaceConfig, images: tuple[Source, Source], held: Mapping[str, Source], place: Place) -> Row:
+    """Train and evaluate one."""
+    batch = place.need.largest(place.allowed)
     began = perf_counter()
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     steps = max(config.steps * config.batch // batch, 4)
-    chosen = _config(config, name, head, batch, steps)
+    layout, offload = SETTINGS[place.name]
+    chosen = changed(
+        config, layout=layout, offload=offload, head=place.head, batch=batch, steps=steps, warmup=steps // 5
+    )
     run = FaceRun(chosen, images)
     batches = run.batches()
     for _ in range(steps):
         run.step(batches)
-    found = run.verify()
-    rate, losses = run.images_per_s(), run.losses[-max(steps // 10, 1) :]
+    found: dict[str, Verification] = {}
+    for name, source in held.items():
+        scores = cosine_scores(run.embeddings(source))
+        found[name] = verify(scores, source.labels, config.rates())
+    rate, losses, each = run.images_per_s(), run.losses, run.images_per_step
+    seconds = perf_counter() - began
+    peak = watched(run, next(batches))
     run.engine.close()
-    layout, offload = SETTINGS[name]
-    command = f"shardfold train face --procs {ranks} --layout {layout} --head {head} --batch {batch} --steps {steps}"
-    command += f" --offload {offload}" if offload else ""
-    precision = {f"{r:g}": a for r, a in zip(found.rates, found.accepted, strict=True)}
+    some = np.unique(np.linspace(0, steps - 1, min(POINTS, steps)).astype(int))
+    first = next(iter(found.values()))
     return Row(
-        name, head, budget, allowed, need.of(batch), batch, rate, steps, sum(losses) / len(losses), precision,
-        perf_counter() - began, command,
-    )  # fmt: skip
+        setting=place.name,
+        head=place.head,
+        budget=place.budget,
+        allowed=place.allowed,
+        used=place.need.of(batch),
+        at_base=place.need.of(BUDGETS[place.budget]),
+        host=place.need.host,
+        measured=peak,
+        batch=batch,
+        images_per_s=rate,
+        steps=steps,
+        seconds=seconds,
+        loss=float(np.mean(losses[-max(steps // 10, 1) :])),
+        losses=[(float((i + 1) * each), losses[i]) for i in some],
+        precision={name: told(value) for name, value in found.items()},
+        curve=[(float(x), float(y)) for x, y in first.curve[::4]],
+        command=command_of(chosen, int(os.environ.get("WORLD_SIZE", "1"))),
+    )
+
+
+def watched(run: FaceRun, batch: tuple[Tensor, Tensor]) -> int:
+    """Bytes at the peak of a step of this rank."""
+    device = run.engine.device
+    on_device = tuple(each.to(device) for each in batch)
+    if accelerator.has_streams(device):
+        return accelerator.peak(device) or 0
+    return measured_peak(run.engine, on_device, lambda engine, each: engine(*each), steps=2)
+
+
+def command_of(config: FaceConfig, ranks: int) -> str:
+    """The command line that has these settings."""
+    words = ["shardfold", "train", "face"]
+    values = {**config.model_dump(mode="json", exclude={"out", "resume"}), "procs": ranks}
+    for name, value in values.items():
+        option, default = name.replace("_", "-"), FaceConfig.model_fields[name].default
+        if value == default:
+            continue
+        words += (
+            [f"--{option}" if value else f"--no-{option}"] if isinstance(value, bool) else [f"--{option}", str(value)]
+        )
+    return shlex.join(words)
