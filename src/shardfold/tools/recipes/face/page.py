@@ -183,8 +183,8 @@ def lead(found: Study, config: FaceConfig) -> str:
     """What was done, in words."""
     classes = f"{config.identities:,}" if config.data is None else "as many classes as the folder has"
     return (
-        f"Backbone {config.backbone} of width {config.width} with {config.layers} blocks, and a head of {classes} classes of "
-        f"{config.embedding} numbers, on {found.ranks} ranks in {config.precision}, trained on "
+        f"Backbone {config.backbone} of width {config.width} with {config.layers} blocks, and a head of {classes} classes "
+        f"of {config.embedding} numbers, on {found.ranks} ranks in {config.precision}, trained on "
         f"{'faces that are drawn' if config.data is None else str(config.data)}. A budget is what the base (every rank "
         f"holds everything) takes with {BASE['large']} or {BASE['small']} images. Each setting has the largest batch "
         "that fits, by the planner, and all see the same number of images."
@@ -198,9 +198,9 @@ def computed_note(found: Study) -> str:
         f"Computed by the planner, not measured, for a model of {parameters / 1e6:.1f} million parameters in fp16 with "
         "fp32 sums of gradients. The report names neither its ViT nor the size of its images: the model here is a ViT "
         "of width 512 with 12 blocks on 96 x 96 pixels and 159,000 classes, which gives the report's file of 243 MB. "
-        "Nor does it say whether its images/s are of one card or of all, so both are here. Seconds follow from what the "
-        "maker prints of a V100 and its links, with products at 60 % of that: take them for a ranking. Batches that "
-        "the report chose by hand need not be the largest ones."
+        "Nor does it say whether its images/s are of one card or of all, so both are here. Seconds follow from what "
+        "the maker prints of a V100 and its links, with products at 60 % of that: take them for a ranking. Batches "
+        "that the report chose by hand need not be the largest ones."
     )
 
 
