@@ -183,8 +183,8 @@ def lead(found: Study, config: FaceConfig) -> str:
     """What was done, in words."""
     classes = f"{config.identities:,}" if config.data is None else "as many classes as the folder has"
     return (
-        f"Backbone {config.backbone} of width {config.width} with {config.layers} blocks, and a head of {classes} classes "
-        f"of {config.embedding} numbers, on {found.ranks} ranks in {config.precision}, trained on "
+        f"Backbone {config.backbone} of width {config.width} with {config.layers} blocks, and a head of {classes} "
+        f"classes of {config.embedding} numbers, on {found.ranks} ranks in {config.precision}, trained on "
         f"{'faces that are drawn' if config.data is None else str(config.data)}. A budget is what the base (every rank "
         f"holds everything) takes with {BASE['large']} or {BASE['small']} images. Each setting has the largest batch "
         "that fits, by the planner, and all see the same number of images."
