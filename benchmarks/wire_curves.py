@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.optim import warmup_cosine
+from shardfold.optim import OneBitAdam, warmup_cosine
 from shardfold.plan.presets import named
 from shardfold.testing import run_ranks
 from shardfold.tools.recipes.config import GPTConfig
@@ -30,15 +30,39 @@ from shardfold.tools.recipes.gpt import GPT
 from shardfold.tools.recipes.text import load_corpus, windows_at
 
 MESH = {"inter": 2, "intra": 2}
-CASES: dict[str, tuple[str, dict[str, str]]] = {
-    "zero3": ("zero3", {}),
-    "zeropp": ("zeropp", {}),
-    "zeropp, int4x2+error": ("zeropp", {"reduce": "int4x2+error"}),
-    "gradients as sign+error": ("zero3", {"reduce": "sign/1024+error"}),
-    "gradients as sign": ("zero3", {"reduce": "sign/1024"}),
+ROUND = 20
+"""Steps of a round of DiLoCo's."""
+
+
+class Case(NamedTuple):
+    """What is on the link.
+
+    Attributes:
+        layout, wires: a preset and what is other in it.
+        dense: which part of the steps is dense, of 1-bit Adam; 0: it is AdamW.
+        outer: what ranks of the two nodes send each other.
+    """
+
+    layout: str
+    wires: Mapping[str, str] = {}
+    dense: float = 0.0
+    outer: Any = None
+
+
+DILOCO = partial(sf.Outer, every=ROUND, optimizer="nesterov")
+CASES: dict[str, Case] = {
+    "zero3": Case("zero3"),
+    "zeropp": Case("zeropp"),
+    "1-bit Adam": Case("zero1", dense=0.15, outer=sf.Signs()),
+    "DiLoCo": Case("zero1", outer=DILOCO(momentum=0.5)),
+    "zeropp, int4x2+error": Case("zeropp", {"reduce": "int4x2+error"}),
+    "1-bit Adam, error dropped": Case("zero1", dense=0.15, outer=sf.Signs(error=False)),
+    "DiLoCo, momentum 0.9": Case("zero1", outer=DILOCO(momentum=0.9)),
+    "gradients as sign+error": Case("zero3", {"reduce": "sign/1024+error"}),
+    "gradients as sign": Case("zero3", {"reduce": "sign/1024"}),
 }
 SEEN = 64
-"""Samples of the last look."""
+"""Samples of a batch of the last look, of which each rank has four."""
 
 
 class Task(NamedTuple):
@@ -135,10 +159,13 @@ def train(which: str, case: str, steps: int) -> tuple[list[float], float]:
     task = TASKS[which]()
     steps = steps or task.steps
     torch.manual_seed(0)
-    layout, wires = CASES[case]
+    given = CASES[case]
+    adam: Any = partial(torch.optim.AdamW, lr=task.lr)
+    if given.dense:
+        adam = partial(OneBitAdam, lr=task.lr, freeze_step=round(steps * given.dense), weight_decay=0.01)
     engine = sf.Engine(
-        task.model(), optimizer=partial(torch.optim.AdamW, lr=task.lr), layout=named(layout).replace(**wires),
-        mesh=MESH, clip_norm=1.0, lr_schedule=warmup_cosine(warmup=max(1, steps // 12), total=steps),
+        task.model(), optimizer=adam, layout=named(given.layout).replace(**given.wires), mesh=MESH, clip_norm=1.0,
+        lr_schedule=warmup_cosine(warmup=max(1, steps // 12), total=steps), outer=given.outer,
     )  # fmt: skip
     draw = torch.Generator().manual_seed(engine.data_rank)
     losses: list[float] = []
@@ -149,11 +176,13 @@ def train(which: str, case: str, steps: int) -> tuple[list[float], float]:
         said = loss.detach().clone()
         dist.all_reduce(said)
         losses.append(float(said) / engine.world_size)
+    engine.synchronize()
     with torch.no_grad():
-        draw = torch.Generator().manual_seed(10**6)
-        seen = [float(task.loss(engine, task.held(SEEN, draw))) for _ in range(16)]  # pyright: ignore
+        draw = torch.Generator().manual_seed(10**6 + engine.data_rank)
+        seen = torch.stack([task.loss(engine, task.held(SEEN, draw)).detach() for _ in range(4)]).mean()  # pyright: ignore
+        dist.all_reduce(seen)
     engine.close()
-    return losses, sum(seen) / len(seen)
+    return losses, float(seen) / dist.get_world_size()
 
 
 def _draw(curves: dict[str, dict[str, list[float]]], path: Path) -> None:

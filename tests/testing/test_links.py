@@ -4,11 +4,15 @@ told of."""
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardfold as sf
+from shardfold.launch.namespaces import Namespaces
 from shardfold.plan.presets import named
 from shardfold.testing import RanksFailed
 from shardfold.testing.links import Links, sent, why_not
@@ -130,9 +135,9 @@ CODED = pytest.param("zeropp", {"reduce": "int4x2+error"}, id="zeropp")
 WIRES = pytest.mark.parametrize(("layout", "wires"), [CODED, pytest.param("zero3", {}, id="zero3", marks=SOAK)])
 
 
-def _losses(layout: str, wires: dict[str, str], folder: str, stop: str) -> list[float]:
+def _losses(layout: str, wires: dict[str, str], folder: str, stop: str, timeout: float = 1800.0) -> list[float]:
     """Losses of a few steps; in the middle of one this rank says so, and goes on when it is told."""
-    engine = _engine(layout, wires, 256)
+    engine = _engine(layout, wires, 256, timeout=timeout)
     losses: list[float] = []
     for step in range(4):
         loss = engine(torch.full((2, 256), 1.0 + engine.rank)).square().mean()
@@ -171,6 +176,69 @@ def test_a_link_that_is_cut_and_healed_in_the_middle_of_a_collective_changes_not
         assert links.run(_losses, layout, wires, str(tmp_path), "cut") == whole
     finally:
         thread.join()
+
+
+@SOAK
+@WIRES
+def test_a_link_that_stays_cut_in_the_middle_of_a_collective_is_told_of_on_all_ranks(
+    links: Links, tmp_path: Path, layout: str, wires: dict[str, str]
+) -> None:
+    """Each ends with a sentence that says for how long it waited and where the ranks of both nodes are."""
+    over = threading.Event()
+
+    def cut() -> None:
+        while not (tmp_path / "here").exists() and not over.wait(0.01):
+            pass
+        links.cut(1)
+        (tmp_path / "go").write_text("go")
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        with pytest.raises(RanksFailed) as raised:
+            links.run(_losses, layout, wires, str(tmp_path), "cut", 15.0, timeout=300)
+    finally:
+        over.set()
+        thread.join()
+    failed = {failure.rank: failure.summary for failure in raised.value.failures}
+    assert sorted(failed) == [0, 1, 2, 3], raised.value
+    for rank, said in failed.items():
+        assert "did not finish within 15 s" in said, "\n".join(failed.values())
+        for other in {0, 1, 2, 3} - {rank}:
+            assert re.search(rf"ranks? [\d, ]*\b{other}\b[\d, ]*:", said), raised.value
+
+
+@SOAK
+def test_nodes_are_removed_when_the_process_is_told_to_end() -> None:
+    """By SIGTERM, on which Python would end without a word; also those of which nobody made a context."""
+    code = (
+        "from shardfold.launch.namespaces import Namespaces\n"
+        "nodes = Namespaces(2)\n"
+        "print(*nodes.spaces, flush=True)\n"
+        "input()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, text=True)
+    assert process.stdout is not None
+    spaces = process.stdout.readline().split()
+    made = set(os.listdir("/run/netns"))
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    process.communicate()
+    assert len(spaces) == 2 and made >= set(spaces)
+    assert not {name for name in os.listdir("/run/netns") if name.startswith(f"sf{process.pid}-")}
+
+
+def test_a_handler_of_sigterm_is_left_alone_and_the_default_comes_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    for handler in (signal.SIG_DFL, signal.SIG_IGN):
+        signal.signal(signal.SIGTERM, handler)
+        try:
+            nodes = Namespaces(1)
+            assert (signal.getsignal(signal.SIGTERM) is signal.SIG_IGN) == (handler is signal.SIG_IGN)
+            nodes.close()
+            assert signal.getsignal(signal.SIGTERM) is handler
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 @WIRES

@@ -10,18 +10,21 @@ that job finds it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.comm.comm import Comm
+from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.comm.transport import Pending
-from shardfold.plan.auto_wire import Codec, LinkFigure, Measured
+from shardfold.plan.auto_wire import SUMMED, Codec, LinkFigure, Measured
 from shardfold.plan.cost import ring_bytes
-from shardfold.plan.formats import FORMATS
+from shardfold.plan.formats import FORMATS, ITEMSIZE, Format
 from shardfold.plan.layout import Axes
 
 __all__ = ["measured"]
@@ -32,7 +35,9 @@ largest."""
 LONG, TIMES, OFTEN = 0.03, 2, 5
 """Seconds that show a rate; how often what took them is done again, when what lets a burst through is empty; and how
 often a small one is done. Of each the shortest counts: what else goes on makes others longer, and none shorter."""
-CODED = 2**18
+CODED, MANY = 2**18, 2**12
+"""Elements that show what a format takes, and how often they are encoded at most in :data:`LONG` seconds. In less time
+than that ranks that share a processor would encode one after the other, each as fast as if it were alone."""
 VERBS = {"ALL_GATHER": "ALL_GATHER", "EXCHANGE": "REDUCE_SCATTER"}
 """What others send as much as."""
 
@@ -50,7 +55,7 @@ def measured(comm: Comm, links: Collection[tuple[str, Axes]], formats: Collectio
     for need in sorted({tuple(need) for needed, _ in said for need in needed}):
         name = " ".join(need)
         if name not in found:
-            found[name] = list(_link(comm, need[0], need[1:]) if need[0] else _codec(comm, need[1]))
+            found[name] = list(_link(comm, need[0], need[1:]) if need[0] else _codec(comm, FORMATS[need[1]]))
     if store is not None and comm.mesh.rank == 0:
         store.set(key, json.dumps(found))
     return Measured(
@@ -69,10 +74,13 @@ def _slowest(comm: Comm, do: Callable[[], object]) -> float:
 
 
 def _link(comm: Comm, kind: str, axes: Axes) -> LinkFigure:
-    def seconds(each: int, times: int) -> float:
-        return min(_slowest(comm, lambda: _send(comm, kind, axes, each)) for _ in range(times))
+    verb, _, dtype = kind.partition(":")
+    dtype = dtype or SUMMED
 
-    _send(comm, kind, axes, SMALL)  # connections are made
+    def seconds(each: int, times: int) -> float:
+        return min(_slowest(comm, lambda: _send(comm, verb, dtype, axes, each)) for _ in range(times))
+
+    _send(comm, verb, dtype, axes, SMALL)  # connections are made
     latency, each = seconds(SMALL, OFTEN), FIRST
     while seconds(each, 1) < LONG and each < MOST:
         each *= 4
@@ -80,20 +88,20 @@ def _link(comm: Comm, kind: str, axes: Axes) -> LinkFigure:
     while took < LONG and each < MOST:  # what took longer before was not the link
         each *= 4
         took = seconds(each, TIMES)
-    sent = ring_bytes(VERBS.get(kind, kind), 4.0 * each * ranks, ranks)
+    sent = ring_bytes(VERBS.get(verb, verb), float(ITEMSIZE[dtype]) * each * ranks, ranks)
     return LinkFigure(sent / max(took - latency, took / 10), latency)
 
 
-def _send(comm: Comm, kind: str, axes: Axes, each: int) -> None:
+def _send(comm: Comm, verb: str, dtype: str, axes: Axes, each: int) -> None:
     group, ranks, device = comm.mesh.group(axes), comm.mesh.parts(axes), comm.mesh.device
-    full = torch.zeros(each * ranks, device=device)
+    full = torch.zeros(each * ranks, dtype=TORCH_DTYPES[dtype], device=device)
     with comm.agreement.uninterrupted():
-        comm.agreement.issue(f"measuring {kind} over {'+'.join(axes)}")
-        if kind == "ALL_GATHER":
+        comm.agreement.issue(f"measuring {verb} over {'+'.join(axes)}")
+        if verb == "ALL_GATHER":
             pending: Pending = comm.transport.all_gather(full, group)
-        elif kind == "REDUCE_SCATTER":
+        elif verb == "REDUCE_SCATTER":
             pending = comm.transport.reduce_scatter(full, torch.empty(each, device=device), group, add=False)
-        elif kind == "ALL_REDUCE":
+        elif verb == "ALL_REDUCE":
             pending = comm.transport.all_reduce(full, group)
         else:
             received, sizes = torch.empty_like(full), [each] * ranks
@@ -101,14 +109,42 @@ def _send(comm: Comm, kind: str, axes: Axes, each: int) -> None:
         pending.wait(comm.agreement.wait)
 
 
-def _codec(comm: Comm, name: str) -> Codec:
-    form, device = FORMATS[name], comm.mesh.device
-    length = -(-CODED // form.block) * form.block
-    dtype = torch.float32
-    values = torch.linspace(-1, 1, length, dtype=dtype, device=device).view(1, -1)
-    payload = torch.empty(1, form.nbytes(length), dtype=torch.uint8, device=device)
-    state = torch.zeros_like(values) if form.state is not None else None
-    form.encode(values, payload, state)
-    encode = min(_slowest(comm, lambda: form.encode(values, payload, state)) for _ in range(3))
-    decode = min(_slowest(comm, lambda: form.decode(payload, values)) for _ in range(3))
-    return Codec(encode / length, decode / length)
+def _codec(comm: Comm, form: Format) -> Codec:
+    """What a format takes where every rank has as much to encode at the same time: processors may be fewer."""
+    device = comm.mesh.device
+
+    def seconds(length: int, steps: tuple[str, ...]) -> float:
+        """Of one time, in the fastest of a few runs of :data:`LONG` seconds."""
+        do = partial(_code, form, _coded(form, length, device), steps)
+        times = 1
+        while (took := _slowest(comm, partial(_often, do, times))) < LONG and times < MANY:
+            times *= 4
+        return min(took, *(_slowest(comm, partial(_often, do, times)) for _ in range(TIMES))) / times
+
+    few, many = form.block, -(-CODED // form.block) * form.block
+    call = seconds(few, ("encode", "decode"))
+    encode, decode, add = (seconds(many, steps) / many for steps in (("encode",), ("decode",), ("decode", "add")))
+    return Codec(encode, decode, add, call)
+
+
+def _coded(form: Format, length: int, device: torch.device) -> dict[str, Tensor]:
+    """Values of that length, and what they become."""
+    values = torch.linspace(-1, 1, length, device=device).view(1, -1)
+    made = {"values": values, "payload": torch.empty(1, form.nbytes(length), dtype=torch.uint8, device=device)}
+    made |= {"sum": torch.zeros_like(values)} | ({"state": torch.zeros_like(values)} if form.state is not None else {})
+    form.encode(values, made["payload"], made.get("state"))
+    return made
+
+
+def _code(form: Format, made: Mapping[str, Tensor], steps: Sequence[str]) -> None:
+    if "encode" in steps:
+        form.encode(made["values"], made["payload"], made.get("state"))
+    if "decode" in steps:
+        form.decode(made["payload"], made["values"])
+    if "add" in steps:
+        made["sum"].add_(made["values"])
+
+
+def _often(do: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        do()

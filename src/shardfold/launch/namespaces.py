@@ -9,9 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import weakref
+from collections.abc import Sequence
 from itertools import count
+from typing import Any, NoReturn
 
 from shardfold.errors import ConfigError, UsageError
 
@@ -40,7 +45,8 @@ def why_not() -> str:
 
 
 class Namespaces:
-    """``nodes`` of them, until :meth:`close`.
+    """``nodes`` of them, until :meth:`close`, or the end of the process: a SIGTERM that nobody else handles raises
+    SystemExit as long as they are there, as it would else end the process and leave them.
 
     Args:
         nodes: how many.
@@ -61,6 +67,8 @@ class Namespaces:
         self.nodes = nodes
         self._base = f"sf{os.getpid()}-{next(_NUMBERS)}"
         self.spaces = [f"{self._base}-{number}" for number in range(nodes)]
+        self._remove = weakref.finalize(self, _remove, [*self.spaces, f"{self._base}-hub"])
+        self._before = _leave_at_sigterm()
         try:
             self._make()
             self.limit(rate)
@@ -115,8 +123,27 @@ class Namespaces:
 
     def close(self) -> None:
         """Nodes and links are no more."""
-        for space in (*self.spaces, f"{self._base}-hub"):
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+        self._remove()
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+
+def _remove(spaces: Sequence[str]) -> None:
+    for space in spaces:
+        subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+def _leave_at_sigterm() -> Any:
+    """A SIGTERM raises SystemExit from now on; what handled it before, or None: it stays as it was."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return None
+    return signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one would end what the first one has begun
+    raise SystemExit(128 + number)
 
 
 def check_rate(rate: str | None) -> None:

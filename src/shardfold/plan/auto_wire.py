@@ -1,12 +1,14 @@
 """Which wires a table may have, and which of them is the fastest over links that were measured.
 
     seconds of a journey = for each of its collectives: latency + bytes / rate of the link
-                           + elements that are encoded and decoded, times what that takes on this machine
+                           + calls of the format that encode and decode, and their elements, times what these take
 
-The collectives are those of the program that each wire gives. What computes meanwhile is not looked at, so it is the
-time of a step in which nothing hides what is sent. Of the wires that lose nothing, the table's dtypes in one hop come
-first, then two hops. One that loses something has to be allowed, by its name or by a bound on what it loses; and each
-has to be faster than what comes before it by :data:`MARGIN`, which is about what a measurement is worth.
+The collectives are those of the program that each wire gives. What is measured, all ranks do at once, as they do it in
+a step: ranks that share processors encode more slowly together than one does alone. What computes meanwhile is not
+looked at, so it is the time of a step in which nothing hides what is sent. Of the wires that lose nothing, the table's
+dtypes in one hop come first, then two hops. One that loses something has to be allowed, by its name or by a bound on
+what it loses; and each has to be faster than what comes before it by :data:`MARGIN`, which is about what a measurement
+is worth.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from shardfold.errors import ConfigError
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import described, is_number
 from shardfold.plan.cost import is_encoded, op_bytes, parts_of
-from shardfold.plan.formats import FORMATS, format_named
+from shardfold.plan.formats import FORMATS, ITEMSIZE, format_named
 from shardfold.plan.layout import ROLES, Axes, Layout, Sizes, Wire
-from shardfold.plan.placement import UnitSpec
+from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, KINDS, Op, Program
 
 __all__ = [
@@ -45,6 +47,8 @@ JOURNEYS: Mapping[str, str] = {"gather": "compute", "reduce": "reduce"}
 """Of a table, each with the word for elements that are not rounded."""
 LOSSY = ("bf16", "int8", "int4")
 """What a bound chooses from."""
+SUMMED = "fp32"
+"""The dtype of sums of which kinds do not say it."""
 MARGIN = 0.25
 SAMPLE = 65536
 
@@ -63,7 +67,7 @@ class AutoWire:
             be taken in any case.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or a number that is not above 0 and below 1.
         LayoutError: a name is none of a format.
 
     Examples:
@@ -79,10 +83,10 @@ class AutoWire:
             raise ConfigError(f"AutoWire.lossy is {given!r}: give a tuple of formats, as ({given!r},), or a number.")
         if isinstance(given, (tuple, list)):
             object.__setattr__(self, "lossy", tuple(_format(name) for name in given))
-        elif not is_number(given, 0):
+        elif not is_number(given, 0, 1) or not 0 < given < 1:
             raise ConfigError(
                 f"AutoWire.lossy is {described(given)}: it is names of formats, as ('int8', 'int4'), or which part may "
-                "be lost, as 0.01."
+                "be lost, above 0 and below 1, as 0.01."
             )
 
     @property
@@ -149,10 +153,19 @@ class LinkFigure(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """Seconds for each element that a format encodes, and that it decodes."""
+    """What a format takes.
+
+    Attributes:
+        encode: seconds for each element that is encoded.
+        decode: that is decoded.
+        add: that is decoded and added to a sum, as a reduction does.
+        call: seconds of one call of each, however few the elements.
+    """
 
     encode: float
     decode: float
+    add: float
+    call: float
 
 
 @dataclass
@@ -160,7 +173,8 @@ class Measured:
     """What was measured.
 
     Attributes:
-        links: by kind of collective, as :func:`needs` has it, and axes.
+        links: by kind of collective, as :func:`needs` has it, and axes. What sums has a kind for each dtype, as
+            ``REDUCE_SCATTER:bf16``; that of fp32 is ``REDUCE_SCATTER``.
         codecs: by name of format.
     """
 
@@ -217,7 +231,15 @@ def _steps(program: Program, times: Mapping[str, int], journey: str) -> Iterator
 
 def _kind(op: Op, *, encoded: bool) -> str:
     """The collective that carries it: what is encoded to be summed is exchanged, and summed by who gets it."""
-    return "EXCHANGE" if encoded and op.journey == "reduce" else op.kind
+    if op.journey != "reduce":
+        return op.kind
+    return "EXCHANGE" if encoded else op.kind if op.format == SUMMED else f"{op.kind}:{op.format}"
+
+
+def _is_rounded(op: Op, segment: SegmentSpec) -> bool:
+    """Whether gradients become narrower as they are laid where they wait for ``op``, which sends them as they lie."""
+    native = FORMATS[op.format].native
+    return op.source == "local" and native is not None and ITEMSIZE[native] < ITEMSIZE[segment.dtype]
 
 
 def needs(
@@ -231,8 +253,8 @@ def needs(
         segments = op.moves(by_name[op.unit])
         for segment, each in zip(segments, op.each(len(segments)), strict=True):
             encoded = is_encoded(each, segment, layout)
-            links.add((_kind(op, encoded=encoded), op.axes))
-            formats |= {each.format} if encoded else set()
+            links.add((_kind(each, encoded=encoded), op.axes))
+            formats |= {each.format} if encoded or _is_rounded(each, segment) else set()
     return links, formats
 
 
@@ -254,22 +276,26 @@ def wire_seconds(
         each = [*zip(segments, op.each(len(segments)), strict=True)]
         sent += runs * (num_bytes := op_bytes(op, layout, unit, mesh))
         coded = [is_encoded(one, segment, layout) for segment, one in each]
-        link = measured.links[_kind(op, encoded=any(coded)), op.axes]
+        # Segments of a unit share its latencies; where they travel as several kinds, the slowest stands for all.
+        kinds = {_kind(one, encoded=encoded) for (_, one), encoded in zip(each, coded, strict=True)}
+        link = min((measured.links[kind, op.axes] for kind in sorted(kinds)), key=lambda link: link.rate)
         seconds += runs * (num_bytes / link.rate + len(each) * link.latency)
         parts = parts_of(op, unit.table_or(layout), mesh)
         for (segment, one), encoded in zip(each, coded, strict=True):
             if encoded:
-                seconds += runs * _coding(op, one.format, segment.length / parts, mesh, measured)
+                seconds += runs * _coding(one, segment.length / parts, mesh, measured)
+            elif _is_rounded(one, segment):
+                seconds += runs * segment.length * measured.codecs[one.format].encode
     return seconds, sent
 
 
-def _coding(op: Op, form: str, whole: float, mesh: Sizes, measured: Measured) -> float:
+def _coding(op: Op, whole: float, mesh: Sizes, measured: Measured) -> float:
     """What encodes and decodes for one collective on ``whole`` elements."""
-    codec = measured.codecs.get(form, Codec(0.0, 0.0))
+    codec, ranks = measured.codecs[op.format], prod(mesh[axis] for axis in op.axes)
     if op.journey == "reduce":
-        return whole * (codec.encode + codec.decode)
-    own = 0.0 if op.source == "node" else 1 / prod(mesh[axis] for axis in op.axes)
-    return whole * (own * codec.encode + (0.0 if op.target == "node" else codec.decode))
+        return whole * (codec.encode + codec.add) + ranks * codec.call
+    own = 0.0 if op.source == "node" else 1 / ranks
+    return whole * (own * codec.encode + (0.0 if op.target == "node" else codec.decode)) + codec.call
 
 
 def told(auto: AutoWire, measured: Measured, options: Mapping[str, Sequence[Option]]) -> list[str]:
@@ -278,10 +304,10 @@ def told(auto: AutoWire, measured: Measured, options: Mapping[str, Sequence[Opti
     lines += [f"  {'link':<31}{'MB/s sent by a rank':>22}{'latency, ms':>14}"]
     for (kind, axes), link in sorted(measured.links.items()):
         lines.append(f"  {kind + ' ' + '+'.join(axes):<31}{link.rate / 1e6:>22,.1f}{link.latency * 1e3:>14.2f}")
-    lines += [f"  {'format':<31}{'encoded, M elements/s':>22}{'decoded':>14}"]
+    lines += [f"  {'format':<31}{'encoded, M elements/s':>22}{'decoded':>14}{'and added':>14}{'a call, ms':>14}"]
     for name, codec in sorted(measured.codecs.items()):
-        rates = (1e-6 / seconds if seconds else 0.0 for seconds in codec)
-        lines.append("  {:<31}{:>22,.0f}{:>14,.0f}".format(name, *rates))
+        rates = (1e-6 / seconds if seconds else 0.0 for seconds in codec[:3])
+        lines.append("  {:<31}{:>22,.0f}{:>14,.0f}{:>14,.0f}{:>14.2f}".format(name, *rates, codec.call * 1e3))
     for journey, each in options.items():
         chosen = fastest(each)
         lines.append(f"  {journey}: seconds of a step, if nothing else goes on, and bytes that a rank sends")
