@@ -15,6 +15,7 @@ from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan.auto_wire import (
     JOURNEYS,
     MARGIN,
+    WORKING,
     AutoWire,
     Codec,
     LinkFigure,
@@ -74,8 +75,8 @@ def _ways(table: str, journey: str, auto: AutoWire, mesh: tuple[int, int]) -> li
 def _priced(table: str, journey: str, auto: AutoWire, mesh: Mesh, measured: Measured) -> list[Option]:
     found: list[Option] = []
     for way, bound, program in _ways(table, journey, auto, (mesh["inter"], mesh["intra"])):
-        seconds, sent = wire_seconds(journey, program, bound, UNITS, mesh, step_of(2, program), measured)
-        found.append(way._replace(seconds=seconds, sent=sent))
+        seconds, sent, working = wire_seconds(journey, program, bound, UNITS, mesh, step_of(2, program), measured)
+        found.append(way._replace(seconds=seconds, sent=sent, working=working))
     return found
 
 
@@ -141,11 +142,11 @@ def test_what_is_priced_is_what_the_program_sends(table: str, journey: str, mesh
     bound = named(table).bind(POLICY, mesh)
     program = lower(bound, UNITS, mesh)
     times, unit = step_of(micro_batches, program), _measured(1.0, 1.0)
-    seconds, sent = wire_seconds(journey, program, bound, UNITS, mesh, times, unit)
+    seconds, sent, _ = wire_seconds(journey, program, bound, UNITS, mesh, times, unit)
     by_kind = traffic(program, bound, UNITS, mesh, micro_batches=micro_batches)
     rows = [figures for kind, figures in by_kind.items() if kind.journey == journey]
     assert seconds == pytest.approx(sent) and sent == pytest.approx(sum(n for _, n in rows))
-    late, _ = wire_seconds(journey, program, bound, UNITS, mesh, times, _measured(1.0, 1.0, latency=1e6))
+    late, *_ = wire_seconds(journey, program, bound, UNITS, mesh, times, _measured(1.0, 1.0, latency=1e6))
     assert late - seconds == pytest.approx(1e6 * sum(calls for calls, _ in rows))
 
 
@@ -193,6 +194,23 @@ def test_calls_of_a_format_count_however_few_elements_they_have() -> None:
         collectives = {"gather": 2 * 2 * 2, "reduce": 2 * 2}[journey]  # of two units and micro-batches; two passes
         assert priced["int8/256"] - free["int8/256"] == pytest.approx(calls * collectives)
         assert priced[JOURNEYS[journey]] == free[JOURNEYS[journey]]
+
+
+@given(st.sampled_from(TABLES), st.sampled_from(list(JOURNEYS)), RATES, st.floats(0, 1e-9), st.floats(0, 1))
+def test_nothing_is_rounded_where_processors_are_what_sending_waits_for(
+    table: str, journey: str, rate: float, coded: float, working: float
+) -> None:
+    """As on one machine, however little a format takes: to hide what is sent is worth more there."""
+    measured, auto = _measured(rate, rate, coded=coded), AutoWire(lossy=0.2)
+    measured.links.update({name: LinkFigure(rate, 0.0, working) for name in ("far", "near")})
+    options = _priced(table, journey, auto, Mesh.of({"inter": 2, "intra": 2}), measured)
+    plain = options[0]
+    assert plain.working == pytest.approx(working * plain.seconds)
+    if working > WORKING:
+        assert not fastest(options).loses
+    elif working < 0.4 and rate < 1e7:
+        least = min(option.sent for option in options)
+        assert fastest(options).loses or plain.sent * (1 - MARGIN) <= least
 
 
 def test_formats_lose_what_the_page_says() -> None:

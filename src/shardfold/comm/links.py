@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.comm.comm import Comm
+from shardfold.comm.cores import occupied
 from shardfold.comm.dtypes import TORCH_DTYPES
 from shardfold.comm.transport import Pending
 from shardfold.plan.auto_wire import SUMMED, Codec, LinkFigure, Measured
@@ -84,12 +85,21 @@ def _link(comm: Comm, kind: str, axes: Axes) -> LinkFigure:
     latency, each = seconds(SMALL, OFTEN), FIRST
     while seconds(each, 1) < LONG and each < MOST:
         each *= 4
-    took, ranks = seconds(each, TIMES), comm.mesh.parts(axes)
+    ranks, (took, working) = comm.mesh.parts(axes), _working(comm, partial(seconds, each, TIMES))
     while took < LONG and each < MOST:  # what took longer before was not the link
         each *= 4
-        took = seconds(each, TIMES)
+        took, working = _working(comm, partial(seconds, each, TIMES))
     sent = ring_bytes(VERBS.get(verb, verb), float(ITEMSIZE[dtype]) * each * ranks, ranks)
-    return LinkFigure(sent / max(took - latency, took / 10), latency)
+    return LinkFigure(sent / max(took - latency, took / 10), latency, working)
+
+
+def _working(comm: Comm, do: Callable[[], float]) -> tuple[float, float]:
+    """What it returns, and for which part of its time processors work, on average over the ranks. Where the tensors are
+    those of a device it does not matter: its processors are others."""
+    begun, before = perf_counter(), occupied()
+    found = do()
+    part = min(1.0, (occupied() - before) / (perf_counter() - begun)) if comm.mesh.device.type == "cpu" else 0.0
+    return found, comm.control([part], dist.ReduceOp.SUM)[0] / comm.mesh.world
 
 
 def _send(comm: Comm, verb: str, dtype: str, axes: Axes, each: int) -> None:

@@ -58,8 +58,9 @@ def chosen(
     total = comm.control([figure for cost in costs for figure in cost], dist.ReduceOp.SUM)
     options: dict[str, list[Option]] = {}
     for i, way in enumerate(ways):
-        seconds, sent = (figure / comm.mesh.world for figure in total[2 * i : 2 * i + 2])
-        options.setdefault(way.journey, []).append(way.option._replace(seconds=seconds, sent=sent))
+        seconds, sent, working = (figure / comm.mesh.world for figure in total[3 * i : 3 * i + 3])
+        option = way.option._replace(seconds=seconds, sent=sent, working=working)
+        options.setdefault(way.journey, []).append(option)
     lines = told(auto, found, options)
     if comm.mesh.rank == 0:
         LOG.info("%s", "\n".join(lines))

@@ -5,10 +5,15 @@
 
 The collectives are those of the program that each wire gives. What is measured, all ranks do at once, as they do it in
 a step: ranks that share processors encode more slowly together than one does alone. What computes meanwhile is not
-looked at, so it is the time of a step in which nothing hides what is sent. Of the wires that lose nothing, the table's
-dtypes in one hop come first, then two hops. One that loses something has to be allowed, by its name or by a bound on
-what it loses; and each has to be faster than what comes before it by :data:`MARGIN`, which is about what a measurement
-is worth.
+looked at, so it is the time of a step in which nothing hides what is sent.
+
+Where processors carry what is sent, as between processes of one machine, they are what a step lacks: the waiting in
+such a collective is filled with other work, and to encode is work. So nothing is rounded unless the fastest wire that
+loses nothing is slow because of a link: processors work for less than :data:`WORKING` of its time.
+
+Of the wires that lose nothing, the table's dtypes in one hop come first, then two hops. One that loses something has to
+be allowed, by its name or by a bound on what it loses; and each has to be faster than what comes before it by
+:data:`MARGIN`, which is about what a measurement is worth.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ LOSSY = ("bf16", "int8", "int4")
 """What a bound chooses from."""
 SUMMED = "fp32"
 """The dtype of sums of which kinds do not say it."""
-MARGIN = 0.25
+MARGIN, WORKING = 0.25, 0.6
 SAMPLE = 65536
 
 
@@ -146,10 +151,15 @@ def lost(name: str) -> float:
 
 
 class LinkFigure(NamedTuple):
-    """What a collective over some axes takes: ``latency`` seconds, and as many more as it sends bytes by ``rate``."""
+    """What a collective over some axes takes: ``latency`` seconds, and as many more as it sends bytes by ``rate``.
+
+    Attributes:
+        working: for which part of all those the processors of a rank work, or what works waits for one.
+    """
 
     rate: float
     latency: float
+    working: float = 0.0
 
 
 class Codec(NamedTuple):
@@ -190,12 +200,14 @@ class Option(NamedTuple):
         loses: which part of what travels, see :func:`lost`; 0: nothing.
         seconds: of a step.
         sent: bytes of a step by one rank.
+        working: of the seconds those in which processors work.
     """
 
     wire: Wire
     loses: float
     seconds: float = inf
     sent: float = 0.0
+    working: float = 0.0
 
 
 def wires(table: Layout, journey: str, auto: AutoWire) -> list[Option]:
@@ -216,6 +228,8 @@ def fastest(options: Sequence[Option]) -> Option:
     """The one to take. The first is the plain one; see the module's docstring."""
     best = options[0]
     for group in ([o for o in options if not o.loses], [o for o in options if o.loses]):
+        if group and group[0].loses and best.working >= WORKING * best.seconds:
+            break
         first = min(group, key=lambda option: option.seconds, default=best)
         if first.seconds < best.seconds * (1 - MARGIN):
             best = first
@@ -266,10 +280,11 @@ def wire_seconds(
     mesh: Sizes,
     times: Mapping[str, int],
     measured: Measured,
-) -> tuple[float, float]:
-    """Seconds of a journey of a program, whose sections run so many times, and the bytes that one rank sends in it."""
+) -> tuple[float, float, float]:
+    """Seconds of a journey of a program, whose sections run so many times, the bytes that one rank sends in it, and
+    the seconds in which processors work."""
     by_name = {unit.name: unit for unit in units}
-    seconds = sent = 0.0
+    seconds = sent = working = 0.0
     for op, runs in _steps(program, times, journey):
         unit = by_name[op.unit]
         segments = op.moves(unit)
@@ -279,14 +294,18 @@ def wire_seconds(
         # Segments of a unit share its latencies; where they travel as several kinds, the slowest stands for all.
         kinds = {_kind(one, encoded=encoded) for (_, one), encoded in zip(each, coded, strict=True)}
         link = min((measured.links[kind, op.axes] for kind in sorted(kinds)), key=lambda link: link.rate)
-        seconds += runs * (num_bytes / link.rate + len(each) * link.latency)
+        seconds += (sending := runs * (num_bytes / link.rate + len(each) * link.latency))
+        working += sending * link.working
         parts = parts_of(op, unit.table_or(layout), mesh)
         for (segment, one), encoded in zip(each, coded, strict=True):
             if encoded:
-                seconds += runs * _coding(one, segment.length / parts, mesh, measured)
+                coding = runs * _coding(one, segment.length / parts, mesh, measured)
             elif _is_rounded(one, segment):
-                seconds += runs * segment.length * measured.codecs[one.format].encode
-    return seconds, sent
+                coding = runs * segment.length * measured.codecs[one.format].encode
+            else:
+                continue
+            seconds, working = seconds + coding, working + coding
+    return seconds, sent, working
 
 
 def _coding(op: Op, whole: float, mesh: Sizes, measured: Measured) -> float:
@@ -301,18 +320,22 @@ def _coding(op: Op, whole: float, mesh: Sizes, measured: Measured) -> float:
 def told(auto: AutoWire, measured: Measured, options: Mapping[str, Sequence[Option]]) -> list[str]:
     """What was measured and chosen, in lines."""
     lines = [f"wires, chosen for the links that were measured ({auto}):"]
-    lines += [f"  {'link':<31}{'MB/s sent by a rank':>22}{'latency, ms':>14}"]
+    lines += [f"  {'link':<31}{'MB/s sent by a rank':>22}{'latency, ms':>14}{'processors work':>17}"]
     for (kind, axes), link in sorted(measured.links.items()):
-        lines.append(f"  {kind + ' ' + '+'.join(axes):<31}{link.rate / 1e6:>22,.1f}{link.latency * 1e3:>14.2f}")
+        figures = f"{link.rate / 1e6:>22,.1f}{link.latency * 1e3:>14.2f}{link.working:>17.0%}"
+        lines.append(f"  {kind + ' ' + '+'.join(axes):<31}{figures}")
     lines += [f"  {'format':<31}{'encoded, M elements/s':>22}{'decoded':>14}{'and added':>14}{'a call, ms':>14}"]
     for name, codec in sorted(measured.codecs.items()):
         rates = (1e-6 / seconds if seconds else 0.0 for seconds in codec[:3])
         lines.append("  {:<31}{:>22,.0f}{:>14,.0f}{:>14,.0f}{:>14.2f}".format(name, *rates, codec.call * 1e3))
     for journey, each in options.items():
         chosen = fastest(each)
+        exact = fastest([option for option in each if not option.loses])
         lines.append(f"  {journey}: seconds of a step, if nothing else goes on, and bytes that a rank sends")
         for option in sorted(each, key=lambda option: option.seconds):
             loses = f"loses {option.loses:.2g}" if option.loses else "loses nothing"
             mark = "   <-- taken" if option is chosen else ""
             lines.append(f"    {option.wire!s:<29}{option.seconds:>12.4f}{option.sent:>18,.0f}  {loses}{mark}")
+        if exact.working >= WORKING * exact.seconds and any(option.loses for option in each):
+            lines.append("    nothing is rounded, as processors and not a link are what sending waits for")
     return lines
