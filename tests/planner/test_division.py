@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.planner.division import Division
+from shardfold.planner.hardware import cluster
+from shardfold.planner.search import search_divisions
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.testing import Ranks
@@ -123,3 +125,23 @@ def test_more_micro_batches_need_more_under_gpipe_alone() -> None:
 
     assert peak("1f1b", 8) == peak("1f1b", 16)
     assert peak("gpipe", 16) > 1.8 * peak("gpipe", 8)
+
+
+def test_a_search_has_axes_as_dimensions() -> None:
+    """The fastest of all divisions is first, each is what an engine takes, and what does not divide is said."""
+    subject, where = Subject(GPT(SHAPE), batch(SHAPE, 2)), cluster("4xA100-40G", memory="4MiB")
+    divisions = [Division(), Division(tensor=2, sequence_parallel=True), Division(sequence=2), Division(tensor=3)]
+    found = search_divisions(subject, where, divisions, layouts=("zero1",), modes=("recompute",), batch=64)
+    assert [each.samples for each in found.found] == sorted((each.samples for each in found.found), reverse=True)
+    assert {each.candidate.division.ranks for each in found.found} == {1, 2}
+    assert len({str(each.candidate.division) for each in found.found}) == 3
+    assert all(each.peak <= 4 * 2**20 for each in found.found)
+    (refused,) = found.refused
+    assert "tensor=3 does not divide" in refused.why
+    cut = next(each.candidate for each in found.found if each.candidate.division.tensor == 2)
+    assert cut.engine["mesh"] == {"tensor": 2} and cut.engine["sequence_parallel"]
+    assert cut.micro_batch * cut.accumulate * 2 >= 64  # two ranks read other samples
+    with pytest.raises(ConfigError, match="no words for tensor=2"):
+        _ = cut.deepspeed
+    with pytest.raises(ConfigError, match="pipelines"):
+        sf.plan.best(GPT(SHAPE), batch(SHAPE, 2), gpus="4xL4", axes=({"pipelines": 2},))

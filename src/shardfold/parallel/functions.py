@@ -23,9 +23,13 @@ import torch
 from torch import Tensor
 
 from shardfold.parallel.link import Link
-from shardfold.torch_internals import untraced_from_call
+from shardfold.torch_internals import storage_key, untraced_from_call
 
 __all__ = ["collect", "copy", "gather", "reduce", "scatter", "spread"]
+
+
+def _place(x: Tensor) -> Any:
+    return storage_key(x.untyped_storage()), x.storage_offset(), x.shape, x.stride()
 
 
 @untraced_from_call
@@ -92,7 +96,7 @@ def _gathered(x: Tensor, link: Link) -> Any:
     whole = node.whole()
     if whole is None or whole._backward_hooks:
         return None
-    alike = (whole.data_ptr(), whole.shape, whole.stride()) == (x.data_ptr(), x.shape, x.stride())
+    alike = _place(whole) == _place(x)
     return node if alike else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,9 +11,10 @@ from shardfold.plan.arguments import known_arguments
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.choice import largest_micro_batch
+from shardfold.planner.division import division_of
 from shardfold.planner.hardware import cluster
 from shardfold.planner.memory import CPU, GPU, plan_memory
-from shardfold.planner.search import LAYOUTS, MODES, Found, search
+from shardfold.planner.search import LAYOUTS, MODES, Found, search_divisions
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.tracing import Compute, loss_of
 
@@ -33,6 +34,7 @@ def best(
     compute: Compute = loss_of,
     layouts: Sequence[str] = LAYOUTS,
     modes: Sequence[str] = MODES,
+    axes: Sequence[Mapping[str, int]] = ({},),
 ) -> Found:
     """The fastest way to train a model that fits; nothing is run.
 
@@ -47,6 +49,8 @@ def best(
         compute: ``compute(model, batch)`` gives the loss.
         layouts: names of those to look at.
         modes: of activations to look at.
+        axes: sizes of axes to look at, as ``({}, {"tensor": 2}, {"tensor": 4, "sequence_parallel": True})``:
+            ``tensor``, ``sequence`` and ``expert``.
 
     Returns:
         What was found: ``Engine(model, **found.candidate.engine)`` trains so.
@@ -56,9 +60,10 @@ def best(
     """
     room = float(parse_bytes(host) or 0) if host is not None else float("inf")
     subject = Subject(model, batch, compute)
-    found = search(
-        subject, cluster(gpus, memory=memory), precision=precision, layouts=layouts, modes=modes, batch=samples,
-        host=room,
+    divisions = [division_of(each) for each in axes]
+    found = search_divisions(
+        subject, cluster(gpus, memory=memory), divisions, precision=precision, layouts=layouts, modes=modes,
+        batch=samples, host=room,
     )  # fmt: skip
     return found.best
 

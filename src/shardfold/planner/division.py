@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.comm.transport import Pending
-from shardfold.errors import ConfigError
+from shardfold.errors import ConfigError, did_you_mean
 from shardfold.parallel.attention import follow, open_sequence
 from shardfold.parallel.experts import dispatches, share_out
 from shardfold.parallel.link import MeshLink, bind_links
 from shardfold.parallel.plan import Given, split_model
 from shardfold.parallel.split import hear_gradients
 from shardfold.plan.axes import LINKS, Axis, Mesh
+from shardfold.plan.checks import described, is_integer
 from shardfold.planner.hollow import hollow_values
 from shardfold.planner.trace import Sends
 
-__all__ = ["UNDIVIDED", "Division"]
+__all__ = ["UNDIVIDED", "Division", "division_of"]
 
 POSITIONS = ("position_ids", "positions")
 
@@ -163,6 +164,23 @@ class Division:
 
 
 UNDIVIDED = Division()
+SEARCHED = ("tensor", "sequence", "expert", "sequence_parallel")
+
+
+def division_of(axes: Mapping[str, int]) -> Division:
+    """What sizes of axes by name say.
+
+    Raises:
+        ConfigError: a name is none of an axis that a search looks at, or a size is no number of ranks.
+    """
+    for name, size in axes.items():
+        if name not in SEARCHED:
+            raise ConfigError(
+                f"axes= names {name!r}.{did_you_mean(name, SEARCHED)} A search has {', '.join(SEARCHED)}."
+            )
+        if name != "sequence_parallel" and not is_integer(size, 1):
+            raise ConfigError(f"axes= has {described(size)} for {name!r}: it is a number of ranks, 1 or more.")
+    return Division(**axes)  # pyright: ignore[reportArgumentType]
 
 
 class PaperLink(MeshLink):

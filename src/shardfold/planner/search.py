@@ -10,23 +10,24 @@ nothing is walked.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 import numpy as np
 
-from shardfold.errors import ConfigError
+from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.layout import Precision, Tier
 from shardfold.plan.passes import Overlap
 from shardfold.plan.sizes import human
+from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
 from shardfold.planner.seconds import Schedule, Seconds, Way, Work, row_seconds, schedule_of
 from shardfold.planner.setting import LINE, Subject
 from shardfold.planner.trace import Trace
 
-__all__ = ["LAYOUTS", "Candidate", "Found", "Refused", "Search", "search"]
+__all__ = ["LAYOUTS", "Candidate", "Found", "Refused", "Search", "search", "search_divisions"]
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp", "hpz", "offload", "infinity")
 MODES = ("keep", "select", "recompute")
@@ -45,6 +46,7 @@ class Candidate:
         accumulate: micro-batches of a step.
         precision: policy.
         prefetch: units gathered ahead.
+        division: how ranks share the model besides its states.
     """
 
     layout: str
@@ -53,13 +55,19 @@ class Candidate:
     accumulate: int = 1
     precision: str = "bf16"
     prefetch: int = 1
+    division: Division = UNDIVIDED
 
     @property
     def engine(self) -> dict[str, Any]:
         """Arguments of :class:`shardfold.Engine`."""
+        axes, more = self.division.axes, dict[str, Any]()
+        if axes:
+            more["mesh"] = axes
+        if "tensor" in axes:
+            more |= {"tensor": self.division.plan, "sequence_parallel": self.division.sequence_parallel}
         return {
             "layout": self.layout, "precision": self.precision, "activations": self.mode,
-            "accumulate": self.accumulate, "overlap": Overlap(prefetch=self.prefetch),
+            "accumulate": self.accumulate, "overlap": Overlap(prefetch=self.prefetch), **more,
         }  # fmt: skip
 
     @property
@@ -67,7 +75,7 @@ class Candidate:
         """Settings of ``shardfold train``; activations are none of its."""
         return {
             "layout": self.layout, "precision": self.precision, "micro_batch": self.micro_batch,
-            "accumulate": self.accumulate,
+            "accumulate": self.accumulate, **self.division.axes,
         }  # fmt: skip
 
     @property
@@ -75,8 +83,10 @@ class Candidate:
         """A DeepSpeed config, as far as it has words for this.
 
         Raises:
-            ConfigError: it has none for the layout.
+            ConfigError: it has none for the layout, or for axes.
         """
+        if self.division.axes:
+            raise ConfigError(f"a DeepSpeed config has no words for {self.division}: give Engine(...) the axes.")
         if self.layout not in STAGES:
             raise ConfigError(f"DeepSpeed has no stage that is {self.layout}: take zero3, or give Engine the layout.")
         zero: dict[str, Any] = {"stage": STAGES[self.layout]}
@@ -93,7 +103,8 @@ class Candidate:
         return found
 
     def __str__(self) -> str:
-        return f"{self.layout}, {self.mode}, micro-batch {self.micro_batch} x {self.accumulate}"
+        axes = f"{self.division}, " if self.division.axes else ""
+        return f"{self.layout}, {axes}{self.mode}, micro-batch {self.micro_batch} x {self.accumulate}"
 
 
 @dataclass(frozen=True)
@@ -121,6 +132,7 @@ class Refused:
     layout: str
     mode: str
     why: str
+    division: Division = UNDIVIDED
 
 
 @dataclass(frozen=True)
@@ -191,12 +203,44 @@ def search(
             for prefetch in ahead:
                 looked_at += limit
                 if why:
-                    refused.append(Refused(layout, mode, why))
+                    refused.append(Refused(layout, mode, why, subject.division))
                     continue
                 each, reason = walks.fitting(layout, mode, prefetch, limit, batch)
                 found += each
                 if reason:
-                    refused.append(Refused(layout, mode, reason))
+                    refused.append(Refused(layout, mode, reason, subject.division))
+    found.sort(key=lambda each: (-each.samples, each.peak))
+    return Search(found, refused, looked_at)
+
+
+def search_divisions(
+    subject: Subject, where: Cluster, divisions: Iterable[Division], *, layouts: Iterable[str] = LAYOUTS,
+    modes: Iterable[str] = MODES, **how: Any,
+) -> Search:  # fmt: skip
+    """The searches of each of some divisions as one; see :func:`search`.
+
+    Args:
+        subject: model and micro-batch; its own division does not count.
+        where: devices.
+        divisions: sizes of axes; those that the model or the devices do not divide by are refused in a sentence.
+        layouts: names of presets.
+        modes: of activations.
+        how: the other arguments of :func:`search`.
+    """
+    found: list[Found] = []
+    refused: list[Refused] = []
+    looked_at, names, chosen = 0, list(layouts), list(modes)
+    for division in divisions:
+        try:
+            _ = division.over(where.mesh)
+            one = replace(subject, division=replace(division, streams=where.device.streams))
+        except (ConfigError, ModelError) as error:
+            refused.append(Refused("any", "any", str(error), division))
+            continue
+        each = search(one, where, layouts=names, modes=chosen, **how)
+        found += each.found
+        refused += each.refused
+        looked_at += each.looked_at
     found.sort(key=lambda each: (-each.samples, each.peak))
     return Search(found, refused, looked_at)
 
@@ -260,7 +304,7 @@ class _Walks:
             Found(
                 Candidate(
                     layout=layout, mode=mode, micro_batch=n, accumulate=int(accumulate[n - 1]),
-                    precision=str(self._precision), prefetch=prefetch,
+                    precision=str(self._precision), prefetch=prefetch, division=self._subject.division,
                 ),
                 float(peaks[n - 1]), host,
                 self._seconds(few, more, n, int(accumulate[n - 1]), float(seconds[n - 1]), parts[:, n - 1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -34,12 +35,18 @@ def plan(
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layouts to look at; may be repeated.")] = None,
     activations: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}; may be repeated.")] = None,
-    tensor: Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")] = 1,
+    tensor: Annotated[
+        list[int] | None, typer.Option(min=1, help="Ranks that share each layer; repeated: sizes to look at.")
+    ] = None,
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="With --tensor: norms are divided by tokens, too.")
     ] = False,
-    sequence: Annotated[int, typer.Option(min=1, help="Ranks that have parts of the same sequences.")] = 1,
-    expert: Annotated[int, typer.Option(min=1, help="Ranks among which experts are shared out.")] = 1,
+    sequence: Annotated[
+        list[int] | None, typer.Option(min=1, help="Ranks that have parts of the same sequences; may be repeated.")
+    ] = None,
+    expert: Annotated[
+        list[int] | None, typer.Option(min=1, help="Ranks among which experts are shared out; may be repeated.")
+    ] = None,
     pipeline: Annotated[
         int, typer.Option(min=1, help="Ranks among which stages of layers are; needs --micro-batch.")
     ] = 1,
@@ -62,10 +69,21 @@ def plan(
     from shardfold.planner.division import Division
     from shardfold.tools.planning.command import print_inference, print_plan, write_plan_page
 
-    division = Division(
-        tensor=tensor, sequence_parallel=sequence_parallel, sequence=sequence, expert=expert, pipeline=pipeline,
-        order=order, micro_batches=accumulate if pipeline > 1 else 1,
-    )  # fmt: skip
+    sizes = product(tensor or [1], sequence or [1], expert or [1])
+    divisions = [
+        Division(
+            tensor=t,
+            sequence_parallel=sequence_parallel and t > 1,
+            sequence=n,
+            expert=e,
+            pipeline=pipeline,
+            order=order,
+            micro_batches=accumulate if pipeline > 1 else 1,
+        )
+        for t, n, e in sizes
+    ]
+    if len(divisions) > 1 and micro_batch is not None:
+        raise ConfigError("--micro-batch plans one size of each axis: give each once, or leave --micro-batch out.")
     if pipeline > 1 and micro_batch is None:
         raise ConfigError(
             "--pipeline is planned for a micro-batch that is given: add --micro-batch 1 and, as micro-batches of a "
@@ -73,10 +91,11 @@ def plan(
         )
     if pipeline > 1 and sequence_parallel:
         raise ConfigError("--sequence-parallel does not go with --pipeline: leave one of them out.")
-    if division.axes and (inference or html is not None):
+    axes = [axis for division in divisions for axis in division.axes]
+    if axes and (inference or html is not None):
         what = "--inference" if inference else "--html"
-        raise ConfigError(f"{what} plans for ranks of data alone: leave --{next(iter(division.axes))} out.")
-    if sequence_parallel and tensor == 1:
+        raise ConfigError(f"{what} plans for ranks of data alone: leave --{axes[0]} out.")
+    if sequence_parallel and "tensor" not in axes:
         raise ConfigError("--sequence-parallel divides what flows between the parts of --tensor: give --tensor 2, too.")
     if inference:
         print_inference(model, gpus, memory=memory, length=length, sequences=micro_batch or 1)
@@ -89,7 +108,7 @@ def plan(
     print_plan(
         model, gpus, memory=memory, precision=precision, micro_batch=micro_batch, accumulate=accumulate, length=length,
         tables=tables, modes=activations or list(MODES), batch=batch, host=host,
-        division=division,
+        divisions=divisions,
     )  # fmt: skip
 
 

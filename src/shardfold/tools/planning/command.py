@@ -11,11 +11,11 @@ from shardfold.errors import ConfigError
 from shardfold.plan.layout import Layout
 from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.choice import options
-from shardfold.planner.division import Division
+from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.hardware import cluster
 from shardfold.planner.inference import cache_bytes, sizes_of
 from shardfold.planner.memory import CPU, GPU
-from shardfold.planner.search import search
+from shardfold.planner.search import search, search_divisions
 from shardfold.tools.planning import show
 from shardfold.tools.planning.models import planned_model
 from shardfold.tools.planning.page import plan_page
@@ -26,14 +26,24 @@ __all__ = ["print_inference", "print_plan", "write_plan_page"]
 def print_plan(
     model: str, gpus: str, *, memory: str | None, precision: str, micro_batch: int | None, accumulate: int,
     length: int | None, tables: Mapping[str, Layout], modes: Sequence[str], batch: int | None = None,
-    host: str | None = None, division: Division | None = None,
+    host: str | None = None, divisions: Sequence[Division] = (UNDIVIDED,),
 ) -> None:  # fmt: skip
     """Plans and prints: what a micro-batch needs under each layout, or else the fastest way to train that fits."""
     where = cluster(gpus, memory=memory)
     room = parse_bytes(host) if host is not None else None
     if host is not None and room is None:
         raise ConfigError(f"--host {host} is no number of bytes: write it as 64GiB or 64GB.")
-    division = replace(division or Division(), streams=where.device.streams)
+    if len(divisions) > 1:
+        planned = planned_model(model, length=length, samples=2)
+        print(show.head(planned, where, precision))
+        print()
+        found = search_divisions(
+            planned.subject, where, divisions, precision=precision, layouts=tables, modes=modes, batch=batch,
+            host=room or inf,
+        )  # fmt: skip
+        print(show.ranking(found, where, precision))
+        return
+    division = replace(divisions[0], streams=where.device.streams)
     mesh = division.over(where.mesh)
     planned = planned_model(model, length=length, samples=2, division=division)
     print(show.head(planned, where, precision, mesh))

@@ -69,26 +69,31 @@ def table(options: Sequence[Option]) -> str:
 
 
 def ranking(found: Search, where: Cluster, precision: str) -> str:
-    """The fastest micro-batch of each layout and mode, the fastest of all first; then what does not fit, and why."""
+    """The fastest micro-batch of each layout, axes and mode, the fastest of all first; then what does not fit, and
+    why."""
+    every = [*(each.candidate.division for each in found.found), *(each.division for each in found.refused)]
+    wide = max((len(str(division)) + 2 for division in every if division.axes), default=0)
     lines = [
-        f"{'layout':<10}{'activations':<13}{'micro-batch':>12}{'peak':>11}{'host':>11}{'step':>10}{'samples/s':>11}"
-        f"{'tokens/s':>11}{'MFU':>6}{'waits':>7}"
+        f"{'layout':<10}{'axes' * bool(wide):<{wide}}{'activations':<13}{'micro-batch':>12}{'peak':>11}{'host':>11}"
+        f"{'step':>10}{'samples/s':>11}{'tokens/s':>11}{'MFU':>6}{'waits':>7}"
     ]
     rate = where.device.rate("bf16" if "bf16" in precision else "fp16" if "fp16" in precision else "fp32")
-    shown: set[tuple[str, str]] = set()
+    shown: set[tuple[str, str, str]] = set()
     for each in found.found:
         candidate, seconds = each.candidate, each.seconds
-        if (key := (candidate.layout, candidate.mode)) in shown:
+        axes = str(candidate.division)
+        if (key := (candidate.layout, axes, candidate.mode)) in shown:
             continue
         shown.add(key)
         size = f"{candidate.micro_batch}" + (f" x {candidate.accumulate}" if candidate.accumulate > 1 else "")
-        tokens = f"{seconds.tokens_per_second * where.size:,.0f}" if seconds.tokens else "-"
+        tokens = f"{seconds.tokens_per_second * _token_ranks(where, candidate.division):,.0f}"
         lines.append(
-            f"{candidate.layout:<10}{candidate.mode:<13}{size:>12}{human(each.peak):>11}"
-            f"{human(each.host) if each.host else '-':>11}{seconds.step:>8.3g} s{each.samples:>11.4g}{tokens:>11}"
+            f"{candidate.layout:<10}{axes:<{wide}}{candidate.mode:<13}{size:>12}{human(each.peak):>11}"
+            f"{human(each.host) if each.host else '-':>11}{seconds.step:>8.3g} s{each.samples:>11.4g}"
+            f"{tokens if seconds.tokens else '-':>11}"
             f"{100 * seconds.mfu(rate, attention=False):>4.0f} %{100 * seconds.exposed / seconds.step:>5.0f} %"
         )
-    lines += [f"{r.layout:<10}{r.mode:<13}{r.why}" for r in found.refused]
+    lines += [f"{r.layout:<10}{r.division!s:<{wide}}{r.mode:<13}{r.why}" for r in found.refused]
     if found.found:
         best = found.found[0].candidate
         given = ", ".join(f"{name}={value!r}" for name, value in best.engine.items() if name != "overlap")
@@ -96,6 +101,11 @@ def ranking(found: Search, where: Cluster, precision: str) -> str:
     else:
         lines += ["", "Nothing fits."]
     return "\n".join(lines)
+
+
+def _token_ranks(where: Cluster, division: Division) -> int:
+    """Ranks whose tokens are others."""
+    return where.size // division.tensor
 
 
 def serving(model: Planned, where: Cluster, sizes: Sequence[Size], cache_of_one: float, sequences: int) -> str:
