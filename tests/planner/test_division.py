@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.planner.division import Division
-from shardfold.planner.hardware import cluster
+from shardfold.planner.hardware import Link, cluster
 from shardfold.planner.search import search_divisions
+from shardfold.planner.seconds import Way, Work
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.testing import Ranks
@@ -23,6 +24,7 @@ from shardfold.tools.recipes.gpt import GPT, GPTConfig
 SHAPE = GPTConfig(d_model=64, layers=3, heads=4, context=64)
 ALL_EXPERTS = GPTConfig(d_model=64, layers=2, heads=4, context=64, experts=4, top_k=4)  # as many tokens go to each
 ABOVE, BELOW = 0.03, 0.01
+FREE = Way(Link(float("inf"), 0.0), 2)
 ENGINE: dict[str, dict[str, Any]] = {
     "tensor": {"mesh": {"tensor": 2}, "tensor": "auto"},
     "stream": {"mesh": {"tensor": 2}, "tensor": "auto", "sequence_parallel": True},
@@ -145,3 +147,14 @@ def test_a_search_has_axes_as_dimensions() -> None:
         _ = cut.deepspeed
     with pytest.raises(ConfigError, match="pipelines"):
         sf.plan.best(GPT(SHAPE), batch(SHAPE, 2), gpus="4xL4", axes=({"pipelines": 2},))
+
+
+def test_what_layers_send_takes_time_on_their_link() -> None:
+    """As many bytes as the trace counts, by the rate of the axis's link, and a latency for each collective and rank."""
+    division = Division(tensor=2)
+    trace = Subject(GPT(SHAPE), batch(SHAPE), division=division).trace("fp32")
+    device = cluster("2xA100-40G").device
+    slow = Way(Link(1e6, 1e-3), 2)
+    sent = [each for event in trace.events for each in event.work.sent]
+    more = Work(device, trace, ways={"tensor": slow}).until[-1] - Work(device, trace, ways={"tensor": FREE}).until[-1]
+    assert float(more[0]) == pytest.approx(sum(s.num_bytes / 1e6 + s.calls * 1e-3 for s in sent))

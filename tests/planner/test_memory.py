@@ -84,6 +84,13 @@ def test_terms_add_up_to_the_peak(subject: Subject) -> None:
         assert sum(plan.terms.values()) == pytest.approx(plan.peak, rel=1e-12)
 
 
+def test_updates_take_a_block_in_the_dtype_of_the_master(subject: Subject) -> None:
+    """Of the optimizer's step, some point has more than what lives between operations."""
+    plan = _plan(subject, "zero1", ranks=2)
+    updates = [point for point in plan.points if point.op is not None and point.op.verb == "UPDATE"]
+    assert updates and all(point.terms.get("update", 0.0) > 0 for point in updates)
+
+
 @pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "fsdp2"])
 def test_more_ranks_never_need_more(subject: Subject, layout: str) -> None:
     """But for padding, which is below 256 bytes for each rank and segment."""

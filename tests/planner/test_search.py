@@ -99,3 +99,18 @@ def test_clusters_are_read_and_refused_in_words(tmp_path: object) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match="no profile"):
         cluster(f"2x{path}")
+
+
+def test_micro_batches_of_a_step_take_as_long_as_they_are(subject: Subject) -> None:
+    """Where nothing is sent, a step of four is four times a micro-batch and one update."""
+    where = cluster("1x2080Ti")
+    trace = subject.trace("bf16", "keep", 2)
+
+    def seconds(count: int) -> tuple[float, float]:
+        setting = subject.setting(
+            trace, layout="ddp", precision="bf16", mesh=where.mesh, micro_batches=count, behaviour=GPU
+        )
+        found = plan_seconds(setting, plan_memory(setting, trace), where.device)
+        return found.step - found.update, found.compute
+
+    assert seconds(4)[0] == pytest.approx(4 * seconds(1)[0]) and seconds(4)[0] == pytest.approx(seconds(4)[1])

@@ -241,8 +241,7 @@ def search_divisions(
         found += each.found
         refused += each.refused
         looked_at += each.looked_at
-    found.sort(key=lambda each: (-each.samples, each.peak))
-    return Search(found, refused, looked_at)
+    return Search(sorted(found, key=lambda each: (-each.samples, each.peak)), refused, looked_at)
 
 
 class _Walks:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
+
+if TYPE_CHECKING:
+    from shardfold.planner.division import Division
 
 __all__ = ["plan", "register"]
 
@@ -66,10 +70,38 @@ def plan(
     from shardfold.plan.layout import Precision
 
     Precision.named(precision)
-    from shardfold.planner.division import Division
     from shardfold.tools.planning.command import print_inference, print_plan, write_plan_page
 
-    sizes = product(tensor or [1], sequence or [1], expert or [1])
+    divisions = _divisions(
+        product(tensor or [1], sequence or [1], expert or [1]), pipeline, order, accumulate, micro_batch,
+        sequence_parallel=sequence_parallel, alone="--inference" if inference else "--html" if html else "",
+    )  # fmt: skip
+    if inference:
+        print_inference(model, gpus, memory=memory, length=length, sequences=micro_batch or 1)
+        return
+    if html is not None:
+        write_plan_page(
+            html, model, gpus, memory=memory, precision=precision, length=length, layouts=list(tables),
+            modes=activations or list(MODES), samples=micro_batch or 1,
+        )  # fmt: skip
+    print_plan(
+        model, gpus, memory=memory, precision=precision, micro_batch=micro_batch, accumulate=accumulate, length=length,
+        tables=tables, modes=activations or list(MODES), batch=batch, host=host,
+        divisions=divisions,
+    )  # fmt: skip
+
+
+def _divisions(
+    sizes: Iterable[tuple[int, int, int]], pipeline: int, order: str, accumulate: int, micro_batch: int | None, *,
+    sequence_parallel: bool, alone: str,
+) -> list[Division]:  # fmt: skip
+    """How ranks share the model, by sizes of axes; ``alone``: an option that goes with none.
+
+    Raises:
+        ConfigError: options do not go together.
+    """
+    from shardfold.planner.division import Division
+
     divisions = [
         Division(
             tensor=t,
@@ -92,24 +124,11 @@ def plan(
     if pipeline > 1 and sequence_parallel:
         raise ConfigError("--sequence-parallel does not go with --pipeline: leave one of them out.")
     axes = [axis for division in divisions for axis in division.axes]
-    if axes and (inference or html is not None):
-        what = "--inference" if inference else "--html"
-        raise ConfigError(f"{what} plans for ranks of data alone: leave --{axes[0]} out.")
+    if axes and alone:
+        raise ConfigError(f"{alone} plans for ranks of data alone: leave --{axes[0]} out.")
     if sequence_parallel and "tensor" not in axes:
         raise ConfigError("--sequence-parallel divides what flows between the parts of --tensor: give --tensor 2, too.")
-    if inference:
-        print_inference(model, gpus, memory=memory, length=length, sequences=micro_batch or 1)
-        return
-    if html is not None:
-        write_plan_page(
-            html, model, gpus, memory=memory, precision=precision, length=length, layouts=list(tables),
-            modes=activations or list(MODES), samples=micro_batch or 1,
-        )  # fmt: skip
-    print_plan(
-        model, gpus, memory=memory, precision=precision, micro_batch=micro_batch, accumulate=accumulate, length=length,
-        tables=tables, modes=activations or list(MODES), batch=batch, host=host,
-        divisions=divisions,
-    )  # fmt: skip
+    return divisions
 
 
 def register(app: typer.Typer) -> None:
