@@ -49,6 +49,9 @@ MODULES = {
 }
 """The public modules, and what each is for."""
 
+BOOSTS = {"troubleshooting": 4, "howto/": 4, "tutorial/": 2, "concepts/": 2, "deepspeed-names": 0.2, "reference/": 0.5}
+"""By how a page's path begins: how much it counts in the search, where others count 1."""
+
 
 def page_of(path: str) -> str | None:
     """The page that a file of the repository is, by its path there; None: it is none."""
@@ -107,8 +110,10 @@ def said(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Links to files outside of docs/ lead to their pages."""
+    """Links to files outside of docs/ lead to their pages. How much a page counts in the search is set, too."""
     uri = page.file.src_uri
+    if found := [boost for part, boost in BOOSTS.items() if uri.startswith(part)]:
+        page.meta["search"] = {"boost": found[0]}
     origin = {target: name for name, target in PAGES.items()}.get(uri)
     base = posixpath.dirname(origin) if origin else posixpath.join("docs", posixpath.dirname(uri))
 

@@ -99,5 +99,5 @@ def test_where_an_axis_is_missing_there_is_one_hop(mesh: dict[str, int]) -> None
 
 
 def test_what_is_no_number_of_hops_is_refused() -> None:
-    with pytest.raises(sf.errors.LayoutError, match="a journey has 3 hops: it is 1, or 2"):
+    with pytest.raises(sf.errors.LayoutError, match="a format takes 1 hop, or 2"):
         sf.PRESETS["zero3"].replace(reduce="int4x3")

@@ -334,7 +334,7 @@ class Agreement:
             raise self._disagree(what)
         if any(said[FLAGS:HEADER]):  # which who announces does not set: this rank has begun what cannot be taken back
             told = by_rank(dict(self._by_rank(self.exchange(f"refused/{self.sequence}", ""))))
-            self._abort(f"{what} was refused elsewhere, when others had begun it: {told}.")
+            self._abort(f"{what} was refused on another rank, after others had begun it: {told}.")
 
     def ask(self, bits: Sequence[bool]) -> list[int]:
         """One round of asking: for each place whether any rank set it."""
@@ -397,7 +397,7 @@ class Agreement:
         if error is not None:
             raise error
         told = by_rank(dict(self._by_rank(said)))
-        raise ConfigError(f"{what} was refused elsewhere, so nothing was done here either: {told}.")
+        raise ConfigError(f"{what} was refused on another rank, so nothing was done here either: {told}.")
 
     def same(self, parts: Mapping[str, Claim | str]) -> None:
         """Every rank must say the same of each part; texts that are long, or many, are compared by their hash.

@@ -103,7 +103,7 @@ def _given_sizes(mesh: Given) -> dict[str, int]:
         if isinstance(size, (list, tuple)) and "pipeline" in mesh:
             raise LayoutError(
                 f"mesh= has {described(size)} for {axis!r}, but all stages have as many ranks along each of the other "
-                "axes: give one number, and let stages= make dear stages shorter."
+                "axes: give one number, and let stages= give slow stages fewer layers."
             )
         if not is_integer(size, 1):
             raise LayoutError(

@@ -148,7 +148,7 @@ class ActivationWatch:
     def _begin(self, model: ShardedModel, notes: Notes) -> None:
         notes.close()  # its own, in whose place this one is
         if notes.watch is not None:
-            raise UsageError("this engine has a ActivationWatch: close() it before another is made.")
+            raise UsageError("this engine has an ActivationWatch already: close() that one first.")
         self._run, self._notes = model.run, notes
         self._attempt = -1
         self._sums: list[tuple[str, str, int, Tensor]] = []  # kind, path, micro-batch, sum

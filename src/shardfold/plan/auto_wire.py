@@ -120,8 +120,8 @@ class AutoWire:
         word, colon, rest = given.partition(":") if isinstance(given, str) else ("", "", "")
         if word != "auto" or (colon and not rest):
             raise ConfigError(
-                f"wire={described(given)}: it is 'auto', 'auto:0.01' (which part may be lost), 'auto:int8,int4' (which "
-                "formats may be taken), an AutoWire, or None for what the layout says."
+                f"wire={described(given)}: it is 'auto', 'auto:0.01' (the relative error that is allowed), "
+                "'auto:int8,int4' (which formats may be taken), an AutoWire, or None for what the layout says."
             )
         try:
             return AutoWire(lossy=float(rest)) if rest else AutoWire()

@@ -386,7 +386,9 @@ class Wire:
             object.__setattr__(self, "format", found["name"] + found["options"])
             object.__setattr__(self, "hops", int(found["hops"]))
         if self.hops not in (1, 2):
-            raise LayoutError(f"a journey has {self.hops!r} hops: it is 1, or 2, first within nodes and then between.")
+            raise LayoutError(
+                f"a format takes 1 hop, or 2 (first within nodes and then between), and not {self.hops!r}: give 1 or 2."
+            )
 
     def __str__(self) -> str:
         name, colon, options = self.format.partition(":")

@@ -43,4 +43,6 @@ def refuse_during(loans: Sequence[Loan], call: str) -> None:
         UsageError: ``call`` would change values that are lent, or be lost when the loan ends.
     """
     if loans:
-        raise UsageError(f"{call} inside `with {loans[-1].what}:` would change values that are lent: call it outside.")
+        raise UsageError(
+            f"{call} inside `with {loans[-1].what}:` would change values that are gathered there: call it outside."
+        )

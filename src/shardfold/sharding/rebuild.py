@@ -62,8 +62,8 @@ def apply(changes: Changes) -> None:
     assert plan is not None
     if model.loans:
         raise UsageError(
-            f"the model's structure changed inside `with {model.loans[-1].what}:`, whose values are lent: change it "
-            "outside."
+            f"the model's structure changed inside `with {model.loans[-1].what}:`, whose values are gathered: change "
+            "it outside."
         )
     if micro:
         changed = [c.name for c in plan.cuts if c.name not in plan.kept] or ["a part of it"]

@@ -57,7 +57,8 @@ shardfold train --help              the same with your text, size, layout and nu
 shardfold explain zero3 --ranks 8   what a layout keeps on each GPU, what it sends, and the program that it runs
 shardfold run train.py              your own script, on GPUs, hosts, Slurm or MPI
 shardfold doctor                    what is wrong with this installation, what costs speed, what this machine can do
-shardfold bench                     your machine: layouts beside DDP, FSDP2 and DeepSpeed
+shardfold plan --gpus 8xA100-40G    what fits on GPUs that you need not have, and what would be fastest there
+shardfold bench                     step time and memory of layouts beside DDP, FSDP2 and DeepSpeed, on this machine
 shardfold --help                    all commands"""
 
 

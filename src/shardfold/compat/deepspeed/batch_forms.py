@@ -29,7 +29,7 @@ def describe(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     raise UsageError(
-        f"a batch has a {type(value).__name__}, which stages without data cannot be told of: give tensors."
+        f"a batch has a {type(value).__name__}, which cannot be described to stages without data: give tensors."
     )
 
 

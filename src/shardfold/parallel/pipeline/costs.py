@@ -70,8 +70,8 @@ class PieceCosts:
                 (path for path in mine if path not in theirs), theirs[0]
             )
             raise ConfigError(
-                f"stages= is what pieces of another model cost: of {other!r} one of the two knows nothing: "
-                "measure this one."
+                f"stages= has the costs of another model: the piece {other!r} is in one of the two only: "
+                "measure this model."
             )
         return [piece.seconds for piece in self.pieces]
 

@@ -29,18 +29,18 @@ class FaceConfig(Settings):
     difficulty: float = Field(
         0.4, ge=0, le=2, allow_inf_nan=False, description="Of what is drawn: 0 portraits, 1 surveillance."
     )
-    size: str = Field("32", description="Of images in pixels: one number, or rows x columns, as 48x32.")
-    channels: Literal[1, 3] = Field(1, description="1: grey; 3: colour.")
+    size: str = Field("32", description="Size of images in pixels: one number, or rows x columns, as 48x32.")
+    channels: Literal[1, 3] = Field(1, description="Channels of images: 1 for grey, 3 for colour.")
     backbone: str = Field("vit", description="vit; or transformers:NAME or timm:NAME, a model of these packages.")
-    patch: int = Field(8, ge=1, le=1024, description="Rows and columns of a patch.")
-    width: int = Field(64, ge=8, le=2**16, description="Of the backbone.")
+    patch: int = Field(8, ge=1, le=1024, description="Height and width of a patch in pixels.")
+    width: int = Field(64, ge=8, le=2**16, description="Width of the backbone.")
     layers: int = Field(2, ge=1, le=1024, description="Blocks of the backbone.")
     heads: int = Field(4, ge=1, le=1024, description="Attention heads of a block.")
-    embedding: int = Field(160, ge=2, le=2**16, description="Numbers of an embedding.")
+    embedding: int = Field(160, ge=2, le=2**16, description="Dimensions of an embedding.")
     head: Literal["sharded", "replicated"] = Field(
         "sharded", description="Classes split over the ranks, or all of them on each."
     )
-    scale: float = Field(16.0, gt=0, allow_inf_nan=False, description="Of logits.")
+    scale: float = Field(16.0, gt=0, allow_inf_nan=False, description="Factor of the logits.")
     angle: float = Field(0.1, ge=0, le=1.57, description="Margin of ArcFace, in radians.")
     cosine: float = Field(0.0, ge=0, le=2, description="Margin of CosFace; give --angle 0 with it.")
     sample: float = Field(1.0, gt=0, le=1, description="Share of the classes in a step (Partial FC).")
@@ -58,7 +58,7 @@ class FaceConfig(Settings):
     augment: bool = Field(True, description="Shift, mirror, brighten and cover images at random.")
     workers: int = Field(0, ge=0, le=1024, description="Processes of each rank that make images.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of identities, parameters and batches.")
-    far: str = Field("0.1,0.01,0.001", description="False-accept rates at which Precision is told.")
+    far: str = Field("0.1,0.01,0.001", description="False-accept rates at which Precision is measured.")
     matcher: bool = Field(False, description="Also train a small ResNet that matches pairs of embeddings.")
     save_every: int = Field(0, ge=0, description="Steps between checkpoints; with one at the end. 0: none.")
     resume: Path | None = Field(
