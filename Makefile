@@ -36,7 +36,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10
 .DEFAULT_GOAL := test
 
 demo: $(READY)
-	@$(BIN)/shardfold train
+	@$(BIN)/shardfold demo
 
 test: $(TOOLS)
 	@$(PYTEST)

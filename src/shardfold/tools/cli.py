@@ -78,7 +78,7 @@ def common(
 @app.command(epilog="For example: shardfold demo")
 def demo(invocation: typer.Context) -> None:
     """Train a small language model on Python's own sources, on two local processes, in about four minutes."""
-    train(invocation)
+    train(invocation, optimizer="muon")
 
 
 @app.command(epilog="For example: shardfold report runs/20261125-101500")

@@ -178,8 +178,12 @@ class TrainConfig(Settings):
     micro_batch: int = Field(8, ge=1, description="Sequences per rank and micro-batch.")
     accumulate: int = Field(1, ge=1, description="Micro-batches per optimizer step.")
     lr: float = Field(4e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="adamw; or muon: for the matrices of blocks, and AdamW for everything else."
+    )
+    matrix_lr: float = Field(0.02, gt=0, allow_inf_nan=False, description="Peak learning rate of Muon's matrices.")
     warmup: int = Field(50, ge=0, description="Steps over which the learning rate rises; a cosine falls after it.")
-    weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
+    weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False, description="Decoupled weight decay.")
     clip_norm: float = Field(1.0, ge=0, allow_inf_nan=False, description="Largest gradient norm; 0 does not clip.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of parameters, batches and sample.")
     eval_every: int = Field(100, ge=0, description="Steps between held-out evaluations; 0 evaluates at the end only.")

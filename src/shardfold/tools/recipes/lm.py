@@ -54,6 +54,7 @@ from shardfold.tools.recipes.text import Corpus, Windows, baselines, held_out_wi
 __all__ = ["Result", "TrainConfig", "train"]
 
 LN2 = math.log(2)
+BETAS = (0.9, 0.95)
 EVAL_BATCH = 16  # windows that go through the model at once
 HASTY_WINDOWS = 32  # windows read by the evaluation after an interruption
 HASTY_SAMPLE = 64  # bytes of text generated then, at most
@@ -154,6 +155,14 @@ class Position:
         self.sampler.load_state_dict(state)
 
 
+def _optimizer(config: TrainConfig, model: torch.nn.Module) -> Any:
+    """As an engine takes it."""
+    if config.optimizer == "adamw":
+        return partial(torch.optim.AdamW, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay)
+    groups = sf.optim.muon_groups(model, lr=config.matrix_lr, adamw_lr=config.lr, betas=BETAS)
+    return sf.optim.Muon(groups, weight_decay=config.weight_decay)
+
+
 class Run:
     """One training: the engine, the text and the run folder.
 
@@ -171,7 +180,7 @@ class Run:
             self.model = GPT(self.shape)
         self.engine = sf.Engine(
             self.model,
-            optimizer=partial(torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay),
+            optimizer=_optimizer(config, self.model),
             layout=config.layout,
             offload=config.offload,
             mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,

@@ -82,6 +82,10 @@ class Peak:
         plan = self.planned()
         host = 0.0 if accelerator.has_streams(self._engine.device) else plan.tiers.get(Tier.HOST, 0.0)
         planned = plan.peak + host
+        if self._config.optimizer != "adamw":  # a plan counts AdamW's moments
+            rows = self._engine.memory().rows
+            planned += sum(row.held for row in rows if row.state == "moments")
+            planned -= sum(n for (state, _), n in plan.resting.items() if state == "moments")
         return [
             f"Peak of a step on rank 0: {human(planned)} planned, {human(self.measured)} measured "
             f"({planned / self.measured - 1:+.1%}), at {plan.top.where}."
