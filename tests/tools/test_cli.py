@@ -208,7 +208,9 @@ def test_a_runs_own_config_repeats_it_bit_for_bit(tmp_path: Path):
     assert (tmp_path / "run" / "sample.txt").read_bytes() == (tmp_path / "again" / "sample.txt").read_bytes()
 
 
-@pytest.mark.parametrize("table", [["zero3", "--optimizer", "muon"], ["ddp", "--offload", "optimizer=host, grads=host"]])
+@pytest.mark.parametrize(
+    "table", [["zero3", "--optimizer", "muon"], ["ddp", "--offload", "optimizer=host, grads=host"]]
+)
 def test_a_run_leaves_a_complete_folder(tmp_path: Path, table: list[str]):
     """Two ranks train; the folder and the last tables hold what they should, and predicted equals measured."""
     result = subprocess.run(
