@@ -124,7 +124,7 @@ def main() -> None:
             try:
                 found = ranks.run(one, *case, given.accumulate, world_size=given.world)
             except Exception as error:
-                print(f"{'  '.join(case)}  failed: {str(error).strip().splitlines()[-1]}", flush=True)
+                print(f"{'  '.join(case)}  failed: {str(error).strip().splitlines()[0]}", flush=True)
                 continue
             planned, measured, where = max(found, key=lambda each: abs(each[0] / each[1] - 1))
             errors.append(100 * (planned / measured - 1))

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardfold as sf
 from shardfold.engine import fitting
-from shardfold.errors import ConfigError
+from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan.axes import Mesh
 from shardfold.planner.auto import FREE, choose_layout
 
@@ -66,3 +66,9 @@ def test_the_largest_batch_is_that_of_a_search() -> None:
         for memory in ("1MiB", "2MiB", "100KiB")
     ]
     assert sizes[1] > sizes[0] > 0 and sizes[2] == 0
+
+
+def test_a_layout_that_is_almost_automatic_is_named() -> None:
+    """Beside presets."""
+    with pytest.raises(LayoutError, match="'auto'"):
+        sf.Engine(nn.Linear(2, 2), layout="aut")

@@ -19,6 +19,7 @@ from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.testing import Ranks
 from shardfold.tools.bench.planned import compare
+from shardfold.tools.planning.models import planned_model
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(d_model=64, layers=3, heads=4, context=64)
@@ -158,3 +159,18 @@ def test_what_layers_send_takes_time_on_their_link() -> None:
     sent = [each for event in trace.events for each in event.work.sent]
     more = Work(device, trace, ways={"tensor": slow}).until[-1] - Work(device, trace, ways={"tensor": FREE}).until[-1]
     assert float(more[0]) == pytest.approx(sum(s.num_bytes / 1e6 + s.calls * 1e-3 for s in sent))
+
+
+def test_images_have_no_axis_of_sequence() -> None:
+    """It is said what they are."""
+    subject = Subject(nn.Linear(4, 4), {"pixel_values": torch.randn(2, 4)}, division=Division(sequence=2))
+    with pytest.raises(ConfigError, match="pixel_values"):
+        subject.trace("fp32")
+
+
+@pytest.mark.soak
+def test_encoders_of_transformers_are_planned_as_what_they_are_trained_as() -> None:
+    """BERT fills in words, though transformers has a decoder of it, too."""
+    pytest.importorskip("transformers")
+    assert type(planned_model("bert-base").subject.model).__name__ == "BertForMaskedLM"
+    assert type(planned_model("gpt2").subject.model).__name__ == "GPT2LMHeadModel"

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardfold import accelerator
 from shardfold.comm.mesh import pick_device
-from shardfold.errors import ConfigError
+from shardfold.errors import ConfigError, LayoutError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh, Role
 from shardfold.plan.cost import resting_bytes
@@ -53,6 +53,8 @@ def table_of(
         if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
             LOG.warning(found.told)
         layout = found.layout
+    elif isinstance(layout, str) and layout not in presets.NAMES:
+        raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout, (*presets.NAMES, AUTO))}")
     return offloaded(presets.named(layout), offload).with_outer(outer)
 
 

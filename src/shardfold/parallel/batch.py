@@ -15,7 +15,7 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.parallel.cut import Cut
 from shardfold.plan.checks import described
 
-__all__ = ["IGNORED", "Sharded", "read_batch", "read_documents"]
+__all__ = ["IGNORED", "INPUTS", "Sharded", "read_batch", "read_documents"]
 
 IGNORED = -100
 """The label of a token that does not count, as in PyTorch."""

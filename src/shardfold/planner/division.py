@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardfold.comm.transport import Pending
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.parallel.attention import follow, open_sequence
+from shardfold.parallel.batch import INPUTS
 from shardfold.parallel.experts import dispatches, share_out
 from shardfold.parallel.link import MeshLink, bind_links
 from shardfold.parallel.plan import Given, split_model
@@ -146,6 +147,7 @@ class Division:
             batch: of whole sequences.
             sent: gets what is sent.
         """
+        whole = _filled(batch) if self.sequence > 1 else {}
         comm: Any = _Paper(mesh, sent, self.streams)
         with ExitStack() as held:
             held.callback(bind_links(model, comm, link=PaperLink))
@@ -157,7 +159,7 @@ class Division:
             )  # fmt: skip
             if axis is not None:
                 held.callback(follow(model, axis))
-                batch = axis.shard(_filled(batch), True, (), ())
+                batch = axis.shard(whole, True, (), ())
                 axis.trust()
             undo = held.pop_all().close
         return batch, undo
@@ -208,6 +210,12 @@ def _filled(batch: Any) -> Any:
         raise ConfigError(
             f"an axis of sequence cuts batches by the names of their tensors, and this one is a "
             f"{type(batch).__name__}: give the model a batch as {{'input_ids': ..., 'labels': ...}}."
+        )
+
+    if not any(name in batch for name in INPUTS):
+        raise ConfigError(
+            f"an axis of sequence cuts the tokens of texts, and this batch has {', '.join(map(str, batch))}: leave "
+            "sequence= out, or give a batch with one of " + ", ".join(INPUTS) + "."
         )
 
     def zeros(tensor: Tensor, dtype: torch.dtype) -> Tensor:

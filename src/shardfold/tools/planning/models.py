@@ -151,7 +151,12 @@ def _of_transformers(config: dict[str, Any], length: int | None) -> tuple[nn.Mod
 
 
 def _auto(transformers: Any, config: Any) -> nn.Module:
-    for name in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification"):
+    order = ["CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification"]
+    if getattr(config, "is_encoder_decoder", False):
+        order.insert(0, "Seq2SeqLM")
+    elif not getattr(config, "is_decoder", True):  # what can be a decoder, too, as BERT, is what it is trained as
+        order.insert(0, "MaskedLM")
+    for name in order:
         try:
             return getattr(transformers, f"AutoModelFor{name}").from_config(config)
         except ValueError:
