@@ -21,7 +21,9 @@ class FaceConfig(Settings):
 
     procs: int = Field(2, ge=1, le=4096, description="Processes on this machine; torchrun's own count wins.")
     data: Path | None = Field(
-        None, description="A folder with a folder of images for each identity; without it, faces that are drawn."
+        None,
+        description="A folder with a folder of images for each identity, or with .tar (webdataset) or .parquet files; "
+        "without it, faces that are drawn.",
     )
     identities: int = Field(2000, ge=2, le=10**7, description="Identities that are drawn for training.")
     shots: int = Field(8, ge=2, le=4096, description="Images of each that are drawn.")
@@ -56,13 +58,18 @@ class FaceConfig(Settings):
     weight_decay: float = Field(0.05, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
     clip_norm: float = Field(5.0, ge=0, allow_inf_nan=False, description="Largest gradient norm; 0 does not clip.")
     augment: bool = Field(True, description="Shift, mirror, brighten and cover images at random.")
+    transforms: Literal["own", "torchvision"] = Field(
+        "own", description="Whose changes these are: torchvision's v2 mirrors, turns, scales, adds noise and covers."
+    )
     workers: int = Field(0, ge=0, le=1024, description="Processes of each rank that make images.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of identities, parameters and batches.")
     far: str = Field("0.1,0.01,0.001", description="False-accept rates at which Precision is measured.")
     matcher: bool = Field(False, description="Also train a small ResNet that matches pairs of embeddings.")
     save_every: int = Field(0, ge=0, description="Steps between checkpoints; with one at the end. 0: none.")
     resume: Path | None = Field(
-        None, description="Checkpoint to go on from; identities are found by name, new ones begin anew."
+        None,
+        description="Checkpoint to go on from; identities are found by name, new ones begin anew. With --study: the "
+        "folder of a study that was stopped.",
     )
     out: Path | None = Field(None, description="Run folder, new or empty; without it, runs/<timestamp>.")
 

@@ -1,4 +1,4 @@
-"""Images by identity: drawn ones, or files in a folder for each identity; and how they are changed for training.
+"""Images by identity, drawn or read; and how they are changed for training.
 
 An image is the same whenever it is read. What training changes about it (a shift, a mirror image, light, a covered
 patch) follows from (seed, epoch, image), so it is another one in each epoch and for each image, whichever rank or
@@ -7,8 +7,8 @@ worker process reads it, and the same again where a run is resumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
 from typing import Protocol
 
 import numpy as np
@@ -21,10 +21,10 @@ from shardfold.data import Sampler
 from shardfold.errors import ConfigError
 from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.face.drawn import DrawnFaces
+from shardfold.tools.recipes.face.stores import SUFFIXES, Store, store_of
 
-__all__ = ["Batches", "EpochSampler", "Source", "sources"]
+__all__ = ["Batches", "Encoded", "EpochSampler", "Source", "sources"]
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".webp")
 SHIFT = 2  # pixels of 32
 
 
@@ -65,31 +65,41 @@ class Drawn:
         return self._kept[list(indices)]
 
 
-class Files:
-    """Image files, of which each folder is an identity."""
+class Encoded:
+    """Images as files are, decoded when they are read.
 
-    def __init__(self, folders: Sequence[Path], size: tuple[int, int], channels: int) -> None:
-        self.names = [folder.name for folder in folders]
-        self._size, self._mode = size, "L" if channels == 1 else "RGB"
-        self._files: list[Path] = []
-        labels: list[int] = []
-        for number, folder in enumerate(folders):
-            mine = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
-            self._files += mine
-            labels += [number] * len(mine)
-        self.labels = np.array(labels, dtype=np.int64)
+    Args:
+        store: of the images.
+        names: of the identities.
+        chosen: of each identity, its images in the store.
+        size: rows and columns that they get.
+        channels: 1 or 3.
+    """
+
+    def __init__(
+        self, store: Store, names: Sequence[str], chosen: Sequence[Sequence[int]], size: tuple[int, int], channels: int
+    ) -> None:
+        self.names = list(names)
+        self.left_out = 0
+        """Identities with one image, of which there is no pair."""
+        self._store, self._size, self._mode = store, size, "L" if channels == 1 else "RGB"
+        self._places = [place for mine in chosen for place in mine]
+        self.labels = np.repeat(np.arange(len(chosen), dtype=np.int64), [len(mine) for mine in chosen])
 
     def read(self, indices: Sequence[int]) -> npt.NDArray[np.uint8]:
-        return np.stack([self._one(self._files[index]) for index in indices])
+        return np.stack([self._one(self._places[index]) for index in indices])
 
-    def _one(self, file: Path) -> npt.NDArray[np.uint8]:
+    def _one(self, place: int) -> npt.NDArray[np.uint8]:
         from PIL import Image, UnidentifiedImageError
 
         try:
-            with Image.open(file) as opened:
+            with Image.open(BytesIO(self._store.data(place))) as opened:
                 image = opened.convert(self._mode).resize(self._size[::-1], Image.Resampling.BILINEAR)
-        except (OSError, UnidentifiedImageError) as error:
-            raise ConfigError(f"the image {str(file)!r} cannot be read: {error}.") from None
+        except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
+            why = "it is no image" if isinstance(error, UnidentifiedImageError) else error
+            raise ConfigError(
+                f"the image {self._store.where(place)!r} cannot be read: {why}; remove it, or replace it."
+            ) from None
         found = np.asarray(image, np.uint8)
         return found[None] if found.ndim == 2 else found.transpose(2, 0, 1)
 
@@ -98,7 +108,7 @@ def sources(config: FaceConfig) -> tuple[Source, Source]:
     """Images to train on, and those of identities that are kept apart.
 
     Raises:
-        ConfigError: the folder has too few identities with two images or more.
+        ConfigError: there are too few identities with two images or more.
     """
     size = config.image_size()
     if config.data is None:
@@ -106,21 +116,24 @@ def sources(config: FaceConfig) -> tuple[Source, Source]:
         train = DrawnFaces(config.identities, config.shots, **made)
         apart = DrawnFaces(config.held_out, config.shots, first=10**8, **made)
         return Drawn(train), Drawn(apart)
-    folder = config.data.expanduser()
-    try:
-        found = sorted(each for each in folder.iterdir() if each.is_dir())
-    except OSError as error:
-        raise ConfigError(f"the folder {str(folder)!r} cannot be read: {error.strerror}.") from None
-    folders = [each for each in found if sum(f.suffix.lower() in SUFFIXES for f in each.iterdir()) >= 2]
-    apart = min(config.held_out, len(folders) // 2)
+    path = config.data.expanduser()
+    store = store_of(path)
+    mine: dict[str, list[int]] = {}
+    for index, name in enumerate(store.identities):
+        mine.setdefault(name, []).append(index)
+    names = sorted(name for name, images in mine.items() if len(images) >= 2)
+    apart = min(config.held_out, len(names) // 2)
     if apart < 2:
         raise ConfigError(
-            f"{str(folder)!r} has {len(folders)} folders with two images or more, of which half are kept apart for "
-            f"evaluation: give a folder with a folder for each of 4 identities at least ({', '.join(SUFFIXES)})."
+            f"{str(path)!r} has {len(names)} identities with two images or more, of {len(mine)} in all, and half of "
+            "them are kept apart for evaluation: at least 4 are needed. It is a folder with a folder of images for "
+            f"each identity ({', '.join(SUFFIXES)}), or .tar or .parquet files."
         )
-    order = np.random.default_rng(0).permutation(len(folders))  # whatever the seed, so that runs can be compared
-    held, train = sorted(order[:apart]), sorted(order[apart:])
-    return tuple(Files([folders[i] for i in part], size, config.channels) for part in (train, held))  # pyright: ignore
+    order = np.random.default_rng(0).permutation(len(names))  # whatever the seed, so that runs can be compared
+    parts = [[names[i] for i in sorted(part)] for part in (order[apart:], order[:apart])]
+    train, held = (Encoded(store, part, [mine[name] for name in part], size, config.channels) for part in parts)
+    train.left_out = len(mine) - len(names)
+    return train, held
 
 
 class EpochSampler(Sampler):
@@ -139,10 +152,14 @@ class Batches(data.Dataset[tuple[Tensor, Tensor]]):
         source: of the images.
         augment: whether they are changed.
         seed: of the changes.
+        change: how, in place of this module's own way: takes an image ``(channels, rows, columns)`` and gives another
+            one. What it draws from PyTorch's generator follows from (seed, epoch, image).
     """
 
-    def __init__(self, source: Source, *, augment: bool, seed: int) -> None:
-        self._source, self._augment, self._seed = source, augment, seed
+    def __init__(
+        self, source: Source, *, augment: bool, seed: int, change: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._source, self._augment, self._seed, self._change = source, augment, seed, change
 
     def __len__(self) -> int:
         return len(self._source.labels)
@@ -161,6 +178,15 @@ class Batches(data.Dataset[tuple[Tensor, Tensor]]):
 
     def _changed(self, image: npt.NDArray[np.float32], epoch: int, number: int) -> npt.NDArray[np.float32]:
         draw = np.random.Generator(np.random.Philox(key=[self._seed, epoch << 40 | number]))
+        if self._change is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int(draw.integers(2**62)))
+                found = self._change(torch.from_numpy(image))
+            if found.shape != image.shape:
+                raise ConfigError(
+                    f"a transform made {tuple(found.shape)} of an image of {image.shape}: it keeps rows and columns."
+                )
+            return found.numpy()
         rows, columns = image.shape[1:]
         down, right = (int(draw.integers(-1, 2) * max(SHIFT * side // 64, 1)) for side in (rows, columns))
         image = np.roll(image, (down, right), (1, 2))

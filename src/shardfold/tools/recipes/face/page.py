@@ -13,7 +13,7 @@ from shardfold.tools.recipes.face import drawing
 from shardfold.tools.recipes.face.cards import ALLOWED, CARDS, PUBLISHED, RATES, Setting
 from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.face.drawing import Axis
-from shardfold.tools.recipes.face.findings import REMARKS, findings
+from shardfold.tools.recipes.face.findings import REMARKS, Finding, findings
 from shardfold.tools.recipes.face.images import Source
 from shardfold.tools.recipes.face.row import Row
 
@@ -125,7 +125,7 @@ def precision_table(rows: Sequence[Row], budget: str) -> Table:
     sets = list(mine[0].precision)
     first, rates = sets[0], list(mine[0].precision[sets[0]])
     one = rates[min(1, len(rates) - 1)]
-    heads = ["setting", "head", *(f"{first}, at {rate}" for rate in rates), *(f"{each}, at {one}" for each in sets[1:]),
+    heads = ["setting", "head", *(first for _ in rates), *sets[1:],
              "loss"]  # fmt: skip
     lines = [
         [
@@ -172,7 +172,7 @@ def write_page(out: Path, found: Study, config: FaceConfig, held_out: Source) ->
     tables = [make(found.rows, budget) for make in (rates_table, precision_table) for budget in budgets]
     tables += [baselines_table(found), cards_table(found)]
     said = findings(found.rows, found.ten)
-    text = [f"# {TITLE}", "", lead(found, config), "", *(f"- {each}" for each in said), ""]
+    text = [f"# {TITLE}", "", lead(found, config), "", *(f"- **{each.title}.** {each.text}" for each in said), ""]
     text += [table.markdown() for table in tables]
     text += [computed_note(found), "", "## Every setting as a command", "", *(f"    {r.command}" for r in found.rows)]
     (out / "study.md").write_text("\n".join(text) + "\n", encoding="utf-8")
@@ -204,7 +204,7 @@ def computed_note(found: Study) -> str:
     )
 
 
-def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence[str]) -> str:
+def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence[Finding]) -> str:
     """The page."""
     rows = found.rows
     budgets = list(dict.fromkeys(row.budget for row in rows))
@@ -215,9 +215,12 @@ def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence
         if drawn else ""
     )  # fmt: skip
     parts += [f"<figure>{drawing.faces(held_out)}<figcaption>{words}</figcaption></figure>"]
-    parts += ["<h2>What this run shows</h2>", *(f"<p>{html.escape(each)}</p>" for each in said)]
     for budget in budgets:
         parts += [*_pictures(rows, budget), rates_table(rows, budget).page()]
+    parts += [
+        "<h2>What this run shows</h2>",
+        *(f"<p><b>{html.escape(each.title)}.</b> {html.escape(each.text)}</p>" for each in said),
+    ]
     parts += [*_learned(rows, budgets[0])]
     parts += [_headed(precision_table(rows, budget)) for budget in budgets]
     parts += [_headed(baselines_table(found))]

@@ -45,11 +45,14 @@ HEADS = ("replicated", "sharded")
 BUDGETS = {"large": 48, "small": 16}
 """Images that fit beside the base with a replicated head; the report's pools of cards had 16 and 11 GB."""
 
-SETS = {"as trained": None, "portraits": 0.0, "surveillance": 1.0}
+SETS = {"as trained": None, "portraits": 0.2, "surveillance": 0.8}
 """Held-out sets of drawn faces: the same identities, by how hard their images are."""
 
 POINTS = 60  # of a curve of losses
-NOT_COMPARED = {"out", "resume"}
+CHOSEN = {"layout", "offload", "head", "matcher", "save_every"}
+"""Settings that the study itself chooses, or does without."""
+
+NOT_COMPARED = {"out", "resume", *CHOSEN}
 
 
 class Place(NamedTuple):
@@ -73,6 +76,11 @@ def study(config: FaceConfig) -> int:
             f"the study plans one precision for the whole model, and a head in fp32 beside a backbone in "
             f"{config.precision} is two: leave out --precision, or give bf16-autocast."
         )
+    if given := sorted(config.model_fields_set & CHOSEN):
+        raise ConfigError(
+            f"the study chooses layouts, offload and heads itself, keeps no checkpoints and trains no matcher: leave "
+            f"out {', '.join('--' + name.replace('_', '-') for name in given)}."
+        )
     before = earlier_rows(config)
     leads = int(os.environ.get("RANK", "0")) == 0
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
@@ -84,7 +92,7 @@ def study(config: FaceConfig) -> int:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         places = plan(config, len(images[0].names), ranks)
         if leads:
-            written = config.model_dump(mode="json", exclude={"out"}, exclude_none=True) | {"procs": ranks}
+            written = config.model_dump(mode="json", exclude={"out", *CHOSEN}, exclude_none=True) | {"procs": ranks}
             (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
             introduce(console, config, places, len(before), out)
         rows, base = measure_all(config, images, places, before, out if leads else None, console)

@@ -32,8 +32,9 @@ from shardfold.tools.extras import sentence
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.formats import format_bytes, format_count, format_duration
 from shardfold.tools.recipes.face.config import FaceConfig
-from shardfold.tools.recipes.face.images import Batches, EpochSampler, Source, sources, unchanged
+from shardfold.tools.recipes.face.images import Batches, Encoded, EpochSampler, Source, sources, unchanged
 from shardfold.tools.recipes.face.matcher import fit, scores_of
+from shardfold.tools.recipes.face.transforms import change_of
 from shardfold.tools.recipes.face.verification import Verification, cosine_scores, identification, verify
 from shardfold.tools.recipes.face.vit import FaceModel
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
@@ -87,7 +88,7 @@ class FaceRun:
             len(self.images.labels), config.batch, seed=config.seed, rank=self.engine.data_rank,
             num_ranks=self.engine.data_ranks, fill_last=True,
         )  # fmt: skip
-        dataset = Batches(self.images, augment=config.augment, seed=config.seed)
+        dataset = Batches(self.images, augment=config.augment, seed=config.seed, change=change_of(config))
         more: dict[str, Any] = {"persistent_workers": True} if config.workers else {}
         self.loader = sf.Loader(dataset, self.sampler, num_workers=config.workers, collate_fn=unchanged, **more)
         self.done = 0
@@ -239,6 +240,8 @@ def introduce(run: FaceRun, console: Console, notes: list[str]) -> None:
         f"{'drawn' if config.data is None else config.data}; {len(run.held_out.names)} other identities are held out",
         highlight=False, markup=False,
     )  # fmt: skip
+    if isinstance(run.images, Encoded) and run.images.left_out:
+        notes = [f"{run.images.left_out:,} identities with one image are left out.", *notes]
     for note in notes:
         console.print(note, highlight=False, markup=False)
 
