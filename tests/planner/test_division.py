@@ -174,3 +174,26 @@ def test_encoders_of_transformers_are_planned_as_what_they_are_trained_as() -> N
     pytest.importorskip("transformers")
     assert type(planned_model("bert-base").subject.model).__name__ == "BertForMaskedLM"
     assert type(planned_model("gpt2").subject.model).__name__ == "GPT2LMHeadModel"
+
+
+class Scaled(nn.Module):
+    """Code around its pieces computes with a buffer, as of rotary positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.register_buffer("scale", torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scale.to(x.device)
+        return x.square().mean()
+
+
+def test_code_between_pieces_computes_with_buffers() -> None:
+    """Each stage has its own pieces' parameters, and keeps what its products need of each micro-batch."""
+    for stage in (0, 1):
+        division = Division(pipeline=2, micro_batches=2, stage=stage)
+        subject = Subject(Scaled(), torch.randn(8, 64), division=division)
+        assert sum(p.numel() for p in subject.hollow.parameters()) == 2 * (64 * 64 + 64)
+        assert subject.trace("fp32").peak >= 2 * 8 * 64 * 4

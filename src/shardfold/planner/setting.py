@@ -47,6 +47,13 @@ def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 
+def _with_buffers(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Code around the pieces of stages computes with buffers."""
+    if isinstance(tensor, nn.Parameter):
+        return torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return torch.zeros(tensor.shape, dtype=dtype)
+
+
 @dataclass
 class Subject:
     """A model that is planned for, and a micro-batch of it.
@@ -144,7 +151,7 @@ class Subject:
         if policy.buffers == "compute":
             narrow = TORCH_DTYPES[policy.compute]
             dtypes |= {name: narrow for name, b in whole.named_buffers() if b.is_floating_point()}
-        made = hollow(self.model, lambda tensor, dtype: torch.empty(tensor.shape, dtype=dtype, device="meta"), dtypes)
+        made = hollow(self.model, _with_buffers, dtypes)
         stages = stages_of(made, self.division, torch.device("cpu"))
         self.division.cut(made, self.mesh)
         stages.drop_foreign()
