@@ -1,6 +1,6 @@
 """A head of twice the backbone's parameters on two ranks: classes split over them, beside all classes on each.
 
-    python benchmarks/face.py [--rounds 5] [--steps 4] [--classes 14000] [--batch 32]
+    python benchmarks/face.py [--rounds 7] [--steps 6] [--classes 15000] [--batch 16]
 
 Both train in turns, on the same images, in the same processes. Prints images/s of all ranks, the median of the rounds'
 ratios, bytes of the head's states on a rank, and how far the losses of both are apart.
@@ -71,7 +71,7 @@ def measure(rounds: int, steps: int, classes: int, batch: int) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rounds", 5), ("steps", 4), ("classes", 14000), ("batch", 32)):
+    for name, default in (("rounds", 7), ("steps", 6), ("classes", 15000), ("batch", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     began = time.perf_counter()

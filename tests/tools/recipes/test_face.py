@@ -6,11 +6,13 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import pickle
 import tarfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -212,7 +214,9 @@ def test_parquet_is_read_as_folders_are(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_digits_that_training_never_saw(tmp_path: Path) -> None:
     """Real images: scikit-learn's digits, of which 5 are trained on, and pairs of the others are told apart."""
-    datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn, whose digits these are, is not installed")
+    with patch.dict(os.environ):  # which it sets variables in
+        why = "scikit-learn, whose digits these are, is not installed"
+        datasets = pytest.importorskip("sklearn.datasets", reason=why)
     digits = datasets.load_digits()
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         (tmp_path / str(label)).mkdir(exist_ok=True)
@@ -247,7 +251,8 @@ def all_pairs(x: Any, labels: Any) -> tuple[Any, Any]:
 def curve(scores: Any, same: Any) -> tuple[Any, Any]:
     """False- and true-accept rates at each threshold that there is, as scikit-learn's `roc_curve` defines them."""
     try:
-        from sklearn.metrics import roc_curve  # pyright: ignore[reportMissingImports]
+        with patch.dict(os.environ):  # which it sets variables in
+            from sklearn.metrics import roc_curve  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         at = np.unique(scores)[::-1]
         wrong, right = (len(s) - np.searchsorted(np.sort(s), at, side="left") for s in (scores[~same], scores[same]))
@@ -340,7 +345,7 @@ def test_heads_have_the_same_curve(ranks: Ranks) -> None:
 
 
 def _curve(head: str) -> list[float]:
-    run = FaceRun(config(head=head, steps=40, identities=101, batch=16, width=32))
+    run = FaceRun(config(head=head, steps=400, warmup=100, identities=101, batch=16, width=32))
     batches = run.batches()
     for _ in range(12):
         run.step(batches)
@@ -350,7 +355,10 @@ def _curve(head: str) -> list[float]:
 
 @pytest.mark.soak
 def test_heads_have_the_same_curve_in_fp32(ranks: Ranks) -> None:
-    """Of a ViT and 101 classes, which two ranks do not divide: the losses of 12 steps are the same to 1e-5."""
+    """Of a ViT and 101 classes, which two ranks do not divide: losses of 12 steps of a warm-up are the same to 1e-5.
+
+    At Adam's full rate from the first step on they are 4e-5 apart by then: where a gradient is almost 0 its update is
+    as large as any other, and rounding decides its sign."""
     split, whole = (ranks.run(_curve, head, world_size=2)[0] for head in HEADS)
     assert split == pytest.approx(whole, rel=1e-5)
 

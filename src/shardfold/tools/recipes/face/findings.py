@@ -98,7 +98,7 @@ def batch_orders(batches: Batches, ten: Sequence[tuple[str, str, int]]) -> list[
     found = [Finding("Largest batches", text)]
     for (a, b), places in wrong.items():
         where = "; ".join(f"{budget} budget, {HEADS[head]}" for budget, head in places)
-        text = "Nowhere" if len(places) == len(batches) else f"Not so: {where}"
+        text = "Under no budget, with neither head" if len(places) == len(batches) else f"Not so: {where}"
         text += f". The reason: {WHY_BATCH.get((a, b), 'the report does not say what it tuned')}."
         for head in dict.fromkeys(head for _, head in places):
             computed = {name: batch for name, each, batch in ten if each == head}
