@@ -227,7 +227,13 @@ def test_names_have_values_and_what_is_none_a_sentence() -> None:
                         ("auto:int8,int4+error", AutoWire(lossy=("int8", "int4+error")))):  # fmt: skip
         assert AutoWire.named(text) == value
         assert AutoWire.named(str(value)) == value
-    for text, words in (("fast", "wire='fast': it is 'auto'"), ("auto:", "wire='auto:'"), (3, "wire=3: it is")):
+    for text, words in (
+        ("fast", "wire='fast': it is 'auto'"),
+        ("auto:", "wire='auto:'"),
+        (3, "wire=3: it is"),
+        ("auto:2", "lossy is 2.0: .*below 1"),
+        ("auto:nan", "lossy is nan"),
+    ):
         with pytest.raises(ConfigError, match=words):
             AutoWire.named(text)
     for lossy, words in (

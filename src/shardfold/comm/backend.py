@@ -20,7 +20,8 @@ __all__ = ["GLOO", "MARGIN", "backend_in", "device_backend", "start_group"]
 LOG = getLogger("shardfold")
 GLOO = "gloo"
 MARGIN = timedelta(seconds=60)
-"""By which a backend on streams gives up later than the engine, whose sentence says more."""
+"""By which a backend gives up later than the engine, whose sentence says more. Gloo, too, would close its connections
+then, and ranks that see that first would take another for dead."""
 
 
 def device_backend(device: torch.device) -> str:

@@ -368,9 +368,7 @@ class DataMesh:
         return self._ways[source, target]
 
     def _new_group(self, ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> Any:
-        if backend != GLOO and self.on_streams:
-            timeout += MARGIN
-        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        group = dist.new_group(ranks, timeout=timeout + MARGIN, backend=backend)
         if ranks is None or self.rank in ranks:
             self._made.append(group)
         return group

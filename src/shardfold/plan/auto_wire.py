@@ -54,7 +54,7 @@ LOSSY = ("bf16", "int8", "int4")
 """What a bound chooses from."""
 SUMMED = "fp32"
 """The dtype of sums of which kinds do not say it."""
-MARGIN, WORKING = 0.25, 0.6
+MARGIN, WORKING = 0.25, 0.75
 SAMPLE = 65536
 
 
@@ -123,10 +123,13 @@ class AutoWire:
                 f"wire={described(given)}: it is 'auto', 'auto:0.01' (the relative error that is allowed), "
                 "'auto:int8,int4' (which formats may be taken), an AutoWire, or None for what the layout says."
             )
+        if not rest:
+            return AutoWire()
         try:
-            return AutoWire(lossy=float(rest)) if rest else AutoWire()
+            part = float(rest)
         except ValueError:
-            return AutoWire(lossy=tuple(rest.split(",")))
+            return AutoWire(lossy=tuple(name.strip() for name in rest.split(",")))
+        return AutoWire(lossy=part)
 
 
 def _format(name: Any) -> str:

@@ -44,6 +44,8 @@ def format_named(text: str, what: str, words: tuple[str, ...] = ()) -> str:
         return text
     name = canonical(text, FAMILIES)
     if name not in FORMATS:
-        known = (*words, *FORMATS, *FAMILIES)
+        known = dict.fromkeys(
+            (*words, *(name for name in FORMATS if "/" not in name), *FAMILIES)
+        )  # not those made so far
         raise LayoutError(f"{what} travels as {text!r}, which is no format.{did_you_mean(str(text), known)}")
     return name

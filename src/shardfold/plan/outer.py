@@ -109,7 +109,9 @@ class Outer:
                 "divides that of the steps."
             )
         if self.deadline is not None and (not is_number(self.deadline, 0) or not self.deadline):
-            raise ConfigError(f"Outer.deadline is {described(self.deadline)}: it is a number of seconds, or None.")
+            raise ConfigError(
+                f"Outer.deadline is {described(self.deadline)}: it is a number of seconds above 0, or None."
+            )
         if self.deadline is not None and self.delay:
             raise ConfigError(
                 f"Outer.deadline is {self.deadline:g} and delay={self.delay}: with a delay no group waits at an outer "
