@@ -170,6 +170,7 @@ def _last(node: ast.expr) -> str:
 
 def page(package: Package | None = None) -> str:
     lines = [
+        "---\nhide: [toc]\n---",
         "# Every message",
         "",
         "All error messages of Shardfold, read from its sources, by class. `<...>` stands for what varies. Search for "
@@ -182,8 +183,8 @@ def page(package: Package | None = None) -> str:
         rows = [each for each in found if each.error == error]
         if not rows:
             continue
-        lines += [f"## {error}", "", meaning, ""]
+        lines += [f"## {error}", "", meaning.partition("Examples:")[0].strip(), ""]
         for file in dict.fromkeys(each.file for each in rows):
-            lines += [f"`{file}`", ""]
+            lines += [f"### {error} in `{file}`", ""]  # a part of its own in the search
             lines += [f"- `{each.text.replace('`', chr(39))}`" for each in rows if each.file == file] + [""]
     return "\n".join(lines)
