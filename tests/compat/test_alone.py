@@ -65,6 +65,7 @@ def test_every_module_is_imported_first_and_alone(part: int):
     assert failures(MODULES[part::3]) == {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["runtime.zero.partition_parameters", "zero", "utils.zero_to_fp32", "runtime.engine"])
 def test_an_interpreter_begins_with_a_module(name: str):
     """Nothing is loaded before, torch included."""

@@ -196,7 +196,7 @@ def test_calls_on_an_engine_refuse_and_change_nothing(ranks: Ranks, world_size: 
             "steps": "1",
         }  # fmt: skip
         if world_size == 2:
-            words["one rank's"] = "the value is 'x'" if rank else "refused elsewhere"
+            words["one rank's"] = "the value is 'x'" if rank else "refused on another rank"
         for name, said in words.items():
             assert said in told[name], (name, told.get(name))
 

@@ -136,7 +136,7 @@ def test_a_verb_without_a_handler_is_refused_when_it_is_bound() -> None:
 
 def test_a_verb_whose_moment_is_not_known_is_refused_before_a_pass_that_asks() -> None:
     """Such a pass never does an operation at a moment that is another one's."""
-    step = {"CLAMP", "NORM", "FETCH", "SHARE", "UPDATE", "STORE", "JOIN", "STASH"}
+    step = {"CLAMP", "NORM", "FETCH", "SHARE", "UPDATE", "STORE", "JOIN", "STASH", "RELEASE"}
     outer = {"DIFF", "PUSH", "OUTER", "PULL", "MIX", "BLEND", "SERVE", "GIVE"}
     assert set(MOMENTS) | step | outer | {*MARKERS} == set(VERBS)
 

@@ -335,9 +335,9 @@ def test_bytes_are_counted_by_tier() -> None:
         Tier.DEVICE: sum(held.values()) - 888 * 8 / 2,
         Tier.HOST: 888 * 8 / 2,
     }
-    assert moves(program(near, 1), near, units, MESH, step_of(1)) == {}
+    assert moves(program(near, 1), near, units, MESH, step_of(1, program(near, 1))) == {}
     each = (3, 888 * 8 / 2)
-    assert moves(program(far, 1), far, units, MESH, step_of(1)) == {
+    assert moves(program(far, 1), far, units, MESH, step_of(1, program(far, 1))) == {
         Moved("host", "FETCH"): each,
         Moved("host", "STORE"): each,
     }

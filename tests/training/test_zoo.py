@@ -132,7 +132,7 @@ def test_the_zoo_has_every_kind() -> None:
     assert len(zoo.ZOO) == 44  # as docs/promises.md says
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "setting"), paired(STEADY, SPLIT))
 def test_an_architecture_trains_as_in_plain_pytorch(ranks: Ranks, name: str, setting: Setting) -> None:
     check_losses(ranks, name, setting)

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.clients import (
@@ -171,6 +172,7 @@ def with_own_schedule(folder: Path) -> dict[Any, Any]:
     return told
 
 
+@pytest.mark.soak
 def test_optimizer_and_schedule_of_the_config(tmp_path: Path) -> None:
     """A config that names AdamW and WarmupDecayLR, all values "auto"; and evaluation of a saved model, untrained."""
     first, _ = on_ranks(with_own_schedule, tmp_path)
