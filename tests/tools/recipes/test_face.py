@@ -542,8 +542,8 @@ def test_the_study_writes_a_page_and_goes_on(ranks: Ranks, tmp_path: Path) -> No
     ranks.run(_study, tmp_path / "again", tmp_path / "study", world_size=2)
     again = json.loads((tmp_path / "again" / "study.json").read_text())["rows"]
     assert again[:18] == rows[:18] and again[18]["seconds"] != rows[18]["seconds"]
-    with pytest.raises(ConfigError, match=r"has steps 2, so it cannot go on with 3"):
-        study.earlier_rows(config(resume=tmp_path / "study", steps=3, batch=16))
+    with pytest.raises(ConfigError, match=r"has procs 2, so it cannot go on with 1"):
+        study.earlier_rows(config(resume=tmp_path / "study", steps=2, batch=16))
 
 
 def test_commands_of_the_study_are_whole() -> None:
