@@ -92,6 +92,7 @@ BAD = [
     (["ckpt", "import", __file__, "imported"], "is no file of torch.save"),
     (["train", "--config", "no-such.toml"], "no-such.toml"),
     (["train", "--warmup", "9", "--steps", "5"], "warm up for fewer"),
+    (["train", "--matrix-lr", "0.1"], "give --optimizer muon"),
     (["explain", "zero9"], "Did you mean"),
     (["explain", "--ranks", "3", "--nodes", "2"], "choose --ranks"),
     (["explain", "--offload", "cpu"], "Did you mean 'host'?"),

@@ -436,6 +436,11 @@ class Layout:
         return self.held or self.rest
 
     @property
+    def gathers_once(self) -> bool:
+        """Whether what the first micro-batch of a step has gathered stays for all of them."""
+        return self.held is not None and self.held.until == "step"
+
+    @property
     def comes_and_goes(self) -> bool:
         """Whether a unit's gathered parameters have memory of the device only while they are read."""
         return _away(self.rest)

@@ -475,8 +475,7 @@ class _Lowering:
         return any(self._kept(unit) for unit in self._units)
 
     def _kept(self, unit: UnitSpec) -> bool:
-        held = unit.table_or(self._layout).held
-        return held is not None and held.until == "step"
+        return unit.table_or(self._layout).gathers_once
 
     def _turn(self, unit: UnitSpec, source: str, target: str) -> Iterator[Op]:
         """From how one tensor of the unit lies to how another shall."""

@@ -93,8 +93,7 @@ class Unit:
     @property
     def keeps(self) -> bool:
         """Whether its table keeps what was gathered over the micro-batches of a step."""
-        held = self.segments[0].table.held
-        return held is not None and held.until == "step"
+        return self.segments[0].table.gathers_once
 
     def storages(self) -> set[int]:
         """What identifies the memory of the flats."""

@@ -224,6 +224,11 @@ class TrainConfig(Settings):
                 f"expert is {self.expert}, which does not divide the model's {self.model_shape().experts} experts: "
                 f"give --experts a multiple of {self.expert}, or leave --expert out."
             )
+        if self.optimizer == "adamw" and self.matrix_lr != type(self).model_fields["matrix_lr"].default:
+            raise ConfigError(
+                f"matrix_lr is {self.matrix_lr}, a rate of Muon's, but the optimizer is adamw: give --optimizer muon, "
+                "or --lr in place of --matrix-lr."
+            )
         self._check_stages()
         self.table()
         if self.warmup and self.warmup >= self.steps and "warmup" in self.model_fields_set:
