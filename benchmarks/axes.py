@@ -301,7 +301,7 @@ def on_the_wire(rank: int, store: str) -> None:
             engine.step()
             dist.barrier()
             sent = int(counter.read_text()) - before
-        said = {f"{row.journey} {row.op} {'+'.join(row.axes)}": row.sent for row in engine.traffic().rows}
+        said = {f"{row.purpose} {row.op} {'+'.join(row.axes)}": row.sent for row in engine.traffic().rows}
         rows.append({"name": name, "wire": sent, "rows": said})
         engine.close()
     dist.destroy_process_group()

@@ -241,7 +241,7 @@ def _trains(size: int, modes: list[sf.Activations | str]) -> list[dict[str, Any]
             engine.step()
             losses.append(loss.item())
             rows = saved.rows[-3:]
-        sent = {(row.journey, row.op): row.sent for row in engine.traffic().rows}
+        sent = {(row.purpose, row.op): row.sent for row in engine.traffic().rows}
         found.append({
             "losses": losses, "state": {k: v.clone() for k, v in engine.state_dict().items()}, "sent": sent,
             "saved": [(row.device, row.outside) for row in rows], "held": engine.memory().activations,

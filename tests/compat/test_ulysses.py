@@ -150,7 +150,7 @@ def _beside_tensor(stage: int) -> tuple[Any, ...]:
         norms.append(engine.get_global_grad_norm())
     state = {name: value.clone() for name, value in engine.module_state_dict().items()}
     shapes = tuple(engine.module.model.layers[0].self_attn.q_proj.weight.shape)
-    sent = {row.op for row in engine._core.traffic().rows if row.journey == "layers"}
+    sent = {row.op for row in engine._core.traffic().rows if row.purpose == "layers"}
     engine.destroy()
     return losses, norms, state, shapes, sent, str(caught.value)
 

@@ -166,7 +166,7 @@ def _books(layout: str, name: str) -> tuple[list[tuple[float, int]], tuple[float
     assert all(row.state == "moments" and not row.padding for row in rows)
     states = engine.optimizer.state.values()  # type: ignore[union-attr]
     held = sum(v.untyped_storage().size() for state in states for v in state.values() if isinstance(v, torch.Tensor))
-    moved = [row for row in engine.traffic().rows if row.journey == "update"]
+    moved = [row for row in engine.traffic().rows if row.purpose == "update"]
     sent = (sum(row.program for row in moved), sum(row.sent for row in moved))
     assert f"moments  {rows[0].table:>18,.0f}" in engine.explain()
     engine.close()

@@ -66,7 +66,7 @@ def _sends(name: str, cut: bool) -> tuple[list[tuple[Any, ...]], list[Any], str]
     )
     engine.backward(loss_of(engine, *batches(1)[0]))
     engine.step()
-    rows = [tuple(row) for row in engine.traffic().rows if row.journey == "layers"]
+    rows = [tuple(row) for row in engine.traffic().rows if row.purpose == "layers"]
     found, text = collectives(engine.module), engine.explain()
     engine.close()
     return rows, found, text

@@ -135,7 +135,7 @@ def _counts() -> tuple[list[int], list[int], list[int], int]:
         engine(*batch)
     dispatch = vars(engine.module.blocks[1].moe.experts)["forward"]
     assert isinstance(dispatch, Dispatch)
-    rows = [row for row in engine.traffic().rows if row.journey == "layers"]
+    rows = [row for row in engine.traffic().rows if row.purpose == "layers"]
     engine.close()
     return list(dispatch.sent), list(dispatch.came), [len(rows)], batch[0].shape[0] * batch[0].shape[1]
 
@@ -159,7 +159,7 @@ def _bytes() -> None:
         other = 1 - engine.rank
         away += 2 * 8 + 2 * (dispatch.sent[other] + dispatch.came[other]) * 8 * 8  # int64; rows of 8 fp64
     engine.step()
-    (row,) = [row for row in engine.traffic().rows if row.journey == "layers"]
+    (row,) = [row for row in engine.traffic().rows if row.purpose == "layers"]
     assert (row.op, row.axes, row.calls, row.sent) == ("ALL_TO_ALL", ("expert",), 2 * 5, away)
     text = engine.explain()
     assert "experts along 'expert' over 2 ranks" in text and "2 of 4 experts here" in text

@@ -230,7 +230,7 @@ def _mixed() -> tuple[dict[str, str], dict[str, str], float, list[str]]:
     engine.step()
     dtypes = {name: str(p.dtype) for name, p in engine.module.named_parameters()}
     tables = {unit.name: str(unit.spec.table_or(engine.layout).grads.over) for unit in engine.units}
-    sent = [row.op for row in engine.traffic().rows if row.journey == "reduce"]
+    sent = [row.op for row in engine.traffic().rows if row.purpose == "reduce"]
     engine.close()
     return dtypes, tables, loss.item(), sent
 

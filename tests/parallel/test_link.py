@@ -89,7 +89,7 @@ def _counted() -> list[tuple[Any, ...]]:
     engine = sf.Engine(model, mesh=mesh, layout="ddp", optimizer=torch.optim.SGD)
     engine.backward(engine(torch.ones(3, 2)).sum())
     engine.step()
-    rows = [tuple(row) for row in engine.traffic().rows if row.journey == "layers"]
+    rows = [tuple(row) for row in engine.traffic().rows if row.purpose == "layers"]
     engine.close()
     return rows
 

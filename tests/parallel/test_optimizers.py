@@ -64,7 +64,7 @@ def _trains(name: str, cases: list[tuple[str, str]], size: int, folder: str) -> 
             assert _step(engine, batch) == pytest.approx(losses[step], rel=1e-12), (kind, layout, step)
             if step == 1:
                 engine.save(f"{folder}/{kind}-{layout}")
-        moved = {row.journey: (row.sent, row.program) for row in engine.traffic().rows if row.journey == "update"}
+        moved = {row.purpose: (row.sent, row.program) for row in engine.traffic().rows if row.purpose == "update"}
         assert bool(moved) == (kind == "muon")
         assert all(sent == program for sent, program in moved.values()), moved
         with engine.gathered():

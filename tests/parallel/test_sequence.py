@@ -166,7 +166,7 @@ def trains_like_whole_sequences(
     sent = engine.traffic()
     assert all(row.sent == row.program for row in sent.rows), sent
     engine.close()
-    return {row.op: float(row.sent) for row in sent.rows if row.journey == "layers"}
+    return {row.op: float(row.sent) for row in sent.rows if row.purpose == "layers"}
 
 
 SOAK = pytest.mark.soak
@@ -223,7 +223,7 @@ def _sent(name: str, attention: str) -> dict[str, float]:
     batch = {key: value[:, :24] for key, value in batch.items()}
     engine.backward(mean_loss(name, engine, sf.sequence_shard(batch), shifted=True))
     engine.step()
-    sent = {row.op: float(row.sent) for row in engine.traffic().rows if row.journey == "layers"}
+    sent = {row.op: float(row.sent) for row in engine.traffic().rows if row.purpose == "layers"}
     engine.close()
     return sent
 

@@ -28,7 +28,7 @@ def _trains(layout: sf.Layout, stages: int, order: str, overlap: sf.Overlap) -> 
         engine.train_batch(mine, compute)
         engine.step()
         engine.eval_batch(mine, compute)
-    rows = [row for row in engine.traffic().rows if row.journey == "gather"]
+    rows = [row for row in engine.traffic().rows if row.purpose == "gather"]
     state = {key: value.clone() for key, value in engine.state_dict().items()}
     engine.close()
     return state, sum(row.program for row in rows), sum(row.sent for row in rows)

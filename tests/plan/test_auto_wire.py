@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import shardfold as sf
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan.auto_wire import (
-    JOURNEYS,
     MARGIN,
+    PURPOSES,
     WORKING,
     AutoWire,
     Codec,
@@ -61,21 +61,21 @@ def _measured(
 
 
 @cache
-def _ways(table: str, journey: str, auto: AutoWire, mesh: tuple[int, int]) -> list[tuple[Option, Layout, Program]]:
+def _ways(table: str, purpose: str, auto: AutoWire, mesh: tuple[int, int]) -> list[tuple[Option, Layout, Program]]:
     """Those that can be bound, with what they give."""
     found: list[tuple[Option, Layout, Program]] = []
-    for way in wires(named(table), journey, auto):
+    for way in wires(named(table), purpose, auto):
         with suppress(LayoutError):
             sizes = Mesh.of(dict(zip(("inter", "intra"), mesh, strict=True)))
-            bound = named(table).replace(**{journey: way.wire}).bind(POLICY, sizes)
+            bound = named(table).replace(**{purpose: way.wire}).bind(POLICY, sizes)
             found.append((way, bound, lower(bound, UNITS, sizes)))
     return found
 
 
-def _priced(table: str, journey: str, auto: AutoWire, mesh: Mesh, measured: Measured) -> list[Option]:
+def _priced(table: str, purpose: str, auto: AutoWire, mesh: Mesh, measured: Measured) -> list[Option]:
     found: list[Option] = []
-    for way, bound, program in _ways(table, journey, auto, (mesh["inter"], mesh["intra"])):
-        seconds, sent, working = wire_seconds(journey, program, bound, UNITS, mesh, step_of(2, program), measured)
+    for way, bound, program in _ways(table, purpose, auto, (mesh["inter"], mesh["intra"])):
+        seconds, sent, working = wire_seconds(purpose, program, bound, UNITS, mesh, step_of(2, program), measured)
         found.append(way._replace(seconds=seconds, sent=sent, working=working))
     return found
 
@@ -89,41 +89,41 @@ RATES = st.floats(1e6, 1e11)
 
 
 @given(
-    st.sampled_from(TABLES), st.sampled_from(list(JOURNEYS)), LOSSES, MESHES, RATES, RATES,
+    st.sampled_from(TABLES), st.sampled_from(list(PURPOSES)), LOSSES, MESHES, RATES, RATES,
     st.floats(0, 1e-2), st.floats(0, 1e-8),
 )  # fmt: skip
 def test_nothing_is_lost_that_is_not_allowed_and_nothing_is_slower_than_the_plain_wire(
-    table: str, journey: str, lossy: Any, mesh: Mesh, far: float, near: float, latency: float, coded: float
+    table: str, purpose: str, lossy: Any, mesh: Mesh, far: float, near: float, latency: float, coded: float
 ) -> None:
     auto, measured = AutoWire(lossy=lossy), _measured(far, near, latency, coded)
-    options = _priced(table, journey, auto, mesh, measured)
+    options = _priced(table, purpose, auto, mesh, measured)
     taken = fastest(options)
-    assert options[0].wire.format == JOURNEYS[journey] and options[0].wire.hops == 1
-    own = getattr(named(table), journey).format
-    assert taken.wire.format in {JOURNEYS[journey], own, *auto.allowed}
+    assert options[0].wire.format == PURPOSES[purpose] and options[0].wire.hops == 1
+    own = getattr(named(table), purpose).format
+    assert taken.wire.format in {PURPOSES[purpose], own, *auto.allowed}
     if isinstance(lossy, float) and taken.wire.format != own:
         assert taken.loses <= lossy
     assert taken == options[0] or taken.seconds < options[0].seconds * (1 - MARGIN)
-    assert taken == _taken(table, journey, auto, mesh, measured)
+    assert taken == _taken(table, purpose, auto, mesh, measured)
     exact = [option.seconds for option in options if not option.loses]
     assert not taken.loses or taken.seconds < min(exact)
 
 
-@given(st.sampled_from(TABLES), st.sampled_from(list(JOURNEYS)), LOSSES, st.floats(1e-9, 1e-8), st.floats(0, 1e-3))
+@given(st.sampled_from(TABLES), st.sampled_from(list(PURPOSES)), LOSSES, st.floats(1e-9, 1e-8), st.floats(0, 1e-3))
 def test_the_slower_a_link_the_less_is_sent_over_it(
-    table: str, journey: str, lossy: Any, coded: float, latency: float
+    table: str, purpose: str, lossy: Any, coded: float, latency: float
 ) -> None:
     """And at both ends: a link that takes no time is left plain, one that takes all of it has the fewest bytes."""
     mesh, auto = Mesh.of({"inter": 1, "intra": 4}), AutoWire(lossy=lossy)
     rates = [10.0**power for power in range(15, 0, -1)]
-    taken = [_taken(table, journey, auto, mesh, _measured(rate, rate, latency, coded)) for rate in rates]
+    taken = [_taken(table, purpose, auto, mesh, _measured(rate, rate, latency, coded)) for rate in rates]
     sent = [option.sent for option in taken]
     assert sent == sorted(sent, reverse=True)
     assert taken[0].wire.format in (
-        JOURNEYS[journey],
+        PURPOSES[purpose],
         "bf16",
     )  # in which gradients may wait, so that nothing is encoded
-    options = _priced(table, journey, auto, mesh, _measured(10.0, 10.0, latency, coded))
+    options = _priced(table, purpose, auto, mesh, _measured(10.0, 10.0, latency, coded))
     least = min(option.sent for option in options)
     assert sent[-1] == (least if least < options[0].sent * (1 - MARGIN) else options[0].sent)
 
@@ -137,25 +137,25 @@ def test_the_choice_is_of_ratios_only(table: str, lossy: Any, far: float, latenc
         assert b.seconds == pytest.approx(a.seconds * unit, rel=1e-9)
 
 
-@given(st.sampled_from(TABLES), st.sampled_from(list(JOURNEYS)), MESHES, st.integers(1, 3))
-def test_what_is_priced_is_what_the_program_sends(table: str, journey: str, mesh: Mesh, micro_batches: int) -> None:
+@given(st.sampled_from(TABLES), st.sampled_from(list(PURPOSES)), MESHES, st.integers(1, 3))
+def test_what_is_priced_is_what_the_program_sends(table: str, purpose: str, mesh: Mesh, micro_batches: int) -> None:
     bound = named(table).bind(POLICY, mesh)
     program = lower(bound, UNITS, mesh)
     times, unit = step_of(micro_batches, program), _measured(1.0, 1.0)
-    seconds, sent, _ = wire_seconds(journey, program, bound, UNITS, mesh, times, unit)
+    seconds, sent, _ = wire_seconds(purpose, program, bound, UNITS, mesh, times, unit)
     by_kind = traffic(program, bound, UNITS, mesh, micro_batches=micro_batches)
-    rows = [figures for kind, figures in by_kind.items() if kind.journey == journey]
+    rows = [figures for kind, figures in by_kind.items() if kind.purpose == purpose]
     assert seconds == pytest.approx(sent) and sent == pytest.approx(sum(n for _, n in rows))
-    late, *_ = wire_seconds(journey, program, bound, UNITS, mesh, times, _measured(1.0, 1.0, latency=1e6))
+    late, *_ = wire_seconds(purpose, program, bound, UNITS, mesh, times, _measured(1.0, 1.0, latency=1e6))
     assert late - seconds == pytest.approx(1e6 * sum(calls for calls, _ in rows))
 
 
 def test_two_hops_pay_where_the_far_link_is_slow_and_not_where_both_are_alike() -> None:
     """Nothing is lost: between nodes each element goes once and not once per rank of a node, within them once more."""
     mesh, auto = Mesh.of({"inter": 2, "intra": 8}), AutoWire()
-    for journey in JOURNEYS:
-        assert _taken("zero3", journey, auto, mesh, _measured(1e7, 1e10)).wire.hops == 2
-        assert _taken("zero3", journey, auto, mesh, _measured(1e10, 1e10, coded=1e-9)).wire.hops == 1
+    for purpose in PURPOSES:
+        assert _taken("zero3", purpose, auto, mesh, _measured(1e7, 1e10)).wire.hops == 2
+        assert _taken("zero3", purpose, auto, mesh, _measured(1e10, 1e10, coded=1e-9)).wire.hops == 1
 
 
 def test_encoding_that_takes_longer_than_it_saves_is_not_taken() -> None:
@@ -185,25 +185,25 @@ def test_sums_are_as_slow_as_their_dtype_and_links_are_not() -> None:
 
 def test_calls_of_a_format_count_however_few_elements_they_have() -> None:
     """A reduction over N ranks decodes N payloads; a gather encodes once and decodes once."""
-    mesh, auto, journeys = Mesh.of({"inter": 1, "intra": 4}), AutoWire(lossy=("int8",)), {"gather": 1, "reduce": 4}
-    for journey, calls in journeys.items():
+    mesh, auto, purposes = Mesh.of({"inter": 1, "intra": 4}), AutoWire(lossy=("int8",)), {"gather": 1, "reduce": 4}
+    for purpose, calls in purposes.items():
         free, priced = (
-            {o.wire.format: o.seconds for o in _priced("zero3", journey, auto, mesh, _measured(1e9, 1e9, call=call))}
+            {o.wire.format: o.seconds for o in _priced("zero3", purpose, auto, mesh, _measured(1e9, 1e9, call=call))}
             for call in (0.0, 1.0)
         )
-        collectives = {"gather": 2 * 2 * 2, "reduce": 2 * 2}[journey]  # of two units and micro-batches; two passes
+        collectives = {"gather": 2 * 2 * 2, "reduce": 2 * 2}[purpose]  # of two units and micro-batches; two passes
         assert priced["int8/256"] - free["int8/256"] == pytest.approx(calls * collectives)
-        assert priced[JOURNEYS[journey]] == free[JOURNEYS[journey]]
+        assert priced[PURPOSES[purpose]] == free[PURPOSES[purpose]]
 
 
-@given(st.sampled_from(TABLES), st.sampled_from(list(JOURNEYS)), RATES, st.floats(0, 1e-9), st.floats(0, 1))
+@given(st.sampled_from(TABLES), st.sampled_from(list(PURPOSES)), RATES, st.floats(0, 1e-9), st.floats(0, 1))
 def test_nothing_is_rounded_where_processors_are_what_sending_waits_for(
-    table: str, journey: str, rate: float, coded: float, working: float
+    table: str, purpose: str, rate: float, coded: float, working: float
 ) -> None:
     """As on one machine, however little a format takes: to hide what is sent is worth more there."""
     measured, auto = _measured(rate, rate, coded=coded), AutoWire(lossy=0.2)
     measured.links.update({name: LinkFigure(rate, 0.0, working) for name in ("far", "near")})
-    options = _priced(table, journey, auto, Mesh.of({"inter": 2, "intra": 2}), measured)
+    options = _priced(table, purpose, auto, Mesh.of({"inter": 2, "intra": 2}), measured)
     plain = options[0]
     assert plain.working == pytest.approx(working * plain.seconds)
     if working > WORKING:

@@ -158,10 +158,10 @@ def zeropp_sent(mesh: dict[str, int], k: int, wide: int) -> tuple[Fraction, Frac
     return k * gathered * NUMEL, k * INT4 * (within + between) * NUMEL
 
 
-def sent_by_journey(found: dict[Sent, tuple[int, float]]) -> dict[str, Fraction]:
+def sent_by_purpose(found: dict[Sent, tuple[int, float]]) -> dict[str, Fraction]:
     total = {"gather": Fraction(0), "reduce": Fraction(0)}
     for kind, (_, sent) in found.items():
-        total[kind.journey] += Fraction(sent)
+        total[kind.purpose] += Fraction(sent)
     return total
 
 
@@ -193,7 +193,7 @@ def test_bytes_sent_equal_the_papers_formula(name: str, policy: str, k: int):
             assert precision.grads != precision.reduce and (name in IN_PLACE or mesh["intra"] == 1)
             continue
         program = lower(layout, units, mesh)
-        sent = sent_by_journey(traffic(program, layout, units, mesh, micro_batches=k))
+        sent = sent_by_purpose(traffic(program, layout, units, mesh, micro_batches=k))
         if name == "zeropp":
             assert (sent["gather"], sent["reduce"]) == zeropp_sent(mesh, k, wide["compute"]), mesh
             continue
@@ -293,7 +293,7 @@ UNNAMED = {
 @pytest.mark.parametrize(("table", "gathered", "reduced"), UNNAMED.values(), ids=UNNAMED.keys())
 def test_tables_without_a_name_send_what_their_cells_imply(table: Layout, gathered: Fraction, reduced: Fraction):
     layout, units = table.bind(PRECISION["bf16, 16-bit gradients"], MESH), model("bf16")
-    sent = sent_by_journey(traffic(lower(layout, units, MESH), layout, units, MESH, micro_batches=3))
+    sent = sent_by_purpose(traffic(lower(layout, units, MESH), layout, units, MESH, micro_batches=3))
     assert sent == {"gather": gathered * NUMEL * 2, "reduce": reduced * NUMEL * 2}
 
 
@@ -388,7 +388,7 @@ def test_a_step_costs_the_sum_of_the_sections_it_ran(name: str, k: int):
 def test_a_quiet_backward_sends_no_gradient():
     layout, units = zero3.bind(PRECISIONS["bf16"], MESH), model("bf16")
     found = section_traffic(lower(layout, units, MESH), layout, units, MESH, {"quiet": 2})
-    assert {kind.journey for kind in found} == {"gather"}
+    assert {kind.purpose for kind in found} == {"gather"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -67,7 +67,7 @@ def _train(layout: str, wires: dict[str, str], near: bool = True, debug: bool = 
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-    rows = {f"{row.journey} {'+'.join(row.axes)}": (row.program, row.sent) for row in engine.traffic().rows}
+    rows = {f"{row.purpose} {'+'.join(row.axes)}": (row.program, row.sent) for row in engine.traffic().rows}
     world = prod(engine.mesh.sizes.values())
     segments = [segment for unit in engine.units for segment in unit.segments]
     cut = all(
@@ -150,8 +150,8 @@ def test_a_format_of_blocks_is_cut_counted_and_kept_as_it_says(ranks: Ranks, red
     rows, found = coded[1]["rows"], coded[1]
     assert found["cut"] and all(found["kept"]) == (reduce == "feedback") == any(found["kept"])
     assert ("format" in found["text"].split("bytes at rest")[1].split("bytes sent")[0]) == (reduce == "feedback")
-    for journey in ("gather intra", "reduce intra"):
-        program, sent = rows[journey]
+    for purpose in ("gather intra", "reduce intra"):
+        program, sent = rows[purpose]
         assert program == sent and sent % (BLOCK + 4) == 0
     assert "ALL_GATHER blocks.0 params -> flat [intra] blocks" in found["text"]
     assert f"REDUCE_SCATTER blocks.0 [intra] {reduce}" in found["text"]

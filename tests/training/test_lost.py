@@ -135,7 +135,7 @@ def _losses(layout: str, wires: dict[str, str], precision: str) -> tuple[list[fl
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-    rows = {row.journey: (row.program, row.sent) for row in engine.traffic().rows}
+    rows = {row.purpose: (row.program, row.sent) for row in engine.traffic().rows}
     engine.close()
     return losses, rows
 
@@ -156,9 +156,9 @@ def test_tables_of_blocks_train_close_to_those_without_and_send_what_programs_sa
     coded = ranks.run(_losses, layout, wires, precision, world_size=2)[0]
     assert (coded[0] != exact[0]) is (precision == "fp32")  # bf16 has no digits for it
     assert coded[0] == pytest.approx(exact[0], rel=0.1)
-    for journey in wires:
-        program, sent = coded[1][journey]
-        assert program == sent < 0.6 * exact[1][journey][1]
+    for purpose in wires:
+        program, sent = coded[1][purpose]
+        assert program == sent < 0.6 * exact[1][purpose][1]
 
 
 class Loud(nn.Module):

@@ -150,12 +150,12 @@ def test_averaging_in_every_step_is_plain_data_parallelism(ranks: Ranks) -> None
 
 
 def _measured(layout: str, outer: dict[str, Any]) -> dict[str, Any]:
-    """By step: bytes of the outer journey as sent and as the program says; and what rests."""
+    """By step: bytes of outer steps as sent and as the program says; and what rests."""
     engine = engine_of(layout, outer, ADAMW)
     sent: list[list[tuple[int, float]]] = []
     for number in range(STEPS):
         train(engine, range(number, number + 1))
-        rows = [row for row in engine.traffic().rows if row.journey == "outer"]
+        rows = [row for row in engine.traffic().rows if row.purpose == "outer"]
         sent.append([(row.sent, row.program) for row in rows])
         differing = [row for row in engine.traffic().rows if row.sent != row.program]
         assert not differing
@@ -197,7 +197,7 @@ def _coded(outer: dict[str, Any]) -> tuple[dict[str, Tensor], list[tuple[int, fl
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * engine.rank + number))
         engine.backward(loss_of(engine, x))
         engine.step()
-    rows = [(row.sent, row.program) for row in engine.traffic().rows if row.journey == "outer"]
+    rows = [(row.sent, row.program) for row in engine.traffic().rows if row.purpose == "outer"]
     state = engine.state_dict()
     engine.close()
     return state, rows

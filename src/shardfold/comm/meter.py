@@ -15,7 +15,7 @@ from shardfold.plan.report import MovedRow, TrafficReport, TrafficRow
 __all__ = ["LAYERS", "Meter", "Moves"]
 
 LAYERS = "layers"
-"""The journey of what layers send by themselves."""
+"""The purpose of collectives that layers run by themselves."""
 
 Counts = defaultdict[Sent, list[int]]  # [calls, bytes]
 
@@ -152,7 +152,7 @@ class Meter:
         if key not in self._known:
             num_bytes = FORMATS[op.format].nbytes(length)
             sent = int(ring_bytes(op.verb, num_bytes, self._mesh.parts(op.axes)))
-            self._known[key] = Sent(op.journey, op.verb, op.axes), sent
+            self._known[key] = Sent(op.purpose, op.verb, op.axes), sent
         kind, sent = self._known[key]
         self._add(self._forward if self._in_forward else self._step, kind, 1, sent)
 
@@ -194,7 +194,7 @@ class Meter:
         for kind in sorted({*self._last, *predicted}):
             calls, sent = self._last.get(kind, [0, 0])
             program = predicted[kind][1] if kind in predicted else 0.0
-            if kind.journey == LAYERS:  # by the model, not by the program
+            if kind.purpose == LAYERS:  # by the model, not by the program
                 program = float(sent)
             rows.append(TrafficRow(*kind, calls, program, sent))
         moved: list[MovedRow] = []

@@ -972,7 +972,7 @@ class Engine:
         return self._replaced.counted()
 
     def traffic(self) -> TrafficReport:
-        """Bytes this rank sent in the last step, by journey and axes, beside what the program says."""
+        """Bytes this rank sent in the last step, by purpose and axes, beside what the program says."""
         return self._reports.traffic()
 
     def stats(self, *, peak_flops: float | None = None) -> Stats:

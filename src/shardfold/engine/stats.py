@@ -43,7 +43,7 @@ class Stats:
             on NCCL, where waiting orders streams and the host does not see it.
         tiers: median seconds per step that slower tiers took of this rank's host: waits for host memory and for disk,
             and updates on the host (see ``TierSeconds``).
-        traffic: bytes sent in the last step, by journey, operation and axes.
+        traffic: bytes sent in the last step, by purpose, operation and axes.
         memory: bytes held at this moment, by state.
         transient_peak: the most bytes besides the states at rest since the engine was made, activations included; None
             on the CPU, where nothing counts them.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardfold.comm.comm import Comm
 from shardfold.comm.links import measured
 from shardfold.errors import LayoutError
-from shardfold.plan.auto_wire import JOURNEYS, AutoWire, Option, fastest, needs, told, wire_seconds, wires
+from shardfold.plan.auto_wire import PURPOSES, AutoWire, Option, fastest, needs, told, wire_seconds, wires
 from shardfold.plan.cost import step_of
 from shardfold.plan.layout import Layout
 from shardfold.plan.passes import Overlap, apply
@@ -25,9 +25,9 @@ LOG = getLogger("shardfold")
 
 
 class _Way(NamedTuple):
-    """What a journey would be by one wire."""
+    """What a transfer would be by one wire."""
 
-    journey: str
+    purpose: str
     option: Option
     program: Program
     layout: Layout
@@ -43,15 +43,15 @@ def chosen(
     ``cut`` gives the units of the model by rules. All ranks of the job call it.
     """
     sizes = comm.mesh.sizes
-    ways = [way for journey in JOURNEYS for way in _ways(auto, table, journey, precision, comm, overlap, cut)]
-    comm.job.same({"wire=": str(auto), "the ways to send": str([(way.journey, str(way.option.wire)) for way in ways])})
+    ways = [way for purpose in PURPOSES for way in _ways(auto, table, purpose, precision, comm, overlap, cut)]
+    comm.job.same({"wire=": str(auto), "the ways to send": str([(way.purpose, str(way.option.wire)) for way in ways])})
     links, formats = set[Any](), set[str]()
     for way in ways:
-        crossed, coded = needs(way.journey, way.program, way.layout, way.units, step_of(accumulate, way.program))
+        crossed, coded = needs(way.purpose, way.program, way.layout, way.units, step_of(accumulate, way.program))
         links, formats = links | crossed, formats | coded
     found = measured(comm, links, formats)
     costs = [
-        wire_seconds(w.journey, w.program, w.layout, w.units, sizes, step_of(accumulate, w.program), found)
+        wire_seconds(w.purpose, w.program, w.layout, w.units, sizes, step_of(accumulate, w.program), found)
         for w in ways
     ]
     # Ranks of other stages have other units: what all of them need together says which is the fastest.
@@ -60,28 +60,28 @@ def chosen(
     for i, way in enumerate(ways):
         seconds, sent, working = (figure / comm.mesh.world for figure in total[3 * i : 3 * i + 3])
         option = way.option._replace(seconds=seconds, sent=sent, working=working)
-        options.setdefault(way.journey, []).append(option)
+        options.setdefault(way.purpose, []).append(option)
     lines = told(auto, found, options)
     if comm.mesh.rank == 0:
         LOG.info("%s", "\n".join(lines))
-    return table.replace(**{journey: fastest(each).wire for journey, each in options.items()}), lines
+    return table.replace(**{purpose: fastest(each).wire for purpose, each in options.items()}), lines
 
 
 def _ways(
-    auto: AutoWire, table: Layout, journey: str, precision: Any, comm: Comm, overlap: Overlap,
+    auto: AutoWire, table: Layout, purpose: str, precision: Any, comm: Comm, overlap: Overlap,
     cut: Callable[[Rules], list[UnitSpec]],
 ) -> list[_Way]:  # fmt: skip
-    """By each wire that the journey of the table may take on this mesh."""
+    """By each wire that a transfer of the table may take on this mesh."""
     sizes, found, seen = comm.mesh.sizes, list[_Way](), set[str]()
-    for option in wires(table, journey, auto):
-        others = {name: word for name, word in JOURNEYS.items() if name != journey}
+    for option in wires(table, purpose, auto):
+        others = {name: word for name, word in PURPOSES.items() if name != purpose}
         try:
-            rules = Rules(precision, table.replace(**{journey: option.wire, **others}), sizes)
+            rules = Rules(precision, table.replace(**{purpose: option.wire, **others}), sizes)
         except LayoutError:  # what rests whole, for one, is not rounded on its way
             continue
         layout = rules.layouts[-1]
-        if (wire := str(getattr(layout, journey))) not in seen:  # where there is one axis, two hops are one
+        if (wire := str(getattr(layout, purpose))) not in seen:  # where there is one axis, two hops are one
             seen.add(wire)
             units = cut(rules)
-            found.append(_Way(journey, option, apply(lower(layout, units, sizes), overlap), layout, units))
+            found.append(_Way(purpose, option, apply(lower(layout, units, sizes), overlap), layout, units))
     return found

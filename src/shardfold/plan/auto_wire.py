@@ -1,6 +1,6 @@
 """Which wires a table may have, and which of them is the fastest over links that were measured.
 
-    seconds of a journey = for each of its collectives: latency + bytes / rate of the link
+    seconds of a transfer = for each of its collectives: latency + bytes / rate of the link
                            + calls of the format that encode and decode, and their elements, times what these take
 
 The collectives are those of the program that each wire gives. What is measured, all ranks do at once, as they do it in
@@ -34,7 +34,7 @@ from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, KINDS, Op, Program
 
 __all__ = [
-    "JOURNEYS",
+    "PURPOSES",
     "AutoWire",
     "Codec",
     "LinkFigure",
@@ -48,7 +48,7 @@ __all__ = [
     "wires",
 ]
 
-JOURNEYS: Mapping[str, str] = {"gather": "compute", "reduce": "reduce"}
+PURPOSES: Mapping[str, str] = {"gather": "compute", "reduce": "reduce"}
 """Of a table, each with the word for elements that are not rounded."""
 LOSSY = ("bf16", "int8", "int4")
 """What a bound chooses from."""
@@ -196,7 +196,7 @@ class Measured:
 
 
 class Option(NamedTuple):
-    """A wire that a journey may take.
+    """A wire that a transfer may take.
 
     Attributes:
         wire: as the table has it.
@@ -213,11 +213,11 @@ class Option(NamedTuple):
     working: float = 0.0
 
 
-def wires(table: Layout, journey: str, auto: AutoWire) -> list[Option]:
-    """Those that a journey of a table may take, the plain one first: its dtype, what the table names itself, and what
+def wires(table: Layout, purpose: str, auto: AutoWire) -> list[Option]:
+    """Those that a transfer of a table may take, the plain one first: its dtype, what the table names itself, and what
     is allowed, each in one hop and in two."""
-    plain, own = JOURNEYS[journey], getattr(table, journey).format
-    keeps = () if journey == "reduce" else [name for name in auto.allowed if FORMATS[name].state is not None]
+    plain, own = PURPOSES[purpose], getattr(table, purpose).format
+    keeps = () if purpose == "reduce" else [name for name in auto.allowed if FORMATS[name].state is not None]
     names: list[str] = [plain, *([own] if own not in ROLES else []), *auto.allowed]
     return [
         Option(Wire(format=name, hops=hops), 0.0 if name == plain else lost(name))
@@ -239,16 +239,16 @@ def fastest(options: Sequence[Option]) -> Option:
     return best
 
 
-def _steps(program: Program, times: Mapping[str, int], journey: str) -> Iterator[tuple[Op, int]]:
+def _steps(program: Program, times: Mapping[str, int], purpose: str) -> Iterator[tuple[Op, int]]:
     for section, runs in times.items():
         for op in program.section(section) if runs else ():
-            if op.verb in COLLECTIVES and op.verb not in KINDS and op.journey == journey:
+            if op.verb in COLLECTIVES and op.verb not in KINDS and op.purpose == purpose:
                 yield op, runs
 
 
 def _kind(op: Op, *, encoded: bool) -> str:
     """The collective that carries it: what is encoded to be summed is exchanged, and summed by who gets it."""
-    if op.journey != "reduce":
+    if op.purpose != "reduce":
         return op.kind
     return "EXCHANGE" if encoded else op.kind if op.format == SUMMED else f"{op.kind}:{op.format}"
 
@@ -260,13 +260,13 @@ def _is_rounded(op: Op, segment: SegmentSpec) -> bool:
 
 
 def needs(
-    journey: str, program: Program, layout: Layout, units: Sequence[UnitSpec], times: Mapping[str, int]
+    purpose: str, program: Program, layout: Layout, units: Sequence[UnitSpec], times: Mapping[str, int]
 ) -> tuple[set[tuple[str, Axes]], set[str]]:
-    """Kinds of collectives and axes whose links a journey of a program crosses, and the formats that it encodes."""
+    """Kinds of collectives and axes whose links a transfer of a program crosses, and the formats that it encodes."""
     by_name = {unit.name: unit for unit in units}
     links: set[tuple[str, Axes]] = set()
     formats: set[str] = set()
-    for op, _ in _steps(program, times, journey):
+    for op, _ in _steps(program, times, purpose):
         segments = op.moves(by_name[op.unit])
         for segment, each in zip(segments, op.each(len(segments)), strict=True):
             encoded = is_encoded(each, segment, layout)
@@ -276,7 +276,7 @@ def needs(
 
 
 def wire_seconds(
-    journey: str,
+    purpose: str,
     program: Program,
     layout: Layout,
     units: Sequence[UnitSpec],
@@ -284,11 +284,11 @@ def wire_seconds(
     times: Mapping[str, int],
     measured: Measured,
 ) -> tuple[float, float, float]:
-    """Seconds of a journey of a program, whose sections run so many times, the bytes that one rank sends in it, and
+    """Seconds of a transfer of a program, whose sections run so many times, the bytes that one rank sends in it, and
     the seconds in which processors work."""
     by_name = {unit.name: unit for unit in units}
     seconds = sent = working = 0.0
-    for op, runs in _steps(program, times, journey):
+    for op, runs in _steps(program, times, purpose):
         unit = by_name[op.unit]
         segments = op.moves(unit)
         each = [*zip(segments, op.each(len(segments)), strict=True)]
@@ -314,7 +314,7 @@ def wire_seconds(
 def _coding(op: Op, whole: float, mesh: Sizes, measured: Measured) -> float:
     """What encodes and decodes for one collective on ``whole`` elements."""
     codec, ranks = measured.codecs[op.format], prod(mesh[axis] for axis in op.axes)
-    if op.journey == "reduce":
+    if op.purpose == "reduce":
         return whole * (codec.encode + codec.add) + ranks * codec.call
     own = 0.0 if op.source == "node" else 1 / ranks
     return whole * (own * codec.encode + (0.0 if op.target == "node" else codec.decode)) + codec.call
@@ -331,10 +331,10 @@ def told(auto: AutoWire, measured: Measured, options: Mapping[str, Sequence[Opti
     for name, codec in sorted(measured.codecs.items()):
         rates = (1e-6 / seconds if seconds else 0.0 for seconds in codec[:3])
         lines.append("  {:<31}{:>22,.0f}{:>14,.0f}{:>14,.0f}{:>14.2f}".format(name, *rates, codec.call * 1e3))
-    for journey, each in options.items():
+    for purpose, each in options.items():
         chosen = fastest(each)
         exact = fastest([option for option in each if not option.loses])
-        lines.append(f"  {journey}: seconds of a step, if nothing else goes on, and bytes that a rank sends")
+        lines.append(f"  {purpose}: seconds of a step, if nothing else goes on, and bytes that a rank sends")
         for option in sorted(each, key=lambda option: option.seconds):
             loses = f"loses {option.loses:.2g}" if option.loses else "loses nothing"
             mark = "   <-- taken" if option is chosen else ""

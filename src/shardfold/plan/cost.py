@@ -52,7 +52,7 @@ STATES = ("params", "held", "grads", "master", "moments", "format", *OUTER)
 class Sent(NamedTuple):
     """A kind of collective: what it is for, its verb, the axes it crosses."""
 
-    journey: str
+    purpose: str
     op: str
     axes: Axes
 
@@ -262,7 +262,7 @@ def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
 def parts_of(op: Op, layout: Layout, mesh: Sizes) -> int:
     """Into how many shards the whole of the tensor is cut that a collective on a unit works on; sums of gradients, and
     what outer steps make, as ``master``, wherever they rest."""
-    tensor = op.target if op.journey == "gather" else op.source
+    tensor = op.target if op.purpose == "gather" else op.source
     if tensor in ("flat", "local"):
         return 1
     if tensor == "node":
@@ -295,7 +295,7 @@ def section_traffic(
     for section, runs in times.items():
         for op in program.section(section):
             if op.verb in COLLECTIVES and runs:
-                key, unit = Sent(op.journey, op.verb, op.axes), by_name[op.unit]
+                key, unit = Sent(op.purpose, op.verb, op.axes), by_name[op.unit]
                 calls, sent = total.get(key, (0, 0.0))
                 more = op_bytes(op, layout, unit, mesh)
                 total[key] = calls + runs * len(op.moves(unit)), sent + runs * more

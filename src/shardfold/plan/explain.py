@@ -88,12 +88,12 @@ def explain(
     lines += ["", f"bytes sent by each rank in a step of {batches}:"]
     every = {**traffic(program, bound, units, mesh, micro_batches=micro_batches), **(update or {})}
     for kind, (calls, sent) in every.items():
-        lines.append(f"  {kind.journey:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
+        lines.append(f"  {kind.purpose:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
     if bound.outer is not None:
         rounds = section_traffic(program, bound, units, mesh, dict.fromkeys(ROUND, 1))
         lines += ["", f"bytes sent by each rank in a round of {bound.outer.every} steps, besides:"]
         for kind, (calls, sent) in rounds.items():
-            lines.append(f"  {kind.journey:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
+            lines.append(f"  {kind.purpose:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
     if moved:
         lines += ["", "bytes that each rank moves between the device and slower tiers in a step:"]
         lines += [f"  {k.tier:<8}{k.op:<28}{calls:>5} calls{n:>18,.0f}" for k, (calls, n) in moved.items()]

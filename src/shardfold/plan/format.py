@@ -1,6 +1,6 @@
 """WHAT is on the link: how values become the bytes of a payload, and values again.
 
-A transport carries bytes and knows no format; a format knows no rank. The table names one for each journey
+A transport carries bytes and knows no format; a format knows no rank. The table names one for each transfer
 (``Layout.gather``, ``Layout.reduce``), the program has it on each collective (``Op.format``), and whoever sends, counts
 or aligns reads it from there. Values come as rows, one for each shard, because each rank encodes and decodes its own:
 
@@ -39,7 +39,7 @@ FLOATS = ("fp64", "fp32", "bf16", "fp16")
 
 
 class Format(ABC):
-    """What one journey puts on the link.
+    """What one transfer puts on the link.
 
     Attributes:
         name: as a table and a program have it; ``+`` is not in it, which joins the formats of several segments.

@@ -1,7 +1,7 @@
 """WHAT rests where: the table of states that every member of the ZeRO family is a value of.
 
 Data-parallel training keeps a few kinds of state for every parameter. A :class:`Layout` says for each kind over which
-mesh axes it is split, in which dtype, and in which tier it rests; and for the two journeys between rests (gather,
+mesh axes it is split, in which dtype, and in which tier it rests; and for the two transfers between rests (gather,
 reduce) what is on the wire. A :class:`Precision` says which dtypes the words ``compute``, ``grads``, ``reduce``,
 ``master`` and ``moments`` mean. Nothing here knows a device, a process group or a stage.
 
@@ -87,7 +87,7 @@ class Tier(str, Enum):
 class Precision:
     """What the dtype words of a table mean. Values are dtype names of :data:`ITEMSIZE`.
 
-    ``reduce`` is the dtype on the wire of a gradient's journey and of the gradient buffer that feeds it; ``grads`` is
+    ``reduce`` is the dtype on the wire of a gradient's transfer and of the gradient buffer that feeds it; ``grads`` is
     the dtype in which gradients accumulate.
 
     Attributes:
@@ -366,7 +366,7 @@ class Activations:
 @known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """What a journey puts on the link: the name of a format (see :mod:`shardfold.plan.formats`), which a dtype's name
+    """What a transfer puts on the link: the name of a format (see :mod:`shardfold.plan.formats`), which a dtype's name
     is too, or a dtype word of the table.
 
     Attributes:
@@ -865,7 +865,7 @@ def _check_outer(bound: Layout) -> None:
 
 
 def _hops(wire: Wire, cell: Cell) -> int:
-    """Of a journey to or from what is split as ``cell``; where there is one axis, there is one hop."""
+    """Of a transfer to or from what is split as ``cell``; where there is one axis, there is one hop."""
     return wire.hops if cell.over == DATA_AXES else 1
 
 

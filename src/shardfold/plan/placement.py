@@ -81,7 +81,7 @@ class SegmentSpec:
     """Parameters of one unit with equal dtype, trainability and hyper-parameter group, laid out flat.
 
     ``length`` is in elements and includes all padding; it divides evenly by the ranks that share it. ``own``: every
-    state and both journeys are in ``dtype``, whatever the precision policy says. ``table``: the bound layout of its
+    state and both transfers are in ``dtype``, whatever the precision policy says. ``table``: the bound layout of its
     part of the model, where that is another than the rest's. ``distinct``: the axes on which each rank has other
     parameters, such as slices of one matrix (see ``axes``). ``places``: of its one parameter, those along the stages of
     a pipeline that have it, where there are several.

@@ -244,8 +244,8 @@ class Op(_Operands):
         return self.verb in SUMS
 
     @property
-    def journey(self) -> str:
-        """Which of the table's journeys a collective belongs to: ``gather``, ``reduce`` or ``outer``."""
+    def purpose(self) -> str:
+        """What a collective is for: the table's ``gather`` or ``reduce``, or ``outer``."""
         return "outer" if self.verb in KINDS else "gather" if self.verb == "ALL_GATHER" else "reduce"
 
     @property
@@ -256,7 +256,7 @@ class Op(_Operands):
     def moves(self, unit: UnitSpec) -> tuple[SegmentSpec, ...]:
         """The segments of its unit that it works on: what is frozen has nothing but values."""
         ends = (self.source, self.target)
-        if "flat" in ends or ("node" in ends and self.journey == "gather"):
+        if "flat" in ends or ("node" in ends and self.purpose == "gather"):
             return unit.segments
         return tuple(segment for segment in unit.segments if segment.trainable)
 
@@ -368,14 +368,14 @@ def redistribute(
         data: all axes that a partial sum is waiting on.
         source: the tensor that there is.
         target: the tensor that is needed.
-        format: by journey what is on the link: of ``gather`` and ``reduce``, and of ``sum``, the reduction of what a
+        format: by transfer what is on the link: of ``gather`` and ``reduce``, and of ``sum``, the reduction of what a
             reduction has scattered.
         hops: of ``gather`` and ``reduce``; 2: over the axes between nodes and those within one after the other.
 
     Raises:
         LayoutError: the two cannot be joined by a gather or a reduction.
     """
-    two = {journey for journey, number in (hops or {}).items() if number == 2}
+    two = {purpose for purpose, number in (hops or {}).items() if number == 2}
     if have is None:  # PARTIAL
         if len(need) == 2 and "reduce" in two:
             yield Op("REDUCE_WITHIN", unit, need[1:], format["reduce"])

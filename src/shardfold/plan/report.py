@@ -133,7 +133,7 @@ def _saved_lines(rows: Sequence[SavedRow]) -> list[str]:
 class TrafficRow(NamedTuple):
     """One kind of collective in the last step: calls and bytes this rank sent, beside what the program says."""
 
-    journey: str
+    purpose: str
     op: str
     axes: Axes
     calls: int
@@ -179,11 +179,11 @@ class TrafficReport(NamedTuple):
         return sum(row.program for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{'kind':<9}{'operation':<16}{'axes':<14}{'calls':>6}{'program':>13}{'sent':>13}"]
+        lines = [f"{'purpose':<9}{'operation':<16}{'axes':<14}{'calls':>6}{'program':>13}{'sent':>13}"]
         for row in self.rows:
             axes = "+".join(row.axes)
             lines.append(
-                f"{row.journey:<9}{row.op:<16}{axes:<14}{row.calls:>6}{human(row.program):>13}{human(row.sent):>13}"
+                f"{row.purpose:<9}{row.op:<16}{axes:<14}{row.calls:>6}{human(row.program):>13}{human(row.sent):>13}"
             )
         for row in self.moved:
             lines.append(f"{row.tier:<9}{row.op:<30}{row.calls:>6}{human(row.program):>13}{human(row.moved):>13}")

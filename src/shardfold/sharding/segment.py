@@ -92,7 +92,7 @@ class Segment:
         self.parameters = parameters
         self.dtype = TORCH_DTYPES[spec.dtype]
         self.dtypes = {what: TORCH_DTYPES[spec.dtype_for(what, layout)] for what in ROLES if what != "compute"}
-        gather, reduce = (FORMATS[spec.format_for(journey, layout)] for journey in ("gather", "reduce"))
+        gather, reduce = (FORMATS[spec.format_for(purpose, layout)] for purpose in ("gather", "reduce"))
         self._rounds = None if gather.native == spec.dtype else gather
         self.format_state: Tensor | None = None  # what the format of its reductions keeps, ``(length,)``
         self.node_state: Tensor | None = None  # the same of the second of two hops, ``(length / ranks of a node,)``

@@ -303,7 +303,7 @@ OBSERVERS = (
     _honoured("comms_logger.verbose", "boolean", False, "a line after each step"),
     _honoured("comms_logger.prof_all", "boolean", True, "all operations, or those of prof_ops"),
     _honoured("comms_logger.prof_ops", "list of strings", [], "operations to list"),
-    _noted("comms_logger.debug", "boolean", False, "operations are named by journey and axes in any case"),
+    _noted("comms_logger.debug", "boolean", False, "operations are named by purpose and axes in any case"),
     _honoured("timers.throughput.enabled", "boolean", True, "engine.tput_timer counts samples per second"),
     _noted("timers.throughput.synchronized", "boolean", True, "the device is never waited for", off=(None, False)),
     *(

@@ -13,7 +13,7 @@ ZERO = "zero_optimization."
 
 
 def wires_of(get: Callable[[str], Any], stage: int, notes: list[Note]) -> dict[str, str]:
-    """By journey of the table its format; those that stay as they are, are left out."""
+    """By transfer of the table (``gather``, ``reduce``) its format; those that stay as they are, are left out."""
     weights, gradients = (get(f"{ZERO}zero_quantized_{what}") for what in ("weights", "gradients"))
     loco = get(ZERO + "zeropp_loco_param")
     asked = {"zero_quantized_weights": weights, "zero_quantized_gradients": gradients, "zeropp_loco_param": loco}

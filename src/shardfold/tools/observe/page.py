@@ -199,7 +199,7 @@ def _tables(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    words = {"journey": "purpose", "op": "operation", "program": "by the program"}
+    words = {"op": "operation", "program": "by the program"}
     head = [words.get(name, name.replace("_", " ")) for name in rows[0]]
     return _table(head, [[_cell(value) for value in row.values()] for row in rows])
 

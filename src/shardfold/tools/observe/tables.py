@@ -49,7 +49,7 @@ class TrafficRow(Protocol):
     """Bytes that one kind of collective sent from this rank in a step, by the program and counted."""
 
     @property
-    def journey(self) -> str: ...
+    def purpose(self) -> str: ...
     @property
     def op(self) -> str: ...
     @property
@@ -163,15 +163,15 @@ def moved_table(rows: Sequence[MovedRow]) -> Group:
 
 
 def traffic_table(rows: Sequence[TrafficRow], control: float) -> Group:
-    """Show bytes sent per step and rank by journey: predicted by the program beside counted at the collectives."""
+    """Show bytes sent per step and rank by purpose: predicted by the program beside counted at the collectives."""
     table = new_table()
-    for name in ("kind", "operation", "mesh axes"):
+    for name in ("purpose", "operation", "mesh axes"):
         table.add_column(name)
     for name in ("calls", "predicted", "", "sent"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            row.journey,
+            row.purpose,
             row.op,
             " x ".join(row.axes),
             str(row.calls),

@@ -41,7 +41,7 @@ class TrafficLog:
             entry[0] += row.calls
             entry[1] += row.sent
             axes = "+".join(row.axes)
-            lines.append(f"comm op: {name} ({row.journey}, {axes}) | calls: {row.calls} | sent: {human(row.sent)}")
+            lines.append(f"comm op: {name} ({row.purpose}, {axes}) | calls: {row.calls} | sent: {human(row.sent)}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
