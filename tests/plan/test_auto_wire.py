@@ -239,8 +239,12 @@ def test_names_have_values_and_what_is_none_a_sentence() -> None:
     for lossy, words in (
         (-1, "AutoWire.lossy is -1"), (0, "lossy is 0: .*above 0 and below 1"), (1, "lossy is 1"),
         (2.0, "lossy is 2.0"), (float("nan"), "lossy is nan"), ("int8", "give a tuple"), ((3,), "AutoWire.lossy has 3"),
+        (("int8x2",), "AutoWire.lossy has 'int8x2': how many hops .*'int8' without x2"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             AutoWire(lossy=lossy)  # pyright: ignore
     with pytest.raises(LayoutError, match="Did you mean"):
         AutoWire(lossy=("int9",))
+    signs = AutoWire(lossy=("sign",))
+    assert {option.wire.format for option in wires(named("zero3"), "gather", signs)} == {"compute"}
+    assert "sign/256" in {option.wire.format for option in wires(named("zero3"), "reduce", signs)}

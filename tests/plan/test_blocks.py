@@ -145,7 +145,7 @@ def test_what_is_rounded_stochastically_has_no_bias_and_is_the_same_again() -> N
     assert abs(float(rest.mean()) - 0.3) < 5 * (0.3 * 0.7 / rest.numel()) ** 0.5
 
 
-@pytest.mark.parametrize("text", ["int8+error", "int4/64+error", "int4+zero+error", "fp8+error"])
+@pytest.mark.parametrize("text", ["int8+error", "int4/64+error", "int4+zero+error", "fp8+error", "sign/32+error"])
 def test_what_is_lost_is_kept_and_added_to_what_comes_next(text: str) -> None:
     """But of a block that is not finite: nothing of that is kept, or it would never be finite again."""
     form = _form(text)
@@ -164,8 +164,26 @@ def test_what_is_lost_is_kept_and_added_to_what_comes_next(text: str) -> None:
     assert torch.equal(state[1, : form.block], before[1, : form.block]) and not torch.equal(state[0], before[0])
 
 
-def test_rows_may_lie_apart_and_in_any_floating_dtype() -> None:
-    form = _form("int4")
+def test_signs_and_their_scales_are_those_of_the_reference() -> None:
+    """Bit k of byte i is that of element 8 i + k, zeros are positive and count for no scale, and of a block that is not
+    finite the scale is NaN."""
+    form, values = _form("sign/64"), _values(3, 2, 512)
+    values[0, :5], values[0, 5], values[0, 64:128], values[1, 7] = 0.0, -0.0, 0.0, -INF
+    payload, decoded = _coded(form, values)
+    found, blocks = payload.view(16, -1).numpy(), values.view(16, -1).double().numpy()
+    assert np.array_equal(found[:, :8], np.packbits(blocks >= 0, axis=1, bitorder="little"))
+    scales = np.ascontiguousarray(found[:, 8:]).view(np.float32)[:, 0]
+    wanted = np.abs(blocks).sum(1) / np.maximum((blocks != 0).sum(1), 1)
+    assert np.isnan(scales[8]) and np.isinf(wanted[8])
+    finite = np.arange(16) != 8
+    np.testing.assert_allclose(scales[finite], wanted[finite], rtol=64 * 2**-24)
+    signed = np.where(blocks >= 0, scales[:, None], -scales[:, None])
+    np.testing.assert_array_equal(decoded.view(16, -1).numpy(), signed)
+
+
+@pytest.mark.parametrize("text", ["int4", "sign"])
+def test_rows_may_lie_apart_and_in_any_floating_dtype(text: str) -> None:
+    form = _form(text)
     values = torch.randn(4, 3, 512, generator=torch.Generator().manual_seed(0))
     payload, decoded = _coded(form, values[:, 1].contiguous())
     apart = torch.empty(4, 2, payload.shape[1], dtype=torch.uint8)

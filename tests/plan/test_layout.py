@@ -70,6 +70,10 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: zero3.replace(gather="bf61"),
         ["gather travels as 'bf61'", "Did you mean 'bf16'?"],
     ),
+    "signs for parameters": (
+        lambda: zero3.replace(gather="sign"),
+        ["gather travels as sign/256", "cannot compute with signs", "'int8'"],
+    ),
     "a wire that is no wire": (lambda: zero3.replace(gather=16), ["gather of the table is 16", "it is a Wire"]),
     "integers for parameters": (
         lambda: zero3.replace(gather="uint8").bind(PRECISIONS["fp32"], MESH),
@@ -304,3 +308,5 @@ def test_presets_are_asked_for_by_name() -> None:
     assert PRESETS["zeropp"] == presets.named("zeropp") and "zeropp" not in PRESETS
     with pytest.raises(LayoutError, match=r"layout 'zero33' is unknown. Did you mean 'zero3'\?"):
         PRESETS["zero33"]
+    with pytest.raises(LayoutError, match=r"Did you mean 'zeropp'\?"):
+        PRESETS["zero++"]

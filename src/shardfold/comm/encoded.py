@@ -78,12 +78,14 @@ def _sum(memory: DeviceTier, form: Format, sent: Tensor, received: Tensor, out: 
     accelerator.used_here(sent)  # the side stream made it; that the collective has read it, only this one knows
     accelerator.used_here(received)
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-    total, row = (memory.empty(out.numel(), wide) for _ in range(2))
+    values = memory.empty(2 * out.numel(), wide)
+    total, row = both = values.view(2, -1)
     with torch.no_grad():
-        form.decode(received[:1], total.view(1, -1))
-        for payload in received[1:]:
-            form.decode(payload.view(1, -1), row.view(1, -1))
+        form.decode(received[:2], both[: len(received)])
+        for number in range(1, len(received)):
+            if number > 1:
+                form.decode(received[number : number + 1], row.view(1, -1))
             total.add_(row)
         out.add_(total) if add else out.copy_(total)
-    for flat in (total, row, sent, received.view(-1)):
+    for flat in (values, sent, received.view(-1)):
         memory.recycle(flat)

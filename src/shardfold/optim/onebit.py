@@ -71,7 +71,7 @@ class OneBitAdam(SignOptimizer):
         if grad is None:
             return None
         average, squares = self.value(tensor, "exp_avg"), self.value(tensor, "exp_avg_sq")
-        return average.lerp(grad, 1 - group["betas"][0]), squares == 0
+        return average.lerp(grad, 1 - group["betas"][0]), squares
 
     def update(self, uses: list[Use]) -> None:
         how = self.how

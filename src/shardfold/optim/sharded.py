@@ -435,11 +435,15 @@ class ShardedOptimizer:
         """A class that is not :attr:`fused` steps once, over all units: its ``step`` may count, and ask other ranks.
         Unused parameters have no gradient, as in PyTorch. ``coefficient``: as of :meth:`update`, on that device."""
         flags = {id(s): row for unit in units for s, row in zip(unit.trainable, used[unit.name], strict=True)}
-        for piece in self._every_piece():
-            if flags[id(piece.segment)][piece.slot]:
-                grad = _gradient(piece)
-                factor = _factor(piece.segment, coefficient(grad.device))
-                piece.tensor.grad = grad if factor is None else grad * factor.to(grad.device)
+        for pieces in filter(None, self._pieces.values()):
+            segment, device = pieces[0].segment, pieces[0].tensor.device
+            if not any(flags[id(segment)]):
+                continue
+            grads, factor = segment.update_grads, _factor(segment, coefficient(device))
+            for piece in pieces:
+                if flags[id(segment)][piece.slot]:
+                    grad = grads[piece.start : piece.start + piece.tensor.numel()].to(device, piece.tensor.dtype)
+                    piece.tensor.grad = grad if factor is None else grad * factor.to(device)
         for _, stranger in self.strangers():  # trained from the next forward on; its gradient here is this rank's own
             stranger.grad = None
         with self.guard.stepping() if self.guard is not None else nullcontext():
@@ -788,12 +792,6 @@ def _factor(segment: Segment, coefficient: Tensor | None) -> Tensor | None:
     # In fp64, whatever gradients are in: the factor of weights is no power of two, and fp32 would round it.
     unscale = torch.full((), segment.unscale, dtype=torch.float64, device=segment.update_device)
     return unscale if coefficient is None else coefficient.to(unscale.device) * unscale
-
-
-def _gradient(piece: _Piece) -> Tensor:
-    """The gradient of a piece, of its shape and dtype, where the piece is."""
-    grads = piece.segment.update_grads[piece.start : piece.start + piece.tensor.numel()]
-    return grads.to(piece.tensor.device, piece.tensor.dtype)
 
 
 def _place(segment: Segment, slot: int) -> Place:

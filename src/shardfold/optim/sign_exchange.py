@@ -58,7 +58,7 @@ class SignExchange:
         self.groups = self._comm.mesh.parts((signs.axis,))
         self.group = self._comm.mesh.coords[signs.axis]
         self._values: dict[int, Tensor] = {}  # by segment: x, and then m; fp32, (length / parts,)
-        self._dead: dict[int, Tensor] = {}  # by segment: what has no variance
+        self._alive: dict[int, Tensor] = {}  # by segment: ones, bit by bit, of what has a variance; zeros; int32
         self._parts: dict[int, Tensor] = {}  # by segment: y, before it is sent
         self._aside: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by segment: errors of what is not sent, and copies
         self._taken: dict[int, list[tuple[dict[str, Any], Tensor, slice]]] = {}  # by segment: what is not updated
@@ -80,24 +80,28 @@ class SignExchange:
             flags = every[number] if every is not None else [False] * len(segment.spec.slots)
             aside, taken = self._aside[id(segment)], self._taken[id(segment)] = [], []
             values = self._comm.memory.empty(segment.shard_numel, torch.float32).zero_()
-            dead = torch.ones(segment.shard_numel, dtype=torch.bool, device=values.device)  # and so is padding
-            factor = self._coefficient(values.device)
+            has = self._comm.memory.empty(segment.shard_numel, torch.float32).zero_()  # nor has padding
+            factor, unscale, grads = self._coefficient(values.device), segment.unscale, segment.master_grads
             for (tensor, group, place), used in zip(self._model.updater.pieces(segment), flags, strict=True):
                 grad: Tensor | None = None
                 if used:
-                    grad = segment.master_grads[place].to(tensor.dtype) * segment.unscale
+                    grad = grads[place].to(tensor.dtype)
+                    if unscale != 1.0:
+                        grad = grad * unscale
                     if factor is not None:
-                        grad.mul_(factor.to(grad.device))
+                        grad = grad * factor.to(grad.device)
                 blended = self.optimizer.blend(group, tensor, grad)
                 if blended is None:
                     aside += self._lay_aside(segment, place)
                     continue
                 if not used:
                     taken.append((group, tensor, place))
-                values[place], dead[place] = blended[0].to(values.dtype), blended[1]
+                values[place].copy_(blended[0])
+                torch.ne(blended[1], 0, out=has[place])
             segment.unscale = 1.0  # until the step is over
-            values.masked_fill_(dead, 0.0)
-            self._values[id(segment)], self._dead[id(segment)] = values, dead
+            alive = self._alive[id(segment)] = has.view(torch.int32)
+            alive.ne_(0).neg_()
+            self._values[id(segment)] = _only(values, alive)
 
     def _lay_aside(self, segment: Segment, place: slice) -> list[tuple[Tensor, Tensor]]:
         """Takes the errors of a piece out of this exchange, which leaves it out."""
@@ -134,8 +138,7 @@ class SignExchange:
             own, part = self.own(segment), self._parts[id(segment)].div_(self.groups)
             if self.signs.error:
                 part.add_(self._error(segment, "server"))
-            part.masked_fill_(self._dead[id(segment)][own], 0.0)
-            self._values[id(segment)][own] = part
+            self._values[id(segment)][own] = _only(part, self._alive[id(segment)][own])
 
     def pull(self, unit: Unit, ops: Sequence[Op]) -> None:
         """Begins to bring the signs of all parts."""
@@ -147,18 +150,18 @@ class SignExchange:
     def mix(self, unit: Unit) -> None:
         """The averaged momentum takes the place of the gradients."""
         for segment in unit.trainable:
-            values, dead = self._values.pop(id(segment)), self._dead.pop(id(segment))
+            values, alive = self._values.pop(id(segment)), self._alive.pop(id(segment))
             part = self._parts.pop(id(segment), None)
             if part is not None:
                 if self.signs.error:
                     error = self._error(segment, "server")
                     torch.sub(part, values[self.own(segment)], out=error)
-                    error.masked_fill_(dead[self.own(segment)], 0.0)
-                    self._error(segment, "worker").masked_fill_(dead, 0.0)
+                    _only(error, alive[self.own(segment)])
+                    _only(self._error(segment, "worker"), alive)
                 self._comm.memory.recycle(part)
             for error, kept in self._aside.pop(id(segment)):
                 error.copy_(kept)
-            values.masked_fill_(dead, 0.0)
+            _only(values, alive)
             taken = self._taken.pop(id(segment))
             for group, tensor, place in taken:
                 self.optimizer.give(group, tensor, values[place].to(tensor.dtype))
@@ -166,6 +169,7 @@ class SignExchange:
                 segment.compute_range.copy_(segment.master)
             if unit.name in self._used():  # it is a step, which updates with them
                 segment.master_grads.copy_(values)
+            self._comm.memory.recycle(alive.view(torch.float32))
             self._comm.memory.recycle(values)
 
     def hold_still(self) -> None:
@@ -188,6 +192,12 @@ class SignExchange:
 
     def _error(self, segment: Segment, side: str) -> Tensor:
         return segment.regions[side].values()
+
+
+def _only(values: Tensor, alive: Tensor) -> Tensor:
+    """What is not alive is 0, whatever it was; in place. (Filling by a mask takes ten times as long on a CPU.)"""
+    values.view(torch.int32).bitwise_and_(alive)
+    return values
 
 
 def sign_exchange(

@@ -61,8 +61,8 @@ class SignOptimizer(PartOptimizer):
         super().__init__(params, defaults)
 
     def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """What this rank has to be averaged, with a gradient of its own, and which elements have no variance; None:
-        nothing of this part. ``grad`` is None where no rank used the parameter in this step."""
+        """What this rank has to be averaged, with a gradient of its own, and the variance; None: nothing of this part.
+        ``grad`` is None where no rank used the parameter in this step."""
         raise NotImplementedError
 
     def give(self, group: dict[str, Any], tensor: Tensor, values: Tensor) -> None:

@@ -110,13 +110,13 @@ class ZeroOneAdam(SignOptimizer):
 
     def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor] | None:
         state, rate = self.state[tensor], float(group["lr"])
-        without = state["exp_avg_sq"] == 0
+        squares = state["exp_avg_sq"]
         if grad is None:
-            return (state["drift"], without) if state["rates"] else None
+            return (state["drift"], squares) if state["rates"] else None
         if not state["rates"] + rate:  # nothing has moved, and nothing will
             return None
         momentum = state["exp_avg"].lerp(grad, 1 - group["betas"][0])
-        return state["drift"].add(momentum, alpha=rate), without
+        return state["drift"].add(momentum, alpha=rate), squares
 
     def give(self, group: dict[str, Any], tensor: Tensor, values: Tensor) -> None:
         self._meet(group, tensor, values, 0.0)

@@ -135,7 +135,12 @@ class AutoWire:
 def _format(name: Any) -> str:
     if not isinstance(name, str):
         raise ConfigError(f"AutoWire.lossy has {described(name)}: its entries are names of formats, as 'int8'.")
-    return format_named(Wire(format=name).format, "a wire")
+    wire = Wire(format=name)
+    if wire.hops > 1:
+        raise ConfigError(
+            f"AutoWire.lossy has {name!r}: how many hops it takes is measured; give {wire.format!r} without x2."
+        )
+    return format_named(wire.format, "a wire")
 
 
 @cache
@@ -217,7 +222,7 @@ def wires(table: Layout, purpose: str, auto: AutoWire) -> list[Option]:
     """Those that a transfer of a table may take, the plain one first: its dtype, what the table names itself, and what
     is allowed, each in one hop and in two."""
     plain, own = PURPOSES[purpose], getattr(table, purpose).format
-    keeps = () if purpose == "reduce" else [name for name in auto.allowed if FORMATS[name].state is not None]
+    keeps = () if purpose == "reduce" else [name for name in auto.allowed if not FORMATS[name].gathers]
     names: list[str] = [plain, *([own] if own not in ROLES else []), *auto.allowed]
     return [
         Option(Wire(format=name, hops=hops), 0.0 if name == plain else lost(name))

@@ -52,6 +52,7 @@ class Blocks(Format):
         super().__init__(f"{base}/{block}" + (f":{','.join(options)}" if options else ""))
         self.block, self.coded = block, block * bits // 8
         self.state = "fp32" if "error" in options else None
+        self.gathers = self.state is None
 
     def carries(self, dtype: str) -> bool:
         return dtype in FLOATS
@@ -85,7 +86,9 @@ class Blocks(Format):
             if kept is not None:
                 sent = torch.empty_like(wide)
                 self._value(codes, behind, sent)
-                kept.copy_(torch.where(scale == scale, wide - sent, kept))
+                lost, old = torch.sub(wide, sent, out=sent).view(torch.int32), kept.view(torch.int32)
+                finite = (scale == scale).to(torch.int32).neg_()  # ones throughout; bits are taken faster than by where
+                old.bitwise_xor_(lost.bitwise_xor_(old).bitwise_and_(finite))
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
         import torch

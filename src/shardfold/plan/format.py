@@ -47,11 +47,13 @@ class Format(ABC):
         block: so many elements are encoded together, so no rank boundary cuts them.
         state: the name of the dtype of what each rank keeps from one reduction to the next for every element that it
             encodes, such as an error; None: nothing.
+        gathers: whether parameters may travel so.
     """
 
     native: str | None = None
     block: int = 1
     state: str | None = None
+    gathers: bool = True
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -570,6 +570,11 @@ class Layout:
                 f"gather travels as {self.gather.format}, but nothing is added to parameters of what was lost before: "
                 "what is gathered next is the parameters again; leave 'error' out."
             )
+        if self.gather.format not in ROLES and not FORMATS[self.gather.format].gathers:
+            raise LayoutError(
+                f"gather travels as {self.gather.format}, but forward and backward cannot compute with signs of "
+                "parameters: give gather 'int8' or 'int4'; signs are for reduce."
+            )
         if self.master.over != self.moments.over:
             raise LayoutError(
                 f"master is split over {_axes(self.master.over)} but moments over {_axes(self.moments.over)}: "

@@ -85,5 +85,5 @@ def named(layout: str | Layout) -> Layout:
     if not isinstance(layout, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(f"layout= is {described(layout)}: it is a Layout or the name of one: {', '.join(NAMES)}.")
     if layout not in NAMES:
-        raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout, NAMES)}")
+        raise LayoutError(f"layout {layout!r} is unknown.{did_you_mean(layout.replace('+', 'p'), NAMES)}")  # zero++
     return PRESETS.get(layout) or LOSSY[layout]
