@@ -16,6 +16,7 @@ from shardfold.launch import death, hosts, remote, scheduler
 from shardfold.launch.options import Options, option_fields, streams
 from shardfold.launch.plan import Hosts, Node, Rank, decide, exported
 from shardfold.launch.rendezvous import Attempts, join_store, open_store
+from shardfold.tiers.limit import memory_limit
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
 POOLS = st.dictionaries(NAMES, st.integers(1, 8), min_size=1, max_size=5)
@@ -423,11 +424,11 @@ def test_memory_and_the_killer_as_the_kernel_tells_them(tmp_path: Path, version:
     (proc / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 5 kB\n")
     (proc / "5/status").write_text("Name:\tx\nVmRSS:\t     77 kB\n")
     assert death.resident(5, proc) == 77 * 1024 and death.resident(6, proc) == 0
-    assert death.memory_limit(proc, mounted) == 1000 * 1024
+    assert memory_limit(proc, mounted) == 1000 * 1024
     limit, events = ("memory.limit_in_bytes", "memory.oom_control") if version == 1 else ("memory.max", "memory.events")
     (group / limit).write_text("9223372036854771712\n" if version == 1 else "max\n")
     (group.parent / limit).write_text("5000\n")
-    assert death.memory_limit(proc, mounted) == 5000
+    assert memory_limit(proc, mounted) == 5000
     (group / events).write_text("oom 0\noom_kill 1\n")
     watch = death.OomWatch(proc, mounted)
     assert watch.witness(5) == ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from shardfold.engine import fitting
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan.axes import Mesh
 from shardfold.planner.auto import FREE, choose_layout
+from shardfold.testing import Ranks
 
 WIDTH, BLOCKS, RANKS = 64, 8, 8
 
@@ -56,6 +59,36 @@ def test_what_will_not_fit_is_said_before_the_first_step(
         with caplog.at_level(logging.WARNING, logger="shardfold"):
             sf.Engine(_model(), optimizer=partial(torch.optim.AdamW, lr=1e-3)).close()
         assert ("a step will not fit" in caplog.text) is said
+
+
+def _told(memory: float, **given: Any) -> str:
+    """What an engine under so much memory says on rank 0."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardfold").addHandler(handler)
+    known, fitting.memory_of = fitting.memory_of, lambda device: memory
+    try:
+        engine = sf.Engine(_model(), optimizer=partial(torch.optim.AdamW, lr=1e-3), **given)
+        engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
+        engine.step()
+        engine.close()
+    finally:
+        fitting.memory_of = known
+        logging.getLogger("shardfold").removeHandler(handler)
+    return "\n".join(said)
+
+
+def test_what_is_said_to_fit_fits(ranks: Ranks) -> None:
+    """Under a memory that `ddp` is too large for, two ranks name a layout, under which nothing is said any more; where
+    nothing fits it is said how much the least takes."""
+    numel = sum(p.numel() for p in _model().parameters())
+    told, silent = ranks.run(_told, 13.0 * numel, layout="ddp", world_size=2)
+    layout = re.search(r"a step will not fit: .* layout='(\w+)' takes ", told)
+    assert layout is not None and not silent, told
+    assert ranks.run(_told, 13.0 * numel, layout=layout[1], world_size=2) == ["", ""]
+    told, _ = ranks.run(_told, 3.0 * numel, layout="ddp", world_size=2)
+    assert re.search(r"Of all layouts .* takes the least, .*: take more ranks", told), told
 
 
 def test_the_largest_batch_is_that_of_a_search() -> None:

@@ -376,7 +376,7 @@ class Engine:
         if values is not None:
             values.load_buffers(model)
         specs, moments = [c.spec for c in cuts if c.spec is not None], num_moments(sharded.optimizer)
-        warn_of_memory(sharded.layout, specs, comm.mesh.sizes, moments, self.device)
+        warn_of_memory(sharded.layout, specs, comm.mesh.sizes, moments, self.device, sharded.rules.default)
         take_room(sharded, specs, moments)
         move_buffers(dict(model.named_modules()), comm, buffer_dtypes(sharded.rules, model))
         sharded.units = make_units(model, cuts, sharded.layout, comm, sharded.tiers, values, seed)

@@ -20,12 +20,13 @@ from shardfold.errors import ConfigError, LayoutError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh, Role
 from shardfold.plan.cost import resting_bytes
-from shardfold.plan.layout import Layout, Tier
+from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.offload import offloaded
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.sizes import human
-from shardfold.planner.auto import AUTO, choose_layout, states_peak
+from shardfold.planner.auto import AUTO, ORDER, choose_layout, states_peak
 from shardfold.planner.setting import mesh_of
+from shardfold.tiers.limit import memory_limit
 
 __all__ = ["table_of", "warn_of_memory"]
 
@@ -59,23 +60,60 @@ def table_of(
 
 
 def warn_of_memory(
-    layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: int, device: torch.device
+    layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: int, device: torch.device, precision: Precision
 ) -> None:  # fmt: skip
-    """Says in the log that a step of these units will not fit into the device, and what would lower it."""
+    """Says in the log that a step of these units will not fit into the device, and which layout would.
+
+    Args:
+        layout: bound.
+        units: laid out on the mesh.
+        mesh: of all ranks.
+        moments: that the optimizer keeps of each element.
+        device: of this rank.
+        precision: of what no rule names.
+    """
     memory = memory_of(device)
     resting = resting_bytes(layout, units, mesh, num_moments=moments, padded=True)
-    rest = sum(n for (_, tier), n in resting.items() if tier is Tier.DEVICE)
-    if not memory or rest < memory / 4:
+    if not memory or sum(resting.values()) < memory / 4:
         return
-    needed = states_peak(layout, units, mesh, moments)
+    needed = _needed(layout, units, mesh, moments, device)
     if needed <= memory or int(os.environ.get("LOCAL_RANK", "0")):  # one rank of a host says it
         return
-    split = all(cell.over for name, cell in layout.cells().items() if name != "held") or mesh.divisor == 1
-    advice = "offload='host' lets states rest in host memory" if split else "layout='zero3' divides all states by ranks"
     LOG.warning(
         f"a step will not fit: states and buffers alone take {human(needed)} of the {human(memory)} of each rank, and "
-        f"activations come on top. {advice}; `shardfold plan` says what fits."
+        f"activations come on top. {_advice(layout, units, mesh, moments, device, precision, memory)}; "
+        "`shardfold plan` says what fits."
     )
+
+
+def _needed(layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: int, device: torch.device) -> float:
+    """Bytes of states and buffers at their peak; what rests in host memory counts where that is the device's, too."""
+    needed = states_peak(layout, units, mesh, moments)
+    if accelerator.has_streams(device):
+        return needed
+    resting = resting_bytes(layout, units, mesh, num_moments=moments, padded=True)
+    return needed + sum(n for (_, tier), n in resting.items() if tier is Tier.HOST)
+
+
+def _advice(
+    layout: Layout, units: Sequence[UnitSpec], mesh: Mesh, moments: int, device: torch.device, precision: Precision,
+    memory: float,
+) -> str:  # fmt: skip
+    """Which layout would fit, or how much the smallest takes."""
+    if any(segment.table_or(layout) != layout for unit in units for segment in unit.segments):
+        return "Layouts that divide more states, or offload= of some to a slower tier, take less"
+    found = {
+        name: _needed(presets.named(name).bind(precision, mesh), units, mesh, moments, device)
+        for name in (ORDER if mesh.divisor > 1 else ORDER[-2:])
+    }
+    for name, needed in found.items():
+        if needed <= memory:
+            return f"layout={name!r} takes {human(needed)}"
+    disk = _needed(offloaded(presets.zero3, "disk").bind(precision, mesh), units, mesh, moments, device)
+    if disk <= memory:
+        return f"layout='zero3' with offload='disk' takes {human(disk)}"
+    least = min(found, key=lambda name: found[name])
+    return f"Of all layouts {least!r} takes the least, {human(found[least])}: take more ranks or a smaller model"
 
 
 def memory_of(device: torch.device) -> float:
@@ -84,4 +122,4 @@ def memory_of(device: torch.device) -> float:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if total is not None:
         return total / -(-ranks // max(accelerator.count(device), 1))
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
+    return memory_limit() / ranks

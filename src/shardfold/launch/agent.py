@@ -28,12 +28,13 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from shardfold import accelerator
 from shardfold.errors import ConfigError
 from shardfold.launch import hosts
-from shardfold.launch.death import Death, OomWatch, host_name, memory_limit
+from shardfold.launch.death import Death, OomWatch, host_name
 from shardfold.launch.options import Options, streams
 from shardfold.launch.plan import Node, script_command
 from shardfold.launch.process import SAID, exit_status, num_cores
 from shardfold.launch.rendezvous import Attempts, meeting_of
 from shardfold.launch.workers import Outlet, Worker, end_all, watch
+from shardfold.tiers.limit import memory_limit
 
 __all__ = ["Agent", "run_node"]
 

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardfold.launch.process import how
+from shardfold.tiers.limit import control_groups, number_in
 
-__all__ = ["Death", "OomWatch", "memory_limit", "resident"]
+__all__ = ["Death", "OomWatch", "resident"]
 
 GB = 10**9
-UNLIMITED = 2**60  # control groups write their lack of a limit as a number above this
 
 
 @dataclass(frozen=True)
@@ -68,47 +68,6 @@ def host_name() -> str:
 def resident(pid: int, proc: Path = Path("/proc")) -> int:
     """Return the bytes of memory that a process holds, 0 if it is gone or that is not told here."""
     return (number_in(proc / str(pid) / "status", "VmRSS:", " kB") or 0) * 1024
-
-
-def control_groups(proc: Path, mounted: Path) -> list[Path]:
-    """Return the folders of this process's control groups for memory, the innermost first, of either version."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    folders: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = mounted / controllers
-        innermost = root / path.lstrip("/")
-        folders += [folder for folder in (innermost, *innermost.parents) if folder == root or root in folder.parents]
-    return folders
-
-
-def number_in(path: Path, key: str = "", unit: str = "") -> int | None:
-    """Return a file's number, or that of its line ``key NUMBER``, with the unit if it has one."""
-    try:
-        match = re.search(rf"^{re.escape(key)}\s*(\d+){unit}$", path.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match[1]) if match else None
-
-
-def memory_limit(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that processes here may hold: the machine's memory, or less if a control group says so.
-
-    0 where the system tells neither.
-    """
-    total = number_in(proc / "meminfo", "MemTotal:", " kB")
-    limits = [total * 1024] if total is not None else []
-    for folder in control_groups(proc, mounted):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = number_in(folder / name)
-            if limit is not None and limit < UNLIMITED:
-                limits.append(limit)
-    return min(limits, default=0)
 
 
 class OomWatch:

@@ -134,11 +134,12 @@ def measured_peak(engine: Engine, batch: Any, compute: Compute, steps: int = 3) 
 def compare(
     build: Callable[[], nn.Module], batch: Any, *, layout: str | Layout, precision: str | Precision, mode: str = "keep",
     compute: Compute = loss_of, accumulate: int = 1, clip_norm: float | None = None, real: bool | None = None,
-    division: Division | None = None, **more: Any,
+    division: Division | None = None, subject: Callable[[Division], Subject] | None = None, **more: Any,
 ) -> Comparison:  # fmt: skip
     """On every rank: plans the model, then trains it for some steps.
 
-    ``division``: how ranks share the model, as ``more`` says it to the engine.
+    ``division``: how ranks share the model, as ``more`` says it to the engine. ``subject``: gives that of a division,
+    whose traces other comparisons use, too.
     """
     model = build()
     engine = Engine(
@@ -152,9 +153,9 @@ def compare(
         engine.close()
     division = division or Division()
     division = replace(division, stage=sum(coords[axis] for axis in mesh.stages))
-    subject = Subject(build(), batch, compute, real=real, division=division)
-    trace = subject.trace(precision, mode)
-    setting = subject.setting(
+    planned = subject(division) if subject else Subject(build(), batch, compute, real=real, division=division)
+    trace = planned.trace(precision, mode)
+    setting = planned.setting(
         trace, layout=layout, precision=precision, mesh=mesh.axes, micro_batches=accumulate,
         clip=clip_norm is not None, behaviour=CPU,
     )  # fmt: skip

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from shardfold import accelerator
 from shardfold.comm.backend import device_backend
 from shardfold.errors import ConfigError
-from shardfold.launch.death import memory_limit
 from shardfold.plan.version import __version__
+from shardfold.tiers.limit import memory_limit
 from shardfold.tools.extras import EXTRAS
 from shardfold.tools.observe.formats import format_bytes
 

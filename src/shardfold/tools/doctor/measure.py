@@ -23,8 +23,8 @@ import torch.distributed as dist
 from shardfold import accelerator
 from shardfold.comm.backend import device_backend
 from shardfold.errors import ShardfoldError
-from shardfold.launch.death import memory_limit
 from shardfold.planner.hardware import Device, Link
+from shardfold.tiers.limit import memory_limit
 
 __all__ = ["Measured", "measure"]
 

@@ -34,9 +34,9 @@ from shardfold.checkpoint.folders import IN_RUN
 from shardfold.comm.mesh import pick_device
 from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.launch import GRACE_AFTER_SIGTERM, INTERRUPTED, is_rank
-from shardfold.launch.death import memory_limit
 from shardfold.plan.layout import Tier
 from shardfold.plan.report import StepReport
+from shardfold.tiers.limit import memory_limit
 from shardfold.tools.extras import sentence
 from shardfold.tools.observe import tables
 from shardfold.tools.observe.console import lenient_console
