@@ -316,7 +316,7 @@ def markdown(recorded: dict[str, dict[str, Described]]) -> str:
 
 def _said(lines: dict[str, str]) -> Iterator[str]:
     if "!" in lines:
-        yield f"not here ({lines['!']} names)"
+        yield f"absent ({lines['!']} name{'' if str(lines['!']) == '1' else 's'})"
         return
     for how in sorted(set(lines.values())):
         yield f"{how}: " + ", ".join(f"`{name}`" for name, what in lines.items() if what == how)
@@ -324,10 +324,13 @@ def _said(lines: dict[str, str]) -> Iterator[str]:
 
 PAGE = """# DeepSpeed's names, one by one
 
-What [this layer](import-deepspeed.md) has of DeepSpeed 0.19.8's {modules} modules and {names} public names, as
-`benchmarks/deepspeed_names.py` finds it: a name, its kind, its value, its parameters in order with their defaults, the
-members of a class. What is not listed agrees. Each heading is the reason for what stands under it; "refused when used"
-can be imported and raises one sentence that says what to use in its place.
+Look a name up here if `import deepspeed` does not give it, or gives another than DeepSpeed 0.19.8 does. The tables
+list every difference; a name that is not listed agrees.
+
+`benchmarks/deepspeed_names.py` compares {modules} modules and {names} public names with [this
+layer](import-deepspeed.md): the name, its kind, its value, its parameters in order with their defaults, and the
+members of a class. Each heading says why the names under it differ. "Refused when used" means: the name can be
+imported, and its use raises one sentence that says what to use in its place.
 """
 
 

@@ -7,6 +7,7 @@ each public module, and the page of error messages has every sentence that the s
 from __future__ import annotations
 
 import ast
+import json
 import posixpath
 import re
 import sys
@@ -59,21 +60,23 @@ def page_of(path: str) -> str | None:
     if path in PAGES:
         return PAGES[path]
     if path.rstrip("/") == "examples":
-        return "examples/index.md"
+        return "examples/all.md"
     return f"{path}.md" if path.startswith("examples/") and (ROOT / path).is_file() else None
 
 
 def on_files(files: Files, *, config: Any) -> Files:
     made = {page: source(name) for name, page in PAGES.items()}
     examples = sorted(
-        path for path in (ROOT / "examples").iterdir() if path.is_file() and path.suffix in (".py", ".json")
+        path for path in (ROOT / "examples").iterdir() if path.is_file() and path.suffix in (".py", ".json", ".ipynb")
     )
     for path in examples:
         made[f"examples/{path.name}.md"] = (
-            f"# {path.name}\n\n```{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}```\n"
+            notebook(path)
+            if path.suffix == ".ipynb"
+            else f"# {path.name}\n\n```{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}```\n"
         )
-    rows = [f"- [{path.name}]({path.name}.md): {said(path)}" for path in examples if path.suffix == ".py"]
-    made["examples/index.md"] = "\n".join(["# Examples", "", *rows, ""])
+    rows = [f"- [{path.name}]({path.name}.md): {said(path)}" for path in examples if path.suffix != ".json"]
+    made["examples/all.md"] = "\n".join(["# Examples", "", *rows, ""])
     made |= {f"reference/{module}.md": reference(module, meaning) for module, meaning in MODULES.items()}
     made["reference/messages.md"] = messages.page()
     made |= {f"assets/{name}": (SITE / name).read_text(encoding="utf-8") for name in ("site.css", "worker.js")}
@@ -104,8 +107,20 @@ def source(name: str) -> str:
     return text if name.endswith(".md") else f"# License\n\n```text\n{text}```\n"
 
 
+def notebook(path: Path) -> str:
+    """A notebook as a page: its texts, its code, and what that printed."""
+    parts: list[str] = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+        parts += [f"```text\n{''.join(each['text'])}```" for each in cell.get("outputs", ())]
+    return "\n\n".join([*parts, ""])
+
+
 def said(path: Path) -> str:
-    """The first sentence of a script."""
+    """The first sentences of a script or of a notebook."""
+    if path.suffix == ".ipynb":
+        return " ".join(notebook(path).split("\n\n")[1].split())
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n")[0].split())
 

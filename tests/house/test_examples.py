@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import runpy
 import subprocess
@@ -47,6 +48,7 @@ def test_the_transformers_example_learns_its_sentence() -> None:
 
 
 SHORT = {
+    "gpt_from_scratch.ipynb": r"step  60  loss (\S+)",
     "vision_transformer.py": r"(\d+)% of new pictures",
     "gan.py": r"points are (\S+) from the circle",
     "lora.py": r"step  40  loss (\S+)",
@@ -55,7 +57,8 @@ SHORT = {
     "checkpoint_surgery.py": r"head: \((\d+), 32\)",
     "generate.py": r"tokens: (\d+)",
 }
-GOOD = {"vision_transformer.py": (35, 100), "gan.py": (0, 0.5), "lora.py": (0, 5.2), "ppo.py": (0.8, 1),
+GOOD = {"gpt_from_scratch.ipynb": (0, 3.6),
+        "vision_transformer.py": (35, 100), "gan.py": (0, 0.5), "lora.py": (0, 5.2), "ppo.py": (0.8, 1),
         "own_parts.py": (0, 6), "checkpoint_surgery.py": (12, 12), "generate.py": (12, 12)}  # fmt: skip
 """What an example says at its end, and between which numbers that is: well beside what it begins with."""
 
@@ -64,8 +67,20 @@ def _run_here(script: str) -> str:
     with redirect_stdout(io.StringIO()) as out, warnings.catch_warnings():
         # Of libraries that examples use, about their next versions.
         warnings.filterwarnings("ignore", category=FutureWarning, module="peft|transformers")
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        if script.endswith(".ipynb"):
+            _run_cells(EXAMPLES / script)
+        else:
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return out.getvalue()
+
+
+def _run_cells(notebook: Path) -> None:
+    """The code of a notebook, cell by cell, in one space of names; cells have been run in order when it was saved."""
+    cells = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    space: dict[str, object] = {"__name__": "__main__"}
+    for number, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"{notebook.name}, cell {number + 1}", "exec"), space)
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak)])

@@ -82,7 +82,8 @@ def test_the_command_says_in_one_sentence_what_it_lacks(tmp_path: Path, package:
     done = without((package,), code, folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        f"Error: the command shardfold needs {package}, which is not installed: pip install 'shardfold[cli]'\n"
+        f"Error: the command shardfold needs {package}, which is not installed: "
+        "pip install 'shardfold[cli]' (in a checkout: '.[cli]')\n"
     )
 
 

@@ -66,6 +66,24 @@ def test_a_failure_names_its_rank_and_ends_the_others(capfd: pytest.CaptureFixtu
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_failure_that_another_rank_caused_is_not_the_one_named(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, alone: bool
+):
+    """Rank 0's process ends first, as an engine's does that lost a rank; rank 1 ends behind it, by itself or not at
+    all (then the only one that failed is named, once the time for rank 1 is over)."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+    waits = FOREVER if alone else f"open({str(fifo)!r}).read(); print('it broke', file=sys.stderr); sys.exit(3)"
+    writes = "" if alone else f"hold = open({str(fifo)!r}, 'w'); "  # open as long as rank 0 is there
+    begins = f"if rank == 0: {writes}open(os.environ['SHARDFOLD_FOLLOWS'], 'w').write('1'); sys.exit(1)\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardfold.launch.workers.ECHO", 0.5 if alone else 60.0)
+        patch.setattr(local, "ECHO", 0.5 if alone else 60.0)
+        assert run(begins + waits) == (1 if alone else 3)
+    named = "rank 0 of 2 exited with status 1" if alone else "rank 1 of 2 exited with status 3"
+    assert f"Error: {named}" in capfd.readouterr().err
+
+
 def test_only_the_last_lines_are_shown(capfd: pytest.CaptureFixture[str]):
     run("if rank == 1:\n for i in range(1000): print(f'line {i}.', file=sys.stderr)\n sys.exit(1)\n" + FOREVER)
     error = capfd.readouterr().err

@@ -263,6 +263,30 @@ def test_the_first_failure_is_named_and_ends_the_others(capfd: pytest.CaptureFix
     assert f"Error: rank 1 on host {host}: exited with status 3; the other rank was ended.\n" in capfd.readouterr().err
 
 
+def test_the_rank_that_an_engine_lost_is_named_though_its_process_ends_last(capfd: pytest.CaptureFixture[str]):
+    """Rank 1 leaves as one does whose script raised, and its process is slow to end: rank 0's is gone before."""
+    script = write(
+        "lost.py",
+        """
+        import os, sys
+        import torch, shardfold as sf
+        from torch.optim import SGD
+        model = torch.nn.Linear(2, 2)
+        engine = sf.Engine(model, optimizer=SGD(model.parameters(), lr=0.1), layout="zero3")
+        if engine.rank == 1:
+            engine.close()
+            open("fifo").read()  # until rank 0's process is gone
+            os._exit(3)
+        hold = open("fifo", "w")
+        engine(torch.ones(1, 2))
+        """,
+    )
+    os.mkfifo("fifo")
+    assert run("--nproc-per-node=2", script) == 3
+    error = capfd.readouterr().err
+    assert "CollectiveError: rank 0" in error and ": exited with status 3; the other rank was ended.\n" in error
+
+
 def test_a_killed_rank_is_named_with_its_memory_and_leaves_nothing_behind(capfd: pytest.CaptureFixture[str]):
     """What a rank has started goes with it; one that will not hear is killed; the status is the shell's."""
     script = write(

@@ -25,6 +25,7 @@ see ``watchdog``. Waiting is done in slices; after each, a rank reads whether so
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,6 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
 from logging import getLogger
-from os import getpid
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from zlib import crc32
@@ -133,7 +133,7 @@ class Agreement:
         self._given_up: str | None = None  # the sentence with which this engine was given up
         self._unmoved: tuple[Any, float] = (None, 0.0)  # what the others published, and since when
         self._warned = False
-        self._process = getpid()
+        self._process = os.getpid()
         self._watch: Watchdog | None = None
         if self.peers.size > 1:
             self._watch = Watchdog.of(mesh.default_store, mesh.rank, mesh.world)
@@ -242,7 +242,7 @@ class Agreement:
 
     def _begin_sending(self, what: Any) -> None:
         self.refuse_given_up()
-        if getpid() != self._process:
+        if os.getpid() != self._process:
             raise UsageError(
                 f"{what}: this process was forked from one that has an engine, whose connections to the other ranks "
                 "it cannot use; make an engine in each process that trains."
@@ -534,6 +534,7 @@ class Agreement:
                 return gone
             left = []
         self._mesh.end_kernels(lost=True)
+        _tell_launcher()
         if left:
             return CollectiveError(f"{what}: rank {', '.join(map(str, left))} has closed its engine.{self._here()}")
         return CollectiveError(
@@ -694,6 +695,15 @@ class Agreement:
             self.peers.rank, self.aborted(),
         )  # fmt: skip
         self._mesh.abandon()
+
+
+def _tell_launcher() -> None:
+    """Another rank's end is why this one fails: so the launcher names that one. It has left a file for it."""
+    if place := os.environ.get("SHARDFOLD_FOLLOWS"):
+        with suppress(OSError):
+            sign = os.open(place, os.O_WRONLY)
+            os.write(sign, b"1")
+            os.close(sign)
 
 
 def _shortened(part: Claim | str) -> str:

@@ -33,7 +33,7 @@ from shardfold.launch.options import Options, streams
 from shardfold.launch.plan import Node, script_command
 from shardfold.launch.process import SAID, exit_status, num_cores
 from shardfold.launch.rendezvous import Attempts, meeting_of
-from shardfold.launch.workers import Outlet, Worker, end_all, watch
+from shardfold.launch.workers import Outlet, Worker, caused, end_all, watch
 from shardfold.tiers.limit import memory_limit
 
 __all__ = ["Agent", "run_node"]
@@ -85,8 +85,9 @@ class Agent(SimpleElasticAgent):
         for worker in self.workers:
             worker.look()
         failed = [worker for worker in self.workers if worker.returncode]
-        if failed:
-            first = min(failed, key=lambda worker: worker.ended or 0.0)
+        failed.sort(key=lambda worker: worker.ended or 0.0)
+        running = any(worker.returncode is None for worker in self.workers)
+        if failed and (first := caused(failed, running)) is not None:
             self.death = self._own(worker_group, first)
         else:
             self.death = self._heard() or self.meeting.beat()
@@ -182,6 +183,7 @@ class Agent(SimpleElasticAgent):
             memory_limit() if returncode < 0 else 0,
             self.oom.witness(worker.process.pid) if killed else "",
             time.time() - (time.monotonic() - (worker.ended or 0.0)),
+            worker.follows,
         )
         self.meeting.tell(death)
         return death

@@ -29,6 +29,7 @@ class Death:
         resident, limit: bytes that it held when last seen, and that there were; 0 if unknown.
         oom: which witness says that the kernel killed for want of memory at this time; "" if none does.
         at: when, in seconds since 1970 by the clock of its host.
+        follows: whether its engine said that another rank's end made it fail.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Death:
     limit: int = 0
     oom: str = ""
     at: float = 0.0
+    follows: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from shardfold.launch.process import INTERRUPTED, SAID, exit_status, free_port, how, num_cores, python_module
-from shardfold.launch.workers import Outlet, Worker, end_all, watch
+from shardfold.launch.workers import ECHO, Outlet, Worker, caused, end_all, watch
 
 __all__ = ["GRACE_AFTER_SIGTERM", "launch", "launch_local", "rank_environment"]
 
@@ -143,18 +143,27 @@ def launch(command: list[str], num_procs: int) -> int:
 
 
 def first_failure(ended: queue.SimpleQueue[Worker], num_procs: int, interrupts: Interrupts) -> Worker | None:
-    """Wait until all ranks have ended in good order, or return the first that has not."""
-    for _ in range(num_procs):
-        rank = next_end(ended, interrupts)
+    """Wait until all ranks have ended in good order, or return the first that has not and is no echo of another."""
+    failed: list[Worker] = []
+    for left in reversed(range(num_procs)):
+        rank = next_end(ended, interrupts, (failed[0].ended or 0.0) + ECHO if failed else float("inf"))
+        if rank is None:
+            break
         if rank.process.returncode not in (0, INTERRUPTED):
-            return rank
-    return None
+            failed.append(rank)
+        if failed and caused(failed, left > 0) is not None:
+            break
+    return caused(failed, False) if failed else None
 
 
-def next_end(ended: queue.SimpleQueue[Worker], interrupts: Interrupts) -> Worker:
-    """Return the next rank that ends; ranks that were asked to end and do not are killed when their time is over."""
+def next_end(ended: queue.SimpleQueue[Worker], interrupts: Interrupts, until: float) -> Worker | None:
+    """Return the next rank that ends, or None if none does ``until`` then; ranks that were asked to end and do not are
+    killed when their time is over."""
     while True:
-        left = interrupts.until - time.monotonic()
+        now = time.monotonic()
+        left = min(interrupts.until, until) - now
+        if until <= now < interrupts.until:
+            return None
         if left <= 0:
             for rank in interrupts.ranks:
                 rank.send(signal.SIGKILL)

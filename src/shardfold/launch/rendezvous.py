@@ -114,7 +114,7 @@ class Attempts(RendezvousHandler):
                 self.store.add("shardfold/told", 1)
 
     def first(self, wait: float) -> Death | None:
-        """Return the earliest death of this attempt, once all agents tell of no more.
+        """Return the earliest death of this attempt that none other caused, once all agents tell of no more.
 
         Args:
             wait: seconds that agents have for it; one may be lost.
@@ -129,7 +129,7 @@ class Attempts(RendezvousHandler):
             for rank in range(self.num_nodes):
                 if self.store.check([f"shardfold/death/{rank}"]):
                     death = Death.from_json(self.store.get(f"shardfold/death/{rank}"))
-                    if earliest is None or death.at < earliest.at:
+                    if earliest is None or (death.follows, death.at) < (earliest.follows, earliest.at):
                         earliest = death
         return earliest
 

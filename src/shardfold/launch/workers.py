@@ -12,17 +12,25 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from shardfold.launch.death import resident
 from shardfold.launch.process import die_with_parent
 
-__all__ = ["Outlet", "Worker", "end_all", "watch"]
+__all__ = ["ECHO", "Outlet", "Worker", "caused", "end_all", "watch"]
+
+FOLLOWS = "SHARDFOLD_FOLLOWS"  # read by shardfold.comm.agreement, which does not know of launchers
+ECHO = 5.0
+"""Seconds that a rank which failed because of another one is held back, for that one to end by itself."""
+
+
+_Failed = TypeVar("_Failed", bound="Worker")
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Worker:
     Attributes:
         ended: time (of the monotonic clock) at which it ended; None while it runs.
         resident: bytes of memory that it held when last looked at.
+        follows: whether its engine has said that another rank's end made it fail.
     """
 
     def __init__(
@@ -67,6 +76,8 @@ class Worker:
         self._gone = False  # its number may soon be another process's
         self._over = threading.Event()
         self._pumps: list[threading.Thread] = []
+        self._sign = _sign(self)
+        environment = {**environment, FOLLOWS: f"/proc/{os.getpid()}/fd/{self._sign}" if self._sign else ""}
         opened = [self._target(outlet) for outlet in outlets]
 
         def prepare() -> None:  # runs in the child: system calls only, as the launcher may have threads
@@ -77,7 +88,7 @@ class Worker:
         try:
             self.process = subprocess.Popen(
                 command,
-                env=dict(environment),
+                env=environment,
                 stdin=None if reads_terminal else subprocess.DEVNULL,
                 stdout=opened[0],
                 stderr=subprocess.STDOUT if outlets[1].file and outlets[1] == outlets[0] else opened[1],
@@ -125,6 +136,10 @@ class Worker:
     def returncode(self) -> int | None:
         return self.process.returncode if self.ended is not None else None
 
+    @property
+    def follows(self) -> bool:
+        return self._sign is not None and os.fstat(self._sign).st_size > 0
+
     def mute(self) -> None:
         """Show nothing more of what it writes; of a rank that is shown, the tail then is what was shown."""
         with self._showing:
@@ -169,6 +184,31 @@ class Worker:
         finally:
             if file is not None:
                 file.close()
+
+
+def _sign(worker: Worker) -> int | None:
+    """A file without a name that a rank can write to and that goes with its worker; None on other systems."""
+    try:
+        sign = os.memfd_create("shardfold")
+    except (AttributeError, OSError):
+        return None
+    weakref.finalize(worker, os.close, sign)
+    return sign
+
+
+def caused(failed: Sequence[_Failed], running: bool) -> _Failed | None:
+    """Of the ranks that have failed the one that is the cause; None: it may be one that still ends.
+
+    A rank whose process is slow to end is noticed by the others before: they fail and may be gone first.
+
+    Args:
+        failed: in the order in which they ended, at least one.
+        running: whether other ranks of this node still run.
+    """
+    cause = next((worker for worker in failed if not worker.follows), None)
+    if cause is None and running and time.monotonic() < (failed[0].ended or 0.0) + ECHO:
+        return None
+    return cause or failed[0]
 
 
 def watch(workers: Sequence[Worker], told: Callable[[Worker], None] = lambda worker: None) -> None:

@@ -20,4 +20,6 @@ def sentence(what: str, error: ModuleNotFoundError) -> str | None:
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return None
-    return f"{what} needs {package}, which is not installed: pip install 'shardfold[{EXTRAS[package]}]'"
+    extra = EXTRAS[package]
+    way = f"pip install 'shardfold[{extra}]' (in a checkout: '.[{extra}]')"
+    return f"{what} needs {package}, which is not installed: {way}"
