@@ -102,6 +102,7 @@ def one_bit_lamb(groups: int, later: int = 0) -> list[Tensor]:
     """``later``: so many go on from a checkpoint behind step 10."""
     loop = Loop(groups)
     fresh, coeff, last = [v.clone() for v in loop.v], [0.0] * 3, [1.0] * 3
+    uses, grown = [0] * 3, [0] * 3
     for step in range(STEPS):
         if step == 10 and later:
             groups = later
@@ -109,12 +110,14 @@ def one_bit_lamb(groups: int, later: int = 0) -> list[Tensor]:
         grads = loop.grads(step)
         for i in (i for i in range(3) if grads[0][i] is not None):
             x, m, v = loop.params[0][i].detach(), loop.m[0][i], loop.v[i]
+            uses[i], grown[i] = uses[i] + 1, grown[i] + (step < 5)
+            one, two, three = 1 - 0.9 ** uses[i], 1 - 0.95 ** max(grown[i], 1), 1 - 0.95 ** uses[i]
             if step < 5:
                 g = sum(each[i] for each in grads) / groups
                 m.lerp_(g, 0.1)
                 v.mul_(0.95).addcmul_(g, g, value=0.05)
                 fresh[i] = v.clone()
-                u = m / (v.sqrt() + 1e-8) + 0.05 * x
+                u = m / one / ((v / two).sqrt() + 1e-8) + 0.05 * x
                 scale = min(max(float(x.norm() / u.norm()), 0.2), 5.0)
                 coeff[i] = 0.5 * coeff[i] + 0.5 * scale if coeff[i] else scale
             else:
@@ -122,9 +125,9 @@ def one_bit_lamb(groups: int, later: int = 0) -> list[Tensor]:
                 g = (new - 0.9 * m) / (1 - 0.9)
                 fresh[i] = fresh[i] * 0.95 + 0.05 * g * g
                 m.copy_(new)
-                plain = m / (v.sqrt() + 1e-8)
+                plain = m / one / ((v / two).sqrt() + 1e-8)
                 u = plain + 0.05 * x
-                factor = float(((v.sqrt() + 1e-8) / (fresh[i].sqrt() + 1e-8))[v != 0].max())
+                factor = float((((v / two).sqrt() + 1e-8) / ((fresh[i] / three).sqrt() + 1e-8))[v != 0].max())
                 share = min(1.0, float(plain.norm() / u.norm()))
                 factor = min(max(factor * share + 1 - share, 0.6), 1.4)
                 last[i] = min(max(factor, last[i] * 0.9), last[i] * 1.1)
@@ -144,10 +147,14 @@ def zero_one_adam(groups: int, steps: int = STEPS, later: int = 0, saves: bool =
     loop = Loop(groups)
     u = [[torch.zeros_like(p) for p in loop.v] for _ in loop.models]
     anchor, rates = [p.detach().clone() for p in loop.params[0]], [0.0] * 3
+    uses, grown = [0] * 3, [0] * 3
+
+    def root_of(i: int) -> Tensor:
+        return (1 - 0.9 ** uses[i]) * ((loop.v[i] / (1 - 0.95 ** max(grown[i], 1))).sqrt() + 1e-6)
 
     def meet(i: int) -> None:
         mean = loop.averaged(i, [each[i] for each in u])
-        anchor[i] = anchor[i] * (1 - rates[i] * 0.1) - mean / (loop.v[i].sqrt() + 1e-6)
+        anchor[i] = anchor[i] * (1 - rates[i] * 0.1) - mean / root_of(i)
         for rank, params in enumerate(loop.params):
             params[i].data.copy_(anchor[i])
             loop.m[rank][i] = mean / rates[i]
@@ -164,11 +171,13 @@ def zero_one_adam(groups: int, steps: int = STEPS, later: int = 0, saves: bool =
                 del u[groups:]
         grads = loop.grads(step)
         for i in range(3):
-            used, root, g = grads[0][i] is not None, loop.v[i].sqrt() + 1e-6, None
+            used, g = grads[0][i] is not None, None
+            uses[i] += used
             if meets == "dense" and used:
                 g = sum(each[i] for each in grads) / groups
                 loop.v[i].mul_(0.95).addcmul_(g, g, value=0.05)
-                root = loop.v[i].sqrt() + 1e-6
+                grown[i] += 1
+            root = root_of(i)
             for rank, each in enumerate(grads if used else ()):
                 own = each[i] if meets != "dense" else g
                 loop.m[rank][i] = torch.where(loop.v[i] != 0, loop.m[rank][i].lerp(own, 0.1), 0)
@@ -253,13 +262,16 @@ def stable_step(steps: int) -> int | None:
     """When one process with all data finds the variance stable: sums 4 steps apart are within 0.8 of each other."""
     model, v, size = Model(), [torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for _ in UNITS], 0.0
     params, m = list(model.parameters()), [torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for _ in UNITS]
+    uses = [0] * 3
     for step in range(steps):
         grads = torch.autograd.grad(loss_of(model, batch(step), step), params, allow_unused=True)
         for i, grad in enumerate(grads):
             if grad is not None:
                 m[i].lerp_(grad, 0.1)
                 v[i].mul_(0.75).addcmul_(grad, grad, value=0.25)
-                params[i].data.sub_(0.01 * m[i] / (v[i].sqrt() + 1e-6))
+                uses[i] += 1
+                root = (v[i] / (1 - 0.75 ** uses[i])).sqrt() + 1e-6
+                params[i].data.sub_(0.01 * m[i] / (1 - 0.9 ** uses[i]) / root)
         if (step + 1) % 4 == 0:
             now = float(sum(each.sum() for each in v))
             if size and min(now, size) >= 0.8 * max(now, size):

@@ -76,7 +76,8 @@ def simulated(groups: int, steps: int = STEPS, *, error: bool = True, applied: l
                 m[i] = torch.where(alive, coded(y), 0)
                 if applied is not None:
                     applied.append((i, m[i].clone(), [each[i] for each in grads]))
-            direction = m[i] / (v[i].sqrt() + 1e-8) + 0.1 * p.detach()
+            small, smaller = 1 - 0.9 ** (step + 1), 1 - 0.99 ** min(step + 1, FREEZE)
+            direction = m[i] / small / ((v[i] / smaller).sqrt() + 1e-8) + 0.1 * p.detach()
             p.data.sub_(0.01 * direction)
     return [p.detach() for p in params]
 
@@ -213,15 +214,32 @@ def test_signs_want_an_optimizer_that_freezes() -> None:
 
 
 def test_variance_stays_from_its_step_on() -> None:
-    """Alone, 1-bit Adam is Adam without bias correction up to its step, and then has the variance of that step."""
-    x = torch.nn.Parameter(torch.ones(3))
-    optimizer = OneBitAdam([x], lr=0.1, freeze_step=2)
+    """Alone, 1-bit Adam is AdamW up to its step, and then has the variance of that step, and its correction."""
+    x, y = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    optimizer = OneBitAdam([x], lr=0.1, freeze_step=2, weight_decay=0.1)
+    plain = torch.optim.AdamW([y], lr=0.1, weight_decay=0.1)
     kept: list[Tensor] = []
+    before = x.detach().clone()
     for step in range(4):
+        before = x.detach().clone()
+        y.data.copy_(before)
         x.grad = torch.full((3,), float(step + 1))
+        y.grad = x.grad.clone()
         optimizer.step()
+        plain.step()
         kept.append(optimizer.state[x]["exp_avg_sq"].clone())
+        if step < 2:
+            torch.testing.assert_close(x, y)
     assert not torch.equal(kept[0], kept[1]) and torch.equal(kept[1], kept[3])
+    average = optimizer.state[x]["exp_avg"] / (1 - 0.9**4)
+    wanted = before * (1 - 0.1 * 0.1) - 0.1 * average / ((kept[1] / (1 - 0.999**2)).sqrt() + 1e-8)
+    torch.testing.assert_close(x.detach(), wanted)
+    before = wanted
+    optimizer.param_groups[0]["bias_correction"] = False
+    x.data.copy_(before)
+    optimizer.step()
+    wanted = before * (1 - 0.1 * 0.1) - 0.1 * optimizer.state[x]["exp_avg"] / (kept[1].sqrt() + 1e-8)
+    torch.testing.assert_close(x.detach(), wanted)
 
 
 def test_without_errors_training_departs() -> None:

@@ -19,7 +19,7 @@ __all__ = ["OneBitLamb"]
 
 @known_arguments
 class OneBitLamb(SignOptimizer):
-    """1-bit LAMB (Li et al., arXiv 2104.06069, algorithm 1), without bias correction, as in the paper.
+    """1-bit LAMB (Li et al., arXiv 2104.06069, algorithm 1), with all moments corrected for their start at 0.
 
     Up to ``freeze_step``, with ``u = m / (sqrt(v) + eps) + weight_decay * x``: ``x -= lr * c * u``, where ``c`` is
     ``|x| / |u|`` of the whole parameter, held inside of ``trust_range``, of which a running mean is kept. From there on
@@ -39,6 +39,7 @@ class OneBitLamb(SignOptimizer):
         betas: of momentum and variance.
         eps: added to the root of the variance.
         weight_decay: part of the direction.
+        bias_correction: False: none, as in the paper; see :class:`OneBitAdam`.
         trust_range: least and largest ``c`` before the variance is frozen.
         coeff_beta: of the running mean of ``c``, which begins with the first.
         factor_range: least and largest factor.
@@ -54,7 +55,7 @@ class OneBitLamb(SignOptimizer):
     """
 
     per_element = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
-    per_parameter = ("step", "coeff", "factor", "size", "looked", "frozen")
+    per_parameter = ("step", "variance_steps", "coeff", "factor", "size", "looked", "frozen")
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class OneBitLamb(SignOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
+        bias_correction: bool = True,
         trust_range: tuple[float, float] = (0.01, 10.0),
         coeff_beta: float = 0.9,
         factor_range: tuple[float, float] = (0.5, 4.0),
@@ -86,12 +88,12 @@ class OneBitLamb(SignOptimizer):
                 )
         ranges = dict(trust_range=trust_range, factor_range=factor_range)
         scales = dict(coeff_beta=coeff_beta, factor_threshold=factor_threshold)
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **ranges, **scales)
-        super().__init__(params, defaults, freeze_step, stable)
+        rates = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
+        super().__init__(params, {**rates, **ranges, **scales}, freeze_step, stable)
 
     def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
         moments = {name: torch.zeros_like(tensor) for name in self.per_element}
-        return {"step": 0, **moments, "coeff": 0.0, "factor": 1.0, **self.watched()}
+        return {"step": 0, "variance_steps": 0, **moments, "coeff": 0.0, "factor": 1.0, **self.watched()}
 
     def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
         return 3 * itemsize * place.held
@@ -115,7 +117,7 @@ class OneBitLamb(SignOptimizer):
         scales = self._trusted(uses) if dense else self._scaled(uses)
         for use, scale in zip(uses, scales, strict=True):
             # The direction is made twice, as keeping it would take as much memory as one more moment.
-            use.tensor.sub_(_direction(use).mul_(scale * use.group["lr"]))
+            use.tensor.sub_(self._direction(use).mul_(scale * use.group["lr"]))
         if dense:
             self.watch()
 
@@ -125,6 +127,7 @@ class OneBitLamb(SignOptimizer):
         state["exp_avg"].lerp_(use.grad, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(use.grad, use.grad, value=1 - beta2)
         state["exp_avg_sq_fresh"].copy_(state["exp_avg_sq"])
+        state["variance_steps"] += 1
 
     def _take(self, use: Use) -> None:
         """The momentum that came, and what its change says of the gradient behind it."""
@@ -138,7 +141,7 @@ class OneBitLamb(SignOptimizer):
 
     def _trusted(self, uses: list[Use]) -> list[float]:
         """The ratio of norms of each, which its mean follows."""
-        parts = [torch.stack([_squares(use.tensor), _squares(_direction(use))]) for use in uses]
+        parts = [torch.stack([_squares(use.tensor), _squares(self._direction(use))]) for use in uses]
         found: list[float] = []
         for use, norms in zip(uses, torch.stack(self.summed(uses, parts)).sqrt().tolist(), strict=True):
             ratio = 1.0
@@ -152,8 +155,10 @@ class OneBitLamb(SignOptimizer):
 
     def _scaled(self, uses: list[Use]) -> list[float]:
         """The mean of each times its factor."""
-        most = torch.cat(self.greatest(uses, [_change(use).reshape(1) for use in uses])).tolist()
-        parts = [torch.stack([_squares(_direction(use, decays=False)), _squares(_direction(use))]) for use in uses]
+        most = torch.cat(self.greatest(uses, [self._change(use).reshape(1) for use in uses])).tolist()
+        parts = [
+            torch.stack([_squares(self._direction(use, decays=False)), _squares(self._direction(use))]) for use in uses
+        ]
         norms = torch.stack(self.summed(uses, parts)).sqrt().tolist()
         found: list[float] = []
         for use, factor, (plain, decayed) in zip(uses, most, norms, strict=True):
@@ -169,21 +174,23 @@ class OneBitLamb(SignOptimizer):
             found.append((use.state["coeff"] or 1.0) * factor)  # none where a norm was always 0
         return found
 
+    def _direction(self, use: Use, *, decays: bool = True) -> Tensor:
+        """Adam's direction, and the decay, a new tensor."""
+        small, smaller = self.corrections(use.group, use.state)
+        root = use.state["exp_avg_sq"].sqrt().mul_(small * smaller**-0.5).add_(small * use.group["eps"])
+        direction = use.state["exp_avg"] / root
+        return direction.add_(use.tensor, alpha=use.group["weight_decay"]) if decays else direction
 
-def _direction(use: Use, *, decays: bool = True) -> Tensor:
-    """Adam's direction, and the decay, a new tensor."""
-    direction = use.state["exp_avg"] / use.state["exp_avg_sq"].sqrt().add_(use.group["eps"])
-    return direction.add_(use.tensor, alpha=use.group["weight_decay"]) if decays else direction
+    def _change(self, use: Use) -> Tensor:
+        """The greatest ratio of what is divided by to what would be, over the elements of a part that have a variance."""
+        kept, fresh = use.state["exp_avg_sq"], use.state["exp_avg_sq_fresh"]
+        if not kept.numel():
+            return torch.zeros((), dtype=torch.float64, device=kept.device)
+        eps, (_, smaller) = use.group["eps"], self.corrections(use.group, use.state)
+        _, small = self.corrections(use.group, {**use.state, "variance_steps": use.state["step"]})
+        ratio = kept.sqrt().mul_(smaller**-0.5).add_(eps) / fresh.sqrt().mul_(small**-0.5).add_(eps)
+        return ratio.masked_fill_(kept == 0, 0.0).max().double()
 
 
 def _squares(part: Tensor) -> Tensor:
     return square_sum([part.reshape(-1)], part.device)
-
-
-def _change(use: Use) -> Tensor:
-    """The greatest ratio of what is divided by to what would be, over the elements of a part that have a variance."""
-    kept, fresh = use.state["exp_avg_sq"], use.state["exp_avg_sq_fresh"]
-    if not kept.numel():
-        return torch.zeros((), dtype=torch.float64, device=kept.device)
-    ratio = kept.sqrt().add_(use.group["eps"]) / fresh.sqrt().add_(use.group["eps"])
-    return ratio.masked_fill_(kept == 0, 0.0).max().double()

@@ -48,6 +48,10 @@ class SignOptimizer(PartOptimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], freeze_step: Any, stable: float = 0.96) -> None:
         kind = type(self).__name__
+        if not isinstance(defaults["bias_correction"], bool):
+            raise ConfigError(
+                f"{kind}(bias_correction={described(defaults['bias_correction'])}): it is True or False."
+            )
         if freeze_step != STABLE and not is_integer(freeze_step, 1):
             raise ConfigError(
                 f"{kind}(freeze_step={described(freeze_step)}): it is a number of steps, 1 or more, or 'stable'."
@@ -72,6 +76,14 @@ class SignOptimizer(PartOptimizer):
     def meeting(self, steps: int) -> str:
         """How ranks meet in the step behind so many steps."""
         return "signs" if self.frozen(steps) else "dense"
+
+    def corrections(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[float, float]:
+        """What momentum and variance are divided by, as both began at 0: ``1 - beta ** n`` for the ``n`` gradients that
+        each has followed, which for the variance are those of dense steps; 1 without ``bias_correction``."""
+        if not group["bias_correction"]:
+            return 1.0, 1.0
+        beta1, beta2 = group["betas"]
+        return 1 - beta1 ** state["step"], 1 - beta2 ** state["variance_steps"] or 1.0
 
     @property
     def apart(self) -> bool:

@@ -18,7 +18,7 @@ __all__ = ["ZeroOneAdam"]
 
 @known_arguments
 class ZeroOneAdam(SignOptimizer):
-    """0/1 Adam (Lu et al., arXiv 2202.06009, algorithm 1), without bias correction, as in the paper.
+    """0/1 Adam (Lu et al., arXiv 2202.06009, algorithm 1), with both moments corrected for their start at 0.
 
     Up to ``freeze_step`` the variance follows the gradient in some steps, in which it is summed over all ranks: the
     distance of one to the next is ``2 ** (j // variance_scaler)`` for the ``j``-th. In the others the signs of momentum
@@ -38,6 +38,7 @@ class ZeroOneAdam(SignOptimizer):
         betas: of momentum and variance.
         eps: added to the root of the variance.
         weight_decay: part of the direction.
+        bias_correction: False: none, as in the paper; see :class:`OneBitAdam`.
         variance_scaler: how many times the variance changes before its steps are twice as far from each other.
         local_scaler: steps until meetings are twice as far from each other.
         local_clipper: how far they are from each other at most; 1: ranks meet in every step.
@@ -51,6 +52,7 @@ class ZeroOneAdam(SignOptimizer):
     """
 
     per_element = ("exp_avg", "exp_avg_sq")
+    per_parameter = ("step", "variance_steps")
     elementwise = True
     parts_ways = True
 
@@ -63,6 +65,7 @@ class ZeroOneAdam(SignOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
+        bias_correction: bool = True,
         variance_scaler: int = 16,
         local_scaler: int = 32_768,
         local_clipper: int = 16,
@@ -75,11 +78,12 @@ class ZeroOneAdam(SignOptimizer):
             if not is_integer(value, 1):
                 raise ConfigError(f"ZeroOneAdam({name}={described(value)}): it is a number of steps, 1 or more.")
         self.variance_scaler, self.local_scaler, self.local_clipper = variance_scaler, local_scaler, local_clipper
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), freeze_step)
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
+        super().__init__(params, defaults, freeze_step)
 
     def new_state(self, group: dict[str, Any], tensor: Tensor, place: Place) -> dict[str, Any]:
         names = (*self.per_element, "drift", "anchor")
-        return {"step": 0, "rates": 0.0, **{name: torch.zeros_like(tensor) for name in names}}
+        return {"step": 0, "variance_steps": 0, "rates": 0.0, **{name: torch.zeros_like(tensor) for name in names}}
 
     def state_bytes(self, group: dict[str, Any], place: Place, itemsize: int) -> int:
         return 4 * itemsize * place.held
@@ -128,11 +132,16 @@ class ZeroOneAdam(SignOptimizer):
         if not rates:
             return
         last = state["anchor"] if state["rates"] else tensor
-        step = values / state["exp_avg_sq"].sqrt().add_(group["eps"])
+        step = values / self._root(group, state)
         tensor.copy_(last.mul(1 - rates * group["weight_decay"]).sub_(step))
         torch.div(values, rates, out=state["exp_avg"])
         state["drift"].zero_()
         state["rates"] = 0.0
+
+    def _root(self, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        """What momentum is divided by."""
+        small, smaller = self.corrections(group, state)
+        return state["exp_avg_sq"].sqrt().mul_(small * smaller**-0.5).add_(small * group["eps"])
 
     def update(self, uses: list[Use]) -> None:
         how = self.how
@@ -151,10 +160,11 @@ class ZeroOneAdam(SignOptimizer):
             average.lerp_(use.grad, 1 - beta1)
             if how == "dense":
                 squares.mul_(beta2).addcmul_(use.grad, use.grad, value=1 - beta2)
+                state["variance_steps"] += 1
             else:
                 average.masked_fill_(squares == 0, 0.0)
             if self.meets == "local":
                 state["drift"].add_(average, alpha=rate)
                 state["rates"] += rate
-            direction = average / squares.sqrt().add_(use.group["eps"])
+            direction = average / self._root(use.group, state)
             use.tensor.sub_(direction.add_(use.tensor, alpha=use.group["weight_decay"]).mul_(rate))

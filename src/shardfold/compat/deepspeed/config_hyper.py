@@ -91,7 +91,6 @@ IDLE: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = {
     **{kind: {"fp32_optimizer_states": ((True,), HOST_STATES)} for kind in ("Adam", "AdamW", "Lion")},
     **{
         kind: {
-            "bias_correction": ((True,), "DeepSpeed's reads it and corrects nothing, as here"),
             "cuda_aware": ((False,), "what carries tensors is found by the device"),
             "comm_backend_name": ((), "what carries tensors is found by the device"),
         }

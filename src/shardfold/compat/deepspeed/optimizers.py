@@ -117,7 +117,7 @@ def _signed(kind: Callable[..., Optimizer], groups: list[Any], given: dict[str, 
             raise DeepSpeedConfigError(
                 f"optimizer.params.{unsupported} is true, which {getattr(kind, '__name__', kind)} does not have."
             )
-    for idle in ("bias_correction", "cuda_aware", "comm_backend_name"):
+    for idle in ("cuda_aware", "comm_backend_name"):
         given.pop(idle, None)
     for name, low, high in (("trust_range", "min_coeff", "max_coeff"), ("factor_range", "factor_min", "factor_max")):
         if low in given or high in given:
