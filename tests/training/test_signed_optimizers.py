@@ -86,16 +86,16 @@ class Loop:
         mean = [sum(errors) / len(errors) for errors in zip(*self.worker, strict=True)]
         self.worker = [[each.clone() for each in mean] for _ in range(groups)]
 
-    def averaged(self, i: int, values: list[Tensor]) -> Tensor:
-        """By signs, of the ``i``-th parameter."""
+    def averaged(self, i: int, values: list[Tensor], root: Tensor) -> Tensor:
+        """By signs of what is over the root, of the ``i``-th parameter."""
         alive, sent = self.v[i] != 0, []
         for rank, value in enumerate(values):
-            x = torch.where(alive, value.float() + self.worker[rank][i], 0)
+            x = torch.where(alive, (value / root).float() + self.worker[rank][i], 0)
             sent.append(coded(x))
             self.worker[rank][i] = torch.where(alive, x - sent[-1], 0)
         y = torch.where(alive, sum(sent) / len(sent) + self.server[i], 0)
         self.server[i] = torch.where(alive, y - coded(y), 0)
-        return torch.where(alive, coded(y), 0).double()
+        return torch.where(alive, coded(y), 0).double() * root
 
 
 def one_bit_lamb(groups: int, later: int = 0) -> list[Tensor]:
@@ -121,7 +121,7 @@ def one_bit_lamb(groups: int, later: int = 0) -> list[Tensor]:
                 scale = min(max(float(x.norm() / u.norm()), 0.2), 5.0)
                 coeff[i] = 0.5 * coeff[i] + 0.5 * scale if coeff[i] else scale
             else:
-                new = loop.averaged(i, [m.lerp(each[i], 0.1) for each in grads])
+                new = loop.averaged(i, [m.lerp(each[i], 0.1) for each in grads], (v / two).sqrt() + 1e-8)
                 g = (new - 0.9 * m) / (1 - 0.9)
                 fresh[i] = fresh[i] * 0.95 + 0.05 * g * g
                 m.copy_(new)
@@ -153,7 +153,8 @@ def zero_one_adam(groups: int, steps: int = STEPS, later: int = 0, saves: bool =
         return (1 - 0.9 ** uses[i]) * ((loop.v[i] / (1 - 0.95 ** max(grown[i], 1))).sqrt() + 1e-6)
 
     def meet(i: int) -> None:
-        mean = loop.averaged(i, [each[i] for each in u])
+        small = 1 - 0.9 ** uses[i]
+        mean = loop.averaged(i, [each[i] for each in u], root_of(i) / small)
         anchor[i] = anchor[i] * (1 - rates[i] * 0.1) - mean / root_of(i)
         for rank, params in enumerate(loop.params):
             params[i].data.copy_(anchor[i])

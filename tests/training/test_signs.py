@@ -66,14 +66,14 @@ def simulated(groups: int, steps: int = STEPS, *, error: bool = True, applied: l
                 m[i].lerp_(mean, 0.1)
                 v[i].mul_(0.99).addcmul_(mean, mean, value=0.01)
             else:
-                alive, sent = v[i] != 0, []
+                alive, sent, root = v[i] != 0, [], (v[i] / (1 - 0.99**FREEZE)).sqrt() + 1e-8
                 for rank, each in enumerate(grads):
-                    x = torch.where(alive, m[i].lerp(each[i], 0.1) + worker[rank][i], 0)
+                    x = torch.where(alive, m[i].lerp(each[i], 0.1) / root + worker[rank][i], 0)
                     sent.append(coded(x))
                     worker[rank][i] = torch.where(alive, x - sent[-1], 0) if error else worker[rank][i]
                 y = torch.where(alive, torch.stack(sent).mean(0) + server[i], 0)
                 server[i] = torch.where(alive, y - coded(y), 0) if error else server[i]
-                m[i] = torch.where(alive, coded(y), 0)
+                m[i] = torch.where(alive, coded(y), 0) * root
                 if applied is not None:
                     applied.append((i, m[i].clone(), [each[i] for each in grads]))
             small, smaller = 1 - 0.9 ** (step + 1), 1 - 0.99 ** min(step + 1, FREEZE)
@@ -188,6 +188,8 @@ def _telescopes(folder: str, ranks: int, steps: range) -> tuple[list[Tensor], li
     lost = [
         [saved.read(name, state).view(WIDTH, WIDTH) for name in names] for state in ("signs_worker", "signs_server")
     ]
+    roots = [(saved.read(name, "exp_avg_sq").view(WIDTH, WIDTH) / (1 - 0.99**FREEZE)).sqrt() + 1e-8 for name in names]
+    lost = [[each * root for each, root in zip(side, roots, strict=True)] for side in lost]  # as momentum
     saved.close()
     engine.close()
     return applied, exact, lost

@@ -21,7 +21,8 @@ class OneBitAdam(SignOptimizer):
     there it is ``torch.optim.AdamW``.
 
     Under an engine with :class:`shardfold.Signs` the ranks along its axis send gradients up to there, and signs of
-    momentum from there on. Elements whose gradient was 0 until then have no variance, and stay as they are.
+    ``m / (sqrt(v) + eps)`` from there on (the paper: of ``m``, whose elements differ in size by more). Elements whose
+    gradient was 0 until then have no variance, and stay as they are.
 
     Args:
         params: parameters or groups of them.
@@ -76,8 +77,9 @@ class OneBitAdam(SignOptimizer):
     def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor] | None:
         if grad is None:
             return None
-        average, squares = self.value(tensor, "exp_avg"), self.value(tensor, "exp_avg_sq")
-        return average.lerp(grad, 1 - group["betas"][0]), squares
+        state = self.state[tensor]
+        momentum = state["exp_avg"].lerp(grad, 1 - group["betas"][0])
+        return momentum.div_(self.root(group, state)), state["exp_avg_sq"]
 
     def update(self, uses: list[Use]) -> None:
         how = self.how
@@ -86,7 +88,7 @@ class OneBitAdam(SignOptimizer):
             state["step"] += 1
             average, squares = state["exp_avg"], state["exp_avg_sq"]
             if self.meets == "signs":
-                average.copy_(use.grad)
+                average.copy_(use.grad).mul_(self.root(use.group, state))
             else:
                 average.lerp_(use.grad, 1 - beta1)
                 if how == "dense":
@@ -94,8 +96,7 @@ class OneBitAdam(SignOptimizer):
                     state["variance_steps"] += 1
                 else:
                     average.masked_fill_(squares == 0, 0.0)
-            small, smaller = self.corrections(use.group, state)
-            direction = average / squares.sqrt().mul_(small * smaller**-0.5).add_(small * use.group["eps"])
+            direction = (average / self.root(use.group, state)).div_(self.corrections(use.group, state)[0])
             use.tensor.sub_(direction.add_(use.tensor, alpha=use.group["weight_decay"]).mul_(use.group["lr"]))
         if how == "dense":
             self.watch()

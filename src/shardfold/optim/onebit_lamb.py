@@ -29,7 +29,7 @@ class OneBitLamb(SignOptimizer):
     it acts on the share that Adam's direction has in the length of ``u``.
 
     Under an engine with :class:`shardfold.Signs` the ranks along its axis send gradients up to there, and signs of
-    momentum from there on. Elements whose gradient was 0 until then have no variance, stay as they are but for decay,
+    ``m / (sqrt(v) + eps)`` from there on. Elements whose gradient was 0 until then have no variance, stay as they are but for decay,
     and have no say in the factor. State: 3 values per element.
 
     Args:
@@ -101,8 +101,9 @@ class OneBitLamb(SignOptimizer):
     def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor] | None:
         if grad is None:
             return None
-        average, squares = self.value(tensor, "exp_avg"), self.value(tensor, "exp_avg_sq")
-        return average.lerp(grad, 1 - group["betas"][0]), squares
+        state = self.state[tensor]
+        momentum = state["exp_avg"].lerp(grad, 1 - group["betas"][0])
+        return momentum.div_(self.root(group, state)), state["exp_avg_sq"]
 
     def update(self, uses: list[Use]) -> None:
         if not uses:
@@ -133,7 +134,8 @@ class OneBitLamb(SignOptimizer):
         """The momentum that came, and what its change says of the gradient behind it."""
         (beta1, beta2), state = use.group["betas"], use.state
         average, fresh = state["exp_avg"], state["exp_avg_sq_fresh"]
-        new = use.grad if self.meets == "signs" else average.lerp(use.grad, 1 - beta1)
+        signs = self.meets == "signs"
+        new = self.root(use.group, state).mul_(use.grad) if signs else average.lerp(use.grad, 1 - beta1)
         new = new.masked_fill(state["exp_avg_sq"] == 0, 0.0)
         grad = new.sub(average, alpha=beta1).div_(1 - beta1)
         fresh.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -176,9 +178,8 @@ class OneBitLamb(SignOptimizer):
 
     def _direction(self, use: Use, *, decays: bool = True) -> Tensor:
         """Adam's direction, and the decay, a new tensor."""
-        small, smaller = self.corrections(use.group, use.state)
-        root = use.state["exp_avg_sq"].sqrt().mul_(small * smaller**-0.5).add_(small * use.group["eps"])
-        direction = use.state["exp_avg"] / root
+        direction = use.state["exp_avg"] / self.root(use.group, use.state)
+        direction.div_(self.corrections(use.group, use.state)[0])
         return direction.add_(use.tensor, alpha=use.group["weight_decay"]) if decays else direction
 
     def _change(self, use: Use) -> Tensor:

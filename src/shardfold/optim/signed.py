@@ -65,8 +65,8 @@ class SignOptimizer(PartOptimizer):
         super().__init__(params, defaults)
 
     def blend(self, group: dict[str, Any], tensor: Tensor, grad: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """What this rank has to be averaged, with a gradient of its own, and the variance; None: nothing of this part.
-        ``grad`` is None where no rank used the parameter in this step."""
+        """What this rank has to be averaged, over :meth:`root`, with a gradient of its own, and the variance; None:
+        nothing of this part. ``grad`` is None where no rank used the parameter in this step."""
         raise NotImplementedError
 
     def give(self, group: dict[str, Any], tensor: Tensor, values: Tensor) -> None:
@@ -84,6 +84,12 @@ class SignOptimizer(PartOptimizer):
             return 1.0, 1.0
         beta1, beta2 = group["betas"]
         return 1 - beta1 ** state["step"], 1 - beta2 ** state["variance_steps"] or 1.0
+
+    def root(self, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        """``sqrt(v) + eps`` of a part, with ``v`` corrected, a new tensor. What is averaged by signs is divided by it: all
+        ranks have the same, and numbers of one size lose least where a block of them has one magnitude."""
+        _, smaller = self.corrections(group, state)
+        return state["exp_avg_sq"].sqrt().mul_(smaller**-0.5).add_(group["eps"])
 
     @property
     def apart(self) -> bool:

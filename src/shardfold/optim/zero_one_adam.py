@@ -116,32 +116,27 @@ class ZeroOneAdam(SignOptimizer):
         state, rate = self.state[tensor], float(group["lr"])
         squares = state["exp_avg_sq"]
         if grad is None:
-            return (state["drift"], squares) if state["rates"] else None
+            return (state["drift"] / self.root(group, state), squares) if state["rates"] else None
         if not state["rates"] + rate:  # nothing has moved, and nothing will
             return None
         momentum = state["exp_avg"].lerp(grad, 1 - group["betas"][0])
-        return state["drift"].add(momentum, alpha=rate), squares
+        return state["drift"].add(momentum, alpha=rate).div_(self.root(group, state)), squares
 
     def give(self, group: dict[str, Any], tensor: Tensor, values: Tensor) -> None:
         self._meet(group, tensor, values, 0.0)
 
     def _meet(self, group: dict[str, Any], tensor: Tensor, values: Tensor, rate: float) -> None:
-        """Goes on from the last meeting by the averaged ``u``, of which ``rate`` is this step's share."""
+        """Goes on from the last meeting by the averaged ``u`` over the root, of which ``rate`` is this step's share."""
         state = self.state[tensor]
         rates = state["rates"] + rate
         if not rates:
             return
         last = state["anchor"] if state["rates"] else tensor
-        step = values / self._root(group, state)
+        step = values / self.corrections(group, state)[0]
         tensor.copy_(last.mul(1 - rates * group["weight_decay"]).sub_(step))
-        torch.div(values, rates, out=state["exp_avg"])
+        torch.div(values, rates, out=state["exp_avg"]).mul_(self.root(group, state))
         state["drift"].zero_()
         state["rates"] = 0.0
-
-    def _root(self, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-        """What momentum is divided by."""
-        small, smaller = self.corrections(group, state)
-        return state["exp_avg_sq"].sqrt().mul_(small * smaller**-0.5).add_(small * group["eps"])
 
     def update(self, uses: list[Use]) -> None:
         how = self.how
@@ -166,5 +161,5 @@ class ZeroOneAdam(SignOptimizer):
             if self.meets == "local":
                 state["drift"].add_(average, alpha=rate)
                 state["rates"] += rate
-            direction = average / self._root(use.group, state)
+            direction = (average / self.root(use.group, state)).div_(self.corrections(use.group, state)[0])
             use.tensor.sub_(direction.add_(use.tensor, alpha=use.group["weight_decay"]).mul_(rate))
