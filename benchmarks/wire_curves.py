@@ -3,8 +3,8 @@
     python benchmarks/wire_curves.py                                        # 600 steps of one, 300 of the other
     python benchmarks/wire_curves.py --only zero3 zeropp --picture a.png
 
-All runs of a model and a seed begin with the same weights and read the same samples. Printed is the loss on samples that
-no run has trained on, by the weights at the end: the mean over seeds, and beside plain training the mean of the
+All runs of a model and a seed begin with the same weights and read the same samples. Printed is the loss on samples
+that no run has trained on, by the weights at the end: the mean over seeds, and beside plain training the mean of the
 differences of runs of the same seed, with its standard error.
 """
 

@@ -29,8 +29,8 @@ class OneBitLamb(SignOptimizer):
     it acts on the share that Adam's direction has in the length of ``u``.
 
     Under an engine with :class:`shardfold.Signs` the ranks along its axis send gradients up to there, and signs of
-    ``m / (sqrt(v) + eps)`` from there on. Elements whose gradient was 0 until then have no variance, stay as they are but for decay,
-    and have no say in the factor. State: 3 values per element.
+    ``m / (sqrt(v) + eps)`` from there on. Elements whose gradient was 0 until then have no variance, stay as they are
+    but for decay, and have no say in the factor. State: 3 values per element.
 
     Args:
         params: parameters or groups of them.
@@ -183,7 +183,7 @@ class OneBitLamb(SignOptimizer):
         return direction.add_(use.tensor, alpha=use.group["weight_decay"]) if decays else direction
 
     def _change(self, use: Use) -> Tensor:
-        """The greatest ratio of what is divided by to what would be, over the elements of a part that have a variance."""
+        """The greatest ratio of what is divided by to what would be, over a part's elements that have a variance."""
         kept, fresh = use.state["exp_avg_sq"], use.state["exp_avg_sq_fresh"]
         if not kept.numel():
             return torch.zeros((), dtype=torch.float64, device=kept.device)

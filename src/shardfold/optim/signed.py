@@ -49,9 +49,7 @@ class SignOptimizer(PartOptimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], freeze_step: Any, stable: float = 0.96) -> None:
         kind = type(self).__name__
         if not isinstance(defaults["bias_correction"], bool):
-            raise ConfigError(
-                f"{kind}(bias_correction={described(defaults['bias_correction'])}): it is True or False."
-            )
+            raise ConfigError(f"{kind}(bias_correction={described(defaults['bias_correction'])}): it is True or False.")
         if freeze_step != STABLE and not is_integer(freeze_step, 1):
             raise ConfigError(
                 f"{kind}(freeze_step={described(freeze_step)}): it is a number of steps, 1 or more, or 'stable'."
@@ -86,8 +84,8 @@ class SignOptimizer(PartOptimizer):
         return 1 - beta1 ** state["step"], 1 - beta2 ** state["variance_steps"] or 1.0
 
     def root(self, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-        """``sqrt(v) + eps`` of a part, with ``v`` corrected, a new tensor. What is averaged by signs is divided by it: all
-        ranks have the same, and numbers of one size lose least where a block of them has one magnitude."""
+        """``sqrt(v) + eps`` of a part, with ``v`` corrected, a new tensor. What is averaged by signs is divided by it:
+        all ranks have the same, and numbers of one size lose least where a block of them has one magnitude."""
         _, smaller = self.corrections(group, state)
         return state["exp_avg_sq"].sqrt().mul_(smaller**-0.5).add_(group["eps"])
 
