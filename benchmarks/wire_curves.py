@@ -4,8 +4,8 @@
     python benchmarks/wire_curves.py --only zero3 zeropp --picture a.png
 
 All runs of a model and a seed begin with the same weights and read the same samples. Printed is the loss on samples
-that no run has trained on, by the weights at the end: the mean over seeds, and beside plain training the mean of the
-differences of runs of the same seed, with its standard error.
+that no run has trained on, by the weights at the end: of each case at the best of three learning rates, the mean over
+seeds, and beside plain training the mean of the differences of runs of the same seed, with its standard error.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ CASES: dict[str, Case] = {
     "gradients as sign+error": Case("zero3", {"reduce": "sign/1024+error"}),
     "gradients as sign": Case("zero3", {"reduce": "sign/1024"}),
 }
+RATES = (1.0, 0.5, 0.25)
+"""Learning rates, as factors of a task's."""
 SEEN = 64
 """Samples of a batch of the last look, of which each rank has four."""
 
@@ -158,9 +160,10 @@ def _gpt() -> Task:
 TASKS: dict[str, Callable[[], Task]] = {"GPT": _gpt, "ViT": _vit}
 
 
-def train(which: str, case: str, steps: int, seed: int = 0) -> tuple[list[float], float]:
+def train(which: str, case: str, steps: int, seed: int = 0, rate: float = 1.0) -> tuple[list[float], float]:
     """Losses by step, averaged over ranks, and the one of samples that were not trained on."""
     task = TASKS[which]()
+    task = task._replace(lr=task.lr * rate)
     steps = steps or task.steps
     torch.manual_seed(seed)
     given = CASES[case]
@@ -213,6 +216,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--only", nargs="*", default=list(CASES), help="names of cases")
     parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--rates", nargs="*", type=float, default=list(RATES), help="factors of the learning rate")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="a file of runs: those that are in it are not done again")
     parser.add_argument("--picture", type=Path)
@@ -221,23 +225,30 @@ def main() -> None:
     if given.keep is not None and given.keep.exists():
         kept = json.loads(given.keep.read_text(encoding="utf-8"))
     curves: dict[str, dict[str, list[float]]] = {}
+
+    def run(*what: Any) -> tuple[list[float], float]:
+        name = ", ".join(map(str, what))
+        if name not in kept:
+            kept[name] = run_ranks(train, 4, *what, timeout=3000.0)[0]
+            if given.keep is not None:
+                given.keep.write_text(json.dumps(kept), encoding="utf-8")
+        return kept[name]
+
     for which in given.tasks:
         plain: list[float] = []
         for case in given.only:
-            found: list[tuple[list[float], float]] = []
-            for seed in range(given.seeds):
-                name = f"{which}, {case}, {given.steps}, {seed}"
-                if name not in kept:
-                    kept[name] = run_ranks(train, 4, which, case, given.steps, seed, timeout=3000.0)[0]
-                    if given.keep is not None:
-                        given.keep.write_text(json.dumps(kept), encoding="utf-8")
-                found.append(kept[name])
+            rates = given.rates
+            rate = (
+                min(rates, key=lambda rate: run(which, case, given.steps, 0, rate)[1]) if len(rates) > 1 else rates[0]
+            )
+            found = [run(which, case, given.steps, seed, rate) for seed in range(given.seeds)]
             curves.setdefault(which, {})[case] = found[0][0]
             held = [loss for _, loss in found]
             plain = plain or held
             ratios = [a / b - 1 for a, b in zip(held, plain, strict=True)]
             error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
-            print(f"| {which} | {case} | {mean(held):.4f} | {mean(ratios):+.1%} | {error:.1%} |", flush=True)
+            row = (which, case, f"x{rate:g}", f"{mean(held):.4f}", f"{mean(ratios):+.1%}", f"{error:.1%}")
+            print("| " + " | ".join(row) + " |", flush=True)
     if given.picture is not None:
         _draw(curves, given.picture)
 
