@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardfold as sf
+from shardfold.errors import CollectiveError
 from shardfold.launch.namespaces import Namespaces
 from shardfold.plan.presets import named
 from shardfold.testing import RanksFailed
@@ -206,6 +208,44 @@ def test_a_link_that_stays_cut_in_the_middle_of_a_collective_is_told_of_on_all_r
         assert "did not finish within 15 s" in said, raised.value
         for other in {0, 1, 2, 3} - {rank}:
             assert re.search(rf"ranks? [\d, ]*\b{other}\b[\d, ]*:", said), raised.value
+
+
+def _behind_a_cut(folder: str) -> str:
+    """Trains until the link is cut, with a store at node 0, as a launcher has it; the sentence that it ends with."""
+    rank, limit = dist.get_rank(), timedelta(seconds=60)
+    dist.destroy_process_group()
+    store = dist.TCPStore(Links.address(0), 29_555, 2, rank == 0, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=90))
+    engine = sf.Engine(nn.Linear(64, 64), optimizer=SGD, layout="zero3", timeout=10.0)
+    Path(f"{folder}/{rank}").touch()
+    with pytest.raises(CollectiveError) as raised:
+        while True:
+            engine.backward(engine(torch.ones(2, 64)).square().mean())
+            engine.step()
+    engine.close()
+    return str(raised.value)
+
+
+@SOAK
+def test_a_rank_that_cannot_ask_the_store_ends_in_words(tmp_path: Path) -> None:
+    """The one that has the store finds the other silent; the other, which is cut off from it, says that too."""
+    over = threading.Event()
+    with Links(2, 1) as links:
+
+        def cut() -> None:
+            while not all((tmp_path / str(rank)).exists() for rank in range(2)) and not over.wait(0.01):
+                pass
+            links.cut(1)
+
+        thread = threading.Thread(target=cut)
+        thread.start()
+        try:
+            first, second = links.run(_behind_a_cut, str(tmp_path), timeout=100)
+        finally:
+            over.set()
+            thread.join()
+    assert "did not finish within 10 s" in first
+    assert "the store that all ranks share cannot be asked why" in second and "rank 0 is cut" in second
 
 
 @SOAK

@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from shardfold import accelerator
+from shardfold.comm.answered import Answered
 from shardfold.comm.mesh import DataMesh
 from shardfold.comm.peers import Peers
 from shardfold.comm.watchdog import Watchdog, Whereabouts
@@ -146,6 +147,12 @@ class Agreement:
         return self if self._job is None else self._job
 
     @property
+    def _store(self) -> Any:
+        """What all peers can read; None: as of :attr:`Peers.store`."""
+        store = self.peers.store
+        return None if store is None else Answered(store, self.timeout)
+
+    @property
     def _dead(self) -> str | None:
         return self.job._given_up
 
@@ -162,7 +169,7 @@ class Agreement:
 
     def _say_left(self) -> None:
         """The others learn up to where they find this rank; and, if the interpreter ends by an exception, which."""
-        if (store := self.peers.store) is None:  # a mesh is closed by itself when the interpreter exits
+        if (store := self._store) is None:  # a mesh is closed by itself when the interpreter exits
             return
         error = getattr(sys, "last_value", None)
         with suppress(RuntimeError):  # the process that served the store may have died
@@ -172,7 +179,7 @@ class Agreement:
 
     def _left(self) -> dict[int, int]:
         """The ranks that have closed their engine, and the last operation that each issued."""
-        store = self.peers.store
+        store = self._store
         entries = store.get("left").decode().split() if store is not None and store.check(["left"]) else []
         return {int(rank): int(number) for rank, number in (entry.split(":") for entry in entries)}
 
@@ -189,7 +196,7 @@ class Agreement:
                 return None
             rank = min(early)
             why = f"why/{rank}"
-            ended = self.peers.store.get(why).decode() if self.peers.store.check([why]) else "it has closed its engine"
+            ended = self._store.get(why).decode() if self._store.check([why]) else "it has closed its engine"
         except RuntimeError as error:
             return f"the store that all ranks share is gone ({str(error).splitlines()[0]}), and with it a rank."
         return (
@@ -261,7 +268,7 @@ class Agreement:
     def interrupted(self, error: BaseException) -> None:
         """What was raised from outside has hit what all ranks do together: this engine is given up on every rank. An
         ``Exception`` comes from inside, from a place where it is known how far that was."""
-        if isinstance(error, Exception) or self._dead is not None or self._watch is None or self.peers.store is None:
+        if isinstance(error, Exception) or self._dead is not None or self._watch is None or self._store is None:
             return
         with suppress(OrderError, RuntimeError):  # the process that served the store may have died
             self._abort(
@@ -468,7 +475,7 @@ class Agreement:
         except (OrderError, CollectiveError):  # which the others know of
             raise
         except Exception as error:
-            if self.peers.store is not None and self.aborted() is None:
+            if self._store is not None and self.aborted() is None:
                 with suppress(RuntimeError):  # the process that served the store may have died
                     self._tell_abort(f"{what} failed on rank {self.peers.rank}: {error}")
             raise
@@ -513,12 +520,17 @@ class Agreement:
             except RuntimeError as error:
                 if "timed out" not in str(error).lower():
                     raise self._failure(error) from error
-            if not published:
-                self._publish(self.doing)
-                published = True
-            published = not self._help_elsewhere()
-            if published:
-                self._look(begun)
+            try:
+                if not published:
+                    self._publish(self.doing)
+                    published = True
+                published = not self._help_elsewhere()
+                if published:
+                    self._look(begun)
+            except RuntimeError as error:
+                if isinstance(error, ShardfoldError):
+                    raise
+                raise self._alone(error) from error
         if published and self._watch is not None:
             self._watch.clear()
             self._watch.waiting = False
@@ -541,6 +553,16 @@ class Agreement:
             f"{what} ({str(error).splitlines()[0]}); another rank has probably died or left the training loop: look at "
             f"its output.{self._here()}"
         )
+
+    def _alone(self, error: RuntimeError) -> CollectiveError:
+        """A collective is not over, and the store is silent."""
+        message = (
+            f"rank {self.peers.rank}: operation {self.sequence}, {self.doing}, is not over, and the store that all "
+            f"ranks share cannot be asked why ({str(error).splitlines()[0]}): the link to the host of rank 0 is cut, "
+            "or its process is gone; look at its output, and at the network between the hosts."
+        )
+        self._give_up(message)
+        return CollectiveError(f"{message}{self._here()}")
 
     def _here(self) -> str:
         """Behind a sentence about what is waited for: the program around that, in lines of its own; of a message the
@@ -648,11 +670,11 @@ class Agreement:
 
     def aborted(self) -> str | None:
         """The sentence with which some rank gave this engine up."""
-        store = self.job.peers.store
+        store = self.job._store
         return store.get("abort").decode() if store is not None and store.check(["abort"]) else None
 
     def _tell_abort(self, message: str) -> None:
-        self.job.peers.store.set("abort", message)
+        self.job._store.set("abort", message)
 
     @property
     def gave_up(self) -> bool:
@@ -687,7 +709,7 @@ class Agreement:
         if not stuck:
             return
         while "user" in stuck and monotonic() < deadline:
-            self._pause(self.peers.store, ["never"])
+            self._pause(self._store, ["never"])
             stuck = [entry.kind for entry in self._watch.read().values()]
         LOG.error(
             "rank %d leaves all process groups, because other ranks wait in one of them and would never end: from here "

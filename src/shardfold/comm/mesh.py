@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardfold import accelerator
+from shardfold.comm.answered import Answered
 from shardfold.comm.backend import GLOO, MARGIN, backend_in, start_group
 from shardfold.data import ranks_read_alike, ranks_read_apart
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, OrderError, UsageError, did_you_mean
@@ -450,7 +451,7 @@ class DataMesh:
         if self.store is None:
             return what
         try:
-            return self.store.compare_set("default group", "", what).decode()
+            return Answered(self.store, self._timeout.total_seconds()).compare_set("default group", "", what).decode()
         except RuntimeError:  # the process that serves the store has ended the group, or has died
             return "end"
 

@@ -27,6 +27,7 @@ from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 
+from shardfold.comm.answered import Answered
 from shardfold.errors import OrderError
 from shardfold.torch_internals import default_store
 
@@ -164,7 +165,8 @@ class Watchdog:
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self.rank, self.world = store, rank, world
-        self._entries = Entries(store, rank, world)
+        self._answered = Answered(store, threading.TIMEOUT_MAX)
+        self._entries = Entries(self._answered, rank, world)
         self._engines: dict[str, weakref.ref[Watched]] = {}
         self._main = threading.get_ident()
         self._lock = threading.Lock()
@@ -186,6 +188,7 @@ class Watchdog:
         if not self._engines:
             self._entries.open()
         self._engines[engine] = weakref.ref(watched)
+        self._answered.limit = max(each.timeout for _, each in self._present())
         weakref.finalize(watched, self.leave, engine).atexit = False
         _watches[id(self._store)] = self
         if self._thread is None:

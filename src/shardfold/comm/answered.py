@@ -1,0 +1,64 @@
+"""The store that all ranks share, which is asked for no longer than a collective may take.
+
+It lies with one rank, and what is asked goes there over a connection that waits without end: behind a link that is cut
+an answer comes when the link is whole again, or when the operating system gives up, a quarter of an hour later. So each
+question has a thread of its own, which is left behind if no answer comes. As they share one connection, nothing else is
+asked until it has come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Answered"]
+
+_open: list[threading.Event] = []  # of this process: set when an answer came after all
+
+
+class Answered:
+    """A store of ``torch.distributed``; what it is asked raises if no answer comes.
+
+    Args:
+        store: asked.
+        limit: seconds that an answer may take.
+
+    Raises:
+        DistStoreError: by each method: none came. It is a RuntimeError, as what a store raises whose process is gone.
+    """
+
+    def __init__(self, store: Any, limit: float) -> None:
+        self._store, self.limit = store, limit
+
+    def __getattr__(self, name: str) -> Any:
+        ask = getattr(self._store, name)
+        if name == "wait":  # which has a limit of its own
+            return ask
+        return lambda *given: self._ask(lambda: ask(*given))
+
+    def _ask(self, ask: Callable[[], Any]) -> Any:
+        _open[:] = [each for each in _open if not each.is_set()]
+        said: list[Any] = []
+        failed: list[BaseException] = []
+        over = threading.Event()
+
+        def run() -> None:
+            try:
+                said.append(ask())
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                over.set()
+
+        if not _open:
+            threading.Thread(target=run, name="shardfold-ask", daemon=True).start()
+            if not over.wait(self.limit):
+                _open.append(over)
+        if _open:
+            raise dist.DistStoreError(f"it has not answered within {self.limit:.0f} s")
+        if failed:
+            raise failed[0]
+        return said[0]
