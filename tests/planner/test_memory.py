@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import shardfold as sf
+from shardfold.plan.formats import format_named
 from shardfold.planner.choice import largest_micro_batch
+from shardfold.planner.coding import coding_bytes
 from shardfold.planner.memory import GPU, MemoryPlan, plan_memory
 from shardfold.planner.setting import Subject
 from shardfold.testing import Ranks
@@ -31,6 +33,8 @@ def _errors(layout: str | sf.Layout, precision: str, mode: str, more: dict[str, 
 
 
 KEPT = sf.PRESETS["zero3"].replace(held=sf.Cell(dtype="compute", until="step"))
+CODED = sf.PRESETS["zero3"].replace(gather="int8", reduce="int8")
+DILOCO = sf.PRESETS["zero1"].with_outer(sf.Outer(every=2, optimizer="nesterov"))
 CASES = [  # pairs of what there is of each
     (1, "ddp", "fp32", "keep", {}),
     (1, "zero3", "bf16", "recompute", {"accumulate": 2}),
@@ -40,6 +44,9 @@ CASES = [  # pairs of what there is of each
     (2, "fsdp2", "fp32", "select", {"clip_norm": 1.0}),
     pytest.param(2, KEPT, "bf16", "recompute", {"accumulate": 2}, marks=pytest.mark.soak),
     pytest.param(2, KEPT, "fp32", "keep", {"accumulate": 3}, marks=pytest.mark.soak),
+    pytest.param(2, CODED, "bf16", "keep", {}, marks=pytest.mark.soak),
+    pytest.param(2, DILOCO, "fp32", "keep", {"mesh": {"inter": 2, "intra": 1}}, marks=pytest.mark.soak),
+    pytest.param(4, "hsdp", "bf16", "recompute", {"mesh": {"inter": 2, "intra": 2}}, marks=pytest.mark.soak),
 ]
 
 
@@ -64,6 +71,18 @@ def test_planned_peaks_are_measured_ones_under_all_layouts(
     """The same of every layout, precision and mode."""
     for planned, measured in ranks.run(_errors, layout, precision, mode, {}, world_size=world):
         assert -BELOW <= planned / measured - 1 <= ABOVE, (planned, measured)
+
+
+def test_formats_hold_what_they_encode_with() -> None:
+    """As much as the temporaries of one call, however long; nothing where all is written at once; a format that keeps
+    what it lost holds more."""
+    few, many = (coding_bytes("int8/256", "bf16", numel, decodes=True) for numel in (2**12, 2**16))
+    assert few >= 4 * 2**12 and many == 16 * few
+    assert coding_bytes("int8/256", "bf16", 2**18, decodes=True) == coding_bytes(
+        "int8/256", "bf16", 2**24, decodes=True
+    )
+    kept = coding_bytes(format_named("int8+error", "a test"), "fp32", 2**12, decodes=False)
+    assert kept > coding_bytes("int8/256", "fp32", 2**12, decodes=False)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 import shardfold as sf
 from shardfold.errors import ConfigError
+from shardfold.plan.auto_wire import Codec, coding_seconds
+from shardfold.plan.program import COLLECTIVES
 from shardfold.planner.hardware import DEVICES, Cluster, cluster, read_device
 from shardfold.planner.memory import GPU, plan_memory
 from shardfold.planner.search import Candidate, search
@@ -85,6 +89,33 @@ def test_seconds_grow_with_a_slower_link_and_not_for_one_rank(subject: Subject) 
     assert seconds("zero1", "1x2080Ti") < seconds("zero1", "2x2080Ti") < seconds("zero1", "2x1x2080Ti")
     sent = 2 * SHAPE.num_parameters * (4 + 2) / 2  # fp32 gradients to their owners, bf16 parameters back
     assert seconds("zero1", "2x1x2080Ti") > sent / 2 / slow.far.rate
+
+
+def test_a_host_without_streams_does_one_thing_after_the_other(subject: Subject) -> None:
+    """What each launch, product, operation of the program and format was measured to take comes on top, as often as
+    there are some of it; attention goes at its own rate."""
+    trace = subject.trace("fp32", "keep", 2)
+    layout = sf.PRESETS["zero3"].replace(gather="int8", reduce="int8")
+    setting = subject.setting(trace, layout=layout, mesh={"intra": 2})
+    plan = plan_memory(setting, trace)
+    cpu = replace(DEVICES["L4"], streams=False, launch=0.0)
+
+    def more(**given: Any) -> float:
+        return plan_seconds(setting, plan, replace(cpu, **given)).step - plan_seconds(setting, plan, cpu).step
+
+    calls, products = (float(sum(n)) for n in (trace.works.calls, trace.works.product_calls["fp32"]))
+    assert more(launch=1.0) == pytest.approx(calls) and 0 < products < calls
+    assert more(call={"fp32": 1.0}) == pytest.approx(products, rel=1e-3)
+    ops = [op for name in ("forward", "last", "step") for op in setting.program.section(name)]
+    assert more(operation=1.0) == pytest.approx(len(ops))
+    assert more(attention={"fp32": 1.0}) == pytest.approx(trace.attention, rel=1e-3)
+    codec = Codec(1.0, 0.0, 0.0, 0.0)
+    encoded = sum(
+        coding_seconds(op, setting.layout, setting.by_name[op.unit], setting.mesh, {"int8/256": codec})
+        for op in ops
+        if op.verb in COLLECTIVES
+    )
+    assert more(codecs={"int8/256": list(codec)}) == pytest.approx(encoded) and encoded > SHAPE.num_parameters
 
 
 def test_clusters_are_read_and_refused_in_words(tmp_path: object) -> None:

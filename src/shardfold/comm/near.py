@@ -151,6 +151,10 @@ class _Adder:
     def __init__(self) -> None:
         self._lock, self._block = threading.Lock(), torch.empty(0)
 
+    @property
+    def room(self) -> Tensor:
+        return self._block
+
     def sum(self, near: Group, number: int, full: Tensor, start: int, out: Tensor, add: bool) -> None:
         """Sums the ranks' ``full[start : start + len(out)]`` in rank order, block by block."""
         with self._lock, torch.no_grad():
@@ -416,6 +420,11 @@ class NearTransport(Transport):
         if self._leave is not None:
             self._leave()
             _carrier.end()
+
+    @property
+    def room(self) -> Tensor:
+        """What blocks of other ranks are read into to be summed; of no elements before the first sum."""
+        return self._adder.room
 
     def temporary(self, num_bytes: int, ranks: int) -> int:
         if len(self._near) < self._groups:

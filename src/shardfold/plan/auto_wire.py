@@ -40,6 +40,7 @@ __all__ = [
     "LinkFigure",
     "Measured",
     "Option",
+    "coding_seconds",
     "fastest",
     "lost",
     "needs",
@@ -304,21 +305,29 @@ def wire_seconds(
         link = min((measured.links[kind, op.axes] for kind in sorted(kinds)), key=lambda link: link.rate)
         seconds += (sending := runs * (num_bytes / link.rate + len(each) * link.latency))
         working += sending * link.working
-        parts = parts_of(op, unit.table_or(layout), mesh)
-        for (segment, one), encoded in zip(each, coded, strict=True):
-            if encoded:
-                coding = runs * _coding(one, segment.length / parts, mesh, measured)
-            elif _is_rounded(one, segment):
-                coding = runs * segment.length * measured.codecs[one.format].encode
-            else:
-                continue
-            seconds, working = seconds + coding, working + coding
+        coding = runs * coding_seconds(op, layout, unit, mesh, measured.codecs)
+        seconds, working = seconds + coding, working + coding
     return seconds, sent, working
 
 
-def _coding(op: Op, whole: float, mesh: Sizes, measured: Measured) -> float:
+def coding_seconds(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes, codecs: Mapping[str, Codec]) -> float:
+    """Seconds in which a rank encodes and decodes for one collective on a unit; formats that are not in ``codecs``
+    take none."""
+    segments, seconds = op.moves(unit), 0.0
+    parts = parts_of(op, unit.table_or(layout), mesh)
+    for segment, one in zip(segments, op.each(len(segments)), strict=True):
+        if (codec := codecs.get(one.format)) is None:
+            continue
+        if is_encoded(one, segment, layout):
+            seconds += _coding(one, segment.length / parts, mesh, codec)
+        elif _is_rounded(one, segment):
+            seconds += segment.length * codec.encode
+    return seconds
+
+
+def _coding(op: Op, whole: float, mesh: Sizes, codec: Codec) -> float:
     """What encodes and decodes for one collective on ``whole`` elements."""
-    codec, ranks = measured.codecs[op.format], prod(mesh[axis] for axis in op.axes)
+    ranks = prod(mesh[axis] for axis in op.axes)
     if op.purpose == "reduce":
         return whole * (codec.encode + codec.add) + ranks * codec.call
     own = 0.0 if op.source == "node" else 1 / ranks

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,13 @@ class Device:
         reserve: bytes that the driver, its libraries and the context take of ``memory``.
         source: of the figures.
         streams: sends beside the computation.
+        attention: what attention reaches between tokens, forward and backward together, per second, by dtype; of one
+            that it has not, as products do.
+        call: seconds that each product takes besides its operations, by dtype.
+        others: bytes per second of operations that are no products, whose results are new; 0: ``bandwidth``.
+        operation: seconds of the host for each operation of a program; of a device with streams it runs ahead.
+        codecs: seconds of formats by name, as :class:`~shardfold.plan.auto_wire.Codec` has them: for each element
+            that is encoded, decoded, decoded and added, and for a call.
     """
 
     name: str
@@ -71,6 +78,15 @@ class Device:
     reserve: float = 0.75 * GIB
     source: str = ""
     streams: bool = True
+    attention: Mapping[str, float] = field(default_factory=dict[str, float])
+    call: Mapping[str, float] = field(default_factory=dict[str, float])
+    others: float = 0.0
+    operation: float = 0.0
+    codecs: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+
+    def attending(self, dtype: str) -> float:
+        """Floating-point operations per second of attention between tokens of that dtype."""
+        return self.attention.get(dtype) or self.rate(dtype) * self.reached
 
     def rate(self, dtype: str) -> float:
         """Floating-point operations per second of products of that dtype, as printed."""

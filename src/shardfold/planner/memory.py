@@ -12,6 +12,7 @@ and the operation, or the part of the model, at which it is reached is known wit
     spare          buffers that wait for the next taker, where the allocator of the device does not do that itself
     tier           a state on its way to its update, from FETCH to STORE
     update         what an update needs besides
+    outer          gradients of outer steps, from DIFF to MIX, and their sums, from PUSH to OUTER
     model          activations and temporaries of forward and backward, by the trace
 """
 
@@ -26,10 +27,11 @@ from typing import NamedTuple
 import numpy as np
 
 from shardfold.plan.axes import Mesh
-from shardfold.plan.cost import encoded_bytes, fetched_bytes, resting_bytes, summed_bytes
-from shardfold.plan.layout import ITEMSIZE, Layout, Tier
+from shardfold.plan.cost import encoded_bytes, fetched_bytes, is_encoded, resting_bytes, summed_bytes
+from shardfold.plan.layout import DATA_AXES, ITEMSIZE, Layout, Tier
 from shardfold.plan.placement import UnitSpec
-from shardfold.plan.program import COLLECTIVES, MARKERS, MOVES, REDUCTIONS, SUMS, Op, Program
+from shardfold.plan.program import COLLECTIVES, MARKERS, MOVES, REDUCTIONS, ROUND, SUMS, Op, Program
+from shardfold.planner.coding import coding_bytes
 from shardfold.planner.trace import SMALL, Event, Trace
 
 __all__ = ["CPU", "GPU", "Behaviour", "MemoryPlan", "Point", "Setting", "plan_memory", "words_of"]
@@ -124,7 +126,7 @@ class Point(NamedTuple):
         at: whether it is at the event; else the most before it counts.
         section: of the program.
         terms: of ``engine``.
-        part: the kind of the micro-batch, ``backward`` or ``last``, or ``step``.
+        part: the kind of the micro-batch, ``backward`` or ``last``, or ``step``, or ``round`` of outer steps.
         op: the operation, where it is one.
         about: the event, where it is one.
     """
@@ -262,12 +264,12 @@ def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
     """Bytes over a step of ``trace`` under a setting."""
     walk = _Walk(setting, trace.events, trace.passes)
     points = list(walk.step())
-    ranks = setting.mesh.parts(setting.mesh.reading)
-    sends = any(op.verb in REDUCTIONS for op in setting.program.last)
+    sums = [op for op in setting.program.last if op.verb in REDUCTIONS and not _all_encoded(op, setting)]
+    ranks = max((prod(setting.mesh[axis] for axis in op.axes) for op in sums), default=0)
     fixed = {
         "buffers": trace.buffers,
         "batch": trace.batch,
-        "transport's room": setting.behaviour.room(ranks) if sends else 0.0,
+        "transport's room": setting.behaviour.room(ranks),
     }
     places = (
         np.array([point.engine for point in points], dtype=float),
@@ -275,6 +277,12 @@ def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
         np.array([point.at or point.event < 0 for point in points]),
     )
     return MemoryPlan(setting.resting(), points, trace, fixed, places)
+
+
+def _all_encoded(op: Op, setting: Setting) -> bool:
+    """Whether all that a reduction sums travels in a format, so that the transport sums nothing."""
+    segments = op.moves(setting.by_name[op.unit])
+    return all(is_encoded(one, s, setting.layout) for s, one in zip(segments, op.each(len(segments)), strict=True))
 
 
 def _held(trace: Trace, event: np.ndarray, level: np.ndarray) -> np.ndarray:
@@ -332,6 +340,8 @@ class _Walk:
         self._spares: dict[tuple[float, str], int] = {}
         self._taken: dict[tuple[str, str], list[tuple[float, str]]] = {}  # buffers that may be spares
         self._part = ""
+        self._sums: dict[str, list[tuple[float, str]]] = {}  # by unit, what decodes its sums
+        self._decodes: dict[tuple[str, str], float] = {}  # temporaries of payloads that are under way
         self._split = {
             name: any(segment.table_or(self._layout).comes_and_goes for segment in unit.segments)
             for name, unit in self._units.items()
@@ -340,6 +350,10 @@ class _Walk:
     # -- a step
 
     def step(self) -> Iterator[Point]:
+        self._part = "round"  # that was behind the step before: what it gave back may be there still
+        for section in ROUND:
+            for op in self._setting.program.section(section):
+                yield from self._do(op, -1, section)
         last, forward = self._setting.micro_batches - 1, "first" if self._setting.program.first else "forward"
         for section, begin, end in self._passes:  # of a stage
             section = forward if section == "forward" else section
@@ -446,8 +460,15 @@ class _Walk:
                 self._fetch(op, unit)
             elif op.verb == "UPDATE":
                 more, what = self._update(unit), "update"
+            elif op.verb in ("DIFF", "PUSH") and self._layout.outer is not None:
+                self._change(op, unit)
             elif op.verb in ("F", "B"):
                 self._give_back(unit.name, "payloads")
+            elif op.verb == "WAIT":
+                self._take(unit.name, "sums", self._sums.pop(unit.name, []))
+            coded = self._coded(op, unit)
+            if coded:
+                more, what = more + coded, "encoding"
         elif op.verb == "NORM":
             more, what = self._norm(), "norm"
         yield self._point(number, True, section, more, what, op)
@@ -459,9 +480,14 @@ class _Walk:
         elif op.verb == "DROP":
             self._give_back(unit.name, "gradients")
         elif op.verb == "WAIT":
+            self._give_back(unit.name, "sums")
             self._give_back(unit.name, "transport")
         elif op.verb == "STORE":
             self._let_go(unit.name, f"{op.source} on their way")
+        elif op.verb == "OUTER":
+            self._give_back(unit.name, "outer sums")
+        elif op.verb == "MIX":
+            self._give_back(unit.name, "outer gradients")
 
     def _gather(self, op: Op, unit: UnitSpec) -> None:
         split = [s for s in unit.segments if s.table_or(self._layout).comes_and_goes]
@@ -486,7 +512,14 @@ class _Walk:
     def _reduce(self, op: Op, unit: UnitSpec) -> None:
         ranks = prod(self._mesh[axis] for axis in op.axes)
         if encoded := encoded_bytes(op, self._layout, unit, self._mesh):
-            self._take(unit.name, "transport", [(encoded, "int8")])
+            segments, here = op.moves(unit), self._slices(op) * ranks
+            flats = [
+                (s.length / here, "fp32")
+                for s, one in zip(segments, op.each(len(segments)), strict=True)
+                if is_encoded(one, s, self._layout)
+            ]
+            self._sums[unit.name] = flats * 2  # what decodes has a sum, and what is added to it
+            self._take(unit.name, "transport", [(encoded - 8 * sum(numel for numel, _ in flats), "int8")])
         elif op.verb == "REDUCE_SCATTER" and self._setting.behaviour.temporary(1.0, ranks):
             parts = self._setting.behaviour.temporary(1.0, ranks) ** -1
             dtypes = [(s.length / parts, s.dtype_for("reduce", self._layout)) for s in unit.segments if s.trainable]
@@ -494,10 +527,44 @@ class _Walk:
         if self._setting.behaviour.streams and (summed := summed_bytes(op, self._layout, unit, self._mesh)):
             self._hold(unit.name, "grads on their way", summed)
 
+    def _coded(self, op: Op, unit: UnitSpec) -> float:
+        """Temporaries of formats: what encodes at a collective, what decodes where it is waited for."""
+        if op.verb in ("F", "B", "WAIT"):
+            return self._decodes.pop((op.unit, "grads" if op.verb == "WAIT" else "flat"), 0.0)
+        if op.verb != "ALL_GATHER" and op.verb not in REDUCTIONS:
+            return 0.0
+        gathers, segments = op.verb == "ALL_GATHER", op.moves(unit)
+        ranks, encodes, decodes = prod(self._mesh[axis] for axis in op.axes), 0.0, 0.0
+        for segment, one in zip(segments, op.each(len(segments)), strict=True):
+            if is_encoded(one, segment, self._layout):
+                length = segment.length // self._slices(op)
+                here, there = (length // ranks, length)[:: 1 if gathers else -1]
+                dtype = segment.dtype if gathers else segment.dtype_for("reduce", self._layout)
+                encodes = max(encodes, coding_bytes(one.format, dtype, here, decodes=False))
+                becomes = dtype if gathers else "fp32"
+                decodes = max(decodes, coding_bytes(one.format, becomes, there, decodes=True))
+        if decodes:
+            self._decodes[op.unit, "flat" if gathers else "grads"] = decodes
+        return encodes
+
+    def _slices(self, op: Op) -> int:
+        """Of so many slices of what lies between two hops a rank has one."""
+        return self._mesh[DATA_AXES[1]] if op.source == "node" else 1
+
     def _fetch(self, op: Op, unit: UnitSpec) -> None:
         if unit.table_or(self._layout).updates_on is Tier.DEVICE:
             num_bytes = fetched_bytes(op, self._layout, unit, self._mesh, self._setting.moments)
             self._hold(unit.name, f"{op.source} on their way", num_bytes)
+
+    def _change(self, op: Op, unit: UnitSpec) -> None:
+        """The outer gradients of a unit, which stay until they are taken in, or the sums of this group's part."""
+        parts = 1 if op.verb == "DIFF" else prod(self._mesh[axis] for axis in op.axes)
+        shards = [
+            (s.length / s.table_or(self._layout).master.parts(self._mesh) / parts, s.outer_dtype(self._layout))
+            for s in unit.segments
+            if s.trainable
+        ]
+        self._take(unit.name, "outer gradients" if op.verb == "DIFF" else "outer sums", shards)
 
     def _update(self, unit: UnitSpec) -> float:
         """A block of the gradients in the dtype of the master; all of a shard's, where one call updates it all."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardfold.plan.auto_wire import Codec, coding_seconds
 from shardfold.plan.cost import fetched_bytes, op_bytes
 from shardfold.plan.layout import ITEMSIZE, Tier
 from shardfold.plan.placement import UnitSpec
@@ -88,8 +89,8 @@ Schedule = dict[str, tuple[list[tuple[int, Op]], int]]
 class Work:
     """Seconds of what forward and backward compute on a device, event by event, for each size of a micro-batch.
 
-    A roofline: products at the rate of their dtype or of the memory, all else at that of the memory; no operation is
-    shorter than its launch.
+    A roofline: products at the rate of their dtype or of the memory, all else at that of the memory. On a device with
+    streams no operation is shorter than its launch; on one without, launches come on top.
 
     Args:
         device: that computes.
@@ -113,12 +114,17 @@ class Work:
         less, other = few.works, more.works if more is not None else None
         products: Any = 0.0
         for dtype, flops in less.products.items():
-            rate = device.rate(dtype) * device.reached
-            products = products + rows(flops, other.products.get(dtype, flops) if other is not None else None) / rate
+            within = less.attention[dtype]
+            more_flops = None if other is None else other.products.get(dtype, flops)
+            more_within = None if other is None else other.attention.get(dtype, within)
+            attention, rate = rows(within, more_within), device.rate(dtype) * device.reached
+            products = products + (rows(flops, more_flops) - attention) / rate + attention / device.attending(dtype)
+            products = products + less.product_calls[dtype][:, None] * device.call.get(dtype, 0.0)
         more_products, more_others = (None, None) if other is None else (other.product_bytes, other.other_bytes)
         products = np.maximum(products, rows(less.product_bytes, more_products) / device.bandwidth)
-        products = products + rows(less.other_bytes, more_others) / device.bandwidth
-        each = np.maximum(products, less.calls[:, None] * device.launch)
+        products = products + rows(less.other_bytes, more_others) / (device.others or device.bandwidth)
+        launches = less.calls[:, None] * device.launch
+        each = np.maximum(products, launches) if device.streams else products + launches
         for axis, (num_bytes, calls) in less.sent.items():
             way = (ways or {}).get(axis, Way(device.near, 2))
             sent = rows(num_bytes, None if other is None else other.sent.get(axis, (num_bytes, calls))[0])
@@ -167,6 +173,8 @@ def row_seconds(setting: Setting, schedule: Schedule, device: Device, work: Work
     update = ends.get("step", np.zeros(work.sizes))
     last = ends.get("last", np.zeros(work.sizes))
     step = (micro_batches - 1) * ends.get("backward", last) + last + update
+    if (outer := setting.layout.outer) is not None:  # the part of a step in a round
+        step = step + ends.get("round", np.zeros(work.sizes)) / outer.every
     return Rows(step, micro_batches * work.until[-1], update)
 
 
@@ -194,6 +202,8 @@ class _Clocks:
     def do(self, op: Op) -> None:
         """An operation of the program."""
         unit = self._setting.by_name.get(op.unit)
+        if not self._device.streams:
+            self._now = self._now + self._device.operation
         if op.verb in ("F", "B"):
             self._wait(op.unit, "flat")
         elif op.verb == "WAIT":
@@ -220,7 +230,8 @@ class _Clocks:
         seconds = self._known.get(op)
         if seconds is None:
             num_bytes = op_bytes(op, setting.layout, unit, setting.mesh)
-            seconds = self._known[op] = _sending(num_bytes, ranks, link, len(op.moves(unit)))
+            seconds = _sending(num_bytes, ranks, link, len(op.moves(unit)))
+            seconds = self._known[op] = seconds + self._coding(op, unit)
         what = "flat" if op.target == "flat" else "grads" if op.verb in REDUCTIONS else op.target
         if not self._device.streams:
             self._now = self._now + seconds
@@ -232,6 +243,11 @@ class _Clocks:
             begun = np.maximum(begun, copied)
         self._link = begun + seconds
         self._done[op.unit, what] = self._link
+
+    def _coding(self, op: Op, unit: UnitSpec) -> float:
+        """What the formats of a collective take to encode and decode; of those that were not measured nothing."""
+        measured = {name: Codec(*figures) for name, figures in self._device.codecs.items()}
+        return coding_seconds(op, self._setting.layout, unit, self._setting.mesh, measured)
 
     def _move(self, op: Op, unit: UnitSpec) -> None:
         setting, device = self._setting, self._device
@@ -248,7 +264,7 @@ class _Clocks:
         for segment in unit.segments:
             if segment.trainable:
                 shard = segment.length / segment.table_or(setting.layout).master.parts(setting.mesh)
-                if op.tier:
+                if op.tier and self._device.streams:  # by the host's processors
                     most += shard / HOST_UPDATE
                 else:
                     size = ITEMSIZE[segment.dtype_for("master", setting.layout)] * 2 * (1 + setting.moments)

@@ -46,6 +46,7 @@ class Work(NamedTuple):
         calls: operations.
         attention: those of ``products`` that attention does between tokens.
         sent: to the ranks that share layers, by axis.
+        product_calls: those of ``calls`` that are products.
     """
 
     products: tuple[tuple[str, float], ...] = ()
@@ -54,6 +55,7 @@ class Work(NamedTuple):
     calls: int = 0
     attention: float = 0.0
     sent: tuple[Sends, ...] = ()
+    product_calls: int = 0
 
     @property
     def flops(self) -> float:
@@ -61,9 +63,12 @@ class Work(NamedTuple):
 
 
 class Works(NamedTuple):
-    """What was computed before each of some events, as :class:`Work` has it for one."""
+    """What was computed before each of some events, as :class:`Work` has it for one; attention and calls of products
+    are by the dtype that most of the event's products have."""
 
     products: dict[str, np.ndarray]
+    attention: dict[str, np.ndarray]
+    product_calls: dict[str, np.ndarray]
     product_bytes: np.ndarray
     other_bytes: np.ndarray
     calls: np.ndarray
@@ -149,8 +154,16 @@ class Trace:
         """What was computed before each event."""
         dtypes = sorted({dtype for event in self.events for dtype, _ in event.work.products})
         found = [dict(event.work.products) for event in self.events]
+        most = [max(each, key=lambda dtype: each[dtype]) if each else "" for each in found]
+
+        def of_most(values: Sequence[float]) -> dict[str, np.ndarray]:
+            pairs = [*zip(most, values, strict=True)]
+            return {dtype: np.array([n if dtype == name else 0.0 for name, n in pairs]) for dtype in dtypes}
+
         return Works(
             {dtype: np.array([each.get(dtype, 0.0) for each in found]) for dtype in dtypes},
+            of_most([event.work.attention for event in self.events]),
+            of_most([event.work.product_calls for event in self.events]),
             np.array([event.work.product_bytes for event in self.events]),
             np.array([event.work.other_bytes for event in self.events]),
             np.array([float(event.work.calls) for event in self.events]),
@@ -194,7 +207,7 @@ class Trace:
             sent = tuple(s._replace(num_bytes=on(s.num_bytes, others.get(s.axis, s.num_bytes))) for s in a.sent)
             return Work(
                 products, on(a.product_bytes, b.product_bytes), on(a.other_bytes, b.other_bytes), a.calls,
-                on(a.attention, b.attention), sent,
+                on(a.attention, b.attention), sent, a.product_calls,
             )  # fmt: skip
 
         events = tuple(

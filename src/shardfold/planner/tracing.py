@@ -237,7 +237,7 @@ class _Listener:
         self._cuts = cuts
         self._live = LiveBytes([*model.parameters(), *model.buffers()], self._count)
         self._work: dict[str, float] = {}
-        self._bytes, self._others, self._calls, self._attention = 0.0, 0.0, 0, 0.0
+        self._bytes, self._others, self._calls, self._attention, self._products = 0.0, 0.0, 0, 0.0, 0
         self.sent: list[Sends] = []
         self._in_backward = False
         self._left: dict[str, int] = {}
@@ -255,8 +255,10 @@ class _Listener:
             for axis in dict.fromkeys(s.axis for s in self.sent)
         )
         self.sent.clear()
-        work = Work(tuple(self._work.items()), self._bytes, self._others, self._calls, self._attention, sent)
-        self._work, self._bytes, self._others, self._calls, self._attention = {}, 0.0, 0.0, 0, 0.0
+        work = Work(
+            tuple(self._work.items()), self._bytes, self._others, self._calls, self._attention, sent, self._products
+        )
+        self._work, self._bytes, self._others, self._calls, self._attention, self._products = {}, 0.0, 0.0, 0, 0.0, 0
         self.events.append(Event(kind, unit, self._live.mark(), self._live.level, size, slot, work))
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -269,6 +271,7 @@ class _Listener:
             self._calls += not func.is_view
             return
         self._calls += 1
+        self._products += 1
         self._bytes += moved
         flops, attention = _flops(name, args, out)
         first = next((v for v in tree_iter(args) if isinstance(v, Tensor)), None)

@@ -56,6 +56,9 @@ class Watched(LiveBytes):
         resting = [r.resting for s in engine.sharded.segments() for r in s.regions.values() if r.resting is not None]
         if isinstance(engine.sharded.updater, ShardedOptimizer):
             resting += [r.resting for r in engine.sharded.updater.regions() if r.resting is not None]
+        room: Tensor | None = getattr(engine.sharded.comm.transport, "room", None)
+        if room is not None:  # a thread of the transport's may have made it, whose operations are not seen
+            resting.append(room)
         self._still = _unique([*resting, *engine.module.buffers(), *tree_iter(batch)], self._flats)
         self._rest = sum(self._still.values()) - _vacated(engine)
         with no_subclass_functions():

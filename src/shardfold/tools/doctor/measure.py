@@ -1,7 +1,9 @@
 """What this machine can do: rates of products by dtype, of copies, of collectives by size, of the disk.
 
-The result is a profile that ``shardfold plan --gpus 2xFILE.json`` reads. Times are medians; collectives are between two
-processes that this one starts, over Gloo (NCCL where there are two CUDA devices).
+The result is a profile that ``shardfold plan --gpus 2xFILE.json`` reads. Times are medians; two processes that this one
+starts measure, over Gloo (NCCL where there are two CUDA devices). On CPUs all of them compute at once, each with its
+share of the cores, as ranks of a step do: what one core reaches alone it does not reach beside others. The link is
+measured over the transport that engines have there.
 """
 
 from __future__ import annotations
@@ -13,22 +15,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
 
 from shardfold import accelerator
 from shardfold.comm.backend import device_backend
+from shardfold.comm.links import measured
+from shardfold.engine.engine import Engine
 from shardfold.errors import ShardfoldError
+from shardfold.plan.auto_wire import LOSSY
+from shardfold.plan.formats import format_named
+from shardfold.plan.program import COLLECTIVES
 from shardfold.planner.hardware import Device, Link
+from shardfold.planner.seconds import Work
+from shardfold.planner.setting import Subject
+from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
+from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 __all__ = ["Measured", "measure"]
 
-SIZE, ON_CPU = 2048, 384  # of the matrices: CPUs may have no instructions for a dtype
+SIZE, ON_CPU = 2048, (128, 384)  # of the matrices: CPUs may have no instructions for a dtype
+ROWS, TOKENS, HEADS, PER_HEAD = 8, 128, 4, 32  # of attention, and of a model of two blocks
 COPIED = 2**27  # bytes
 SENT = (2**12, 2**18, 2**22, 2**24)  # bytes of a collective
 ROUNDS = 7
@@ -48,27 +63,63 @@ def measure(folder: Path) -> Measured:
     """Takes about a minute; files of the disk's part are in ``folder``.
 
     Raises:
-        ShardfoldError: the processes that send could not be started, or failed.
+        ShardfoldError: the processes that measure could not be started, or failed.
     """
     device = accelerator.found() or torch.device("cpu")
-    found = _collectives(device)
-    flops = {name: _flops(device, dtype) for name, dtype in DTYPES.items()}
+    ranks = _ranks(device)
+    found = {verb: {int(size): t for size, t in row.items()} for verb, row in ranks["collectives"].items()}
+    computes = ranks["computes"] or computed(device)
     memory = accelerator.total_memory(device) or (memory_limit() or 0) / RANKS
+    link = Link(*ranks["link"]) if ranks["link"] else _link(found)
     profile = Device(
         name=f"{os.uname().nodename}-{device.type}",
         memory=memory,
-        flops=flops,
-        bandwidth=_bandwidth(device),
-        near=_link(found),
-        far=_link(found),
+        near=link,
+        far=link,
         disk=_disk(folder),
         reached=1.0,
-        launch=_launch(device),
         reserve=0.0 if device.type == "cpu" else Device.reserve,
         source="measured by shardfold doctor --measure",
         streams=accelerator.has_streams(device),
+        codecs=ranks["codecs"],
+        operation=ranks["operation"],
+        **computes,
     )
     return Measured(profile, found)
+
+
+def computed(device: torch.device) -> dict[str, Any]:
+    """Fields of a profile that say how fast a device computes."""
+    bandwidth = _bandwidth(device)
+    found: dict[str, Any] = {"bandwidth": bandwidth, "launch": _launch(device), "flops": {}, "attention": {}}
+    if accelerator.has_streams(device):
+        found["flops"] = {name: 2 * SIZE**3 / _product(device, dtype, SIZE) for name, dtype in DTYPES.items()}
+    else:
+        small, large = ON_CPU
+        found |= {"call": {}, "host": bandwidth}
+        for name, dtype in DTYPES.items():
+            less, more = (_product(device, dtype, size) for size in ON_CPU)
+            rate = 2 * (large**3 - small**3) / max(more - less, more / 2)
+            found["flops"][name] = rate
+            found["call"][name] = max(0.0, less - 2 * small**3 / rate)
+    for name, dtype in DTYPES.items():
+        found["attention"][name] = _attention(device, dtype)
+    if not accelerator.has_streams(device):
+        found["others"] = _others(found)
+    return found
+
+
+def _others(found: Mapping[str, Any]) -> float:
+    """Bytes per second of operations that are no products: what is left of a forward and backward of a small model when
+    its products, as they were measured by themselves, are taken off. In a step tensors are new, strided and in no
+    cache, which no operation is that runs in a loop."""
+    model = GPT(GPTConfig(d_model=HEADS * PER_HEAD, layers=2, heads=HEADS, context=TOKENS))
+    batch = torch.zeros(ROWS, TOKENS, dtype=torch.int64), torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    trace = Subject(model, batch).trace("fp32", samples=ROWS, exact=True)
+    took = _seconds(lambda: loss_of(model, batch).backward(), torch.device("cpu"))
+    device = Device(name="", memory=0.0, reached=1.0, streams=False, **{**found, "others": float("inf")})
+    left = took - float(Work(device, trace).until[-1][0])
+    return float(trace.works.other_bytes.sum()) / max(left, took / 20)
 
 
 def _seconds(function: Callable[[], Any], device: torch.device, rounds: int = ROUNDS) -> float:
@@ -87,10 +138,21 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    size = ON_CPU if device.type == "cpu" else SIZE
+def _product(device: torch.device, dtype: torch.dtype, size: int) -> float:
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: a @ b, device, 3)
+    return _seconds(lambda: a @ b, device)
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of attention's forward and backward."""
+    shape = ROWS, HEADS, TOKENS, PER_HEAD
+    q, k, v = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad = torch.ones(shape, device=device, dtype=dtype)
+
+    def both() -> None:
+        torch.autograd.grad(functional.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
+
+    return 2 * (2 + 5) * q.numel() * TOKENS / _seconds(both, device)
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -129,33 +191,40 @@ def _link(found: dict[str, dict[int, float]]) -> Link:
     return Link(rate, gathers[small])
 
 
-def _collectives(device: torch.device) -> dict[str, dict[int, float]]:
+def _ranks(device: torch.device) -> dict[str, Any]:
+    """What processes measure together: see :func:`rank`."""
+    environment = dict(os.environ)
+    if device.type == "cpu":
+        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // RANKS))
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", __name__, folder]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank), device.type], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [*command, str(rank), device.type], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env=environment,
             )
             for rank in range(RANKS)
-        ]
+        ]  # fmt: skip
         said = [rank.communicate() for rank in ranks]
         for number, rank in enumerate(ranks):
             if rank.returncode:
                 last = (said[number][1].strip().splitlines() or ["without a word"])[-1]
                 raise ShardfoldError(f"rank {number} of {RANKS} that measured collectives ended with {last!r}.")
-    return {verb: {int(size): t for size, t in row.items()} for verb, row in json.loads(said[0][0]).items()}
+    return json.loads(said[0][0].splitlines()[-1])
 
 
 def rank(folder: str, number: int, kind: str) -> None:
-    """One of the processes: rank 0 prints seconds by collective and bytes."""
+    """One of the processes: rank 0 prints seconds by collective and bytes; on CPUs or devices of their own what each
+    computes while the others do, too, and what the transport and formats take."""
     here = torch.device(kind)
     two = accelerator.count(here) >= RANKS and accelerator.has_streams(here)
     device = torch.device(kind, number) if two else torch.device("cpu")
     if two:
         accelerator.use(device)
     where = f"file://{os.path.join(folder, 'store')}"
+    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     dist.init_process_group(device_backend(device), init_method=where, rank=number, world_size=RANKS)
-    found: dict[str, dict[int, float]] = {verb: {} for verb in VERBS}
+    collectives: dict[str, dict[int, float]] = {verb: {} for verb in VERBS}
     for size in SENT:
         full = torch.zeros(size // 4, device=device)
         part = full.chunk(RANKS)[number].clone()
@@ -165,10 +234,39 @@ def rank(folder: str, number: int, kind: str) -> None:
             "all_reduce": lambda full=full: dist.all_reduce(full),
         }
         for verb, call in calls.items():
-            found[verb][size] = _seconds(call, device)
+            collectives[verb][size] = _seconds(call, device)
+    found: dict[str, Any] = {"collectives": collectives, "computes": None, "link": None, "codecs": {}, "operation": 0.0}
+    if two or not accelerator.has_streams(here):
+        dist.barrier()
+        found["computes"] = computed(device)
+        found |= _transport()
     if number == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
+
+
+def _transport() -> dict[str, Any]:
+    """Bytes per second and seconds of a collective over an engine's transport, what formats take, and each operation of
+    a program, besides what is computed: of a step of layers so small that nothing else takes time."""
+    small = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(8)))
+    engine = Engine(small, optimizer=partial(torch.optim.AdamW, lr=0.0), layout="zero3")
+    comm, axes = engine.sharded.comm, ("intra",)
+    verbs = ("ALL_GATHER", "REDUCE_SCATTER")
+    found = measured(comm, [(verb, axes) for verb in verbs], [format_named(name, "a wire") for name in LOSSY])
+    links = [found.links[verb, axes] for verb in verbs]
+    rate, latency = len(links) / sum(1 / link.rate for link in links), statistics.mean(link.latency for link in links)
+    x = torch.zeros(2, 8, device=comm.mesh.device)
+
+    def step() -> None:
+        engine.backward(engine(x).sum())
+        engine.step()
+
+    took = _seconds(step, comm.mesh.device, 3 * ROUNDS)
+    ops = [op for section in ("forward", "last", "step") for op in engine.program.section(section)]
+    waits = latency * sum(op.verb in COLLECTIVES for op in ops)
+    engine.close()
+    codecs = {name: list(codec) for name, codec in found.codecs.items()}
+    return {"link": [rate, latency], "codecs": codecs, "operation": max(took - waits, 0.0) / len(ops)}
 
 
 if __name__ == "__main__":
