@@ -331,7 +331,7 @@ def test_a_budget_that_nothing_keeps_is_refused_with_the_least(ranks: Ranks) -> 
 
 @pytest.mark.parametrize("given", ["fit", "fit:", "fit:0", "fit:12Gib", "fit:-1GiB", "fit:1 GiB of memory"])
 def test_a_budget_is_a_number_of_bytes(given: str) -> None:
-    with pytest.raises(sf.ShardfoldError, match="behind 'fit:' comes the budget in bytes, as in 'fit:12GiB'"):
+    with pytest.raises(sf.ShardfoldError, match="after 'fit:' give the budget in bytes, as in 'fit:12GiB'"):
         sf.Activations(mode=given)
 
 

@@ -325,10 +325,10 @@ def _refuses() -> dict[str, str]:
 def test_what_is_refused_is_refused_in_a_sentence_on_all(ranks: Ranks) -> None:
     """And training goes on behind it."""
     words = {
-        "forward": "engine.train_batch()", "step": "engine.train_batch()", "ended": "ended behind 1 of 2 micro-batches",
+        "forward": "engine.train_batch()", "step": "engine.train_batch()", "ended": "ended after 1 of 2 micro-batches",
         "pair": "a pair of inputs and labels", "none": "an iterator", "word": "'avg' or None", "stages": "cannot be d",
         "neither": "num_stages= or topology=", "axes": "pipe, data, model, in this order", "ranks": "8 ranks",
-        "mpu": "is not for a PipelineModule", "one": "ended behind 1 of 2",
+        "mpu": "is not for a PipelineModule", "one": "ended after 1 of 2",
     }  # fmt: skip
     for said in ranks.run(_refuses, world_size=2):
         for name, text in words.items():

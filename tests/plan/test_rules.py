@@ -215,7 +215,7 @@ def test_first_match_wins_and_holds_inside() -> None:
         ({nn.Conv2d: "fp32", "*": "fp16"}, ModelError, r"a rule for Conv2d, which matches no module. Known: Block, "),
         ({"head*": "fp32", "head": "bf16", "*": "fp16"}, ModelError, "rule for head, but rules before it match all"),
         ({"head": "fp32"}, LayoutError, r"end them with '\*'"),
-        ({"*": "fp16", "head": "fp32"}, LayoutError, r"have head behind '\*', which matches everything"),
+        ({"*": "fp16", "head": "fp32"}, LayoutError, r"have head after '\*', which matches everything"),
         ({"head": "fp23", "*": "fp16"}, LayoutError, r"'fp23' is unknown. Did you mean 'fp32'\?"),
         ({"head": "fp32", "*": "fp16-autocast"}, LayoutError, "differ in autocast ('fp16', None), which holds for a"),
         ([("head", "fp32", 1)], LayoutError, "it is a policy, its name, or ordered rules"),

@@ -123,7 +123,7 @@ def test_explain_says_what_stays() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[ShardfoldError], str]] = {
-    "none of it": ({"offload": "host:0"}, ConfigError, "behind 'host:' comes which part .* and not '0'"),
+    "none of it": ({"offload": "host:0"}, ConfigError, "after 'host:' give which part .* and not '0'"),
     "no number": ({"offload": {"optimizer": "disk:half"}}, ConfigError, "as in 'disk:0.7', and not 'half'"),
     "a tier": ({"offload": "hots:0.5"}, ConfigError, "Did you mean 'host'"),
     "of gradients": ({"offload": {"optimizer": "host", "grads": "host:0.5"}}, ConfigError, "where its master is, so"),

@@ -183,7 +183,7 @@ def test_what_a_round_sends_and_holds(ranks: Ranks) -> None:
             "outer steps: every 4 steps over inter, nesterov with lr 0.7 and momentum 0.9, in 2 fragments"
             in seen["text"]
         )
-        assert "bytes sent by each rank in a round of 4 steps, besides:" in seen["text"]
+        assert "bytes sent by each rank once in 4 steps, in addition:" in seen["text"]
         assert "FRAGMENT 1\n  DIFF 2 fp64\n  PUSH 2 [inter] fp64" in seen["text"]
 
 

@@ -191,7 +191,7 @@ def _box(said: Any, stop: int, where: str) -> None:
     if any(type(each) is not int or not 0 <= each <= ELEMENTS for side in sides for each in side):
         raise ValueError(f"{where}box is {said!r}, which no tensor has")
     if stop > math.prod(sides[1]):
-        raise ValueError(f"{where}its elements end behind its box")
+        raise ValueError(f"{where}its elements end after its box")
 
 
 def _shape(said: Mapping[str, Any], where: str) -> int:

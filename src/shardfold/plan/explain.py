@@ -83,7 +83,7 @@ def explain(
         encoded=lambda op: encoded_bytes(op, bound, by_name[op.unit], mesh),
         summed=lambda op: summed_bytes(op, bound, by_name[op.unit], mesh) if streams else 0.0,
     )  # fmt: skip
-    lines += [f"bytes besides in a step, at most, without activations:{besides:>18,.0f}"]
+    lines += [f"temporary bytes in a step, at most, without activations:{besides:>18,.0f}"]
     batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     lines += ["", f"bytes sent by each rank in a step of {batches}:"]
     every = {**traffic(program, bound, units, mesh, micro_batches=micro_batches), **(update or {})}
@@ -91,7 +91,7 @@ def explain(
         lines.append(f"  {kind.purpose:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
     if bound.outer is not None:
         rounds = section_traffic(program, bound, units, mesh, dict.fromkeys(ROUND, 1))
-        lines += ["", f"bytes sent by each rank in a round of {bound.outer.every} steps, besides:"]
+        lines += ["", f"bytes sent by each rank once in {bound.outer.every} steps, in addition:"]
         for kind, (calls, sent) in rounds.items():
             lines.append(f"  {kind.purpose:<8}{kind.op:<15}{'+'.join(kind.axes):<13}{calls:>5} calls{sent:>18,.0f}")
     if moved:

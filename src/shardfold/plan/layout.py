@@ -307,7 +307,7 @@ class Activations:
         found = parse_bytes(size)
         if not colon or found is None:
             raise ConfigError(
-                f"activations={self.mode!r}: behind 'fit:' comes the budget in bytes, as in 'fit:12GiB' or 'fit:500MB'."
+                f"activations={self.mode!r}: after 'fit:' give the budget in bytes, as in 'fit:12GiB' or 'fit:500MB'."
             )
         return found
 
@@ -322,7 +322,7 @@ class Activations:
         if word != "tile":
             return None
         if not tokens.isdecimal() or not int(tokens):
-            raise ConfigError(f"activations={self.mode!r}: behind 'tile:' comes a number of tokens, as in 'tile:1024'.")
+            raise ConfigError(f"activations={self.mode!r}: after 'tile:' give a number of tokens, as in 'tile:1024'.")
         return int(tokens)
 
     def chosen(self, mode: str) -> Activations:
@@ -589,7 +589,7 @@ class Layout:
         if rest != self.master.over[: len(rest)]:
             raise LayoutError(
                 f"params are split over {_axes(rest)} but master over {_axes(self.master.over)}: "
-                "the axes of params must be the first axes of master, so that an updated shard lies inside its rest."
+                "the axes of params must be the first axes of master, so that an updated shard is part of params here."
             )
         self._check_tiers()
         if not set(self.kept.over) <= set(rest):

@@ -140,7 +140,7 @@ def _tier(where: str, given: Any) -> tuple[Tier, float]:
     if not 0 < share <= 1:
         folder = " A folder is named beside it, as in 'disk,folder=/mnt/nvme0'." if os.sep in part else ""
         raise ConfigError(
-            f"{where}: behind '{tier}:' comes which part of the bytes rests there at least, above 0 and at most 1, as "
+            f"{where}: after '{tier}:' give which part of the bytes is kept there at least, above 0 and at most 1, as "
             f"in '{tier}:0.7', and not {part!r}.{folder}"
         )
     return Tier(tier), share

@@ -389,7 +389,7 @@ def redistribute(
                 yield Op("ALL_REDUCE", unit, rest, format["reduce"], source, target)
     elif have != need:
         if have[: len(need)] != need:
-            raise LayoutError(f"{unit} lies split over {have} but is needed split over {need}, which no gather gives.")
+            raise LayoutError(f"{unit} is split over {have} but is needed split over {need}, which no gather gives.")
         if len(have) == 2 and not need and "gather" in two:
             yield Op("ALL_GATHER", unit, have[:1], format["gather"], source, "node")
             yield Op("ALL_GATHER", unit, have[1:], format["gather"], "node", target)

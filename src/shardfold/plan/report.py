@@ -94,7 +94,7 @@ class MemoryReport(NamedTuple):
                 f"{row.state:<10}{row.tier:<8}{human(row.table):>12}{human(row.padding):>12}{human(row.held):>12}"
             )
         lines.append(f"{'all':<18}{human(self.table):>12}{human(self.padding):>12}{human(self.held):>12}")
-        lines.append(f"in use now besides: {human(self.transient)}")
+        lines.append(f"temporary, in use now: {human(self.transient)}")
         return "\n".join([*lines, *(_saved_lines(self.activations) if self.activations else ())])
 
 
@@ -188,7 +188,7 @@ class TrafficReport(NamedTuple):
         for row in self.moved:
             lines.append(f"{row.tier:<9}{row.op:<30}{row.calls:>6}{human(row.program):>13}{human(row.moved):>13}")
         by = f" by {self.asked_calls} collectives" if self.asked_calls else ""
-        lines.append(f"control {human(self.control)}, asked for besides {human(self.asked)}{by}")
+        lines.append(f"control messages {human(self.control)}, gathered on request {human(self.asked)}{by}")
         return "\n".join(lines)
 
 

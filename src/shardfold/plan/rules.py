@@ -45,7 +45,7 @@ class Patterns:
             )
         if (place := self.patterns.index(EVERYTHING)) < len(self.patterns) - 1:
             raise LayoutError(
-                f"the rules of {argument}= have {text_of(self.patterns[place + 1])} behind '*', which matches "
+                f"the rules of {argument}= have {text_of(self.patterns[place + 1])} after '*', which matches "
                 "everything already: the first match wins, so put '*' last."
             )
 

@@ -282,7 +282,7 @@ class ShownGradients:
         name = self._name(place)
         raise UsageError(
             f"the memory of {name!r} was replaced by Tensor.set_, as in the model's forward: autograd gives the "
-            "gradient of such a weight to nobody but .grad, where ranks do not sum it. Write the values by copy_() "
+            "gradient of such a weight only to .grad, where ranks do not sum it. Write the values by copy_() "
             "under torch.no_grad(), or `parameter.data = x`; engine.zero_grad() drops what came of this step."
         )
 

@@ -326,7 +326,7 @@ def _taken(call: str, iterator: Iterator[Any] | None, count: int) -> list[Any]:
             found.append(next(iterator))
         except StopIteration:
             raise DataEnded(
-                f"{call}: the iterator ended behind {len(found)} of {count} micro-batches: give one that goes on, as a "
+                f"{call}: the iterator ended after {len(found)} of {count} micro-batches: give one that goes on, as a "
                 "deepspeed.utils.RepeatingLoader does."
             ) from None
         except Exception as error:  # other stages wait for this one

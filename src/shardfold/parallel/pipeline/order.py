@@ -104,7 +104,7 @@ def choose_order(given: Any) -> Choice:
             raise ConfigError(f"pipeline={given!r}: {name} has {has} on each rank: leave {':' + count!r} out.")
         return Choice(name, 2 if name in V_SHAPED else 1)
     if count and not (count.isdecimal() and int(count) > 1):
-        raise ConfigError(f"pipeline={given!r}: behind {name}: comes how many stages each rank has, 2 or more.")
+        raise ConfigError(f"pipeline={given!r}: after {name}: give how many stages each rank has, 2 or more.")
     return Choice(name, int(count or 2))
 
 
