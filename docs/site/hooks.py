@@ -29,6 +29,8 @@ ROLE = re.compile(
 SHIM = re.compile(r'src="https://unpkg.com/iframe-worker/shim"')
 FOREIGN = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(?:https?:)?//[^>]*>""")
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
+MARKED = re.compile(r"^```(\w+) .*$", re.MULTILINE)
+"""A fence with a word for the tests after its language, such as `no-run`, which the site's Markdown does not know."""
 PAGES = {
     "README.md": "project/readme.md",
     "CHANGELOG.md": "project/changelog.md",
@@ -50,8 +52,8 @@ MODULES = {
 }
 """The public modules, and what each is for."""
 
-BOOSTS = {"troubleshooting": 4, "howto/everyday": 2, "howto/": 4, "tutorial/": 2, "concepts/": 2, "deepspeed-names": 0.2,
-          "reference/messages": 1.5, "reference/": 0.5}  # fmt: skip
+BOOSTS = {"troubleshooting": 4, "howto/everyday": 2, "howto/": 4, "tutorial/": 2, "concepts/": 2,
+          "deepspeed-names": 0.2, "reference/messages": 1.5, "reference/": 0.5}  # fmt: skip
 """By how a page's path begins: how much it counts in the search, where others count 1."""
 
 
@@ -141,11 +143,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         found = path.removeprefix("docs/") if path.startswith("docs/") else page_of(path)
         return posixpath.relpath(found, posixpath.dirname(uri) or ".") if found else target
 
-    return LINK.sub(led, markdown)
+    return MARKED.sub(r"```\1", LINK.sub(led, markdown))
 
 
 def on_page_content(html: str, *, page: Any, config: Any, files: Files) -> str:
-    """Without the marks of roles in front of names in docstrings."""
+    """Without the marks of roles in front of names in docstrings. A fence that is shown as text is an error."""
+    if "<p>```" in html:
+        raise PluginError(f"{page.file.src_uri}: a block of code is shown as text, as its first line is not understood")
     return ROLE.sub("", html)
 
 
