@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from shardfold.planner.division import Division
 from shardfold.planner.inference import RESERVE, cache_bytes, largest_batch_of, sizes_of
 from shardfold.planner.setting import Subject
 from shardfold.sharding.materialize import meta_init
@@ -52,3 +55,13 @@ def test_the_largest_batch_is_within_the_budget(subject: Subject) -> None:
     most = largest_batch_of(size, one, budget)
     assert size.needed(most * one) <= budget < size.needed((most + 1) * one)
     assert largest_batch_of(size, one, size.weights * (1 + RESERVE) - 1) == 0
+
+
+def test_ranks_that_share_layers_have_parts_of_weights_and_cache(subject: Subject) -> None:
+    """Half of what blocks multiply, and of keys and values; norms are whole."""
+    part = replace(subject, division=Division(tensor=2))
+    assert cache_bytes(part, 1) == cache_bytes(subject, 1) / 2
+    whole, half = (sizes_of(each)[0] for each in (subject, part))
+    norms = 4 * 4 * WIDTH  # bytes of one
+    assert half.largest == (whole.largest - 2 * norms) / 2 + 2 * norms
+    assert whole.weights / 2 < half.weights < 0.6 * whole.weights

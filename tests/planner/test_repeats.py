@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardfold.planner.division import Division
 from shardfold.planner.repeats import fold
 from shardfold.planner.setting import Subject
 from shardfold.planner.trace import Trace
@@ -61,3 +62,23 @@ def test_where_blocks_differ_all_are_traced() -> None:
     units = [f"blocks.{n}" for n in range(DEEP.layers)]
     assert fold(Subject(other, _batch()).hollow, units) is None
     assert fold(Subject(GPT(GPTConfig(d_model=32, layers=4, heads=2, context=16)), _batch()).hollow, units[:4]) is None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_by_a_few_of_its_blocks_is_the_whole_stage(stage: int) -> None:
+    """Event by event, with the buffers of all of its blocks; first, middle and last stages."""
+    deep = GPTConfig(d_model=32, layers=20, heads=2, context=16)
+    division = Division(pipeline=3, micro_batches=4, stage=stage)
+
+    def traced(whole: bool) -> Trace:
+        subject = Subject(GPT(deep), _batch(), division=division)
+        subject._whole = whole
+        found = subject.trace("bf16", "recompute")
+        assert subject._whole == whole
+        return found
+
+    found, expected = traced(False), traced(True)
+    assert (found.batch, found.buffers, found.touched) == (expected.batch, expected.buffers, expected.touched)
+    for ours, theirs in zip(found.events, expected.events, strict=True):
+        assert ours[:2] + ours[3:6] == theirs[:2] + theirs[3:6] and ours.work.products == theirs.work.products
+        assert 0 <= theirs.peak - ours.peak <= 64  # of other stages' blocks each makes a number of its own

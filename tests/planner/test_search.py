@@ -13,9 +13,10 @@ import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.plan.auto_wire import Codec, coding_seconds
 from shardfold.plan.program import COLLECTIVES
+from shardfold.planner.candidate import Candidate
 from shardfold.planner.hardware import DEVICES, Cluster, cluster, read_device
 from shardfold.planner.memory import GPU, plan_memory
-from shardfold.planner.search import Candidate, search
+from shardfold.planner.search import search
 from shardfold.planner.seconds import plan_seconds
 from shardfold.planner.setting import Subject
 from shardfold.tools.recipes.config import TrainConfig

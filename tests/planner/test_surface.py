@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import torch
 
+from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.hardware import cluster
 from shardfold.planner.memory import GPU, plan_memory
 from shardfold.planner.setting import Subject
@@ -20,11 +22,17 @@ from shardfold.tools.planning.page import SCRIPT, plan_page
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 LENGTH = 32
+TENSOR = Division(tensor=2)
 
 
-def _subject(length: int) -> Subject:
+def _subject(length: int, division: Division = UNDIVIDED) -> Subject:
     shape = GPTConfig(d_model=64, layers=2, heads=4, context=length)
-    return Subject(GPT(shape), (torch.randint(256, (2, length)), torch.randint(256, (2, length))))
+    tokens = torch.randint(256, (2, length)), torch.randint(256, (2, length))
+    return Subject(GPT(shape), tokens, division=division)
+
+
+def _both(division: Division = UNDIVIDED) -> tuple[Planned, Subject]:
+    return Planned("gpt", _subject(LENGTH, division), 100_000, LENGTH), _subject(LENGTH // 2, division)
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +42,16 @@ def subject() -> Subject:
 
 @pytest.fixture(scope="module")
 def page(subject: Subject) -> str:
-    planned = Planned("gpt", subject, 100_000, LENGTH)
     return plan_page(
-        planned, cluster("8xL4"), _subject(LENGTH // 2), layouts=("zero1", "zero3"), modes=("keep", "recompute"),
-        precision="bf16", samples=4,
+        {"data alone": _both(), "tensor=2": _both(TENSOR)}, cluster("8xL4"), layouts=("zero1", "zero3"),
+        modes=("keep", "recompute"), precision="bf16", samples=4,
     )  # fmt: skip
 
 
 def _peak(subject: Subject, layout: str, mode: str, ranks: int, samples: int) -> float:
     trace = subject.trace("bf16", mode, samples)
-    setting = subject.setting(
-        trace, layout=layout, precision="bf16", mesh={"intra": ranks}, clip=True, behaviour=GPU
-    )  # fmt: skip
+    mesh = subject.division.over({"inter": 1, "intra": ranks * subject.division.ranks}).axes
+    setting = subject.setting(trace, layout=layout, precision="bf16", mesh=mesh, clip=True, behaviour=GPU)
     return plan_memory(setting, trace).peak
 
 
@@ -77,14 +83,17 @@ def test_javascript_computes_the_same(subject: Subject, page: str, tmp_path: Pat
     text = json.dumps(data[1].replace("<\\/", "</"))
     asked = [("zero3", "keep", 64, 5), ("zero1", "recompute", 2, 4), ("zero3", "recompute", 1, 3)]
     calls = ", ".join(f"compute('{l}', '{m}', {r}, {s}, {LENGTH}).top.total" for l, m, r, s in asked)  # noqa: E741
+    shared = f"plan = plans['tensor=2'], compute('zero3', 'keep', 2, 4, {LENGTH}).top.total"
     script = tmp_path / "page.js"
     script.write_text(
         f"const document = {{ getElementById: () => ({{ textContent: {text} }}) }};\n"
         + SCRIPT.partition("function draw")[0]
-        + f"console.log(JSON.stringify([{calls}]));\n"
+        + f"console.log(JSON.stringify([{calls}, ({shared})]));\n"
     )
     out = subprocess.run([node, str(script)], capture_output=True, text=True, timeout=120, check=True).stdout
-    assert json.loads(out) == pytest.approx([_peak(subject, *each) for each in asked], rel=1e-6)
+    assert json.loads(out) == pytest.approx(
+        [*(_peak(subject, *each) for each in asked), _peak(_subject(LENGTH, TENSOR), "zero3", "keep", 2, 4)], rel=1e-6
+    )
 
 
 @pytest.mark.soak
@@ -96,12 +105,18 @@ def test_sliders_move_in_a_browser(subject: Subject, page: str, tmp_path: Path) 
     path = tmp_path / "plan.html"
     path.write_text(page, encoding="utf-8")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    for layout, mode, ranks, samples in (("zero3", "recompute", 64, 7), ("zero1", "keep", 2, 3)):
-        address = f"{path.as_uri()}#layout={layout}&mode={mode}&ranks={ranks}&samples={samples}"
+    shared = _subject(LENGTH, TENSOR)
+    for axes, layout, mode, ranks, samples in (
+        ("data alone", "zero3", "recompute", 64, 7), ("data alone", "zero1", "keep", 2, 3),
+        ("tensor=2", "zero1", "keep", 2, 3),
+    ):  # fmt: skip
+        at = f"axes={quote(axes)}&layout={layout}&mode={mode}&ranks={ranks}&samples={samples}"
+        address = f"{path.as_uri()}#{at}"
         shown = subprocess.run(
             [*command, "--dump-dom", address], capture_output=True, text=True, timeout=240, check=True
         ).stdout
         found = re.search(r'id="peak" data-bytes="([\d.]+)"', shown)
         assert found is not None, shown[-2000:]
-        assert float(found[1]) == pytest.approx(_peak(subject, layout, mode, ranks, samples), rel=1e-6)
+        of = shared if axes == "tensor=2" else subject
+        assert float(found[1]) == pytest.approx(_peak(of, layout, mode, ranks, samples), rel=1e-6)
         assert '<path class="area model"' in shown

@@ -8,14 +8,16 @@ from typing import Any
 from torch import nn
 
 from shardfold.plan.arguments import known_arguments
+from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.sizes import parse_bytes
-from shardfold.planner.choice import largest_micro_batch
+from shardfold.planner.candidate import Found
+from shardfold.planner.choice import largest_of
 from shardfold.planner.division import division_of
 from shardfold.planner.hardware import cluster
-from shardfold.planner.memory import CPU, GPU, plan_memory
-from shardfold.planner.search import LAYOUTS, MODES, Found, search_divisions
-from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.memory import CPU, GPU
+from shardfold.planner.search import LAYOUTS, MODES, search_divisions
+from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import Compute, loss_of
 
 __all__ = ["best", "largest_batch"]
@@ -34,7 +36,8 @@ def best(
     compute: Compute = loss_of,
     layouts: Sequence[str] = LAYOUTS,
     modes: Sequence[str] = MODES,
-    axes: Sequence[Mapping[str, int]] = ({},),
+    axes: Sequence[Mapping[str, Any]] = ({},),
+    wire: str | AutoWire | None = None,
 ) -> Found:
     """The fastest way to train a model that fits; nothing is run.
 
@@ -49,8 +52,12 @@ def best(
         compute: ``compute(model, batch)`` gives the loss.
         layouts: names of those to look at.
         modes: of activations to look at.
-        axes: sizes of axes to look at, as ``({}, {"tensor": 2}, {"tensor": 4, "sequence_parallel": True})``:
-            ``tensor``, ``sequence`` and ``expert``.
+        axes: sizes of axes to look at, as ``({}, {"tensor": 2}, {"pipeline": 4, "order": "gpipe"})``: ``tensor`` with
+            ``sequence_parallel``, ``sequence``, ``expert``, and ``pipeline`` with ``order``. Through stages go
+            ``samples`` of a step; where these are not given, four micro-batches for each stage.
+        wire: formats and hops that parameters and gradients may travel in besides the layouts' own, as
+            ``Engine(wire=)`` takes it: ``"auto"`` allows none that loses anything, ``"auto:int8"`` that one. None: only
+            what the layouts have.
 
     Returns:
         What was found: ``Engine(model, **found.candidate.engine)`` trains so.
@@ -63,7 +70,7 @@ def best(
     divisions = [division_of(each) for each in axes]
     found = search_divisions(
         subject, cluster(gpus, memory=memory), divisions, precision=precision, layouts=layouts, modes=modes,
-        batch=samples, host=room,
+        batch=samples, host=room, wire=AutoWire.named(wire),
     )  # fmt: skip
     return found.best
 
@@ -100,11 +107,9 @@ def largest_batch(
     Raises:
         ConfigError: an argument names nothing.
     """
-    subject, where = Subject(model, batch, compute), cluster(gpus, memory=memory)
-    trace = subject.trace(precision, activations, LINE[0])
-    setting = subject.setting(
-        trace, layout=layout, precision=precision, mesh=where.mesh, micro_batches=accumulate, clip=True,
-        behaviour=GPU if where.device.streams else CPU,
+    where = cluster(gpus, memory=memory)
+    found = largest_of(
+        [Subject(model, batch, compute)], layout=layout, mode=activations, precision=precision, mesh=where.mesh,
+        micro_batches=accumulate, budget=where.device.usable, behaviour=GPU if where.device.streams else CPU,
     )  # fmt: skip
-    plan = plan_memory(setting, trace)
-    return largest_micro_batch(subject, plan, precision=precision, mode=activations, budget=where.device.usable)
+    return found.largest

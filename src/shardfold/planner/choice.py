@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
 
+from shardfold.plan import presets
 from shardfold.plan.axes import Axis
 from shardfold.plan.layout import Layout, Precision, Tier
 from shardfold.plan.passes import Overlap
@@ -13,7 +14,7 @@ from shardfold.plan.sizes import human
 from shardfold.planner.memory import GPU, Behaviour, MemoryPlan, plan_memory
 from shardfold.planner.setting import LINE, Subject
 
-__all__ = ["Option", "largest_micro_batch", "option", "options"]
+__all__ = ["Option", "largest_micro_batch", "largest_of", "option", "options"]
 
 
 @dataclass(frozen=True)
@@ -87,18 +88,67 @@ def option(
 
 
 def options(
-    subjects: Sequence[Subject], layouts: Mapping[str, Layout], modes: Iterable[str], **how: object
-) -> list[Option]:
-    """All of these, the first layouts first; of the stages of ``subjects`` that which needs the most."""
+    subjects: Sequence[Subject], layouts: Mapping[str, Layout], modes: Iterable[str], *, micro_batch: int | None,
+    **how: object,
+) -> list[Option]:  # fmt: skip
+    """All of these, the first layouts first; of the stages of ``subjects`` that which needs the most.
+
+    Args:
+        subjects: one, or one for each stage.
+        layouts: tables by name.
+        modes: of activations.
+        micro_batch: samples; None: of each the most that fit on all stages, or one where none does.
+        how: the other arguments of :func:`option`.
+    """
     chosen, found = list(modes), list[Option]()
-    for name, table in layouts.items():
+
+    def each(name: str, mode: str, samples: int) -> list[Option]:
+        return [
+            option(subject, layout=layouts[name], mode=mode, name=name, micro_batch=samples, **how)  # pyright: ignore[reportArgumentType]
+            for subject in subjects
+        ]
+
+    for name in layouts:
         for mode in chosen:
-            each = [
-                option(subject, layout=table, mode=mode, name=name, **how)  # pyright: ignore[reportArgumentType]
-                for subject in subjects
-            ]
-            most = max(each, key=lambda one: one.plan.peak)
-            found.append(replace(most, largest=min(one.largest for one in each)))
+            every = each(name, mode, micro_batch or LINE[0])
+            largest = min(one.largest for one in every)
+            if micro_batch is None:
+                every = each(name, mode, max(largest, 1))
+            most = max(every, key=lambda one: one.plan.peak)
+            found.append(replace(most, largest=largest))
+    return found
+
+
+def largest_of(
+    subjects: Sequence[Subject],
+    *,
+    layout: str | Layout,
+    mode: str = "keep",
+    precision: str | Precision = "bf16",
+    mesh: Mapping[str, int] | Sequence[Axis],
+    micro_batches: int = 1,
+    budget: float,
+    behaviour: Behaviour = GPU,
+    clip: bool = True,
+) -> Option:
+    """The largest micro-batch that fits, which is ``largest`` of what is returned; that is of one sample if none does.
+
+    Args:
+        subjects: one, or one for each stage.
+        layout: a preset's name or a table.
+        mode: of activations.
+        precision: policy.
+        mesh: of all ranks.
+        micro_batches: of a step.
+        budget: bytes of each rank's device.
+        behaviour: of the device.
+        clip: the norm of the gradients is taken.
+    """
+    table = presets.named(layout)
+    (found,) = options(
+        subjects, {str(layout) if isinstance(layout, str) else "layout": table}, [mode], micro_batch=None,
+        precision=precision, mesh=mesh, micro_batches=micro_batches, budget=budget, behaviour=behaviour, clip=clip,
+    )  # fmt: skip
     return found
 
 

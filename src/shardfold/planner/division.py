@@ -122,6 +122,8 @@ class Division:
         said = [f"{name}={size}" for name, size in self.axes.items()]
         if self.sequence_parallel:
             said.append("sequence parallelism")
+        if self.pipeline > 1 and self.order != "1f1b":
+            said.append(self.order)
         return ", ".join(said)
 
     # -- a model
@@ -166,11 +168,11 @@ class Division:
 
 
 UNDIVIDED = Division()
-SEARCHED = ("tensor", "sequence", "expert", "sequence_parallel")
+SEARCHED = ("tensor", "sequence", "expert", "pipeline", "sequence_parallel", "order")
 
 
-def division_of(axes: Mapping[str, int]) -> Division:
-    """What sizes of axes by name say.
+def division_of(axes: Mapping[str, Any]) -> Division:
+    """What sizes of axes by name say, and the order of stages.
 
     Raises:
         ConfigError: a name is none of an axis that a search looks at, or a size is no number of ranks.
@@ -180,9 +182,9 @@ def division_of(axes: Mapping[str, int]) -> Division:
             raise ConfigError(
                 f"axes= names {name!r}.{did_you_mean(name, SEARCHED)} A search has {', '.join(SEARCHED)}."
             )
-        if name != "sequence_parallel" and not is_integer(size, 1):
+        if name not in ("sequence_parallel", "order") and not is_integer(size, 1):
             raise ConfigError(f"axes= has {described(size)} for {name!r}: it is a number of ranks, 1 or more.")
-    return Division(**axes)  # pyright: ignore[reportArgumentType]
+    return Division(**axes)
 
 
 class PaperLink(MeshLink):

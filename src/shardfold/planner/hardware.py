@@ -16,9 +16,11 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan.axes import Mesh
 from shardfold.plan.sizes import parse_bytes
 
-__all__ = ["DEVICES", "Cluster", "Device", "Link", "cluster"]
+__all__ = ["DEVICES", "RESERVE", "Cluster", "Device", "Link", "cluster"]
 
 GIB = 1024**3
+RESERVE = 0.75 * GIB
+"""Bytes that a driver, its libraries and a process take of a device's memory."""
 MATH = 0.6
 """Part of a printed rate that large products reach, where nothing was measured."""
 
@@ -75,7 +77,7 @@ class Device:
     disk: float = 3e9
     reached: float = MATH
     launch: float = 5e-6
-    reserve: float = 0.75 * GIB
+    reserve: float = RESERVE
     source: str = ""
     streams: bool = True
     attention: Mapping[str, float] = field(default_factory=dict[str, float])

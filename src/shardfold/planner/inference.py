@@ -19,7 +19,7 @@ from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import Precision
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.live import LiveBytes
-from shardfold.planner.setting import Subject, mesh_of
+from shardfold.planner.setting import Subject
 from shardfold.sharding.autograd import tensors_in
 from shardfold.torch_internals import FakeMode, storage_key, tree_iter
 
@@ -53,9 +53,10 @@ class Size(NamedTuple):
 
 
 def sizes_of(subject: Subject) -> list[Size]:
-    """The model in each dtype; buffers are counted, those of numbers that are no floats as they are."""
+    """The model in each dtype, or the part of it that a rank has; buffers are counted, those of numbers that are no
+    floats as they are."""
     model = subject.hollow
-    _, cuts = subject.cuts(presets.ddp, Precision(), mesh_of({}))
+    _, cuts = subject.cuts(presets.ddp, Precision(), subject.mesh)
     inner = [module for c in cuts if c.spec is not None and not c.spec.root for module in c.modules]
     inside = {id(part) for module in inner for part in module.modules()}
     layers = [*inner, *(m for m in model.modules() if id(m) not in inside and not list(m.children()))]
@@ -64,9 +65,9 @@ def sizes_of(subject: Subject) -> list[Size]:
         policy = {"fp32": Precision(), "16-bit": Precision(compute="bf16")}.get(dtype)
         training = 0.0
         if policy is not None:
-            rules, mine = subject.cuts(presets.ddp, policy, mesh_of({}))
+            rules, mine = subject.cuts(presets.ddp, policy, subject.mesh)
             specs = [c.spec for c in mine if c.spec is not None]
-            training = sum(resting_bytes(rules.layouts[-1], specs, mesh_of({})).values())
+            training = sum(resting_bytes(rules.layouts[-1], specs, subject.mesh).values())
         largest = max((_bytes(layer, bits) for layer in layers), default=0.0)
         found.append(Size(dtype, largest, _bytes(model, bits), training))
     return found
@@ -81,8 +82,8 @@ def _bytes(module: nn.Module, bits: int) -> float:
 
 
 def cache_bytes(subject: Subject, samples: int, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Bytes of keys and values of so many sequences that are as long as those of the subject's batch; 0: the model
-    keeps none.
+    """Bytes of keys and values, on each rank, of so many sequences that are as long as those of the subject's batch; 0:
+    the model keeps none.
 
     Raises:
         ModelError: its forward does not run without memory.
@@ -94,7 +95,8 @@ def cache_bytes(subject: Subject, samples: int, dtype: torch.dtype = torch.bfloa
             return torch.zeros(tensor.shape, dtype=kind if not kind.is_floating_point else dtype, device="cpu")
 
     model: nn.Module = hollow(subject.hollow, make, {}).eval()
-    batch: Any = hollow_values(subject.rows(1), make)
+    batch, undo = subject.division.connect(model, subject.mesh, subject.rows(1), [])
+    batch = hollow_values(batch, make)
     if isinstance(batch, dict):
         batch = {name: value for name, value in batch.items() if name != "labels"}
         if hasattr(model, "generate"):
@@ -110,6 +112,7 @@ def cache_bytes(subject: Subject, samples: int, dtype: torch.dtype = torch.bfloa
         parts: Any = given if isinstance(given, (tuple, list, dict, Tensor)) else vars(given)
         outputs = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in _plain(parts)}
         kept = live.level - sum(outputs.values())
+    undo()
     return float(max(kept, 0) * samples)
 
 

@@ -3,20 +3,24 @@
 Of a list of blocks the first three and the last two run. Where the second and the third do the same, event by event,
 in forward and in backward, with the same bytes and the same work, those that were left out would do it too: their
 events are put in between, with the bytes that each leaves behind. Where anything differs, the whole model is traced.
+
+Of a stage of a pipeline its own blocks are taken so; of those of every other stage, which stand for what they give, the
+first is there.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from shardfold.parallel.pipeline.stages import Stages
 from shardfold.planner.trace import Event, Trace
 
-__all__ = ["Folded", "fold"]
+__all__ = ["Blocks", "Folded", "fold", "fold_stage"]
 
 LEAST = 12
 """Blocks of a list of which some are left out."""
@@ -26,32 +30,54 @@ SIMPLE = (int, float, str, bool, type(None))
 """Of settings of modules: these are compared."""
 
 
+class Blocks(NamedTuple):
+    """Blocks of a list that are traced for.
+
+    Attributes:
+        number: how many.
+        there: the first of them in the whole model.
+        here: the first of them in the copy, which has :attr:`kept` of them.
+    """
+
+    number: int
+    there: int = 0
+    here: int = 0
+
+    @property
+    def kept(self) -> int:
+        return min(self.number, KEPT)
+
+    def whole(self, at: int) -> int:
+        """The number in the whole model of the ``at``-th that was kept."""
+        return self.there + (at if at < FRONT else at + self.number - self.kept)
+
+    @property
+    def stay(self) -> list[int]:
+        """The numbers in the whole model of those that were kept."""
+        return [self.whole(at) for at in range(self.kept)]
+
+
 @dataclass(frozen=True)
 class Folded:
     """A model with some blocks left out.
 
     Attributes:
         model: a copy.
-        lists: by the path of each list of which some are left out, how many blocks it has.
+        lists: blocks of each list of which some are left out, by its path.
+        begins: of a stage the first piece of each stage but the first.
     """
 
     model: nn.Module
-    lists: Mapping[str, int]
-
-    def renamed(self, name: str) -> str:
-        """The path that a unit has in the whole model."""
-        path, at = self._place(name)
-        return name if path is None else f"{path}.{self._whole(path, at)}"
+    lists: Mapping[str, Blocks]
+    begins: Sequence[str] = ()
 
     def kept(self, name: str) -> str | None:
         """The path that a unit of the whole model has here; None: it was left out."""
-        path, at = self._place(name)
-        if path is None:
+        path, _, at = name.rpartition(".")
+        if path not in self.lists:
             return name
-        number = self.lists[path]
-        if FRONT <= at < number - (KEPT - FRONT):
-            return None
-        return f"{path}.{at if at < FRONT else at - number + KEPT}"
+        blocks = self.lists[path]
+        return f"{path}.{blocks.here + blocks.stay.index(int(at))}" if int(at) in blocks.stay else None
 
     def unfolded(self, trace: Trace) -> Trace | None:
         """The trace of the whole model; None: blocks differ."""
@@ -63,36 +89,37 @@ class Folded:
         return replace(trace, events=tuple(events or ()))
 
     def _place(self, name: str) -> tuple[str | None, int]:
+        """The list of a unit, and which it is of those of its blocks that were kept."""
         path, _, at = name.rpartition(".")
-        return (path, int(at)) if path in self.lists else (None, 0)
-
-    def _whole(self, path: str, at: int) -> int:
-        return at if at < FRONT else at + self.lists[path] - KEPT
+        return (path, int(at) - self.lists[path].here) if path in self.lists else (None, 0)
 
     def _repeated(self, events: list[Event] | None, path: str) -> list[Event] | None:
         """Events with those that a list's blocks would have that were left out."""
         if events is None:
             return None
-        entered = [_all_at(events, "enter", f"{path}.{at}") for at in range(KEPT)]
-        reached = [_all_at(events, "enter_backward", f"{path}.{at}")[:1] for at in range(KEPT)]
+        number, _, here = self.lists[path]
+        if number <= KEPT:
+            return [self._named(event, path, None) for event in events]
+        entered = [_all_at(events, "enter", f"{path}.{here + at}") for at in range(KEPT)]
+        reached = [_all_at(events, "enter_backward", f"{path}.{here + at}")[:1] for at in range(KEPT)]
         if any(len(found) != 1 for found in (*entered, *reached)):
             return None
         forward, backward = ([at for (at,) in each] for each in (entered, reached))
         if forward != sorted(forward) or backward != sorted(backward, reverse=True) or forward[-1] > backward[-1]:
             return None
-        times = self.lists[path] - KEPT
+        times = number - KEPT
         model, again = _span(events, forward[2], forward[3]), _span(events, forward[1], forward[2])
         back, back_again = _span(events, backward[3], backward[2]), _span(events, backward[2], backward[1])
         grows, shrinks = model[-1].level - events[forward[2]].level, back[-1].level - events[backward[3]].level
-        if grows + shrinks or _relative(model, events[forward[2]].level, path, 2) != _relative(
-            again, events[forward[1]].level, path, 1
+        if grows + shrinks or _relative(model, events[forward[2]].level, path, here + 2) != _relative(
+            again, events[forward[1]].level, path, here + 1
         ):
             return None
-        if _relative(back, events[backward[3]].level, path, 3) != _relative(
-            back_again, events[backward[2]].level, path, 2
+        if _relative(back, events[backward[3]].level, path, here + 3) != _relative(
+            back_again, events[backward[2]].level, path, here + 2
         ):
             return None
-        last = self.lists[path] - 2
+        last = number - 2
         found = [self._named(e, path, None) for e in events[: forward[1] + 1]]
         found += [self._named(e, path, (1, 1)) for e in again]
         found += [self._named(e, path, (2, 2)) for e in model]
@@ -112,7 +139,8 @@ class Folded:
         of, at = self._place(event.unit)
         if of != path:
             return event
-        whole = self._whole(path, at) if anchor is None else at - anchor[0] + anchor[1]
+        blocks = self.lists[path]
+        whole = blocks.whole(at) if anchor is None else blocks.there + at - anchor[0] + anchor[1]
         unit = f"{path}.{whole}"
         slot = unit + event.slot.removeprefix(event.unit) if event.slot else ""
         return event._replace(unit=unit, slot=slot)
@@ -125,27 +153,66 @@ def fold(model: nn.Module, units: Sequence[str]) -> Folded | None:
         model: without memory; it stays as it is.
         units: paths of its units.
     """
-    lists: dict[str, int] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+    lists = {path: Blocks(len(blocks)) for path, blocks in _repeated_lists(model)
+             if _under(units, path) == [f"{path}.{n}" for n in range(len(blocks))]}  # fmt: skip
+    return Folded(_without(model, {path: blocks.stay for path, blocks in lists.items()}), lists) if lists else None
+
+
+def fold_stage(model: nn.Module, units: Sequence[str], stages: Stages, stage: int) -> Folded | None:
+    """The model with some of the blocks of a stage left out, and most of those of others; None: there are not so many.
+
+    Args:
+        model: without memory, with the parameters of all stages; it stays as it is.
+        units: paths of the stage's units.
+        stages: of the model.
+        stage: number of the one that is traced.
+    """
+    of = {piece.path: at for piece, at in zip(stages.pieces, stages.stage_of, strict=True)}
+    lists: dict[str, Blocks] = {}
+    keeps: dict[str, list[int]] = {}
+    for path, blocks in _repeated_lists(model):
+        homes = [of.get(f"{path}.{n}", -1) for n in range(len(blocks))]
+        own = [n for n, home in enumerate(homes) if home == stage]
+        if -1 in homes or not own or _under(units, path) != [f"{path}.{n}" for n in own]:
             continue
-        if type(module) in (nn.ModuleList, nn.Sequential) and len(module) >= LEAST:
-            blocks = list(module)
-            own = [unit for unit in units if unit.startswith(f"{path}.")]
-            if own == [f"{path}.{n}" for n in range(len(blocks))] and _alike(blocks):
-                lists[path] = len(blocks)
+        firsts = sorted({homes.index(home) for home in homes if home != stage})
+        lists[path] = Blocks(len(own), own[0], sum(first < own[0] for first in firsts))
+        keeps[path] = sorted([*firsts, *lists[path].stay])
     if not lists:
         return None
+    begins = [
+        f"{path}.{keeps[path].index(int(at))}" if path in keeps else begin
+        for begin in stages.begins
+        for path, _, at in (begin.rpartition("."),)
+    ]
+    return Folded(_without(model, keeps), lists, begins)
+
+
+def _repeated_lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Lists of many blocks that are alike, by their paths."""
+    for path, module in model.named_modules():
+        if type(module) in (nn.ModuleList, nn.Sequential):
+            blocks = [*module.children()]
+            if len(blocks) >= LEAST and _alike(blocks):
+                yield path, blocks
+
+
+def _under(units: Sequence[str], path: str) -> list[str]:
+    return [unit for unit in units if unit.startswith(f"{path}.")]
+
+
+def _without(model: nn.Module, keeps: Mapping[str, Sequence[int]]) -> nn.Module:
+    """A copy that has the same parameters, and of some lists these blocks only."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    for path, number in lists.items():
-        for block in list(model.get_submodule(path))[FRONT : number - (KEPT - FRONT)]:  # pyright: ignore
-            memo[id(block)] = nn.Identity()
+    for path, kept in keeps.items():
+        for at, block in enumerate(model.get_submodule(path).children()):
+            if at not in kept:
+                memo[id(block)] = nn.Identity()
     made = copy.deepcopy(model, memo)
-    for path, number in lists.items():
+    for path, kept in keeps.items():
         whole = made.get_submodule(path)
-        kept = [*range(FRONT), *range(number - (KEPT - FRONT), number)]
         whole._modules = {str(n): whole._modules[str(at)] for n, at in enumerate(kept)}
-    return Folded(made, lists)
+    return made
 
 
 def _alike(blocks: Sequence[nn.Module]) -> bool:

@@ -21,7 +21,7 @@ from shardfold.plan.rules import Rules
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.memory import CPU, Behaviour, Setting
-from shardfold.planner.repeats import Folded, fold
+from shardfold.planner.repeats import Folded, fold, fold_stage
 from shardfold.planner.staged import in_order, stages_of
 from shardfold.planner.trace import Sends, Trace, complete_orders
 from shardfold.planner.tracing import MODES, Compute, loss_of, trace_model, trace_stage
@@ -84,6 +84,7 @@ class Subject:
         if self._stages is not None:
             self._stages.drop_foreign()
         self._traces: dict[tuple[Precision, str, int], Trace] = {}
+        self._alone: dict[tuple[Precision, str, int], Trace] = {}  # of one micro-batch in a stage
         self._folded: Folded | None = None
         self._whole = False  # all blocks are traced
         self._cuts: dict[Any, tuple[Rules, list[Cut]]] = {}
@@ -137,30 +138,77 @@ class Subject:
 
     def _found(self, policy: Precision, mode: str, samples: int) -> Trace:
         if self._stages is not None:
-            return in_order(self._stage(policy, mode, samples), self.division)
+            return in_order(self.alone(policy, mode, samples), self.division)
         return self._few_blocks(policy, mode, samples) or self._all_blocks(policy, mode, samples)
 
-    def _stage(self, policy: Precision, mode: str, samples: int) -> Trace:
-        """One micro-batch in the stage of the rank that is planned for."""
+    def alone(self, precision: str | Precision, mode: str, samples: int) -> Trace:
+        """A forward and a backward of one micro-batch in the stage of the rank that is planned for; :meth:`trace` has
+        those of all micro-batches in their order."""
+        policy = Precision.named(precision)
         if mode not in MODES:
             raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
-        whole, rules = hollow(self.model, _on_meta, {}), Rules(policy, presets.ddp, mesh_of({}))
+        if (key := (policy, mode, samples)) not in self._alone:
+            self._alone[key] = self._few_of_stage(policy, mode, samples) or self._all_of_stage(policy, mode, samples)
+        return self._alone[key]
+
+    def _few_of_stage(self, policy: Precision, mode: str, samples: int) -> Trace | None:
+        """The same by some of the blocks that are alike; None: there are not so many, or they differ."""
+        if self._whole or self._stages is None:
+            return None
+        rules, cuts = self.cuts(presets.ddp, policy, self.mesh)
+        units = [c.name for c in cuts if c.spec is not None and not c.spec.root]
+        if self._folded is None:
+            whole = hollow(self.model, _on_meta, {})
+            self._folded = fold_stage(whole, units, self._stages, self.division.stage)
+            self._whole = self._folded is None
+        if (folded := self._folded) is None:
+            return None
+        kept = [name for unit in units if (name := folded.kept(unit)) is not None]
+        own = hollow(folded.model, _on_meta, {})
+        stages = stages_of(own, self.division, _META, folded.begins)
+        self.division.cut(own, self.mesh)
+        stages.drop_foreign()
+        groups = {id(p): 0 for p in own.parameters() if p.requires_grad}
+        try:
+            few = self._run_stage(folded.model, cut(own, kept, groups, rules, self.mesh), folded.begins, policy, mode,
+                                  samples)  # fmt: skip
+        except Exception:  # a model that goes by the number of its blocks: all of them are traced
+            few = None
+        found = few and folded.unfolded(few)
+        self._whole = found is None
+        return replace(found, buffers=self._buffer_bytes(policy)) if found is not None else None
+
+    def _all_of_stage(self, policy: Precision, mode: str, samples: int) -> Trace:
+        _, cuts = self.cuts(presets.ddp, policy, self.mesh)
+        return self._run_stage(self.model, cuts, None, policy, mode, samples)
+
+    def _run_stage(
+        self, model: nn.Module, cuts: Sequence[Cut], begins: Sequence[str] | None, policy: Precision, mode: str,
+        samples: int,
+    ) -> Trace:  # fmt: skip
+        whole, rules = hollow(model, _on_meta, {}), Rules(policy, presets.ddp, mesh_of({}))
         groups = {id(p): 0 for p in whole.parameters() if p.requires_grad}
-        specs = [c.spec for c in cut(whole, self.units, groups, rules, mesh_of({})) if c.spec is not None]
+        units = self.units if begins is None else [c.name for c in cuts if c.spec is not None and not c.spec.root]
+        specs = [c.spec for c in cut(whole, units, groups, rules, mesh_of({})) if c.spec is not None]
         dtypes = {slot.name: TORCH_DTYPES[s.dtype] for spec in specs for s in spec.segments for slot in s.slots}
         if policy.buffers == "compute":
             narrow = TORCH_DTYPES[policy.compute]
             dtypes |= {name: narrow for name, b in whole.named_buffers() if b.is_floating_point()}
-        made = hollow(self.model, _with_buffers, dtypes)
-        stages = stages_of(made, self.division, torch.device("cpu"))
+        made = hollow(model, _with_buffers, dtypes)
+        stages = stages_of(made, self.division, torch.device("cpu"), begins)
         self.division.cut(made, self.mesh)
         stages.drop_foreign()
         stages.settle()
-        _, cuts = self.cuts(presets.ddp, policy, self.mesh)
         return trace_stage(
             made, stages, cuts, self.rows(samples), number=self.division.stage, precision=policy, mode=mode,
             compute=self.compute, connect=self._connect,
         )  # fmt: skip
+
+    def _buffer_bytes(self, policy: Precision) -> float:
+        narrow = ITEMSIZE[policy.compute] if policy.buffers == "compute" else 0
+        return float(
+            sum(b.numel() * (narrow if narrow and b.is_floating_point() else b.itemsize) for b in self.hollow.buffers())
+        )
 
     def _all_blocks(self, policy: Precision, mode: str, samples: int) -> Trace:
         _, cuts = self.cuts(presets.ddp, policy, self.mesh)
@@ -198,11 +246,7 @@ class Subject:
         if found is None:
             self._whole = True
             return None
-        narrow = ITEMSIZE[policy.compute] if policy.buffers == "compute" else 0
-        sizes = [
-            b.numel() * (narrow if narrow and b.is_floating_point() else b.itemsize) for b in self.hollow.buffers()
-        ]
-        return replace(found, buffers=float(sum(sizes)))
+        return replace(found, buffers=self._buffer_bytes(policy))
 
     def rows(self, samples: int) -> Any:
         """A micro-batch of so many samples: of tensors whose first dimension is that of ``batch``."""

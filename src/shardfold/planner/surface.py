@@ -127,12 +127,13 @@ def surface_of(
     subject: Subject, layout: str | Layout, activity: Activity, precision: str | Precision, mode: str, *,
     moments: int = 2, clip: bool = True,
 ) -> Surface:  # fmt: skip
-    """The surface of a layout."""
+    """The surface of a layout; its ranks are those of data."""
     trace = subject.trace(precision, mode, LINE[0])
 
     def plan(ranks: int) -> MemoryPlan:
+        mesh = subject.division.over({"inter": 1, "intra": ranks * subject.division.ranks})
         setting = subject.setting(
-            trace, layout=layout, precision=precision, mesh={"intra": ranks}, moments=moments, clip=clip, behaviour=GPU
+            trace, layout=layout, precision=precision, mesh=mesh.axes, moments=moments, clip=clip, behaviour=GPU
         )
         return plan_memory(setting, trace)
 

@@ -84,7 +84,8 @@ class Event(NamedTuple):
         unit: its name, where it is of one.
         peak: the most bytes that forward and backward held since the event before.
         level: those that they hold now.
-        size: of a gradient, its bytes; of the end of a stage's backward, those that go to the stage before.
+        size: of a gradient, its bytes; of ``sent``, those that go to the next stage, and of the end of a stage's
+            backward, those that go to the stage before.
         slot: of a gradient, its parameter's name.
         work: since the event before.
     """
@@ -147,7 +148,8 @@ class Trace:
     @cached_property
     def structure(self) -> Any:
         """What a walk of the program goes by; traces of the same structure are walked alike."""
-        return tuple((e.kind, e.unit, e.size, e.slot) for e in self.events), self.touched
+        sizes = ((e.kind, e.unit, e.size if e.kind == "gradient" else 0, e.slot) for e in self.events)
+        return tuple(sizes), self.touched
 
     @cached_property
     def works(self) -> Works:
@@ -211,9 +213,11 @@ class Trace:
             )  # fmt: skip
 
         events = tuple(
-            a._replace(peak=on(a.peak, b.peak), level=on(a.level, b.level), work=mixed(a.work, b.work))
+            a._replace(
+                peak=on(a.peak, b.peak), level=on(a.level, b.level), size=on(a.size, b.size), work=mixed(a.work, b.work)
+            )
             for a, b in zip(self.events, other.events, strict=True)
-        )
+        )  # fmt: skip
         return replace(self, events=events, batch=on(self.batch, other.batch), tokens=on(self.tokens, other.tokens))
 
 

@@ -302,12 +302,13 @@ class _Listener:
         with self._live:
             received, loss, sent = stage.forward(partial(compute, self._model, batch))
             del batch
+            crosses = _nbytes(sent)
             if loss is None:
                 sent = [tensor for tensor in sent if tensor.requires_grad]
                 for tensor in sent:
                     tensor.register_hook(lambda grad: self._begin_backward())
                 self.note("end_forward")
-            self.note("sent")
+            self.note("sent", size=crosses)
             if loss is not None:
                 loss.backward()
             else:

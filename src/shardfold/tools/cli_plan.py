@@ -13,12 +13,16 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
 
 if TYPE_CHECKING:
+    from shardfold.plan.auto_wire import AutoWire
+    from shardfold.plan.layout import Layout
     from shardfold.planner.division import Division
 
 __all__ = ["plan", "register"]
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "offload", "infinity")
 MODES = ("keep", "select", "recompute")
+APART = {"--inference": ("sequence", "pipeline"), "--html": ("pipeline",)}
+"""Axes that these options do not go with."""
 
 
 def plan(
@@ -29,7 +33,11 @@ def plan(
     memory: Annotated[str | None, typer.Option(help="Memory of each device, in place of its own, as 40GiB.")] = None,
     precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",
     micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples on each device at a time (default: looks for the fastest).")
+        str | None,
+        typer.Option(
+            metavar="INTEGER",
+            help="Samples on each device at a time, or max: the most that fit (default: looks for the fastest).",
+        ),
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Samples of a step of all devices (default: one micro-batch of each).")
@@ -52,80 +60,112 @@ def plan(
         list[int] | None, typer.Option(min=1, help="Ranks among which experts are shared out; may be repeated.")
     ] = None,
     pipeline: Annotated[
-        int, typer.Option(min=1, help="Ranks among which stages of layers are; needs --micro-batch.")
-    ] = 1,
+        list[int] | None, typer.Option(min=1, help="Ranks among which stages of layers are; may be repeated.")
+    ] = None,
     order: Annotated[
-        str, typer.Option(help="In which order stages run --accumulate micro-batches: 1f1b, gpipe.")
-    ] = "1f1b",
+        list[str] | None,
+        typer.Option(help="In which order stages run micro-batches: 1f1b, gpipe; may be repeated (default 1f1b)."),
+    ] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            help="What else parameters and gradients may travel in, as of Engine(wire=): auto, auto:0.01, auto:int8."
+        ),
+    ] = None,
     inference: Annotated[
         bool, typer.Option("--inference", help="To serve it: weights and the cache of keys and values, by dtype.")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write the plan here too, as one page with sliders.")] = None,
 ) -> None:
     """Say what fits before anything runs: the peak of each layout on these devices, when it is reached and why."""
-    for mode in activations or ():
-        if mode not in MODES:
-            raise ConfigError(f"--activations {mode}: a plan follows {', '.join(MODES)}.{did_you_mean(mode, MODES)}")
-    tables = {name: presets.named(name) for name in layout or LAYOUTS}
-    from shardfold.plan.layout import Precision
-
-    Precision.named(precision)
+    tables, auto, size = _checked(activations, layout, precision, wire, micro_batch)
     from shardfold.tools.planning.command import print_inference, print_plan, write_plan_page
 
     divisions = _divisions(
-        product(tensor or [1], sequence or [1], expert or [1]), pipeline, order, accumulate, micro_batch,
+        tensor or [1], sequence or [1], expert or [1], pipeline or [1], order or ["1f1b"], accumulate, size,
         sequence_parallel=sequence_parallel, alone="--inference" if inference else "--html" if html else "",
     )  # fmt: skip
+    samples = size if isinstance(size, int) else 1
     if inference:
-        print_inference(model, gpus, memory=memory, length=length, sequences=micro_batch or 1)
+        print_inference(model, gpus, memory=memory, length=length, sequences=samples, division=divisions[0])
         return
     if html is not None:
         write_plan_page(
             html, model, gpus, memory=memory, precision=precision, length=length, layouts=list(tables),
-            modes=activations or list(MODES), samples=micro_batch or 1,
+            modes=activations or list(MODES), samples=samples, divisions=divisions,
         )  # fmt: skip
     print_plan(
-        model, gpus, memory=memory, precision=precision, micro_batch=micro_batch, accumulate=accumulate, length=length,
+        model, gpus, memory=memory, precision=precision, micro_batch=size, accumulate=accumulate, length=length,
         tables=tables, modes=activations or list(MODES), batch=batch, host=host,
-        divisions=divisions,
+        divisions=divisions, wire=auto,
     )  # fmt: skip
 
 
+def _checked(
+    activations: list[str] | None, layout: list[str] | None, precision: str, wire: str | None, micro_batch: str | None
+) -> tuple[dict[str, Layout], AutoWire | None, int | str | None]:
+    """Tables by name, wires, and samples of a micro-batch, of options that name something.
+
+    Raises:
+        ConfigError: one names nothing, or they do not go together.
+    """
+    from shardfold.plan.auto_wire import AutoWire
+    from shardfold.plan.layout import Precision
+
+    for mode in activations or ():
+        if mode not in MODES:
+            raise ConfigError(f"--activations {mode}: a plan follows {', '.join(MODES)}.{did_you_mean(mode, MODES)}")
+    Precision.named(precision)
+    size = _samples(micro_batch)
+    if size and wire:
+        raise ConfigError("--wire is a dimension of a search, which has no --micro-batch: leave one of them out.")
+    return {name: presets.named(name) for name in layout or LAYOUTS}, AutoWire.named(wire), size
+
+
+def _samples(given: str | None) -> int | str | None:
+    """What ``--micro-batch`` says.
+
+    Raises:
+        ConfigError: it is no number, nor ``max``.
+    """
+    if given is None or given == "max":
+        return given
+    if not given.isdecimal() or not int(given):
+        raise ConfigError(f"--micro-batch {given}: give a number of samples, 1 or more, or max.")
+    return int(given)
+
+
 def _divisions(
-    sizes: Iterable[tuple[int, int, int]], pipeline: int, order: str, accumulate: int, micro_batch: int | None, *,
-    sequence_parallel: bool, alone: str,
+    tensors: Iterable[int], sequences: Iterable[int], experts: Iterable[int], pipelines: Iterable[int],
+    orders: Iterable[str], accumulate: int, micro_batch: int | str | None, *, sequence_parallel: bool, alone: str,
 ) -> list[Division]:  # fmt: skip
-    """How ranks share the model, by sizes of axes; ``alone``: an option that goes with none.
+    """How ranks share the model, by sizes of axes; ``alone``: an option that does not go with all.
 
     Raises:
         ConfigError: options do not go together.
     """
+    from shardfold.parallel.pipeline.order import choose_order
     from shardfold.planner.division import Division
 
-    divisions = [
-        Division(
-            tensor=t,
-            sequence_parallel=sequence_parallel and t > 1,
-            sequence=n,
-            expert=e,
-            pipeline=pipeline,
-            order=order,
-            micro_batches=accumulate if pipeline > 1 else 1,
-        )
-        for t, n, e in sizes
-    ]
+    divisions: list[Division] = []
+    for t, n, e, p, order in product(tensors, sequences, experts, pipelines, orders):
+        _ = choose_order(order)
+        one = Division(
+            tensor=t, sequence_parallel=sequence_parallel and t > 1, sequence=n, expert=e, pipeline=p,
+            order=order if p > 1 else "1f1b", micro_batches=accumulate if p > 1 and micro_batch is not None else 1,
+        )  # fmt: skip
+        if one not in divisions:
+            divisions.append(one)
     if len(divisions) > 1 and micro_batch is not None:
         raise ConfigError("--micro-batch plans one size of each axis: give each once, or leave --micro-batch out.")
-    if pipeline > 1 and micro_batch is None:
-        raise ConfigError(
-            "--pipeline is planned for a micro-batch that is given: add --micro-batch 1 and, as micro-batches of a "
-            f"step that go through the stages, --accumulate {4 * pipeline}."
-        )
-    if pipeline > 1 and sequence_parallel:
-        raise ConfigError("--sequence-parallel does not go with --pipeline: leave one of them out.")
     axes = [axis for division in divisions for axis in division.axes]
-    if axes and alone:
-        raise ConfigError(f"{alone} plans for ranks of data alone: leave --{axes[0]} out.")
+    if "pipeline" in axes and sequence_parallel:
+        raise ConfigError("--sequence-parallel does not go with --pipeline: leave one of them out.")
+    for axis in APART.get(alone, ()):
+        if axis in axes:
+            raise ConfigError(f"{alone} does not follow --{axis}: leave one of them out.")
+    if alone == "--inference" and len(divisions) > 1:
+        raise ConfigError("--inference plans one size of each axis: give each once.")
     if sequence_parallel and "tensor" not in axes:
         raise ConfigError("--sequence-parallel divides what flows between the parts of --tensor: give --tensor 2, too.")
     return divisions

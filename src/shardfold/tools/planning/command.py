@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 
 from shardfold.errors import ConfigError
+from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Layout
 from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.choice import options
@@ -16,19 +17,21 @@ from shardfold.planner.hardware import cluster
 from shardfold.planner.inference import cache_bytes, sizes_of
 from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.search import search, search_divisions
+from shardfold.planner.setting import Subject
 from shardfold.tools.planning import show
-from shardfold.tools.planning.models import planned_model
+from shardfold.tools.planning.models import Planned, planned_model
 from shardfold.tools.planning.page import plan_page
 
 __all__ = ["print_inference", "print_plan", "write_plan_page"]
 
 
 def print_plan(
-    model: str, gpus: str, *, memory: str | None, precision: str, micro_batch: int | None, accumulate: int,
+    model: str, gpus: str, *, memory: str | None, precision: str, micro_batch: int | str | None, accumulate: int,
     length: int | None, tables: Mapping[str, Layout], modes: Sequence[str], batch: int | None = None,
-    host: str | None = None, divisions: Sequence[Division] = (UNDIVIDED,),
+    host: str | None = None, divisions: Sequence[Division] = (UNDIVIDED,), wire: AutoWire | None = None,
 ) -> None:  # fmt: skip
-    """Plans and prints: what a micro-batch needs under each layout, or else the fastest way to train that fits."""
+    """Plans and prints: what a micro-batch, or the largest of each, needs under each layout, or else the fastest way to
+    train that fits."""
     where = cluster(gpus, memory=memory)
     room = parse_bytes(host) if host is not None else None
     if host is not None and room is None:
@@ -39,7 +42,7 @@ def print_plan(
         print()
         found = search_divisions(
             planned.subject, where, divisions, precision=precision, layouts=tables, modes=modes, batch=batch,
-            host=room or inf,
+            host=room or inf, wire=wire,
         )  # fmt: skip
         print(show.ranking(found, where, precision))
         return
@@ -51,6 +54,7 @@ def print_plan(
     if micro_batch is None:
         found = search(
             planned.subject, where, precision=precision, layouts=tables, modes=modes, batch=batch, host=room or inf,
+            wire=wire,
         )  # fmt: skip
         print(show.ranking(found, where, precision))
         return
@@ -58,7 +62,8 @@ def print_plan(
         replace(planned.subject, division=replace(division, stage=stage)) for stage in range(1, division.pipeline)
     ]
     each = options(
-        stages, tables, modes, precision=precision, mesh=mesh.axes, micro_batch=micro_batch,
+        stages, tables, modes, precision=precision, mesh=mesh.axes,
+        micro_batch=micro_batch if isinstance(micro_batch, int) else None,
         micro_batches=accumulate, budget=where.device.usable, host=room or inf,
         behaviour=GPU if where.device.streams else CPU,
     )  # fmt: skip
@@ -74,17 +79,21 @@ def print_plan(
         print(f"Nothing fits: {best.why}")
 
 
-def print_inference(model: str, gpus: str, *, memory: str | None, length: int | None, sequences: int) -> None:
-    """Prints what serving a model needs, and training it on one device, by dtype."""
+def print_inference(
+    model: str, gpus: str, *, memory: str | None, length: int | None, sequences: int, division: Division = UNDIVIDED
+) -> None:
+    """Prints what serving a model needs, on all devices or on each of those that share it, and training it, by
+    dtype."""
     where = cluster(gpus, memory=memory)
-    planned = planned_model(model, length=length, samples=2)
+    _ = division.over(where.mesh)
+    planned = planned_model(model, length=length, samples=2, division=division)
     cache = cache_bytes(planned.subject, 1)
     print(show.serving(planned, where, sizes_of(planned.subject), cache, sequences))
 
 
 def write_plan_page(
     path: Path, model: str, gpus: str, *, memory: str | None, precision: str, length: int | None,
-    layouts: Sequence[str], modes: Sequence[str], samples: int,
+    layouts: Sequence[str], modes: Sequence[str], samples: int, divisions: Sequence[Division] = (UNDIVIDED,),
 ) -> None:  # fmt: skip
     """Writes the page of a plan.
 
@@ -92,12 +101,15 @@ def write_plan_page(
         ConfigError: it cannot be written.
     """
     where = cluster(gpus, memory=memory)
-    planned = planned_model(model, length=length, samples=2)
-    half = planned.length // 2
-    shorter = planned_model(model, length=half, samples=2).subject if half else None
-    text = plan_page(
-        planned, where, shorter, layouts=layouts, modes=modes, precision=precision, samples=samples
-    )  # fmt: skip
+    models: dict[str, tuple[Planned, Subject | None]] = {}
+    for each in divisions:
+        _ = each.over(where.mesh)
+        division = replace(each, streams=where.device.streams)
+        planned = planned_model(model, length=length, samples=2, division=division)
+        half = planned.length // 2
+        shorter = planned_model(model, length=half, samples=2, division=division).subject if half else None
+        models[str(each) or "data alone"] = planned, shorter
+    text = plan_page(models, where, layouts=layouts, modes=modes, precision=precision, samples=samples)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

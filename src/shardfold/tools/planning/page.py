@@ -2,14 +2,14 @@
 
 The page has the numbers of :mod:`shardfold.planner.surface` and the few sums that these are for, written in JavaScript
 once more; a test moves its sliders and holds what it shows beside the planner's own figures. Positions may stand
-behind ``#`` in the address, as ``#ranks=8&samples=4&layout=zero3``.
+behind ``#`` in the address, as ``#ranks=8&samples=4&layout=zero3&axes=tensor=2``.
 """
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfold.planner.hardware import Cluster
@@ -31,7 +31,8 @@ MORE = """
 """
 
 SCRIPT = """
-const plan = JSON.parse(document.getElementById('plan').textContent);
+const plans = JSON.parse(document.getElementById('plan').textContent);
+let plan = Object.values(plans)[0];
 const shown = name => document.getElementById(name);
 const bytes = n => { const units = ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB']; let k = 0;
   while (n >= 1024 && k < 5) { n /= 1024; k += 1; } return n.toFixed(k ? 2 : 0) + ' ' + units[k]; };
@@ -68,6 +69,7 @@ function draw(found, budget) {
 function show() {
   const value = name => shown(name) ? Number(shown(name).value) : 0;
   const ranks = 2 ** value('ranks'), samples = value('samples'), length = value('length');
+  plan = plans[shown('axes').value];
   const layout = shown('layout').value, mode = shown('mode').value, budget = value('memory') * 2 ** 30;
   const found = compute(layout, mode, ranks, samples, length);
   shown('ranks-at').textContent = ranks; shown('samples-at').textContent = samples;
@@ -117,33 +119,33 @@ def _short(activity: Activity) -> Activity:
 
 
 def plan_page(
-    planned: Planned, where: Cluster, shorter: Subject | None, *, layouts: Sequence[str], modes: Sequence[str],
-    precision: str, samples: int,
+    models: Mapping[str, tuple[Planned, Subject | None]], where: Cluster, *, layouts: Sequence[str],
+    modes: Sequence[str], precision: str, samples: int,
 ) -> str:  # fmt: skip
     """The page as text.
 
     Args:
-        planned: model.
+        models: by how ranks share it the model, and it with samples of half the length; None: they have none.
         where: devices, which give the memory and the first number of ranks.
-        shorter: the model with samples of half the length; None: they have none.
         layouts: names.
         modes: of activations.
         precision: policy.
         samples: of a micro-batch, to begin with.
     """
-    values = plan_values(planned, shorter, layouts, modes, precision)
+    values = {axes: plan_values(*each, layouts, modes, precision) for axes, each in models.items()}
+    planned, shorter = next(iter(models.values()))
     title = f"{planned.name}: memory of a step"
-    ranks = max(where.size.bit_length() - 1, 0)
+    ranks = max((where.size // planned.subject.division.ranks).bit_length() - 1, 0)
     memory = where.device.usable / 2**30
     sliders = [
         _choice("layout", "layout", layouts), _choice("mode", "activations", modes),
-        _slider("ranks", "ranks", 0, max(10, ranks), 1, ranks),
+        _choice("axes", "axes", list(models)), _slider("ranks", "ranks of data", 0, max(10, ranks), 1, ranks),
         _slider("samples", "samples of a micro-batch", 1, max(64, 2 * samples), 1, samples),
         _slider("memory", "memory of a device", 0.25, max(192.0, memory), 0.25, memory),
     ]  # fmt: skip
     if shorter is not None:
         step = max(1, planned.length // 64)
-        sliders.insert(4, _slider("length", "tokens of a sample", step, 2 * planned.length, step, planned.length))
+        sliders.insert(5, _slider("length", "tokens of a sample", step, 2 * planned.length, step, planned.length))
     tiles = "".join(
         f'<div class="tile"><span class="muted">{name}</span><b id="{key}"></b></div>'
         for key, name in (("peak", "peak of each device"), ("fits", "this device"), ("where", "the peak is near"),

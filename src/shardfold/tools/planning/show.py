@@ -56,7 +56,7 @@ def table(options: Sequence[Option]) -> str:
     """One line for each way to train."""
     lines = [
         f"{'layout':<10}{'activations':<13}{'at rest':>11}{'peak':>11}{'host':>11}  {'largest micro-batch':>19}  "
-        f"{'of ' + str(options[0].micro_batch) if options else ''}"
+        f"{_whose(options)}"
     ]
     for each in options:
         host = each.plan.tiers.get(Tier.HOST, 0.0)
@@ -68,53 +68,77 @@ def table(options: Sequence[Option]) -> str:
     return "\n".join(lines)
 
 
+def _whose(options: Sequence[Option]) -> str:
+    """Of which micro-batch the peaks are."""
+    sizes = {each.micro_batch for each in options}
+    return f"of {sizes.pop()}" if len(sizes) == 1 else "of the largest" if sizes else ""
+
+
 def ranking(found: Search, where: Cluster, precision: str) -> str:
     """The fastest micro-batch of each layout, axes and mode, the fastest of all first; then what does not fit, and
     why."""
     every = [*(each.candidate.division for each in found.found), *(each.division for each in found.refused)]
     wide = max((len(str(division)) + 2 for division in every if division.axes), default=0)
+    wired = [*(each.candidate.wired for each in found.found), *(each.wired for each in found.refused)]
+    long = max((len(each) + 2 for each in wired if each), default=0)
     lines = [
-        f"{'layout':<10}{'axes' * bool(wide):<{wide}}{'activations':<13}{'micro-batch':>12}{'peak':>11}{'host':>11}"
+        f"{'layout':<10}{'axes' * bool(wide):<{wide}}{'wires' * bool(long):<{long}}{'activations':<13}"
+        f"{'micro-batch':>12}{'peak':>11}{'host':>11}"
         f"{'step':>10}{'samples/s':>11}{'tokens/s':>11}{'MFU':>6}{'waits':>7}"
     ]
     rate = where.device.rate("bf16" if "bf16" in precision else "fp16" if "fp16" in precision else "fp32")
-    shown: set[tuple[str, str, str]] = set()
+    shown: set[tuple[str, str, str, str]] = set()
     for each in found.found:
         candidate, seconds = each.candidate, each.seconds
         axes = str(candidate.division)
-        if (key := (candidate.layout, axes, candidate.mode)) in shown:
+        if (key := (candidate.layout, axes, candidate.wired, candidate.mode)) in shown:
             continue
         shown.add(key)
         size = f"{candidate.micro_batch}" + (f" x {candidate.accumulate}" if candidate.accumulate > 1 else "")
         tokens = f"{seconds.tokens_per_second * _token_ranks(where, candidate.division):,.0f}"
         lines.append(
-            f"{candidate.layout:<10}{axes:<{wide}}{candidate.mode:<13}{size:>12}{human(each.peak):>11}"
+            f"{candidate.layout:<10}{axes:<{wide}}{candidate.wired:<{long}}{candidate.mode:<13}{size:>12}{human(each.peak):>11}"
             f"{human(each.host) if each.host else '-':>11}{seconds.step:>8.3g} s{each.samples:>11.4g}"
             f"{tokens if seconds.tokens else '-':>11}"
             f"{100 * seconds.mfu(rate, attention=False):>4.0f} %{100 * seconds.exposed / seconds.step:>5.0f} %"
         )
-    lines += [f"{r.layout:<10}{r.division!s:<{wide}}{r.mode:<13}{r.why}" for r in found.refused]
+    lines += [f"{r.layout:<10}{r.division!s:<{wide}}{r.wired:<{long}}{r.mode:<13}{r.why}" for r in found.refused]
     if found.found:
         best = found.found[0].candidate
-        given = ", ".join(f"{name}={value!r}" for name, value in best.engine.items() if name != "overlap")
-        lines += ["", f"fastest: Engine({given}), {best.micro_batch} samples on each device at a time"]
+        settings = {**best.engine, "layout": best.layout}
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items() if name != "overlap")
+        if best.wires:
+            wires = ", ".join(f"{name}={value!r}" for name, value in best.wires.items())
+            given = given.replace(f"layout={best.layout!r}", f"layout=sf.PRESETS[{best.layout!r}].replace({wires})")
+        options = " ".join(_option(name, value) for name, value in best.train.items())
+        lines += ["", f"fastest: Engine({given}), {best.micro_batch} samples on each device at a time",
+                  f"         shardfold train {options}"]  # fmt: skip
     else:
         lines += ["", "Nothing fits."]
     return "\n".join(lines)
 
 
+def _option(name: str, value: object) -> str:
+    """A setting as an option of `shardfold train`."""
+    option = "--" + name.replace("_", "-")
+    return option if value is True else f"{option} {value}"
+
+
 def _token_ranks(where: Cluster, division: Division) -> int:
     """Ranks whose tokens are others."""
-    return where.size // division.tensor
+    return where.size // (division.tensor * division.pipeline)
 
 
 def serving(model: Planned, where: Cluster, sizes: Sequence[Size], cache_of_one: float, sequences: int) -> str:
     """What it takes to serve a model, one line for each dtype of its weights; and to train it on one device."""
-    budget = where.device.usable * where.size
+    division = model.subject.division
+    alone = not division.axes
+    budget = where.device.usable * (where.size if alone else 1)
     many = f"{sequences:,} sequences" if sequences > 1 else "1 sequence"
     length = f" of {model.length:,} tokens" if model.length else ""
+    room = "in all" if alone else f"each, of which {division.ranks} share the model by {division}: the part of each"
     lines = [
-        f"{model.name}: {model.parameters:,} parameters; {where} with {human(budget)} in all; {many}{length}, each "
+        f"{model.name}: {model.parameters:,} parameters; {where} with {human(budget)} {room}; {many}{length}, each "
         f"with {human(cache_of_one)} of keys and values in 16 bits",
         "",
         f"{'weights':<9}{'largest layer':>14}{'all':>11}{'with cache':>12}{f'+ {RESERVE:.0%}':>11}  {'':<9}"

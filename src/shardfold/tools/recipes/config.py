@@ -11,14 +11,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
+from shardfold.plan.sizes import parse_bytes
 
 Chosen = TypeVar("Chosen", bound="Settings")
 
@@ -104,6 +105,11 @@ SIZES: dict[str, dict[str, int]] = {
 """From 0.1 M parameters (`tiny`) to 1.0 G (`xl`); `demo` is trained in minutes on two CPU cores."""
 
 
+def _samples(given: Any) -> Any:
+    """``max`` is no number of samples."""
+    return 0 if given == "max" else given
+
+
 class Settings(BaseModel):
     """Of a recipe; unknown names and wrong values are told in one sentence."""
 
@@ -144,6 +150,10 @@ class TrainConfig(Settings):
         None, description="A file or folder of text; without it, the Python standard library's own sources."
     )
     layout: str = Field("zero3", description=f"How state is split over ranks: {', '.join(presets.NAMES)}.")
+    gather: str | None = Field(
+        None, description="As what parameters travel, in place of the layout's own, as bf16 or int8x2 (in two hops)."
+    )
+    reduce: str | None = Field(None, description="As what gradients travel, in place of the layout's own.")
     offload: str | None = Field(
         None,
         description="Slower tier of gradients and optimizer states: host or disk; or a tier of each state, as "
@@ -175,7 +185,15 @@ class TrainConfig(Settings):
         "fp16-autocast; bf16-pure: all states in bf16 too.",
     )
     steps: int = Field(600, ge=1, description="Optimizer steps.")
-    micro_batch: int = Field(8, ge=1, description="Sequences per rank and micro-batch.")
+    micro_batch: Annotated[int, BeforeValidator(_samples)] = Field(
+        8, ge=0, description="Sequences per rank and micro-batch; max, or 0: the most that fit, by plan."
+    )
+    memory: str | None = Field(
+        None, description="Memory of each rank that --micro-batch max plans for, as 8GiB; else what there is."
+    )
+    activations: Literal["keep", "select", "recompute"] = Field(
+        "keep", description="What backward needs of blocks: keep, select (products), recompute."
+    )
     accumulate: int = Field(1, ge=1, description="Micro-batches per optimizer step.")
     lr: float = Field(4e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
     optimizer: Literal["adamw", "muon"] = Field(
@@ -229,6 +247,12 @@ class TrainConfig(Settings):
                 f"matrix_lr is {self.matrix_lr}, a rate of Muon's, but the optimizer is adamw: give --optimizer muon, "
                 "or --lr in place of --matrix-lr."
             )
+        if not self.micro_batch and self.experts:
+            raise ConfigError(
+                "--micro-batch max plans memory, but which experts tokens go to is known in a run only: give a number."
+            )
+        if self.memory is not None and parse_bytes(self.memory) is None:
+            raise ConfigError(f"memory is {self.memory!r}, which is no number of bytes: write it as 8GiB or 8GB.")
         self._check_stages()
         self.table()
         if self.warmup and self.warmup >= self.steps and "warmup" in self.model_fields_set:
@@ -250,8 +274,10 @@ class TrainConfig(Settings):
         return GPTConfig.named(self.size, **{name: value for name, value in overrides.items() if value is not None})
 
     def table(self) -> Layout:
-        """Return the layout's table, with the tiers that `offload` names."""
-        return offloaded(presets.named(self.layout), self.offload)
+        """Return the layout's table, with the wires that are named and the tiers that `offload` names."""
+        wires = {"gather": self.gather, "reduce": self.reduce}
+        table = presets.named(self.layout).replace(**{purpose: name for purpose, name in wires.items() if name})
+        return offloaded(table, self.offload)
 
     def axes(self) -> dict[str, int]:
         """Return how many processes there are on each axis but those of data."""

@@ -47,6 +47,7 @@ from shardfold.tools.observe.progress import Progress
 from shardfold.tools.recipes.config import SHAPE, TrainConfig
 from shardfold.tools.recipes.folder import claimed, claimed_by_launcher
 from shardfold.tools.recipes.gpt import GPT, generate
+from shardfold.tools.recipes.largest import with_most_samples
 from shardfold.tools.recipes.memory import check_memory
 from shardfold.tools.recipes.peak import Peak
 from shardfold.tools.recipes.text import Corpus, Windows, baselines, held_out_windows, load_corpus
@@ -181,8 +182,8 @@ class Run:
         self.engine = sf.Engine(
             self.model,
             optimizer=_optimizer(config, self.model),
-            layout=config.layout,
-            offload=config.offload,
+            layout=config.table(),
+            activations=None if config.activations == "keep" else config.activations,
             mesh={axis: ranks for axis, ranks in config.axes().items() if ranks > 1} or None,
             tensor="auto" if config.tensor > 1 else None,
             sequence_parallel=config.sequence_parallel,
@@ -194,6 +195,8 @@ class Run:
             lr_schedule=sf.optim.warmup_cosine(warmup=config.warmup_steps(), total=config.steps, floor=0.1),
             seed=config.seed,
         )
+        if not config.micro_batch:
+            config = self.config = with_most_samples(config, self.engine, len(self.text))
         self.sampler = sf.Sampler(
             len(self.text),
             config.micro_batch,

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from shardfold import accelerator
 from shardfold.engine.engine import Engine
 from shardfold.plan.layout import Tier
 from shardfold.plan.sizes import human
-from shardfold.planner.memory import CPU, GPU, MemoryPlan, plan_memory
-from shardfold.planner.setting import Subject
-from shardfold.sharding.materialize import meta_init
+from shardfold.planner.memory import MemoryPlan, plan_memory
 from shardfold.tools.bench.planned import Watched, inside_hooks
 from shardfold.tools.recipes.config import TrainConfig
-from shardfold.tools.recipes.gpt import GPT
+from shardfold.tools.recipes.largest import behaviour_on, subjects_of
 
 __all__ = ["Peak"]
 
@@ -62,16 +59,11 @@ class Peak:
     def planned(self) -> MemoryPlan:
         """What the plan says."""
         config, engine = self._config, self._engine
-        shape = config.model_shape()
-        with meta_init():
-            model = GPT(shape)
-        tokens = torch.empty((config.micro_batch, shape.context), dtype=torch.int64, device="meta")
-        subject = Subject(model, (tokens, tokens))
-        trace = subject.trace(config.precision, "keep", config.micro_batch)
+        (subject,) = subjects_of(config, streams=accelerator.has_streams(engine.device))
+        trace = subject.trace(config.precision, config.activations, config.micro_batch)
         setting = subject.setting(
             trace, layout=config.table(), precision=config.precision, mesh=engine.mesh.sizes.axes,
-            micro_batches=config.accumulate, clip=bool(config.clip_norm),
-            behaviour=GPU if accelerator.has_streams(engine.device) else CPU,
+            micro_batches=config.accumulate, clip=bool(config.clip_norm), behaviour=behaviour_on(engine.device),
         )  # fmt: skip
         return plan_memory(setting, trace)
 

@@ -1,0 +1,151 @@
+"""A way to train that a search looks at, as what an engine, a recipe and a DeepSpeed config take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardfold.errors import ConfigError
+from shardfold.plan import presets
+from shardfold.plan.layout import Layout
+from shardfold.plan.passes import Overlap
+from shardfold.planner.division import UNDIVIDED, Division
+from shardfold.planner.seconds import Seconds
+
+__all__ = ["Candidate", "Found", "Refused", "sizes_to_show"]
+
+STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3, "offload": 2, "infinity": 3}
+"""What DeepSpeed calls them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A way to train.
+
+    Attributes:
+        layout: name of a preset.
+        mode: of activations.
+        micro_batch: samples on each rank at a time.
+        accumulate: micro-batches of a step.
+        precision: policy.
+        prefetch: units gathered ahead.
+        division: how ranks share the model besides its states.
+        gather: as what parameters travel, a format and its hops as ``int8x2``; empty: as the layout has it.
+        reduce: the same of gradients.
+    """
+
+    layout: str
+    mode: str = "keep"
+    micro_batch: int = 1
+    accumulate: int = 1
+    precision: str = "bf16"
+    prefetch: int = 1
+    division: Division = UNDIVIDED
+    gather: str = ""
+    reduce: str = ""
+
+    @property
+    def wires(self) -> dict[str, str]:
+        """As what travels, where that is not as the layout has it."""
+        return {purpose: name for purpose in ("gather", "reduce") if (name := getattr(self, purpose))}
+
+    @property
+    def wired(self) -> str:
+        """The same in words; empty: as the layout has it."""
+        return ", ".join(f"{purpose} {name}" for purpose, name in self.wires.items())
+
+    @property
+    def table(self) -> Layout:
+        """The layout with these wires."""
+        return presets.named(self.layout).replace(**self.wires)
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Arguments of :class:`shardfold.Engine`."""
+        axes, more = self.division.axes, dict[str, Any]()
+        if axes:
+            more["mesh"] = axes
+        if "pipeline" in axes:
+            more["pipeline"] = self.division.order
+        if "tensor" in axes:
+            more |= {"tensor": self.division.plan, "sequence_parallel": self.division.sequence_parallel}
+        return {
+            "layout": self.table if self.wires else self.layout, "precision": self.precision, "activations": self.mode,
+            "accumulate": self.accumulate, "overlap": Overlap(prefetch=self.prefetch), **more,
+        }  # fmt: skip
+
+    @property
+    def train(self) -> dict[str, Any]:
+        """Settings of ``shardfold train``; activations are none of its."""
+        found: dict[str, Any] = {
+            "layout": self.layout, "precision": self.precision, "micro_batch": self.micro_batch,
+            "accumulate": self.accumulate, **self.division.axes, **self.wires,
+        }  # fmt: skip
+        if "pipeline" in self.division.axes:
+            found["order"] = self.division.order
+        return found | ({"sequence_parallel": True} if self.division.sequence_parallel else {})
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """A DeepSpeed config, as far as it has words for this.
+
+        Raises:
+            ConfigError: it has none for the layout, for its wires, or for axes.
+        """
+        if self.wires:
+            raise ConfigError(f"a DeepSpeed config has no words for {self.wired}: give Engine(...) the layout.")
+        if self.division.axes:
+            raise ConfigError(f"a DeepSpeed config has no words for {self.division}: give Engine(...) the axes.")
+        if self.layout not in STAGES:
+            raise ConfigError(f"DeepSpeed has no stage that is {self.layout}: take zero3, or give Engine the layout.")
+        zero: dict[str, Any] = {"stage": STAGES[self.layout]}
+        if self.layout in ("offload", "infinity"):
+            zero["offload_optimizer"] = {"device": "cpu"}
+        if self.layout == "infinity":
+            zero["offload_param"] = {"device": "cpu"}
+        found: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": self.micro_batch, "gradient_accumulation_steps": self.accumulate,
+            "zero_optimization": zero,
+        }  # fmt: skip
+        if self.precision in ("bf16", "fp16"):
+            found[self.precision] = {"enabled": True}
+        return found
+
+    def __str__(self) -> str:
+        axes = f"{self.division}, " if self.division.axes else ""
+        wires = f"{self.wired}, " if self.wires else ""
+        return f"{self.layout}, {wires}{axes}{self.mode}, micro-batch {self.micro_batch} x {self.accumulate}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A candidate that fits.
+
+    Attributes:
+        peak: bytes of each device.
+        host: bytes of host memory for each rank.
+        seconds: of a step.
+        samples: per second, of all ranks.
+    """
+
+    candidate: Candidate
+    peak: float
+    host: float
+    seconds: Seconds
+    samples: float
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What does not fit, and why, in a sentence; ``wired``: as of a candidate."""
+
+    layout: str
+    mode: str
+    why: str
+    division: Division = UNDIVIDED
+    wired: str = ""
+
+
+def sizes_to_show(most: int) -> list[int]:
+    """Powers of two, and the largest."""
+    return [*(2**n for n in range(most.bit_length()) if 2**n < most), most]

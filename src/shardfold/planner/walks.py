@@ -1,0 +1,173 @@
+"""The program walked for many micro-batches at once, each walk done once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from shardfold.errors import LayoutError
+from shardfold.plan.auto_wire import PURPOSES, AutoWire, wires
+from shardfold.plan.axes import Mesh
+from shardfold.plan.layout import DATA_AXES, Layout, Precision, Tier, Wire
+from shardfold.plan.passes import Overlap
+from shardfold.plan.program import COLLECTIVES, Program
+from shardfold.plan.sizes import human
+from shardfold.planner.candidate import Candidate, Found, sizes_to_show
+from shardfold.planner.hardware import Cluster
+from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
+from shardfold.planner.seconds import Schedule, Seconds, Way, Work, row_seconds, schedule_of
+from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.trace import Trace
+
+__all__ = ["Walks", "too_much_at_rest", "wires_of"]
+
+
+class Walks:
+    """Of one model on some devices, each done once.
+
+    Args:
+        subject: model and micro-batch.
+        where: devices.
+        precision: policy.
+        moments: that the optimizer keeps of each element.
+
+    Attributes:
+        readers: ranks that read other samples.
+    """
+
+    def __init__(self, subject: Subject, where: Cluster, precision: str | Precision, moments: int) -> None:
+        self._subject, self._where, self._precision, self._moments = subject, where, precision, moments
+        self._mesh = subject.division.over(where.mesh)
+        self.readers = self._mesh.parts(self._mesh.sampling)
+        self._ways = {axis: Way(where.link(self._mesh, axis), size) for axis, size in subject.division.axes.items()}
+        self._behaviour = GPU if where.device.streams else CPU
+        self._budget = where.device.usable
+        self._done: dict[Any, tuple[Setting, MemoryPlan, Schedule]] = {}
+        self._works: dict[tuple[str, int], Work] = {}
+
+    def resting_too_much(self, layout: Layout, host: float) -> str:
+        """Why nothing can fit, as the states alone do not; empty: they do."""
+        tiers = self._subject.resting(layout, self._precision, self._mesh.axes, self._moments)
+        # where nothing has streams, gradients may take the place of those of autograd
+        return too_much_at_rest(tiers, host, self._budget if self._behaviour.streams else inf)
+
+    def wires(self, plain: Candidate, mode: str, auto: AutoWire) -> list[dict[str, str]]:
+        """Wires that a layout may have, as arguments of a candidate; its own first."""
+        setting = self._walk(plain, False, self._subject.trace(self._precision, mode, LINE[0]))[0]
+        return wires_of(plain.table, setting.program, setting.mesh, auto)
+
+    def fitting(self, plain: Candidate, limit: int, batch: int | None) -> tuple[list[Found], str]:
+        """What fits of all micro-batches up to ``limit`` of a candidate that has one sample; or why none does."""
+        mode = plain.mode
+        one, few, more = (self._subject.trace(self._precision, mode, n) for n in (1, *LINE))
+        if few.structure != more.structure:
+            return [], "its forward does other things with 4 samples than with 2: give a micro-batch."
+        samples = np.arange(1, limit + 1)
+        accumulate = np.ones_like(samples) if batch is None else -(-batch // (samples * self.readers))
+        peaks, seconds = np.full(limit, inf), np.full(limit, inf)
+        parts = np.zeros((2, limit))
+        least, host = "", 0.0
+        for several in (False, True):
+            mine = (accumulate > 1) == several
+            if not mine.any():
+                continue
+            setting, plan, schedule = self._walk(plain, several, few)
+            if not several and plan.base > self._budget:
+                return [], f"what rests takes {human(plan.base)} of {human(self._budget)} already."
+            host = plan.tiers.get(Tier.HOST, 0.0)
+            peaks[mine] = plan.line(few, more, LINE).at(samples[mine])
+            if mine[0]:
+                alone = self._walk(plain, several, one)[1]
+                peaks[0] = alone.peak
+                least = f"one sample peaks at {human(alone.peak)} of {human(self._budget)}, {alone.top.where}."
+            rows = row_seconds(setting, schedule, self._where.device, self._work(mode, limit, few, more), accumulate)
+            seconds[mine], parts[:, mine] = rows.step[mine], np.stack((rows.compute, rows.update))[:, mine]
+        fits = np.flatnonzero(peaks <= self._budget)
+        if not len(fits):
+            return [], least
+        rate = samples * accumulate * self.readers / seconds
+        fastest = int(fits[rate[fits].argmax()]) + 1
+        sizes = sorted({n for n in (*sizes_to_show(int(fits[-1]) + 1), fastest) if peaks[n - 1] <= self._budget})
+        return [
+            Found(
+                replace(plain, micro_batch=n, accumulate=int(accumulate[n - 1])),
+                float(peaks[n - 1]), host,
+                self._seconds(few, more, n, int(accumulate[n - 1]), float(seconds[n - 1]), parts[:, n - 1]),
+                float(rate[n - 1]),
+            )
+            for n in sizes
+        ], ""  # fmt: skip
+
+    def _seconds(self, few: Trace, more: Trace, n: int, accumulate: int, step: float, parts: np.ndarray) -> Seconds:
+        compute, update = map(float, parts)
+        at = (n - LINE[0]) / (LINE[1] - LINE[0])
+
+        def all_of(a: float, b: float) -> float:
+            return accumulate * (a + (b - a) * at)
+
+        return Seconds(
+            step, compute, step - compute - update, update, all_of(few.flops, more.flops),
+            all_of(few.attention, more.attention), all_of(few.tokens, more.tokens),
+        )  # fmt: skip
+
+    def _work(self, mode: str, limit: int, few: Trace, more: Trace) -> Work:
+        if (mode, limit) not in self._works:
+            at = (np.arange(1, limit + 1) - LINE[0]) / (LINE[1] - LINE[0])
+            self._works[mode, limit] = Work(self._where.device, few, more, at, self._ways)
+        return self._works[mode, limit]
+
+    def _walk(self, plain: Candidate, several: bool, trace: Trace) -> tuple[Setting, MemoryPlan, Schedule]:
+        """The program is walked once for one micro-batch a step, and once for several, however many samples."""
+        key = plain.table, plain.prefetch, several, trace.structure
+        if key not in self._done:
+            setting = self._subject.setting(
+                trace, layout=plain.table, precision=self._precision, mesh=self._mesh.axes,
+                overlap=Overlap(prefetch=plain.prefetch), micro_batches=1 + several, moments=self._moments, clip=True,
+                behaviour=self._behaviour,
+            )  # fmt: skip
+            plan = plan_memory(setting, trace)
+            self._done[key] = setting, plan, schedule_of(plan.points)
+        setting, plan, schedule = self._done[key]
+        return setting, plan.of(trace), schedule
+
+
+def too_much_at_rest(tiers: Mapping[Tier, float], host: float, budget: float) -> str:
+    """Why states of so many bytes by tier fit neither; empty: they do."""
+    if (held := tiers.get(Tier.HOST, 0.0)) > host:
+        return f"states need {human(held)} of host memory for each rank, of which there are {human(host)}."
+    rest = tiers.get(Tier.DEVICE, 0.0)
+    return f"what rests takes {human(rest)} of {human(budget)} already." if rest > budget else ""
+
+
+def wires_of(table: Layout, program: Program, mesh: Mesh, auto: AutoWire) -> list[dict[str, str]]:
+    """Wires that a layout may have, as arguments of a candidate; its own first. Two hops need nodes of several ranks,
+    and transfers that the program does not make have one wire."""
+    sent = {op.purpose for section in ("forward", "backward", "last", "step") for op in program.section(section)
+            if op.verb in COLLECTIVES}  # fmt: skip
+    hops = (1, 2) if all(mesh.get(axis, 1) > 1 for axis in DATA_AXES) else (1,)
+    each: list[list[dict[str, str]]] = []
+    for purpose in PURPOSES:
+        own = getattr(table, purpose)
+        found: list[dict[str, str]] = [{}]
+        if purpose in sent:
+            others = (option.wire for option in wires(table, purpose, auto))
+            found += [
+                {purpose: str(wire)} for wire in others
+                if wire != own and wire.hops in hops and _takes(table, purpose, wire)
+            ]  # fmt: skip
+        each.append(found)
+    return [gather | reduce for gather, reduce in product(*each)]
+
+
+def _takes(table: Layout, purpose: str, wire: Wire) -> bool:
+    """Whether a layout may have it."""
+    try:
+        _ = table.replace(**{purpose: wire})
+    except LayoutError:
+        return False
+    return True

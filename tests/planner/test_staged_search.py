@@ -1,0 +1,145 @@
+"""A search through stages and wires: what it finds fits, is what a plan of it says, and trains as it prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+import shardfold as sf
+from shardfold.errors import ConfigError
+from shardfold.parallel.pipeline.order import choose_order, make_order
+from shardfold.parallel.pipeline.simulate import Times, timeline
+from shardfold.plan.auto_wire import AutoWire
+from shardfold.planner.candidate import Candidate
+from shardfold.planner.choice import options
+from shardfold.planner.division import Division
+from shardfold.planner.hardware import cluster
+from shardfold.planner.memory import GPU
+from shardfold.planner.search import Search, search, search_divisions
+from shardfold.planner.setting import Subject
+from shardfold.planner.staged_walks import PassTimes, ends_of
+from shardfold.testing import Ranks
+from shardfold.tools.recipes.gpt import GPT, GPTConfig
+
+SHAPE = GPTConfig(d_model=64, layers=4, heads=4, context=32)
+STAGED = [Division(pipeline=2), Division(pipeline=2, order="gpipe"), Division(pipeline=4, tensor=2)]
+
+
+def _batch(rows: int = 2) -> dict[str, torch.Tensor]:
+    return {name: torch.randint(256, (rows, SHAPE.context)) for name in ("tokens", "targets")}
+
+
+def _found(divisions: list[Division], memory: str, batch: int = 64) -> Search:
+    return search_divisions(
+        Subject(GPT(SHAPE), _batch()), cluster("8xA100-40G", memory=memory), divisions, layouts=("zero1", "zero2"),
+        modes=("recompute",), batch=batch,
+    )  # fmt: skip
+
+
+def test_what_a_search_finds_through_stages_is_what_a_plan_of_it_says() -> None:
+    """Peaks of the stage that needs the most, within the budget; micro-batches of a step as samples ask for."""
+    where, found = cluster("8xA100-40G", memory="4MiB"), _found(STAGED, "4MiB")
+    assert {str(each.candidate.division) for each in found.found} == {str(division) for division in STAGED}
+    for each in [found.found[0], found.found[-1]]:
+        one = each.candidate
+        stages = [
+            Subject(GPT(SHAPE), _batch(), division=replace(one.division, stage=stage, streams=True))
+            for stage in range(one.division.pipeline)
+        ]
+        (planned,) = options(
+            stages, {one.layout: one.table}, [one.mode], micro_batch=one.micro_batch, mesh=stages[0].division.over(
+                where.mesh).axes, micro_batches=one.accumulate, budget=where.device.usable, behaviour=GPU,
+        )  # fmt: skip
+        assert planned.plan.peak == pytest.approx(each.peak) and each.peak <= 4 * 2**20
+        readers = where.size // one.division.ranks
+        assert one.micro_batch * one.accumulate * readers >= 64 > one.micro_batch * (one.accumulate - 1) * readers
+
+
+def test_what_fits_through_no_stages_is_said_with_the_stage() -> None:
+    """Of states alone, and of one sample; and what cannot be planned or does not divide."""
+    little = _found([Division(pipeline=2)], "100KiB")
+    assert not little.found and "of stage 0 what rests takes" in little.refused[0].why
+    (refused,) = _found([Division(pipeline=2, order="zb-h1")], "2MiB").refused
+    assert "a plan follows" in refused.why
+    (refused,) = _found([Division(pipeline=3)], "2MiB").refused
+    assert "pipeline=3 does not divide" in refused.why
+
+
+def test_an_order_takes_as_long_as_it_is_simulated() -> None:
+    """With times of stages that differ and what crosses borders; long orders go on as they began."""
+    forward, back, send = (1.0, 2.0, 1.5), (2.0, 3.0, 2.5), 0.25
+    row, nothing = np.ones(1), np.zeros(1)
+    sent = send * row
+    times = [PassTimes(f * row, b * row, b * row, nothing, sent, sent) for f, b in zip(forward, back, strict=True)]
+    for order in ("1f1b", "gpipe"):
+        for count in (1, 2, 5, 18, 40):
+            line = timeline(
+                make_order(choose_order(order), 3, count), 3,
+                Times(forward=forward, inputs=back, weights=0.0, send=send),
+            )  # fmt: skip
+            assert float(np.max(ends_of(order, times, count))) == pytest.approx(line.end)
+
+
+def test_more_micro_batches_take_a_smaller_part_of_a_step_in_bubbles() -> None:
+    """And slower links take longer."""
+    subject = Subject(GPT(SHAPE), _batch(), division=Division(pipeline=2, streams=True))
+
+    def waits(batch: int, gpus: str = "2xA100-40G") -> float:
+        found = search(subject, cluster(gpus), layouts=("ddp",), modes=("keep",), batch=batch, most=1)
+        return found.best.seconds.exposed / found.best.seconds.step
+
+    parts = [waits(batch) for batch in (2, 4, 8, 16)]
+    assert all(after < before for before, after in pairwise(parts)), parts
+    assert waits(16, "2x1xL4") > waits(16, "2xL4")
+
+
+def test_wires_are_those_that_were_allowed() -> None:
+    """Nothing that loses anything unless it is named; two hops where there are nodes."""
+    subject = Subject(GPT(SHAPE), _batch())
+
+    def wires(wire: str | None, gpus: str) -> set[str]:
+        found = search(subject, cluster(gpus), layouts=("zero3",), modes=("keep",), batch=64, wire=AutoWire.named(wire))
+        return {each.candidate.wired for each in found.found}
+
+    assert wires(None, "2x4xL4") == wires("auto", "8xL4") == {""}
+    assert wires("auto", "2x4xL4") == {"", "gather computex2", "reduce reducex2", "gather computex2, reduce reducex2"}
+    assert wires("auto:int8", "8xL4") == {"", "gather int8/256", "reduce int8/256", "gather int8/256, reduce int8/256"}
+    slow = search(subject, cluster("2x1x2080Ti"), layouts=("zero3",), modes=("keep",), batch=8,
+                  wire=AutoWire.named("auto:int8"))  # fmt: skip
+    assert slow.best.candidate.wires and slow.best.candidate.table.gather.format == "int8/256"
+    with pytest.raises(ConfigError, match="no words for"):
+        _ = slow.best.candidate.deepspeed
+
+
+def _train(settings: dict[str, object], samples: int) -> float:
+    engine = sf.Engine(GPT(SHAPE), optimizer=partial(torch.optim.AdamW, lr=1e-3), **settings)  # type: ignore[arg-type]
+    loss = float(engine.train_batch(_batch(samples)))
+    engine.step()
+    engine.close()
+    return loss
+
+
+def test_the_winner_of_stages_and_wires_trains_on_real_ranks(ranks: Ranks) -> None:
+    """What is printed for an engine, as it is."""
+    found = sf.plan.best(
+        GPT(SHAPE), _batch(), gpus="4xL4", samples=16, layouts=("zero1",), modes=("recompute",),
+        axes=({"pipeline": 2, "order": "gpipe"},), wire="auto:bf16",
+    )  # fmt: skip
+    one = replace(found.candidate, reduce="bf16")
+    rows = one.micro_batch * one.accumulate
+    losses = ranks.run(_train, one.engine, rows, world_size=4)
+    assert all(4 < loss < 7 for loss in losses)
+    assert one.train["pipeline"] == 2 and one.train["order"] == "gpipe" and one.train["reduce"] == "bf16"
+
+
+def test_a_candidate_says_its_wires() -> None:
+    """In its name, to recipes, and in a file that a run reads."""
+    one = Candidate(layout="zero3", gather="int8x2")
+    assert str(one).startswith("zero3, gather int8x2, keep")
+    assert json.loads(json.dumps(one.train))["gather"] == "int8x2"
