@@ -86,11 +86,18 @@ def _part(t: Tensor, uneven: bool) -> Tensor:
 
 
 def trains_like_the_dense(
-    layout: str, margin: dict[str, Any], dtype: torch.dtype, rel: float, uneven: bool = False, **options: Any
+    layout: str,
+    margin: dict[str, Any],
+    dtype: torch.dtype,
+    rel: float,
+    uneven: bool = False,
+    mesh: dict[str, int] | None = None,
+    **options: Any,
 ) -> None:
     engine = sf.Engine(
-        Net(dtype, **margin, **options), optimizer=ADAM, layout=layout, clip_norm=LIMIT, debug=dtype == torch.float64
-    )
+        Net(dtype, **margin, **options), optimizer=ADAM, layout=layout, clip_norm=LIMIT, mesh=mesh,
+        debug=dtype == torch.float64,
+    )  # fmt: skip
     losses, norms = [], []
     for batch in batches(dtype):
         x, y = (_part(t, uneven) for t in batch)
@@ -102,7 +109,8 @@ def trains_like_the_dense(
     assert min(expected_norms) > LIMIT
     assert losses == pytest.approx(expected, rel=rel)
     assert norms == pytest.approx(expected_norms, rel=rel)
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if "axis" not in options else (0, 1)
+    ranks = dist.get_world_size() if "axis" not in options else (mesh or {}).get(options["axis"], 1)
+    rank = dist.get_rank() % ranks  # "intra" is the last axis
     for name, value in engine.state_dict().items():
         mine = whole[name].tensor_split(ranks)[rank] if name == "head.weight" else whole[name]
         assert torch.allclose(value, mine, rtol=rel, atol=rel), name
@@ -123,6 +131,40 @@ def test_split_classes_train_like_the_dense_head(
     """23 classes over 1 to 4 ranks: losses, norms of gradients and weights are those of one process with all classes
     and all samples, to 1e-12 in fp64, also where ranks have other numbers of samples."""
     ranks.run(trains_like_the_dense, layout, margin, torch.float64, 1e-12, uneven, world_size=world)
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "world", "uneven", "axis"),
+    [
+        ("zero2", 2, 2, True, None), ("hsdp", 2, 4, True, None), ("zero3", 2, 4, False, None),
+        ("zero2", 2, 4, False, "intra"),
+    ],
+)  # fmt: skip
+def test_classes_are_split_over_nodes_and_within(
+    ranks: Ranks, layout: str, nodes: int, world: int, uneven: bool, axis: str | None
+) -> None:
+    """On 2 nodes of one rank and of two, over all ranks by default and over those of a node where that is asked for:
+    losses, norms and weights are the dense head's, and what is sent is what the table says."""
+    options = {} if axis is None else {"axis": axis}
+    trains = partial(trains_like_the_dense, mesh={"inter": nodes, "intra": world // nodes}, **options)
+    ranks.run(trains, layout, ARC, torch.float64, 1e-12, uneven, world_size=world)
+
+
+def _sent_between() -> dict[str, list[str]]:
+    engine = sf.Engine(Net(**ARC), optimizer=ADAM, layout="zero2", mesh={"inter": 2, "intra": 1})
+    for x, y in batches()[:2]:
+        engine.backward(engine(_part(x, False), _part(y, False)))
+        engine.step()
+    units = {unit.name: [str(s.distinct) for s in unit.spec.segments] for unit in engine.units}
+    engine.close()
+    return units
+
+
+def test_one_rank_per_node_has_its_part_of_the_classes(ranks: Ranks) -> None:
+    """No gradient of a split head crosses the link between nodes: for the layout it is distinct there."""
+    units = ranks.run(_sent_between, world_size=2)[0]
+    assert units["head"] == ["('inter',)"]
+    assert {each for name, of in units.items() if name != "head" for each in of} == {"()"}
 
 
 @pytest.mark.soak
@@ -198,8 +240,8 @@ def _write(path: Path) -> None:
     engine.close()
 
 
-def _go_on(path: Path, layout: str) -> list[float]:
-    engine = sf.Engine(Net(), optimizer=ADAM, layout=layout)
+def _go_on(path: Path, layout: str, mesh: dict[str, int] | None = None) -> list[float]:
+    engine = sf.Engine(Net(), optimizer=ADAM, layout=layout, mesh=mesh)
     engine.load(path)
     losses = []
     for x, y in batches()[2:]:
@@ -216,8 +258,8 @@ def test_checkpoints_load_on_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path
     stopped."""
     ranks.run(_write, tmp_path / "ckpt", world_size=3)
     expected = ranks.run(_go_on, tmp_path / "ckpt", "zero2", world_size=3)[0]
-    for world, layout in ((2, "zero3"), (4, "ddp"), (1, "zero1")):
-        found = ranks.run(_go_on, tmp_path / "ckpt", layout, world_size=world)[0]
+    for world, layout, mesh in ((2, "zero3", None), (4, "ddp", {"inter": 2, "intra": 2}), (1, "zero1", None)):
+        found = ranks.run(_go_on, tmp_path / "ckpt", layout, mesh, world_size=world)[0]
         assert found == pytest.approx(expected, rel=1e-12), world
 
 
@@ -267,6 +309,12 @@ def _refused(options: dict[str, Any], mesh: Any, shapes: tuple[int, int]) -> str
     return str(error.value)
 
 
+def _refuses_rare() -> str:
+    with pytest.raises(ConfigError) as error:
+        sf.Engine(Net(axis="inter"), optimizer=ADAM, mesh={"inter": 2, "intra": 1}, outer=sf.Outer(every=2))
+    return str(error.value)
+
+
 def _refuses_optimizer() -> str:
     with pytest.raises(ConfigError) as error:
         sf.Engine(Net(), optimizer=partial(sf.optim.LAMB, lr=0.1))
@@ -280,10 +328,14 @@ def test_refusals(ranks: Ranks) -> None:
     assert all("one target for each row; they are other on rank 0 of 2" in each for each in said)
     said = ranks.run(_refused, {"axis": "tensor"}, {"tensor": 2}, (1, 1), world_size=2)
     assert "axis='tensor', on which ranks read the same samples" in said[0]
+    said = ranks.run(_refused, {"axis": "intre"}, None, (1, 1), world_size=2)
+    assert "axis='intre', which the mesh does not have. Did you mean 'intra'" in said[0]
+    with_outer = ranks.run(_refuses_rare, world_size=2)
+    assert "axis='inter', on which ranks come together now and then only" in with_outer[0]
     said = ranks.run(_refuses_optimizer, world_size=2)
     assert "LAMB needs all of 'head.weight'" in said[0] and "the ranks that have the rest read other samples" in said[0]
     said = ranks.run(_refused, {"classes": 1}, None, (1, 1), world_size=2)
-    assert "1 classes, fewer than the 2 ranks" in said[0]
+    assert "1 classes and axis='data', over 2 ranks: each needs one at least. Give it axis=None" in said[0]
     for wrong in ({"angle": 2.0}, {"scale": 0.0}, {"sample": 0.0}, {"classes": 0}, {"cosine": -1.0}):
         with pytest.raises(ConfigError):
             MarginHead(WIDTH, **{"classes": 3, **wrong})

@@ -118,18 +118,19 @@ class Margin(NamedTuple):
     more: float
     less: float
 
-    def bend(self, logits: Tensor, column: Tensor, here: Tensor) -> Tensor:
-        """Cosines ``(rows, classes)`` become logits in place; returns by what gradients of cosines are multiplied
-        besides ``scale`` where the own class is, ``(rows, 1)``."""
+    def bend(self, logits: Tensor, column: Tensor, here: Tensor, factor: Tensor | float) -> Tensor:
+        """Cosines ``(rows, classes)``, or products that ``factor`` ``(classes,)`` makes ``scale`` times cosines, become
+        logits in place; returns by what gradients of logits are multiplied besides ``factor`` where the own class is,
+        ``(rows, 1)``."""
         near = 1 - torch.finfo(logits.dtype).eps
-        cosine = logits.gather(1, column).clamp_(-near, near)
+        logits.mul_(factor)
+        cosine = logits.gather(1, column).div_(self.scale).clamp_(-near, near)
         sine = (1 - cosine.square()).sqrt_()
         inside = cosine > -math.cos(self.more)
         bent = cosine * math.cos(self.more) - sine * math.sin(self.more)
         bent = bent.where(inside, cosine - self.more * math.sin(self.more)) - self.less
         slope = (math.cos(self.more) + cosine / sine * math.sin(self.more)).where(inside, 1)
-        logits.scatter_(1, column, bent.where(here, logits.gather(1, column)))
-        logits.mul_(self.scale)
+        logits.scatter_(1, column, bent.mul_(self.scale).where(here, logits.gather(1, column)))
         return slope.where(here, 1)
 
 
@@ -143,6 +144,8 @@ class Head(NamedTuple):
         ranks: that have the other classes; None: all are here.
         classes: on all of them.
         margin: where products are cosines.
+        lengths: ``(rows of weight,)``, by which products are divided to be cosines; None: they are cosines. Gradients
+            are those of the products.
         summed: whether the gradient of hidden is summed over the ranks.
     """
 
@@ -157,6 +160,7 @@ class Head(NamedTuple):
     classes: int = 0
     margin: Margin | None = None
     summed: bool = True
+    lengths: Tensor | None = None
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -224,7 +228,7 @@ def by_chunks(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Losses ``(rows,)`` and the gradients of their sum, each row's scaled by ``scales`` ``(rows,)``."""
     of_hidden, of_weight, of_bias = plan.wanted
-    (number, d), vocab = hidden.shape, weight.shape[0]
+    number, vocab = len(hidden), weight.shape[0]
     wide = torch.float32 if plan.dtype in SIXTEEN_BITS else plan.dtype
     weight = weight.to(plan.dtype)
     bias = bias if bias is None else bias.to(plan.dtype)
@@ -234,7 +238,7 @@ def by_chunks(
     losses = hidden.new_empty(number, dtype=wide)
     grads = [
         torch.empty_like(hidden, dtype=plan.dtype) if of_hidden else None,
-        weight.new_zeros(vocab, d, dtype=wide) if of_weight else None,
+        _sums(weight, number, plan.rows, wide) if of_weight else None,
         weight.new_zeros(vocab, dtype=wide) if of_bias else None,
     ]
     with torch.autocast(hidden.device.type, enabled=False):
@@ -252,8 +256,14 @@ def by_chunks(
             losses[rows] = _rows_loss(logits, counts, columns[rows], plan, None if scales is None else scales[rows])
             if any(plan.wanted):
                 slope = logits if logits is product else product.copy_(logits)
-                _add(grads, rows, part, weight, slope, logits)
+                _add(grads, rows, part, weight, slope, logits, number)
     return losses, grads
+
+
+def _sums(weight: Tensor, number: int, rows: int, wide: torch.dtype) -> Tensor:
+    """For the gradient of ``weight``; empty where one chunk has all rows and is written, not added."""
+    alone = wide == weight.dtype and 0 < number <= rows
+    return torch.empty_like(weight) if alone else weight.new_zeros(weight.shape, dtype=wide)
 
 
 def _rows_loss(logits: Tensor, counts: Tensor, columns: Tensor, plan: Head, scales: Tensor | None) -> Tensor:
@@ -266,8 +276,10 @@ def _rows_loss(logits: Tensor, counts: Tensor, columns: Tensor, plan: Head, scal
         logits.div_(plan.softcap).tanh_()
         bend = 1 - logits.square() if any(plan.wanted) else None
         logits.mul_(plan.softcap)
+    factor: Tensor | float = 1.0
     if plan.margin is not None:
-        slope = plan.margin.bend(logits, column, here)
+        factor = plan.margin.scale if plan.lengths is None else plan.margin.scale / plan.lengths
+        slope = plan.margin.bend(logits, column, here, factor)
     expected = logits.gather(1, column).mul_(certain)
     if plan.ranks is not None:
         expected = expected.where(here, 0)
@@ -290,19 +302,25 @@ def _rows_loss(logits: Tensor, counts: Tensor, columns: Tensor, plan: Head, scal
         if bend is not None:
             logits.mul_(bend)
         if plan.margin is not None and slope is not None:
-            logits.scatter_(1, column, logits.gather(1, column) * slope).mul_(plan.margin.scale)
+            logits.scatter_(1, column, logits.gather(1, column) * slope).mul_(factor)
     return losses
 
 
 def _add(
-    grads: list[Tensor | None], rows: slice, part: Tensor, weight: Tensor, slope: Tensor, wide_slope: Tensor
+    grads: list[Tensor | None],
+    rows: slice,
+    part: Tensor,
+    weight: Tensor,
+    slope: Tensor,
+    wide_slope: Tensor,
+    number: int,
 ) -> None:
-    """Into ``grads`` what a chunk contributes, whose products have the gradients ``slope``."""
+    """Into ``grads`` what a chunk contributes, whose products have the gradients ``slope``, of so many rows in all."""
     of_hidden, of_weight, of_bias = grads
     if of_hidden is not None:
         torch.mm(slope, weight, out=of_hidden[rows])
     if of_weight is not None and of_weight.dtype == part.dtype:
-        of_weight.addmm_(slope.t(), part)
+        torch.addmm(of_weight, slope.t(), part, beta=int(number > len(part)), out=of_weight)  # beta=0 reads nothing
     elif of_weight is not None:
         step = max(BLOCK // max(weight.shape[1], 1), 1)
         for begin in range(0, len(of_weight), step):

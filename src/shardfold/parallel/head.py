@@ -24,14 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardfold.errors import ConfigError, UsageError
-from shardfold.nn.cross_entropy import Head, Margin, by_chunks, rows_at_once
+from shardfold.errors import ConfigError, UsageError, did_you_mean
+from shardfold.nn.cross_entropy import SIXTEEN_BITS, Head, Margin, by_chunks, rows_at_once
 from shardfold.nn.parallel_cross_entropy import sampled_classes
-from shardfold.parallel.link import Link, link_of
+from shardfold.parallel.link import Link, axes_named, link_of
 from shardfold.parallel.split import Place
 from shardfold.plan.arguments import known_arguments
-from shardfold.plan.axes import SAMPLING, Mesh
+from shardfold.plan.axes import KNOWN, Mesh, Role
 from shardfold.plan.checks import is_integer, is_number
+from shardfold.plan.placement import shard_index
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice
 from shardfold.torch_internals import keeps_graph, untraced_from_call
@@ -41,6 +42,7 @@ __all__ = ["MarginHead", "split_heads"]
 IGNORED = -100
 SMALL = 1e-12
 """The least length of a vector, as of ``F.normalize``."""
+BLOCK = 2**16  # elements of the weight's gradient that are made of the products' at once, on a CPU
 
 
 @known_arguments
@@ -52,10 +54,17 @@ class MarginHead(nn.Module):
     leaves each of them its part of the classes, which may be one more on the first ones; the ranks read other samples.
     Without an engine it is a module of one process.
 
+    Over more ranks the head takes less of each, and each computes as many logits: of more rows, fewer classes. What is
+    sent in a step is features of all their samples, twice; where the head is split within nodes only, gradients of a
+    node's classes cross the slow link instead, which are more wherever a node has more classes than all ranks have
+    samples. So ``axis="data"`` is right for a head that is worth splitting; ``"intra"`` for a small one on many nodes.
+
     Args:
         width: of embeddings.
         classes: number of identities.
-        axis: of data, over whose ranks the classes are split; None: every rank has them all.
+        axis: over whose ranks the classes are split. ``"data"``: all that read other samples and sum gradients in every
+            step, along however many axes, within nodes and between them. ``"intra"``, or another axis of data: those
+            along it; on the others gradients are summed. None: every rank has all classes.
         scale, angle, cosine, sample: see :func:`shardfold.nn.parallel_margin_loss`; ``sample`` of each rank's classes.
 
     Raises:
@@ -73,7 +82,7 @@ class MarginHead(nn.Module):
         width: int,
         classes: int,
         *,
-        axis: str | None = "intra",
+        axis: str | None = "data",
         scale: float = 64.0,
         angle: float = 0.5,
         cosine: float = 0.0,
@@ -172,34 +181,42 @@ def split_heads(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None
     """Leaves of the classes of each :class:`MarginHead` this rank's part.
 
     Raises:
-        ConfigError: its axis is none on which ranks read other samples, or there are fewer classes than ranks.
+        ConfigError: its axis is unknown, or its ranks do not read other samples and sum gradients in every step, or
+            there are fewer classes than ranks.
     """
     for path, module in model.named_modules():
-        if not isinstance(module, MarginHead) or mesh.get(module.axis or "", 1) == 1:
+        if not isinstance(module, MarginHead) or module.axis is None:
             continue
-        axis = module.axis
-        assert axis is not None
-        if axis not in mesh.of_role(*SAMPLING):
+        where, named, known = path or "the model", f"axis={module.axis!r}", {*mesh, *KNOWN, Role.DATA.value}
+        if module.axis not in known:
+            raise ConfigError(f"{where!r} has {named}, which the mesh does not have.{did_you_mean(module.axis, known)}")
+        axes = axes_named(module.axis, mesh)
+        if not axes:
+            continue
+        apart = tuple(axis for axis in mesh.sampling if axis not in mesh.rare)
+        if not set(axes) <= set(apart):
+            what = "come together now and then only" if set(axes) <= set(mesh.rare) else "read the same samples"
             raise ConfigError(
-                f"{path or 'the model'!r} has axis={axis!r}, on which ranks read the same samples: classes are split "
-                f"over an axis of data, as {', '.join(map(repr, mesh.sampling)) or repr('intra')}."
+                f"{where!r} has {named}, on which ranks {what}: classes are split over ranks that read other samples "
+                f"and sum gradients in every step; give it axis='data', which is all of these, or None."
             )
-        place = Place(axis, coords[axis], mesh[axis], mesh.size)
-        link = link_of(module, axis)
-        if link.parts > 1:  # for an engine that was closed; that it was for as many ranks is seen where links are bound
-            continue
+        place = Place("+".join(axes), shard_index(axes, mesh, coords), mesh.parts(axes), mesh.size)
         if module.classes < place.size:
             raise ConfigError(
-                f"{path!r} has {module.classes} classes, fewer than the {place.size} ranks along {axis!r}: give it "
-                "axis=None."
+                f"{where!r} has {module.classes} classes and {named}, over {place.size} ranks: each needs one at "
+                "least. Give it axis=None, with which every rank has all classes, or train on fewer ranks."
             )
-        start, stop = place.range(module.classes, f"the classes of {path!r}", even=False)
-        link.part(place.size)
-        hand_over([module.weight])
-        whole = tuple(module.weight.shape)
-        with torch.no_grad():
-            module.weight.data = module.weight.detach()[start:stop].clone(memory_format=torch.contiguous_format)
-        mark_slice(module, "weight", axis=axis, whole=whole, start=(start, 0))
+        link = link_of(module, module.axis or "")
+        start, stop = place.range(module.classes, f"the classes of {where!r}", even=False)
+        whole = module.classes, module.weight.shape[1]
+        if link.parts == 1:  # else cut for an engine that was closed; that it was for as many is seen in bind_links
+            link.part(place.size)
+            hand_over([module.weight])
+            with torch.no_grad():
+                module.weight.data = module.weight.detach()[start:stop].clone(memory_format=torch.contiguous_format)
+        if link.parts == place.size:
+            for axis in axes:
+                mark_slice(module, "weight", axis=axis, whole=whole, start=(start, 0))
 
 
 @untraced_from_call
@@ -226,11 +243,13 @@ class _Mean(torch.autograd.Function):
         sizes: Sequence[int],
     ) -> Tensor:
         together = link.all_gather(unit, 0, sizes)
-        losses, grads = _with_centres(together, weight, labels, columns, head, None)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        lengths = torch.linalg.vector_norm(weight, dim=1, dtype=wide).clamp_(min=SMALL)
+        losses, grads = _with_centres(together, weight, lengths, labels, columns, head, None)
         own = labels.split(list(sizes))[link.rank] != IGNORED
         count = own.sum()
         ctx.head, ctx.link, ctx.sizes = head, link, sizes
-        ctx.save_for_backward(together, weight, labels, columns, count, *grads)
+        ctx.save_for_backward(together, weight, lengths, labels, columns, count, *grads)
         return losses.split(list(sizes))[link.rank].sum() / count
 
     @staticmethod
@@ -238,30 +257,50 @@ class _Mean(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UsageError("MarginHead has no gradients of its gradients (create_graph=True).")
         link: Link = ctx.link
-        together, weight, labels, columns, count, *grads = ctx.saved_tensors
+        together, weight, lengths, labels, columns, count, *grads = ctx.saved_tensors
         mine = (outputs[0] / count).where(count > 0, 0.0).view(1)
-        scales = link.all_gather(mine.to(weight.dtype), 0)
-        if link.size == 1 or bool((scales == scales[0]).all()):
-            again = keeps_graph()
-            grads = [g if g is None else g * scales[0] if again else g.mul_(scales[0]) for g in grads]
-        else:
+        scales = link.all_gather(mine.to(lengths.dtype), 0)
+        scale = scales[0]
+        if link.size > 1 and not bool((scales == scale).all()):
             of_rows = scales.repeat_interleave(torch.tensor(ctx.sizes, device=scales.device))
-            grads = _with_centres(together, weight, labels, columns, ctx.head, of_rows)[1]
+            grads = _with_centres(together, weight, lengths, labels, columns, ctx.head, of_rows)[1]
+            scale = torch.ones_like(scale)
+        elif keeps_graph():
+            grads = [each if each is None else each.clone() for each in grads]
         of_unit, of_weight = grads
         if of_unit is not None:
-            of_unit = link.reduce_scatter(of_unit, 0, ctx.sizes)
+            of_unit = link.reduce_scatter(of_unit.mul_(scale), 0, ctx.sizes)
+        if of_weight is not None:
+            _along_spheres(of_weight, weight, lengths, scale)
         return of_unit, of_weight, None, None, None, None, None
 
 
 def _with_centres(
-    together: Tensor, weight: Tensor, labels: Tensor, columns: Tensor, head: Head, scales: Tensor | None
+    together: Tensor,
+    weight: Tensor,
+    lengths: Tensor,
+    labels: Tensor,
+    columns: Tensor,
+    head: Head,
+    scales: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Losses of all rows, and the gradients of their sum with respect to unit vectors and weights of any length."""
-    lengths = torch.linalg.vector_norm(weight, dim=1, keepdim=True).clamp_(min=SMALL)
-    centres = weight / lengths
-    losses, grads = by_chunks(together, centres, None, labels, columns, head, scales)
-    of_unit, of_weight, _ = grads
-    if of_weight is not None:
-        along = (of_weight * centres).sum(1, keepdim=True)
-        of_weight = of_weight.addcmul_(centres, along, value=-1).div_(lengths)
-    return losses, [of_unit, of_weight]
+    """Losses of all rows, and gradients of their sum with respect to unit vectors and to centres, these divided by the
+    ``lengths`` of ``weight`` but for 16 bits."""
+    if weight.dtype in SIXTEEN_BITS:  # whose products with what is not of length 1 may be too small
+        losses, grads = by_chunks(together, weight / lengths[:, None], None, labels, columns, head, scales)
+    else:  # one pass less over the weight
+        with_lengths = head._replace(lengths=lengths)
+        losses, grads = by_chunks(together, weight, None, labels, columns, with_lengths, scales)
+    return losses, grads[:2]
+
+
+def _along_spheres(grads: Tensor, weight: Tensor, lengths: Tensor, scale: Tensor) -> None:
+    """In place: what :func:`_with_centres` gives of ``weight``, times ``scale``, as gradients of vectors of any length,
+    of which the part along the vector counts nothing."""
+    narrow = weight.dtype in SIXTEEN_BITS
+    step = max(BLOCK // max(weight.shape[1], 1), 1) if weight.device.type == "cpu" else max(len(weight), 1)
+    for begin in range(0, len(weight), step):  # a block is read from memory once
+        grad, vectors, length = (each[begin : begin + step] for each in (grads, weight, lengths[:, None]))
+        grad.mul_(scale / length if narrow else scale)
+        along = (grad * vectors).sum(1, keepdim=True).div_(length.square())
+        grad.addcmul_(vectors, along, value=-1)

@@ -1,6 +1,7 @@
-"""What layers ask of the ranks along one axis.
+"""What layers ask of the ranks along one axis, or along all axes of data.
 
-A layer knows its axis by name and takes a link from :func:`link_of`. An engine binds the links of all modules when it
+A layer knows its axis by name and takes a link from :func:`link_of`; :func:`axes_named` says which axes of a mesh a
+name means. An engine binds the links of all modules when it
 is made; before that, and on an axis of one rank, a link is of one rank and every call gives back what it was given.
 Calls are the same on all ranks of the axis, in one order: each has its number among all that ranks do together, waits
 as gathers and reductions do, and is counted under its axis. Autograd does not see them: see ``functions``.
@@ -20,12 +21,13 @@ from shardfold.comm.comm import Comm
 from shardfold.comm.meter import LAYERS
 from shardfold.comm.transport import Pending, sum_into
 from shardfold.errors import UsageError
-from shardfold.plan.axes import Mesh
+from shardfold.plan.axes import Axes, Mesh, Role
 from shardfold.plan.cost import Sent, ring_bytes
+from shardfold.plan.placement import shard_index
 from shardfold.sharding.freed import apart
 from shardfold.torch_internals import storage_key
 
-__all__ = ["AxisLink", "Link", "MeshLink", "OneRank", "Shift", "bind_links", "link_of"]
+__all__ = ["AxisLink", "Link", "MeshLink", "OneRank", "Shift", "axes_named", "bind_links", "link_of"]
 
 _LINKS = "_shardfold_links"
 _NARROW = (torch.float16, torch.bfloat16)
@@ -153,17 +155,19 @@ class OneRank(Link):
 
 
 class MeshLink(Link):
-    """The ranks along an axis of an engine's mesh, of more than one rank.
+    """The ranks along an axis of an engine's mesh, or along several, of more than one rank.
 
     Args:
-        axis: its name.
+        axis: its name, or names in the order of the mesh.
         comm: the engine's way to the other ranks.
         apart: whether ranks that differ on other axes may do different things now, as inside ``gathered()``.
     """
 
-    def __init__(self, axis: str, comm: Comm, apart: Callable[[], bool] = lambda: False) -> None:
-        self._axis, self._comm, self._apart = axis, comm, apart
-        self._size, self._rank = comm.mesh.sizes[axis], comm.mesh.coords[axis]
+    def __init__(self, axis: str | Axes, comm: Comm, apart: Callable[[], bool] = lambda: False) -> None:
+        self._axes: Axes = (axis,) if isinstance(axis, str) else axis
+        self._axis, self._comm, self._apart = "+".join(self._axes), comm, apart
+        self._size = comm.mesh.sizes.parts(self._axes)
+        self._rank = shard_index(self._axes, comm.mesh.sizes, comm.mesh.coords)
 
     @property
     def axis(self) -> str:
@@ -320,9 +324,9 @@ class MeshLink(Link):
         comm = self._comm
         with apart(), comm.agreement.uninterrupted():  # modes see the same each time, however long ranks wait
             (comm.agreement.aside if self._apart() else comm.agreement.issue)(f"{verb} of a layer along {self._axis!r}")
-            pending = begin(comm.mesh.group((self._axis,)))
+            pending = begin(comm.mesh.group(self._axes))
             if sent is not None:
-                comm.meter.layer(Sent(LAYERS, verb, (self._axis,)), sent)
+                comm.meter.layer(Sent(LAYERS, verb, self._axes), sent)
         return pending
 
 
@@ -416,10 +420,17 @@ def _links(modules: Iterable[nn.Module]) -> Iterator[AxisLink]:
         yield from of_module.values()
 
 
-def _axis(name: str, mesh: Mesh) -> str:
-    """The mesh's own name of an axis; the name of a role is that of its one axis."""
-    named = [axis.name for axis in mesh.axes if axis.role.value == name]
-    return named[0] if name not in mesh and len(named) == 1 else name
+def axes_named(name: str, mesh: Mesh) -> Axes:
+    """The axes of more than one rank that a layer means by ``name``: the one of this name; else ``"data"`` means all on
+    which ranks read other samples and have the same weights in every step, another role its one axis."""
+    if name in mesh:
+        named: Axes = (name,)
+    elif name == Role.DATA.value:
+        named = tuple(axis for axis in mesh.sampling if axis not in mesh.rare)
+    else:
+        named = tuple(axis.name for axis in mesh.axes if axis.role.value == name)
+        named = named if len(named) == 1 else ()
+    return tuple(axis for axis in named if mesh[axis] > 1)
 
 
 def bind_links(
@@ -431,18 +442,18 @@ def bind_links(
     Raises:
         UsageError: a layer was cut for another number of ranks.
     """
-    made: dict[str, MeshLink] = {}
+    made: dict[Axes, MeshLink] = {}
     bound: list[AxisLink] = []
     for each in _links(model.modules()):
-        axis = _axis(each.axis, comm.mesh.sizes)
-        size = comm.mesh.sizes.get(axis, 1)
+        axes = axes_named(each.axis, comm.mesh.sizes)
+        size = comm.mesh.sizes.parts(axes)
         if each.parts not in (1, size):
             raise UsageError(
                 f"the model was cut into {each.parts} parts along {each.axis!r}, and mesh= has {size} ranks there: "
                 "build it anew, or make the engine on as many ranks."
             )
         if size > 1:
-            each.bind(made.setdefault(axis, link(axis, comm, apart)))
+            each.bind(made.setdefault(axes, link(axes, comm, apart)))
             bound.append(each)
         else:
             each.bind(OneRank(each.axis))

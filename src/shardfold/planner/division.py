@@ -192,7 +192,7 @@ class PaperLink(MeshLink):
 
     def _begin(self, verb: str, sent: int | None, begin: Callable[[Any], Pending]) -> Pending:
         paper: Any = self._comm
-        paper.sent.append(Sends(self._axis, float(sent or 0), 1))
+        paper.sent.append(Sends(self._axes[0], float(sent or 0), 1))  # of several axes the slowest one's link
         return Pending([])
 
 

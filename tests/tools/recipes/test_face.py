@@ -325,6 +325,20 @@ def test_backbones_of_packages() -> None:
             FaceModel(config(backbone=backbone), 7)
 
 
+def _too_few() -> str:
+    with pytest.raises(ConfigError) as error:
+        FaceRun(config(identities=2))
+    return str(error.value)
+
+
+def test_a_head_that_leaves_a_rank_without_classes_is_refused(ranks: Ranks) -> None:
+    """In words of the command, before an engine is made."""
+    assert ranks.run(_too_few, world_size=3)[0] == (
+        "--head sharded splits 2 identities over 3 processes, and some would have none: give --head replicated, "
+        "--procs 2 at most, or more identities."
+    )
+
+
 def _losses(head: str) -> list[float]:
     torch.set_default_dtype(torch.float64)
     try:

@@ -68,6 +68,12 @@ class FaceRun:
     def __init__(self, config: FaceConfig, images: tuple[Source, Source] | None = None) -> None:
         self.config = config
         self.images, self.held_out = images or sources(config)
+        identities, ranks = len(self.images.names), int(os.environ.get("WORLD_SIZE", "1"))
+        if config.head == "sharded" and identities < ranks:
+            raise ConfigError(
+                f"--head sharded splits {identities} identities over {ranks} processes, and some would have none: give "
+                f"--head replicated, --procs {identities} at most, or more identities."
+            )
         with sf.meta_init():
             model = FaceModel(config, len(self.images.names))
         self.engine = sf.Engine(

@@ -116,7 +116,7 @@ class FaceModel(nn.Module):
         self.backbone, width = backbone_of(config)
         self.neck = Neck(width, config.embedding)
         self.head = MarginHead(
-            config.embedding, classes, axis="intra" if config.head == "sharded" else None, scale=config.scale,
+            config.embedding, classes, axis="data" if config.head == "sharded" else None, scale=config.scale,
             angle=config.angle, cosine=config.cosine, sample=config.sample,
         )  # fmt: skip
 
