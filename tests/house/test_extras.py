@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import shardfold
-from shardfold.tools.extras import EXTRAS
+from shardfold.tools.extras import EXTRAS, MODULES
 
 # As where they are not installed. What they bring with them goes too.
 ABSENT = """
@@ -24,7 +24,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Absent())
 """
-BROUGHT = ("click", "typing_inspection", "pydantic_core", "pygments", "shellingham", "hjson", "psutil")
+BROUGHT = (*MODULES, "click", "typing_inspection", "pydantic_core", "pygments", "shellingham", "hjson", "psutil")
 
 TRAIN = """
 from functools import partial
@@ -85,6 +85,44 @@ def test_the_command_says_in_one_sentence_what_it_lacks(tmp_path: Path, package:
         f"Error: the command shardfold needs {package}, which is not installed: "
         "pip install 'shardfold[cli]' (in a checkout: '.[cli]')\n"
     )
+
+
+FOLDER = """
+from pathlib import Path
+from shardfold.errors import ConfigError
+from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face.images import sources
+from shardfold.tools.recipes.face.transforms import change_of
+from shardfold.tools.recipes.face.vit import FaceModel
+folder = Path("images")
+for name in "abcd":
+    (folder / name).mkdir(parents=True)
+    for shot in range(2):
+        (folder / name / f"{shot}.png").write_bytes(b"")
+table = Path("table.parquet")
+table.write_bytes(b"")
+config = FaceConfig.load({"transforms": "torchvision", "size": "16"})
+for tried in (
+    lambda: sources(config.model_copy(update={"data": folder})),
+    lambda: sources(config.model_copy(update={"data": table})),
+    lambda: change_of(config), lambda: FaceModel(config.model_copy(update={"backbone": "timm:resnet18"}), 3),
+):
+    try:
+        tried()
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_images_say_in_one_sentence_what_they_lack(tmp_path: Path):
+    """Each of the recipe's packages, where it is missing: what needs it, and the extra."""
+    done = without(("PIL", "pyarrow", "torchvision", "timm"), FOLDER, folder=tmp_path)
+    assert done.stdout.splitlines() == [
+        "a folder of images needs pillow, which is not installed: pip install 'shardfold[face]'.",
+        "a folder of parquet files needs pyarrow, which is not installed: pip install 'shardfold[face]'.",
+        "--transforms torchvision needs torchvision, which is not installed: pip install 'shardfold[vision]'.",
+        "backbone timm:resnet18 needs timm, which is not installed: pip install 'shardfold[vision]'.",
+    ], done.stderr
 
 
 def test_any_other_missing_module_is_not_explained_away(tmp_path: Path):

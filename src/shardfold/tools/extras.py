@@ -7,8 +7,14 @@ from __future__ import annotations
 
 __all__ = ["EXTRAS", "sentence"]
 
-EXTRAS = {"typer": "cli", "rich": "cli", "pydantic": "cli", "matplotlib": "report"}
+EXTRAS = {
+    "typer": "cli", "rich": "cli", "pydantic": "cli", "matplotlib": "report", "pillow": "face", "pyarrow": "face",
+    "torchvision": "vision", "timm": "vision",
+}  # fmt: skip
 """Packages that come with an extra, and its name."""
+
+MODULES = {"PIL": "pillow"}
+"""Packages by the module that is imported, where its name is another."""
 
 
 def sentence(what: str, error: ModuleNotFoundError) -> str | None:
@@ -17,7 +23,8 @@ def sentence(what: str, error: ModuleNotFoundError) -> str | None:
     Args:
         what: what cannot be done without it, the subject of the sentence.
     """
-    package = (error.name or "").partition(".")[0]
+    module = (error.name or "").partition(".")[0]
+    package = MODULES.get(module, module)
     if package not in EXTRAS:
         return None
     extra = EXTRAS[package]

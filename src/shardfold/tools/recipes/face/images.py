@@ -7,6 +7,7 @@ worker process reads it, and the same again where a run is resumed.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from typing import Protocol
@@ -19,6 +20,7 @@ from torch.utils import data
 
 from shardfold.data import Sampler
 from shardfold.errors import ConfigError
+from shardfold.tools.extras import sentence
 from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.face.drawn import DrawnFaces
 from shardfold.tools.recipes.face.stores import SUFFIXES, Store, store_of
@@ -82,6 +84,12 @@ class Encoded:
         self.names = list(names)
         self.left_out = 0
         """Identities with one image, of which there is no pair."""
+        try:
+            importlib.import_module("PIL.Image")
+        except ModuleNotFoundError as error:
+            if (words := sentence("a folder of images", error)) is None:
+                raise
+            raise ConfigError(f"{words}.") from None
         self._store, self._size, self._mode = store, size, "L" if channels == 1 else "RGB"
         self._places = [place for mine in chosen for place in mine]
         self.labels = np.repeat(np.arange(len(chosen), dtype=np.int64), [len(mine) for mine in chosen])

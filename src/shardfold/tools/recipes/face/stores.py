@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from shardfold.errors import ConfigError
+from shardfold.tools.extras import sentence
 
 __all__ = ["SUFFIXES", "Folders", "Parquet", "Shards", "Store", "store_of"]
 
@@ -153,8 +154,10 @@ class Parquet:
         try:
             import pyarrow
             from pyarrow import parquet
-        except ModuleNotFoundError:
-            raise ConfigError("parquet files need the package pyarrow: pip install pyarrow.") from None
+        except ModuleNotFoundError as error:
+            if (words := sentence("a folder of parquet files", error)) is None:
+                raise
+            raise ConfigError(f"{words}.") from None
         self._files: list[Any] = []
         self._groups: list[tuple[int, int, int]] = []  # the first image, the file, the row group
         self._kept: OrderedDict[int, Any] = OrderedDict()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from shardfold.errors import ConfigError
+from shardfold.tools.extras import sentence
 from shardfold.tools.recipes.face.config import FaceConfig
 
 __all__ = ["change_of"]
@@ -23,10 +24,12 @@ def change_of(config: FaceConfig) -> Callable[[Tensor], Tensor] | None:
     try:
         from torchvision.transforms import v2  # pyright: ignore[reportMissingImports]
     except Exception as error:  # one for another torch fails as it likes
+        missing = sentence("--transforms torchvision", error) if isinstance(error, ModuleNotFoundError) else None
         raise ConfigError(
-            f"--transforms torchvision needs torchvision for this torch, and it cannot be imported "
-            f"({type(error).__name__}): pip install torchvision from where torch came, or leave the option out."
-        ) from None
+            f"{missing}." if missing else
+            f"--transforms torchvision: the torchvision that is there is for another torch ({type(error).__name__}): "
+            "install shardfold[vision] from where torch came, or leave the option out."
+        ) from None  # fmt: skip
     return v2.Compose(
         [
             v2.RandomHorizontalFlip(),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardfold.errors import ConfigError
 from shardfold.nn import SyncBatchNorm
 from shardfold.parallel import Attention, MarginHead
+from shardfold.tools.extras import sentence
 from shardfold.tools.recipes.face.config import FaceConfig
 
 __all__ = ["FaceModel", "ViT", "backbone_of"]
@@ -158,7 +159,10 @@ class _Pooled(nn.Module):
 
 
 def _of_transformers(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
-    from transformers import AutoConfig, AutoModel
+    try:
+        from transformers import AutoConfig, AutoModel
+    except ModuleNotFoundError:
+        raise ConfigError(f"backbone transformers:{name} needs transformers: pip install transformers.") from None
 
     rows, columns = config.image_size()
     sizes = {
@@ -178,8 +182,10 @@ def _of_transformers(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
 def _of_timm(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
     try:
         import timm  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        raise ConfigError(f"backbone timm:{name} needs the package timm: pip install timm.") from None
+    except ModuleNotFoundError as error:
+        if (words := sentence(f"backbone timm:{name}", error)) is None:
+            raise
+        raise ConfigError(f"{words}.") from None
     if not timm.is_model(name):
         raise ConfigError(f"backbone timm:{name}: timm has no model {name!r}.")
     model = timm.create_model(name, pretrained=False, in_chans=config.channels, num_classes=0)
