@@ -342,9 +342,9 @@ def test_a_head_that_leaves_a_rank_without_classes_is_refused(ranks: Ranks) -> N
 def _losses(head: str) -> list[float]:
     torch.set_default_dtype(torch.float64)
     try:
-        run = FaceRun(config(head=head, steps=6))
+        run = FaceRun(config(head=head, steps=40))
         batches = run.batches()
-        for _ in range(4):
+        for _ in range(40):
             run.step(batches)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -353,9 +353,11 @@ def _losses(head: str) -> list[float]:
 
 
 def test_heads_have_the_same_curve(ranks: Ranks) -> None:
-    """With classes split over two ranks and with all on each the losses are the same, to 1e-10 in fp64."""
+    """With classes split over two ranks and with all on each the losses of 40 steps are the same, to 1e-9 in fp64: what
+    takes them apart in fp32 is rounding alone."""
     split, whole = (ranks.run(_losses, head, world_size=2)[0] for head in HEADS)
-    assert split == pytest.approx(whole, rel=1e-10)
+    assert len(whole) == 40 and whole[-1] < whole[0]
+    assert split == pytest.approx(whole, rel=1e-9)
 
 
 def _curve(head: str) -> list[float]:
@@ -452,6 +454,15 @@ def _refused_rows(path: Path) -> list[str]:
         said.append(str(error.value))
     run.engine.close()
     return said
+
+
+def test_a_backbone_of_16_bits_has_a_head_and_statistics_in_fp32() -> None:
+    run = FaceRun(config(precision="bf16"))
+    run.step(run.batches())
+    module = run.engine.module
+    assert {p.dtype for p in module.backbone.parameters()} == {torch.bfloat16}
+    assert module.head.weight.dtype == module.neck.norm.running_var.dtype == torch.float32
+    run.engine.close()
 
 
 def _trained(out: Path) -> None:
