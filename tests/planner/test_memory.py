@@ -45,7 +45,6 @@ CASES = [  # pairs of what there is of each
     pytest.param(2, KEPT, "bf16", "recompute", {"accumulate": 2}, marks=pytest.mark.soak),
     pytest.param(2, KEPT, "fp32", "keep", {"accumulate": 3}, marks=pytest.mark.soak),
     pytest.param(2, CODED, "bf16", "keep", {}, marks=pytest.mark.soak),
-    pytest.param(2, DILOCO, "fp32", "keep", {"mesh": {"inter": 2, "intra": 1}}, marks=pytest.mark.soak),
     pytest.param(4, "hsdp", "bf16", "recompute", {"mesh": {"inter": 2, "intra": 2}}, marks=pytest.mark.soak),
 ]
 
@@ -58,6 +57,14 @@ def test_planned_peaks_are_measured_ones(
     """Within 3 % above and 1 % below, on every rank."""
     for planned, measured in ranks.run(_errors, layout, precision, mode, more, world_size=world):
         assert -BELOW <= planned / measured - 1 <= ABOVE, (planned, measured)
+
+
+@pytest.mark.soak
+def test_rounds_of_outer_steps_are_planned_nearly(ranks: Ranks) -> None:
+    """What a round gives back for the next one to take is counted in part: 4 % below at most (docs/plan.md)."""
+    mesh = {"mesh": {"inter": 2, "intra": 1}}
+    for planned, measured in ranks.run(_errors, DILOCO, "fp32", "keep", mesh, world_size=2):
+        assert -0.04 <= planned / measured - 1 <= ABOVE, (planned, measured)
 
 
 @pytest.mark.soak
