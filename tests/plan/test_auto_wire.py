@@ -49,6 +49,9 @@ class Figures(dict[Any, Any]):
 class Codecs(dict[str, Codec]):
     """The same of every format but those that are given."""
 
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key]
+
     def __missing__(self, key: str) -> Codec:
         return self["all"]
 

@@ -266,6 +266,8 @@ def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
     points = list(walk.step())
     sums = [op for op in setting.program.last if op.verb in REDUCTIONS and not _all_encoded(op, setting)]
     ranks = max((prod(setting.mesh[axis] for axis in op.axes) for op in sums), default=0)
+    if "tensor" in setting.mesh and setting.mesh["tensor"] > 1:  # layers that ranks share sum what they give
+        ranks = max(ranks, setting.mesh["tensor"])
     fixed = {
         "buffers": trace.buffers,
         "batch": trace.batch,
