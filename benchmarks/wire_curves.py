@@ -153,7 +153,7 @@ def _gpt() -> Task:
         return model(*samples)
 
     return Task(
-        lambda: GPT(shape), loss, partial(windows, corpus.train), partial(windows, corpus.held_out), 600, 4, 2e-3
+        lambda: GPT(shape), loss, partial(windows, corpus.train), partial(windows, corpus.held_out), 600, 2, 2e-3
     )
 
 
