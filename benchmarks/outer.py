@@ -89,9 +89,9 @@ def train(steps: int, optimizer: Any, outer: Any) -> tuple[list[float], float, i
 def runs(steps: int) -> dict[str, tuple[Any, Any]]:
     """By name an optimizer and what is between ranks."""
     adam = partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.01)
-    onebit = partial(OneBitAdam, lr=1e-3, freeze_step=steps * 15 // 100, betas=(0.9, 0.99), eps=1e-6)
+    onebit = partial(OneBitAdam, lr=2e-3, freeze_step=steps * 15 // 100, weight_decay=0.01)
     zero_one = partial(
-        ZeroOneAdam, lr=1e-3, freeze_step=steps * 15 // 100, betas=(0.9, 0.99), eps=1e-6, local_scaler=steps // 4,
+        ZeroOneAdam, lr=2e-3, freeze_step=steps * 15 // 100, weight_decay=0.01, local_scaler=steps // 4,
         local_clipper=4,
     )  # fmt: skip
     diloco = partial(sf.Outer, every=20, optimizer="nesterov", lr=0.7)
@@ -99,7 +99,6 @@ def runs(steps: int) -> dict[str, tuple[Any, Any]]:
         "AdamW": (adam, None),
         "DiLoCo, momentum 0.5": (adam, diloco(momentum=0.5)),
         "DiLoCo, momentum 0.9": (adam, diloco(momentum=0.9)),
-        "Adam without bias correction": (onebit, sf.Signs(block=256)),
         "1-bit Adam": (onebit, sf.Signs(block=256)),
         "1-bit Adam, errors dropped": (onebit, sf.Signs(block=256, error=False)),
         "0/1 Adam": (zero_one, sf.Signs(block=256)),
@@ -113,8 +112,7 @@ def main() -> None:
     options = parser.parse_args()
     curves: dict[str, list[float]] = {}
     for name, (optimizer, outer) in runs(options.steps).items():
-        given = partial(optimizer, freeze_step=options.steps) if name.startswith("Adam without") else optimizer
-        found = run_ranks(train, RANKS, options.steps, given, outer, timeout=1200.0)
+        found = run_ranks(train, RANKS, options.steps, optimizer, outer, timeout=1200.0)
         curves[name] = [sum(each) / RANKS for each in zip(*(losses for losses, _, _ in found), strict=True)]
         print(f"{name:<30} loss {found[0][1]:.4f}  {found[0][2]:>12,} bytes sent by each rank", flush=True)
     if options.picture is not None:

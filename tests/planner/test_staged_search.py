@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from shardfold.planner.search import Search, search, search_divisions
 from shardfold.planner.setting import Subject
 from shardfold.planner.staged_walks import PassTimes, ends_of
 from shardfold.testing import Ranks
+from shardfold.tools.planning.command import print_plan
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(d_model=64, layers=4, heads=4, context=32)
@@ -135,6 +137,7 @@ def test_the_winner_of_stages_and_wires_trains_on_real_ranks(ranks: Ranks) -> No
     rows = one.micro_batch * one.accumulate
     losses = ranks.run(_train, one.engine, rows, world_size=4)
     assert all(4 < loss < 7 for loss in losses)
+    assert one.train["activations"] == one.mode
     assert one.train["pipeline"] == 2 and one.train["order"] == "gpipe" and one.train["reduce"] == "bf16"
 
 
@@ -143,3 +146,15 @@ def test_a_candidate_says_its_wires() -> None:
     one = Candidate(layout="zero3", gather="int8x2")
     assert str(one).startswith("zero3, gather int8x2, keep")
     assert json.loads(json.dumps(one.train))["gather"] == "int8x2"
+
+
+def test_the_command_that_trains_as_the_winner_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the model, the processes and the activations; not where ranks are on several nodes."""
+    how: dict[str, Any] = dict(memory=None, precision="bf16", micro_batch=None, accumulate=1, length=None, batch=16)
+    print_plan("tiny", "2xL4", tables={"zero2": sf.PRESETS["zero2"]}, modes=["recompute"], **how)
+    said = capsys.readouterr().out
+    assert "shardfold train --size tiny --procs 2 --layout zero2 --precision bf16 --activations recompute" in said
+    print_plan("tiny", "2x1xL4", tables={"zero2": sf.PRESETS["zero2"]}, modes=["recompute"], **how)
+    assert "shardfold train" not in capsys.readouterr().out

@@ -76,10 +76,10 @@ class Candidate:
 
     @property
     def train(self) -> dict[str, Any]:
-        """Settings of ``shardfold train``; activations are none of its."""
+        """Settings of ``shardfold train``, but for what it trains, and on how many processes."""
         found: dict[str, Any] = {
-            "layout": self.layout, "precision": self.precision, "micro_batch": self.micro_batch,
-            "accumulate": self.accumulate, **self.division.axes, **self.wires,
+            "layout": self.layout, "precision": self.precision, "activations": self.mode,
+            "micro_batch": self.micro_batch, "accumulate": self.accumulate, **self.division.axes, **self.wires,
         }  # fmt: skip
         if "pipeline" in self.division.axes:
             found["order"] = self.division.order

@@ -21,6 +21,7 @@ from shardfold.planner.setting import Subject
 from shardfold.tools.planning import show
 from shardfold.tools.planning.models import Planned, planned_model
 from shardfold.tools.planning.page import plan_page
+from shardfold.tools.recipes.config import SIZES
 
 __all__ = ["print_inference", "print_plan", "write_plan_page"]
 
@@ -44,7 +45,7 @@ def print_plan(
             planned.subject, where, divisions, precision=precision, layouts=tables, modes=modes, batch=batch,
             host=room or inf, wire=wire,
         )  # fmt: skip
-        print(show.ranking(found, where, precision))
+        print(show.ranking(found, where, precision, model if model in SIZES else ""))
         return
     division = replace(divisions[0], streams=where.device.streams)
     mesh = division.over(where.mesh)
@@ -56,7 +57,7 @@ def print_plan(
             planned.subject, where, precision=precision, layouts=tables, modes=modes, batch=batch, host=room or inf,
             wire=wire,
         )  # fmt: skip
-        print(show.ranking(found, where, precision))
+        print(show.ranking(found, where, precision, model if model in SIZES else ""))
         return
     stages = [planned.subject] + [
         replace(planned.subject, division=replace(division, stage=stage)) for stage in range(1, division.pipeline)

@@ -74,9 +74,9 @@ def _whose(options: Sequence[Option]) -> str:
     return f"of {sizes.pop()}" if len(sizes) == 1 else "of the largest" if sizes else ""
 
 
-def ranking(found: Search, where: Cluster, precision: str) -> str:
+def ranking(found: Search, where: Cluster, precision: str, recipe: str = "") -> str:
     """The fastest micro-batch of each layout, axes and mode, the fastest of all first; then what does not fit, and
-    why."""
+    why. ``recipe``: what `shardfold train` calls the model; empty: it does not train it."""
     every = [*(each.candidate.division for each in found.found), *(each.division for each in found.refused)]
     wide = max((len(str(division)) + 2 for division in every if division.axes), default=0)
     wired = [*(each.candidate.wired for each in found.found), *(each.wired for each in found.refused)]
@@ -110,9 +110,11 @@ def ranking(found: Search, where: Cluster, precision: str) -> str:
         if best.wires:
             wires = ", ".join(f"{name}={value!r}" for name, value in best.wires.items())
             given = given.replace(f"layout={best.layout!r}", f"layout=sf.PRESETS[{best.layout!r}].replace({wires})")
-        options = " ".join(_option(name, value) for name, value in best.train.items())
-        lines += ["", f"fastest: Engine({given}), {best.micro_batch} samples on each device at a time",
-                  f"         shardfold train {options}"]  # fmt: skip
+        lines += ["", f"fastest: Engine({given}), {best.micro_batch} samples on each device at a time"]
+        if recipe and where.nodes == 1:
+            settings = {"size": recipe, "procs": where.size, **best.train}
+            options = " ".join(_option(name, value) for name, value in settings.items())
+            lines.append(f"         shardfold train {options}")
     else:
         lines += ["", "Nothing fits."]
     return "\n".join(lines)
