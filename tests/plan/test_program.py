@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan import presets
+from shardfold.plan.axes import Axis, Mesh
+from shardfold.plan.cost import Sent, traffic
+from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import PRECISIONS, Cell, Layout, Precision
 from shardfold.plan.order import with_missing
 from shardfold.plan.passes import Overlap, apply, closing, defer_reduce, delay_waits, prefetch
@@ -19,6 +22,7 @@ from shardfold.plan.passes import late as late_section
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.presets import PRESETS, ddp, fsdp2, zero1, zero2
 from shardfold.plan.program import (
+    BUNDLE,
     COLLECTIVES,
     MARKERS,
     PARTIAL,
@@ -33,6 +37,7 @@ from shardfold.plan.program import (
     parse,
     redistribute,
 )
+from shardfold.plan.signs import Signs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "program"
 BF16 = PRECISIONS["bf16"]
@@ -520,3 +525,30 @@ def test_a_second_hop_begins_behind_the_first_however_many_units_are_on_their_wa
         for unit in "ab":
             first, second = moved.index(("REDUCE_SCATTER", unit)), moved.index(("ALL_REDUCE", unit))
             assert first < moved.index(("WAIT", unit)) < second
+
+
+def test_signs_of_neighbouring_units_travel_as_one() -> None:
+    """As many as a bundle has room for on a rank, in definition order; what is frozen has no momentum, and what is
+    larger than a bundle travels alone. Each bundle is one collective, of the bytes of all its units."""
+    mesh = Mesh([Axis("inter", 2), Axis("intra", 2)], "inter", meets=True)
+    lengths = {"a": 2048, "b": 2048, "c": 4096, "d": 4 * BUNDLE, "e": 2048, "f": 2 * BUNDLE - 2048, "g": 2048}
+    units = [UnitSpec(name, (SegmentSpec((), length, "fp32", name != "b"),)) for name, length in lengths.items()]
+    bound = zero1.with_outer(Signs()).bind(Precision(), mesh)
+    program = lower(bound, units, mesh, meets="signs")
+    assert parse(str(program)) == program
+    kinds = ("BLEND", "PUSH", "SERVE", "PULL", "WAIT")
+    step = [str(op) for op in program.step if op.verb in kinds and "params" not in str(op)]
+    sent = ["a..c", "d", "e..f", "g"]
+    in_each = [["a", "c"], ["d"], ["e", "f"], ["g"]]
+    expected: list[str] = []
+    for verb, before, format in (("PUSH", "BLEND", "sign/1024:error"), ("PULL", "SERVE", "sign/1024")):
+        for names, units_of in zip(sent, in_each, strict=True):
+            expected += [*(f"{before} {name}" for name in units_of), f"{verb} {names} [inter] {format}"]
+        expected += [f"WAIT {names} outer" for names in sent]
+    assert step == expected
+    by_name = {unit.name: unit for unit in units}
+    assert [unit.name for unit in Op("PUSH", "a..c").among(by_name)] == ["a", "b", "c"]
+    counted = traffic(program, bound, units, mesh)
+    one_way = FORMATS["sign/1024"].nbytes(sum(lengths.values()) - lengths["b"]) / 2 / 2
+    for verb in ("PUSH", "PULL"):
+        assert counted[Sent("outer", verb, ("inter",))] == (4, one_way)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold.errors import ConfigError
 from shardfold.optim import OneBitAdam
+from shardfold.plan import program
 from shardfold.plan.formats import FORMATS
 from shardfold.testing import Ranks, run_ranks
 
@@ -96,7 +97,8 @@ def train(engine: sf.Engine, steps: range) -> list[Tensor]:
     return [*engine.state_dict().values()]
 
 
-def _run(layout: str, ranks: int, error: bool = True) -> list[Tensor]:
+def _run(layout: str, ranks: int, error: bool = True, bundle: int = program.BUNDLE) -> list[Tensor]:
+    program.BUNDLE = bundle
     engine = engine_of(layout, ranks, error)
     state = train(engine, range(STEPS))
     engine.close()
@@ -112,8 +114,9 @@ def assert_near(states: list[list[Tensor]], wanted: list[Tensor]) -> None:
 
 @pytest.mark.parametrize(("layout", "world"), [("ddp", 2), ("zero1", 4), ("zero3", 4)])
 def test_1_bit_adam_is_the_simulation_of_its_ranks(ranks: Ranks, layout: str, world: int) -> None:
-    """Under ddp, and between groups that split their states; what never had a gradient only decays."""
-    states = run_ranks(_run, world, layout, world)
+    """Under ddp, and between groups that split their states, under zero3 with a bundle for each unit; what never had a
+    gradient only decays."""
+    states = run_ranks(_run, world, layout, world, bundle=1 if layout == "zero3" else program.BUNDLE)
     assert_near(states, simulated(2))
     column = states[0][0][:, 0]
     torch.testing.assert_close(column, Model().layers[0].weight[:, 0].detach() * (1 - 0.001) ** STEPS)
@@ -132,12 +135,16 @@ def test_signs_are_one_bit_and_a_scale() -> None:
     torch.testing.assert_close(back.view(-1, 64).abs(), scale.expand(-1, 64), rtol=1e-6, atol=0)
 
 
-def _counted(layout: str, ranks: int) -> tuple[list[list[tuple[str, int, float]]], str, dict[str, tuple[float, int]]]:
+def _counted(
+    layout: str, ranks: int
+) -> tuple[list[list[tuple[str, int, int, float]]], str, dict[str, tuple[float, int]]]:
     engine = engine_of(layout, ranks)
-    seen: list[list[tuple[str, int, float]]] = []
+    seen: list[list[tuple[str, int, int, float]]] = []
     for step in range(FREEZE + 2):
         train(engine, range(step, step + 1))
-        seen.append([(row.op, row.sent, row.program) for row in engine.traffic().rows if "inter" in row.axes])
+        seen.append(
+            [(row.op, row.calls, row.sent, row.program) for row in engine.traffic().rows if "inter" in row.axes]
+        )
     memory = {row.state: (row.table + row.padding, row.held) for row in engine.memory().rows}
     text = engine.explain()
     engine.close()
@@ -146,14 +153,14 @@ def _counted(layout: str, ranks: int) -> tuple[list[list[tuple[str, int, float]]
 
 def test_a_step_by_signs_sends_a_bit_and_scales(ranks: Ranks) -> None:
     """Each way 1 bit for 32 and the scales, where an all-reduce sent 2 x 32; as the program says. With 15 % of steps
-    dense that is less by the paper's formula."""
+    dense that is less by the paper's formula. One collective carries all units."""
     for seen, text, memory in run_ranks(_counted, 2, "ddp", 2):
         numel = 2 * WIDTH * WIDTH
-        assert seen[0] == [("ALL_REDUCE", 4 * numel, 4.0 * numel)]
+        assert seen[0] == [("ALL_REDUCE", 2, 4 * numel, 4.0 * numel)]
         one_way = numel // 2 // 8 * (32 / 8 + 4) / (32 / 8)  # half of it, a bit each, with its scales
-        assert seen[-1] == [("PULL", one_way, one_way), ("PUSH", one_way, one_way)]
+        assert seen[-1] == [("PULL", 1, one_way, one_way), ("PUSH", 1, one_way, one_way)]
         assert memory["worker"] == (4 * numel, 4 * numel) and memory["server"] == (2 * numel, 2 * numel)
-        assert "PUSH layers.0 [inter] sign/32:error" in text and "signs: of momentum over inter" in text
+        assert "PUSH layers.0..layers.1 [inter] sign/32:error" in text and "signs: of momentum over inter" in text
     dense = 0.15
     assert round(1 / (dense + (1 - dense) / 16), 2) == 4.92  # of 16-bit gradients
     long = FORMATS["sign/1024"].nbytes(2**20) / (4 * 2**20)

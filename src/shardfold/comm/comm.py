@@ -16,7 +16,7 @@ from torch import Tensor
 from shardfold.comm.agreement import Agreement
 from shardfold.comm.choice import data_transport
 from shardfold.comm.dtypes import TORCH_DTYPES
-from shardfold.comm.encoded import gather_encoded, scatter_encoded
+from shardfold.comm.encoded import gather_bundle, gather_encoded, scatter_bundle, scatter_encoded
 from shardfold.comm.hops import gather_between, gather_within, nodes
 from shardfold.comm.mesh import DataMesh, Given
 from shardfold.comm.meter import LAYERS, Meter
@@ -160,6 +160,23 @@ class Comm:
         assert op.kind == "REDUCE_SCATTER" and out is not None  # tables of which others would be are not bound
         parts = nodes(self.mesh)[0] if op.target == "node" else 1
         return scatter_encoded(self.transport, self.memory, form, flat, out, group, add=add, state=state, parts=parts)
+
+    def bundle(
+        self, op: Op, flats: Sequence[Tensor], *, pending: list[Pending], outs: Sequence[Tensor] = (),
+        states: Sequence[Tensor | None] = (),
+    ) -> None:  # fmt: skip
+        """As :meth:`collective`, of several flats that one collective carries, encoded."""
+        agreement, form = self._among(op.axes), FORMATS[op.format]
+        with agreement.uninterrupted():
+            agreement.issue(op)
+            group = self.mesh.group(op.axes)
+            self.memory.after_compute()  # which writes what is sent
+            with self.memory.side():
+                if op.kind == "ALL_GATHER":
+                    pending += gather_bundle(self.transport, self.memory, form, flats, group)
+                else:
+                    pending += scatter_bundle(self.transport, self.memory, form, flats, outs, group, states=states)
+            self.meter.count(op, sum(flat.numel() for flat in flats))
 
     def relay(self, op: Op, flat: Tensor, payload: Tensor | None, *, pending: list[Pending]) -> Tensor:
         """As :meth:`collective`, one of the two hops of a gather: the first gives the payload, which the second takes

@@ -317,9 +317,10 @@ class Handlers:
                     unit.gradients.used[number] = [bool(flag) for flag in mine.tolist()]
 
     def bind_wait(self, op: Op) -> Call:
-        unit, waiter = self.units[op.unit], self.comm.agreement.wait
+        units, waiter = op.among(self.units), self.comm.agreement.wait
+        unit = units[0]
         if op.target == "outer":
-            return partial(self._rounds.arrive, unit)
+            return partial(self._rounds.arrive, units)
         if op.target == "grads":
             return partial(unit.gradients.arrive, waiter)
         return lambda: drain(unit.filling, waiter)
@@ -330,10 +331,9 @@ class Handlers:
         return self.rounds
 
     def bind_outer(self, op: Op) -> Call:
-        """Sends what outer steps have made of a unit."""
-        unit = self.units[op.unit]
+        """Sends what outer steps have made of a unit, or signs of several."""
         send = self._rounds.push if op.verb == "PUSH" else self._rounds.pull
-        return partial(send, unit, op.each(len(unit.trainable)))
+        return partial(send, op.among(self.units), op)
 
     def bind_stash(self, op: Op) -> Call:
         unit = self.units[op.unit]

@@ -107,7 +107,7 @@ class Rounds:
             if flight is Flight.SENT:
                 self._use(fragment)
         for unit in self._model.units:
-            self.weights.arrive(unit)
+            self.weights.arrive((unit,))
 
     def begin_anew(self, steps: int = 0) -> None:
         """So many steps are done. At the first, nothing is in flight; else what was sent and is not taken in yet is

@@ -15,7 +15,7 @@ global weights stay equal to the bit. Sources: arXiv 2311.08105 (algorithm 1), 2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -66,18 +66,18 @@ class GlobalWeights:
             outer.sub_(_master(segment).to(outer.device))
             self._changes[id(segment)] = outer
 
-    def push(self, unit: Unit, ops: Sequence[Op]) -> None:
+    def push(self, units: Sequence[Unit], op: Op) -> None:
         """Begins to sum them over the groups."""
-        pending = self._pending.setdefault(unit.name, [])
-        for segment, op in zip(unit.trainable, ops, strict=True):
+        for unit, segment, one in _each(units, op):
             outer = self._changes[id(segment)]
             mine = self._comm.memory.empty(outer.numel() // self.groups, outer.dtype)
             self._sums[id(segment)] = mine
-            self._comm.collective(op, outer, pending=pending, out=mine)
+            self._comm.collective(one, outer, pending=self._pending.setdefault(unit.name, []), out=mine)
 
-    def arrive(self, unit: Unit) -> None:
-        """What is on its way of a unit is there."""
-        drain(self._pending.get(unit.name, []), self._comm.job.wait)
+    def arrive(self, units: Sequence[Unit]) -> None:
+        """What is on its way of units is there."""
+        for unit in units:
+            drain(self._pending.get(unit.name, []), self._comm.job.wait)
 
     @torch.no_grad()
     def step(self, unit: Unit) -> None:
@@ -95,11 +95,11 @@ class GlobalWeights:
             if mean is not outer:
                 self._comm.memory.recycle(mean)
 
-    def pull(self, unit: Unit, ops: Sequence[Op]) -> None:
+    def pull(self, units: Sequence[Unit], op: Op) -> None:
         """Begins to bring the changes of the other groups' parts."""
-        pending = self._pending.setdefault(unit.name, [])
-        for segment, op in zip(unit.trainable, ops, strict=True):
-            self._comm.collective(op, self._changes[id(segment)], pending=pending)
+        for unit, segment, one in _each(units, op):
+            pending = self._pending.setdefault(unit.name, [])
+            self._comm.collective(one, self._changes[id(segment)], pending=pending)
 
     @torch.no_grad()
     def mix(self, unit: Unit) -> None:
@@ -138,7 +138,7 @@ class GlobalWeights:
     def forget(self) -> None:
         """Nothing is in flight; what is on its way has come first."""
         for unit in self._model.units:
-            self.arrive(unit)
+            self.arrive((unit,))
         self._changes.clear()
         self._sums.clear()
 
@@ -146,6 +146,13 @@ class GlobalWeights:
         """Outer gradients between their steps; with ``delay`` they are there for longer than a step."""
         held = sum(flat.nbytes for flat in (*self._changes.values(), *self._sums.values()))
         return MemoryRow("outer", "device", held, 0.0, held)
+
+
+def _each(units: Sequence[Unit], op: Op) -> Iterator[tuple[Unit, Segment, Op]]:
+    """The trainable segments of units, with their operation."""
+    for unit in units:
+        for segment, one in zip(unit.trainable, op.each(len(unit.trainable)), strict=True):
+            yield unit, segment, one
 
 
 def _master(segment: Segment) -> Tensor:

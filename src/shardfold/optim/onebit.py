@@ -87,10 +87,9 @@ class OneBitAdam(SignOptimizer):
             (beta1, beta2), state = use.group["betas"], use.state
             state["step"] += 1
             average, squares = state["exp_avg"], state["exp_avg_sq"]
-            root: Tensor | None = None
-            if self.meets == "signs":
-                root = self.root(use.group, state)
-                torch.mul(use.grad, root, out=average)
+            if self.meets == "signs":  # what comes is the direction
+                torch.mul(use.grad, self.root(use.group, state), out=average)
+                direction = use.grad / self.corrections(use.group, state)[0]
             else:
                 average.lerp_(use.grad, 1 - beta1)
                 if how == "dense":
@@ -98,8 +97,8 @@ class OneBitAdam(SignOptimizer):
                     state["variance_steps"] += 1
                 else:
                     average.masked_fill_(squares == 0, 0.0)
-            root = self.root(use.group, state) if root is None else root
-            direction = torch.div(average, root, out=root).div_(self.corrections(use.group, state)[0])
+                root = self.root(use.group, state)
+                direction = torch.div(average, root, out=root).div_(self.corrections(use.group, state)[0])
             use.tensor.sub_(direction.add_(use.tensor, alpha=use.group["weight_decay"]).mul_(use.group["lr"]))
         if how == "dense":
             self.watch()

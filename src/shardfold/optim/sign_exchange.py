@@ -62,7 +62,7 @@ class SignExchange:
         self._parts: dict[int, Tensor] = {}  # by segment: y, before it is sent
         self._aside: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by segment: errors of what is not sent, and copies
         self._taken: dict[int, list[tuple[dict[str, Any], Tensor, slice]]] = {}  # by segment: what is not updated
-        self._pending: dict[str, list[Pending]] = {}  # by unit
+        self._pending: dict[str, list[Pending]] = {}  # by the first of the units that travel together
         self._means: dict[int, Tensor] = {}  # by segment: of what workers have lost, for a save
         model.run.signs = self
 
@@ -115,19 +115,21 @@ class SignExchange:
             error.zero_()
         return kept
 
-    def push(self, unit: Unit, ops: Sequence[Op]) -> None:
-        """Begins to send signs to be averaged."""
-        pending = self._pending.setdefault(unit.name, [])
-        for segment, op in zip(unit.trainable, ops, strict=True):
-            values = self._values[id(segment)]
-            mine = self._comm.memory.empty(values.numel() // self.groups, values.dtype)
-            self._parts[id(segment)] = mine
-            state = self._error(segment, "worker") if self.signs.error else None
-            self._comm.collective(op, values, pending=pending, out=mine, state=state)
+    def push(self, units: Sequence[Unit], op: Op) -> None:
+        """Begins to send signs of several units to be averaged."""
+        segments = [segment for unit in units for segment in unit.trainable]
+        values = [self._values[id(segment)] for segment in segments]
+        parts = [self._comm.memory.empty(each.numel() // self.groups, each.dtype) for each in values]
+        self._parts.update(zip(map(id, segments), parts, strict=True))
+        states = [self._error(segment, "worker") if self.signs.error else None for segment in segments]
+        self._comm.bundle(op, values, pending=self._on_their_way(units), outs=parts, states=states)
 
-    def arrive(self, unit: Unit) -> None:
-        """What is on its way of a unit is there."""
-        drain(self._pending.get(unit.name, []), self._comm.job.wait)
+    def arrive(self, units: Sequence[Unit]) -> None:
+        """What is on its way of these units is there."""
+        drain(self._on_their_way(units), self._comm.job.wait)
+
+    def _on_their_way(self, units: Sequence[Unit]) -> list[Pending]:
+        return self._pending.setdefault(units[0].name, [])
 
     @torch.no_grad()
     def step(self, unit: Unit) -> None:
@@ -140,11 +142,10 @@ class SignExchange:
                 part.add_(self._error(segment, "server"))
             self._values[id(segment)][own] = _only(part, self._alive[id(segment)][own])
 
-    def pull(self, unit: Unit, ops: Sequence[Op]) -> None:
-        """Begins to bring the signs of all parts."""
-        pending = self._pending.setdefault(unit.name, [])
-        for segment, op in zip(unit.trainable, ops, strict=True):
-            self._comm.collective(op, self._values[id(segment)], pending=pending)
+    def pull(self, units: Sequence[Unit], op: Op) -> None:
+        """Begins to bring the signs of all parts of several units."""
+        values = [self._values[id(segment)] for unit in units for segment in unit.trainable]
+        self._comm.bundle(op, values, pending=self._on_their_way(units))
 
     @torch.no_grad()
     def mix(self, unit: Unit) -> None:

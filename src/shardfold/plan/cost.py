@@ -14,7 +14,7 @@ from shardfold.plan.folders import Folders
 from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import DATA_AXES, ITEMSIZE, Axes, Layout, Sizes, Tier
 from shardfold.plan.placement import SegmentSpec, UnitSpec
-from shardfold.plan.program import COLLECTIVES, MOVES, REDUCTIONS, SCATTERS, Op, Program
+from shardfold.plan.program import COLLECTIVES, KINDS, MOVES, REDUCTIONS, SCATTERS, Op, Program
 
 __all__ = [
     "STATES",
@@ -249,7 +249,7 @@ def ring_bytes(verb: str, full: float, ranks: int) -> float:
 
 
 def op_bytes(op: Op, layout: Layout, unit: UnitSpec, mesh: Sizes) -> float:
-    """Bytes one rank sends for ``op`` on ``unit``."""
+    """Bytes one rank sends for ``op`` on ``unit``, one of its own."""
     segments = op.moves(unit)
     ranks = prod(mesh[axis] for axis in op.axes)
     parts = parts_of(op, unit.table_or(layout), mesh)
@@ -289,16 +289,18 @@ def step_of(micro_batches: int, program: Program) -> dict[str, int]:
 def section_traffic(
     program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Sizes, times: Mapping[str, int]
 ) -> dict[Sent, tuple[int, float]]:
-    """As :func:`traffic`, for sections (and ``quiet``) run that many times each; calls count each segment."""
-    by_name = {unit.name: unit for unit in units}
+    """As :func:`traffic`, for sections (and ``quiet``) run that many times each; calls count each segment,
+    but those of signs, of which one carries all."""
+    by_name, bundled = {unit.name: unit for unit in units}, layout.signs is not None
     total: dict[Sent, tuple[int, float]] = {}
     for section, runs in times.items():
         for op in program.section(section):
             if op.verb in COLLECTIVES and runs:
-                key, unit = Sent(op.purpose, op.verb, op.axes), by_name[op.unit]
+                key, several = Sent(op.purpose, op.verb, op.axes), op.among(by_name)
                 calls, sent = total.get(key, (0, 0.0))
-                more = op_bytes(op, layout, unit, mesh)
-                total[key] = calls + runs * len(op.moves(unit)), sent + runs * more
+                more = sum(op_bytes(op, layout, unit, mesh) for unit in several)
+                each = 1 if bundled and op.verb in KINDS else len(op.moves(several[0]))
+                total[key] = calls + runs * each, sent + runs * more
     return total
 
 

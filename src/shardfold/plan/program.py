@@ -54,13 +54,15 @@ before it.
     PUSH            begin to sum outer gradients over the groups, keep this rank's part
     OUTER           the outer optimizer's step on that part: how the global weights change there
     PULL            begin to bring the changes of all parts of the shard
-    BLEND           this rank's momentum, with its gradients in it; PUSH and PULL then carry its signs
+    BLEND           this rank's momentum, with its gradients in it; PUSH and PULL then carry its signs, of several
+                    units at once (:data:`BUNDLE`)
     SERVE           the mean of what all ranks have of this rank's part
     GIVE            the averaged momentum takes the place of the gradients
     MIX             the global weights take the change, and master, with its compute-dtype copy, takes these
 
 All that handlers and sums of bytes need to know of an operation is in its operands (:class:`Op`), so neither asks
-where in the program it stands. :data:`VERBS` says which operands a verb has.
+where in the program it stands. :data:`VERBS` says which operands a verb has. ``a..c`` in place of a unit are those from
+``a`` to ``c``, in definition order.
 
 No collective is chosen by hand: :func:`redistribute` derives it from how a tensor lies and how its reader needs it.
 """
@@ -69,7 +71,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shardfold.errors import ConfigError, LayoutError
 from shardfold.plan.axes import Mesh
@@ -97,6 +99,7 @@ __all__ = [
     "render_section",
 ]
 
+Unit = TypeVar("Unit")
 SCATTERS = ("REDUCE_SCATTER", "REDUCE_WITHIN", "REDUCE_BETWEEN")
 REDUCTIONS = (*SCATTERS, "ALL_REDUCE")
 SUMS = (*REDUCTIONS, "WAIT", "STORE", "DROP", "SPECULATE")
@@ -178,6 +181,11 @@ VERBS: Mapping[str, Verb] = {
 """All verbs. A verb that is not here neither parses nor runs."""
 
 UPDATED = ("master", "moments")
+RANGE = ".."
+"""Between the names of the first and the last unit of several: no name of a module has two dots in a row."""
+BUNDLE = 2**24
+"""Elements of momentum on a rank whose signs one collective carries, unless a single unit has more: 2 MiB of signs,
+which take longer on any link than it takes to begin."""
 """States that an update reads and writes."""
 MARK = "   <-- here"
 ROUND = ("outer_send", "outer_step", "outer_take")
@@ -205,7 +213,7 @@ class Op(_Operands):
 
     Attributes:
         verb: one of :data:`VERBS`.
-        unit: its name.
+        unit: its name, or those of the first and the last of several (see :meth:`among`).
         axes: of a collective: that it crosses; of ``HOLD``: that the copy is split over.
         format: of a collective: what is on the link, of a buffer: what is in it, e.g. ``bf16``; where the segments that
             move differ, that of each, as in ``bf16+fp32+bf16`` (see :meth:`each`).
@@ -252,6 +260,14 @@ class Op(_Operands):
     def kind(self) -> str:
         """Which collective it is for whoever sends it."""
         return "REDUCE_SCATTER" if self.verb in SCATTERS else KINDS.get(self.verb, self.verb)
+
+    def among(self, units: Mapping[str, Unit]) -> tuple[Unit, ...]:
+        """Its units, of all by their names in definition order."""
+        first, several, last = self.unit.partition(RANGE)
+        if not several:
+            return (units[first],)
+        names = list(units)
+        return tuple(units[name] for name in names[names.index(first) : names.index(last) + 1])
 
     def moves(self, unit: UnitSpec) -> tuple[SegmentSpec, ...]:
         """The segments of its unit that it works on: what is frozen has nothing but values."""
@@ -595,14 +611,30 @@ class _Lowering:
         """Momentum is averaged by signs."""
         signs, axes = self._layout.signs, self._mesh.rare
         assert signs is not None
-        units = [unit for unit in self._units if unit.trainable]
+        bundles = list(self._bundles())
         for verb, format in (("PUSH", signs.format), ("PULL", signs.back)):
-            for unit in units:
-                yield Op("BLEND" if verb == "PUSH" else "SERVE", unit.name)
+            for several in bundles:
+                yield from (Op("BLEND" if verb == "PUSH" else "SERVE", unit.name) for unit in several)
                 if axes:
-                    yield Op(verb, unit.name, axes, format)
-            yield from (Op("WAIT", unit.name, target="outer") for unit in units if axes)
-        yield from (Op("GIVE", unit.name) for unit in units)
+                    yield Op(verb, _range(several), axes, format)
+            yield from (Op("WAIT", _range(several), target="outer") for several in bundles if axes)
+        yield from (Op("GIVE", unit.name) for several in bundles for unit in several)
+
+    def _bundles(self) -> Iterator[list[UnitSpec]]:
+        """Neighbouring units whose momentum is sent at once."""
+        several: list[UnitSpec] = []
+        room = float(BUNDLE)
+        for unit in self._units:
+            if unit.trainable:
+                parts = unit.table_or(self._layout).master.parts(self._mesh)
+                size = sum(segment.length for segment in unit.segments if segment.trainable) / parts
+                if several and size > room:
+                    yield several
+                    several, room = [], float(BUNDLE)
+                several.append(unit)
+                room -= size
+        if several:
+            yield several
 
     def together(self) -> Iterator[Op]:
         """Ranks that went their own ways between signs meet, outside of a step."""
@@ -703,6 +735,10 @@ class _Lowering:
         """Whether a segment has ``params`` beside ``master``, in bytes of their own, that an update writes."""
         aliases = segment.table_or(self._layout).aliases(own=segment.own)
         return segment.trainable and "master" not in aliases
+
+
+def _range(units: Sequence[UnitSpec]) -> str:
+    return RANGE.join(dict.fromkeys((units[0].name, units[-1].name)))
 
 
 def parse(text: str) -> Program:
