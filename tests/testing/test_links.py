@@ -248,6 +248,45 @@ def test_a_rank_that_cannot_ask_the_store_ends_in_words(tmp_path: Path) -> None:
     assert "the store that all ranks share cannot be asked why" in second and "rank 0 is cut" in second
 
 
+def _comes_behind_a_cut(folder: str) -> str:
+    """Makes an engine when the link is cut; the sentence that it ends with."""
+    rank, limit = dist.get_rank(), timedelta(seconds=60)
+    dist.destroy_process_group()
+    store = dist.TCPStore(Links.address(0), 29_556, 2, rank == 0, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=90))
+    Path(f"{folder}/{rank}").touch()
+    Path(f"{folder}/cut{rank}").read_bytes()
+    with pytest.raises(CollectiveError) as raised:
+        sf.Engine(nn.Linear(64, 64), optimizer=SGD, layout="zero3", timeout=10.0)
+    return str(raised.value)
+
+
+@SOAK
+def test_a_rank_that_comes_behind_a_cut_ends_in_words(tmp_path: Path) -> None:
+    """The one that has the store waits for the other in vain; the other cannot ask it."""
+    over = threading.Event()
+    for rank in range(2):
+        os.mkfifo(tmp_path / f"cut{rank}")
+    with Links(2, 1) as links:
+
+        def cut() -> None:
+            while not all((tmp_path / str(rank)).exists() for rank in range(2)) and not over.wait(0.01):
+                pass
+            links.cut(1)
+            for rank in range(2):
+                (tmp_path / f"cut{rank}").write_bytes(b"")
+
+        thread = threading.Thread(target=cut, daemon=True)
+        thread.start()
+        try:
+            first, second = links.run(_comes_behind_a_cut, str(tmp_path), timeout=100)
+        finally:
+            over.set()
+            thread.join(10)
+    assert "not every rank came to make an engine within 10 s" in first
+    assert "so no engine is made (it has not answered within 10 s)" in second
+
+
 @SOAK
 def test_nodes_are_removed_when_the_process_is_told_to_end() -> None:
     """By SIGTERM, on which Python would end without a word; also those of which nobody made a context."""

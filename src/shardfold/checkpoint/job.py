@@ -116,7 +116,7 @@ class Job:
     def __init__(self, model: ShardedModel, draft: Draft, keep: int | None, nonfinite: str, begun: float) -> None:
         self._rank, self._ranks = model.rank, model.world_size
         self.draft, self._keep, self._nonfinite = draft, keep, nonfinite
-        self.messages = Messages(model.comm.mesh.store, f"save/{draft.token}", model.rank)
+        self.messages = Messages(model.comm.mesh.asked, f"save/{draft.token}", model.rank)
         self._begun, self.stall = begun, 0.0
         self._held = 0
         self._parts: list[Part] = []

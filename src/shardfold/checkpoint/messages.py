@@ -183,8 +183,8 @@ def ask(store: Any, call: str, *arguments: Any) -> Any:
         return getattr(store, call)(*arguments)
     except RuntimeError as error:
         raise CheckpointError(
-            "the store through which ranks talk is gone, as the process that serves it has died or left "
-            f"({str(error).splitlines()[0]})"
+            "the store through which ranks talk is gone, as the process that serves it has died or left, or the link "
+            f"to it is cut ({str(error).splitlines()[0]})"
         ) from error
 
 

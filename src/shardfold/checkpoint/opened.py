@@ -127,7 +127,7 @@ def _open(
         if any(version["digest"] == digest for version in versions)
     }
     first = min(having)
-    store, place = model.comm.mesh.store, f"{key}/index"
+    store, place = model.comm.mesh.asked, f"{key}/index"
     count = 0
     if model.rank == first and own is not None:
         count = put(store, place, own.data)

@@ -171,7 +171,7 @@ class Saver:
 
     def _everyone(self, key: str, text: str) -> list[str]:
         """What every rank says, by rank; a rank that is gone is an error at once, and not after a long wait."""
-        model, store = self._model, self._model.comm.mesh.store
+        model, store = self._model, self._model.comm.mesh.asked
         if store is None:
             return [text]
         if text:

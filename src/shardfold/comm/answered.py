@@ -9,7 +9,8 @@ asked until it has come.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -35,11 +36,24 @@ class Answered:
 
     def __getattr__(self, name: str) -> Any:
         ask = getattr(self._store, name)
-        if name == "wait":  # which has a limit of its own
-            return ask
-        return lambda *given: self._ask(lambda: ask(*given))
+        if name == "clone":  # a connection of its own
+            return lambda: Answered(self._ask(ask, self.limit), self.limit)
+        return lambda *given: self._ask(lambda: ask(*given), self.limit)
 
-    def _ask(self, ask: Callable[[], Any]) -> Any:
+    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
+        """Waits for keys. That the time is over is an answer of the store's too, which may not come either.
+
+        Args:
+            keys: that are to be there.
+            timeout: for how long; none: as the store has it, but no longer than an answer may take.
+
+        Raises:
+            DistStoreError: the time is over, or no answer came.
+        """
+        seconds = sum(each.total_seconds() for each in timeout)
+        self._ask(lambda: self._store.wait(list(keys), *timeout), self.limit + seconds)
+
+    def _ask(self, ask: Callable[[], Any], limit: float) -> Any:
         _open[:] = [each for each in _open if not each.is_set()]
         said: list[Any] = []
         failed: list[BaseException] = []
@@ -55,10 +69,10 @@ class Answered:
 
         if not _open:
             threading.Thread(target=run, name="shardfold-ask", daemon=True).start()
-            if not over.wait(self.limit):
+            if not over.wait(min(limit, threading.TIMEOUT_MAX)):
                 _open.append(over)
         if _open:
-            raise dist.DistStoreError(f"it has not answered within {self.limit:.0f} s")
+            raise dist.DistStoreError(f"it has not answered within {limit:.0f} s")
         if failed:
             raise failed[0]
         return said[0]

@@ -47,6 +47,7 @@ __all__ = [
 LOG = getLogger("shardfold")
 JOINED, ALL = "joined", "all"  # where ranks look before they make groups, and what it says if there is nothing wrong
 LOOK, SETTLE, ABORT = 0.1, 2.0, 30.0  # seconds: between looks, that a lost collective may still end, and to end all
+REFUSAL = 30.0  # seconds that it may take to tell others why no mesh is made
 UNSENT = 2**31 - 1  # the tag of a message that nobody sends
 
 
@@ -256,7 +257,7 @@ class DataMesh:
         self.world = dist.get_world_size() if self.distributed else 1
         self.on_streams = accelerator.has_streams(self.device) and self.backend not in ("none", GLOO)
         if self.world > 1:
-            self.name, self.default_store, self.store = _next_stores(self.rank)
+            self.name, self.default_store, self.store = _next_stores(self.rank, timeout.total_seconds())
         self.sizes = self._agreed_sizes(sizes, timeout, rare, meets)
         self.coords = self.sizes.coords(self.rank)
         self.data: Axes = self.sizes.reading
@@ -283,24 +284,24 @@ class DataMesh:
         local = os.environ.get("LOCAL_WORLD_SIZE")
         try:
             sizes = resolve_mesh(self.world, mesh, int(local) if local else None, rare, meets)
-            if self.store is None:
+            if (store := self.asked) is None:
                 return sizes
             mine = [[axis.name, axis.size, _role_text(axis, sizes)] for axis in sizes.axes]
-            first, theirs = json.loads(self.store.compare_set("sizes", "", json.dumps([self.rank, mine])))
+            first, theirs = json.loads(store.compare_set("sizes", "", json.dumps([self.rank, mine])))
             if theirs != mine:
                 here, there = (" x ".join(_axis_text(*axis) for axis in each) for each in (mine, theirs))
                 raise LayoutError(
                     f"mesh is {here} on rank {self.rank} and {there} on rank {first}: give every rank the same mesh=."
                 )
+            if store.add("came", 1) == self.world:
+                store.compare_set(JOINED, "", ALL)
+            store.wait([JOINED], timeout)
+            said = store.get(JOINED).decode()
         except LayoutError as error:
-            if self.store is not None:
-                _refuse(self.store, self.rank, error)
+            if self.asked is not None:
+                with suppress(RuntimeError):  # the process that serves the store may have died
+                    _refuse(self.asked, self.rank, error)
             raise
-        if self.store.add("came", 1) == self.world:
-            self.store.compare_set(JOINED, "", ALL)
-        try:
-            self.store.wait([JOINED], timeout)
-            said = self.store.get(JOINED).decode()
         except RuntimeError as error:
             raise CollectiveError(
                 f"rank {self.rank}: not every rank came to make an engine within {timeout.total_seconds():.0f} s "
@@ -312,6 +313,11 @@ class DataMesh:
             refusal = LayoutError if kind == LayoutError.__name__ else ConfigError
             raise refusal(f"no engine is made, as one was refused on another rank: {why}")
         return sizes
+
+    @property
+    def asked(self) -> Answered | None:
+        """The store, asked for no longer than a collective may take."""
+        return None if self.store is None else Answered(self.store, self._timeout.total_seconds())
 
     def _make_groups(self, timeout: timedelta) -> None:
         # What the host needs to know travels on the CPU: no device synchronization. It never shares a Gloo group with
@@ -448,10 +454,10 @@ class DataMesh:
     def _first_said(self, what: str) -> str:
         """What the rank that was first to close this mesh said of the default group: it holds for all of them, as one
         that ended it would meet the others nowhere else."""
-        if self.store is None:
+        if (store := self.asked) is None:
             return what
         try:
-            return Answered(self.store, self._timeout.total_seconds()).compare_set("default group", "", what).decode()
+            return store.compare_set("default group", "", what).decode()
         except RuntimeError:  # the process that serves the store has ended the group, or has died
             return "end"
 
@@ -621,16 +627,29 @@ def refusals_told() -> Iterator[None]:
     except Exception as error:
         if _PROCESS.comings == before and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             with suppress(RuntimeError):  # the process that serves the store may have died
-                _refuse(_next_stores(dist.get_rank())[2], dist.get_rank(), error)
+                _, _, store = _next_stores(dist.get_rank(), REFUSAL)
+                _refuse(Answered(store, REFUSAL), dist.get_rank(), error)
         raise
 
 
-def _next_stores(rank: int) -> tuple[str, Any, Any]:
-    """The name of the next mesh that ranks make, the default store, and the part of it that is that mesh's."""
+def _next_stores(rank: int, limit: float) -> tuple[str, Any, Any]:
+    """The name of the next mesh that ranks make, the default store, and the part of it that is that mesh's; ``limit``:
+    seconds that an answer may take.
+
+    Raises:
+        CollectiveError: none came.
+    """
     # The default store is the only key-value store that every rank is known to share.
     default = default_store()
     # Counted in the store, not in the process: a process may have been in other groups before.
-    name = str(default.add(f"shardfold/engines/{rank}", 1))
+    try:
+        name = str(Answered(default, limit).add(f"shardfold/engines/{rank}", 1))
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {rank}: the store that all ranks share cannot be asked, so no engine is made "
+            f"({str(error).splitlines()[0]}): the link to the host of rank 0 is cut, or its process is gone; look at "
+            "its output, and at the network between the hosts."
+        ) from error
     _PROCESS.comings += 1
     return name, default, dist.distributed_c10d.PrefixStore(f"shardfold/{name}", default)
 

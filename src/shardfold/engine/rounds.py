@@ -55,7 +55,7 @@ class Rounds:
         self._model, self._runner, self._changes = model, runner, changes
         self.steps = 0
         mesh = model.comm.mesh
-        self.vote = Vote(mesh.store, mesh.world, outer.deadline) if outer.deadline is not None else None
+        self.vote = Vote(mesh.asked, mesh.world, outer.deadline) if outer.deadline is not None else None
         self._late = [0] * outer.fragments  # outer steps in a row that were put off
         self.flights = [Flight.NONE] * outer.fragments
         self._ended: list[int | None] = [None] * outer.fragments  # behind which step all groups had the same of it

@@ -11,6 +11,8 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any
 
+from shardfold.errors import CollectiveError
+
 __all__ = ["Vote"]
 
 SLICE = 1.0  # seconds in which nothing else is looked at, such as Ctrl-C
@@ -30,10 +32,24 @@ class Vote:
         self._number = 0
 
     def held(self) -> bool:
-        """Whether the next round is held; every rank asks once for each."""
+        """Whether the next round is held; every rank asks once for each.
+
+        Raises:
+            CollectiveError: the store does not answer.
+        """
         if self._store is None:
             return True
         self._number += 1
+        try:
+            return self._decided()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"whether outer step {self._number} is taken cannot be asked of the store that all ranks share "
+                f"({str(error).splitlines()[0]}): the link to the host of rank 0 is cut, or its process is gone; look "
+                "at its output, and at the network between the hosts."
+            ) from error
+
+    def _decided(self) -> bool:
         came, decided = f"round/{self._number}/came", f"round/{self._number}/decided"
         until = monotonic() + self._deadline
         if self._store.add(came, 1) == self._ranks:
