@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of a round, or of the curves")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256, help="of the GPT; at 128 a step of signs is messages, not bytes")
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--picture")
     given = parser.parse_args()
