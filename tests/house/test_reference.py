@@ -119,7 +119,7 @@ def test_sentences_that_are_made_elsewhere_are_on_the_page_too(sources: Any, pag
     for words in (
         "the ranks are about to do different things", "no rank can go on", "did not finish within",
         "so ranks cannot pair their operations any more", "while only this rank's shard of it is in memory",
-        "times in a row although the loss scale is at its floor", "takes at least",
+        "times in a row although the loss scale is at its floor", "takes at least", "it was interrupted (",
     ):  # fmt: skip
         assert words in page
     raised = [each for each in shardfold.errors.__all__ if each.endswith("Error") and each != "ShardfoldError"]
@@ -140,4 +140,5 @@ def test_what_troubleshooting_quotes_can_be_raised(page: str) -> None:
     quoted = [each for cell in cells for each in re.findall(r"`([^`]+)`", cell) if len(each.split()) > 2]
     parts = [part.strip() for each in quoted for part in each.split("...") if part.strip()]
     assert len(quoted) > 15
-    assert [part for part in parts if part not in page] == []
+    raised = "\n".join(line for line in page.splitlines() if line.startswith("- "))  # without what classes say
+    assert [part for part in parts if part not in raised] == []

@@ -12,6 +12,7 @@ import pytest
 
 from shardfold.planner.hardware import cluster
 from shardfold.tools.doctor.checks import Check, checks
+from shardfold.tools.doctor.command import doctor
 
 
 def by_what() -> dict[str, Check]:
@@ -26,6 +27,19 @@ def test_what_is_wrong_has_a_way_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp
     found = by_what()
     assert found["temporary files"].state == "bad" and "TMPDIR" in found["temporary files"].mend
     assert found["threads"].state == "slow" and all(each.mend for each in found.values())
+
+
+def test_a_package_that_lacks_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In what is printed, where brackets are no marks of rich's. A package is looked up by the module that it has."""
+    looked: list[str] = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: looked.append(name) or (None if name == "timm" else 1))
+    doctor(None, as_json=False)
+    said = capsys.readouterr().out
+    assert "timm is not installed" in said and "pip install 'shardfold[vision]' for what needs it" in said
+    assert "one thing costs speed or features" in said.replace("2 things cost", "one thing costs")  # threads, perhaps
+    assert "PIL" in looked and "pillow" not in looked
 
 
 @pytest.mark.soak

@@ -77,7 +77,7 @@ def test_a_run_under_way_has_a_page_of_what_there_is(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run folder"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         page_of_run(tmp_path)
     run_folder(tmp_path)
     (tmp_path / "summary.json").write_text("[1")

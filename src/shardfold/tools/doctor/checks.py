@@ -22,7 +22,7 @@ from shardfold.comm.backend import device_backend
 from shardfold.errors import ConfigError
 from shardfold.plan.version import __version__
 from shardfold.tiers.limit import memory_limit
-from shardfold.tools.extras import EXTRAS
+from shardfold.tools.extras import EXTRAS, MODULES
 from shardfold.tools.observe.formats import format_bytes
 
 __all__ = ["Check", "checks"]
@@ -68,8 +68,9 @@ def _software() -> Iterator[Check]:
         )
     if platform.system() != "Linux":
         yield Check("bad", "system", f"{platform.system()} is not supported", "run on Linux")
+    imported = {package: module for module, package in MODULES.items()}
     for package, extra in EXTRAS.items():
-        if importlib.util.find_spec(package) is None:
+        if importlib.util.find_spec(imported.get(package, package)) is None:
             yield Check(
                 "slow", "packages", f"{package} is not installed", f"pip install 'shardfold[{extra}]' for what needs it"
             )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from shardfold.errors import ConfigError
 from shardfold.tools.doctor.checks import Check, checks
@@ -41,10 +42,11 @@ def _show(found: list[Check]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for each in found:
         mend = f"\n-> {each.mend}" if each.mend else ""
-        table.add_row(f"[{COLORS[each.state]}]{each.state}[/]", each.what, each.said + mend)
+        table.add_row(Text(each.state, COLORS[each.state]), each.what, Text(each.said + mend))
     console.print(table)
     wrong, slow = (sum(each.state == state for each in found) for state in ("bad", "slow"))
-    console.print(f"\n{wrong or 'Nothing'} wrong, {slow or 'nothing'} that costs speed or features.", highlight=False)
+    costs = f"{slow} things cost" if slow > 1 else f"{'one thing' if slow else 'nothing'} costs"
+    console.print(f"\n{wrong or 'Nothing'} wrong, {costs} speed or features.", highlight=False)
 
 
 def _measure(path: Path, *, quiet: bool) -> None:
@@ -64,4 +66,5 @@ def _measure(path: Path, *, quiet: bool) -> None:
     for verb, row in measured.collectives.items():
         table.add_row(verb, *(f"{1e3 * seconds:.2f} ms" for seconds in row.values()))
     console.print(table)
-    console.print(f"Written: {path}; shardfold plan --gpus 2x{path} reads it", highlight=False, soft_wrap=True)
+    written = f"Written: {path}; shardfold plan --gpus 2x{path} reads it"
+    console.print(written, highlight=False, markup=False, soft_wrap=True)

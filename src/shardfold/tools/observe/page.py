@@ -100,7 +100,9 @@ def _object(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]
     if not path.is_file():
         if missing is not None:
             return missing
-        raise ConfigError(f"{str(path.parent)!r} is no run folder: it has no {path.name}; give what --out named.")
+        raise ConfigError(
+            f"{str(path.parent)!r} is not a run folder: it has no {path.name}; give what --out named, or one in runs/."
+        )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

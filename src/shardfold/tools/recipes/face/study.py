@@ -101,7 +101,9 @@ def study(config: FaceConfig) -> int:
                           {head: on_cards(head) for head in HEADS}, ranks)  # fmt: skip
             write(out, found)
             write_page(out, found, config, images[1])
-            console.print(f"Written to {out}: study.html, study.md, study.json", highlight=False, soft_wrap=True)
+            console.print(
+                f"Written to {out}: study.html, study.md, study.json", highlight=False, markup=False, soft_wrap=True
+            )
     return 0
 
 
