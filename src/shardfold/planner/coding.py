@@ -15,20 +15,21 @@ __all__ = ["coding_bytes"]
 
 
 @cache
-def coding_bytes(name: str, dtype: str, numel: int, *, decodes: bool) -> int:
+def coding_bytes(name: str, dtype: str, numel: int, *, decodes: bool, parts: int = 1) -> int:
     """The most bytes of temporaries of a format that encodes, or ``decodes``, so many elements of a dtype.
 
     Args:
         name: of the format.
         dtype: of what is encoded, or what payloads become.
-        numel: elements; formats in blocks work on :data:`AT_ONCE` of them at most.
+        numel: elements of a part; formats in blocks work on :data:`AT_ONCE` of them at most.
         decodes: instead.
+        parts: of so many elements, which do not lie together.
     """
     form = FORMATS[name]
     numel = min(-(-numel // form.block) * form.block, max(AT_ONCE // form.block, 1) * form.block)
-    values = torch.zeros(1, numel, dtype=TORCH_DTYPES[dtype])
-    payload = torch.zeros(1, form.nbytes(numel), dtype=torch.uint8)
-    state = torch.zeros(1, numel) if form.state is not None and not decodes else None
+    values = torch.zeros(parts, 2, numel, dtype=TORCH_DTYPES[dtype])[:, 0]
+    payload = torch.zeros(parts, form.nbytes(numel), dtype=torch.uint8)
+    state = torch.zeros(parts, 2, numel)[:, 0] if form.state is not None and not decodes else None
     live = LiveBytes([values, payload, *([state] if state is not None else [])])
     with torch.no_grad():
         form.encode(values, payload, state)  # what is decoded are codes

@@ -28,6 +28,7 @@ import numpy as np
 
 from shardfold.plan.axes import Mesh
 from shardfold.plan.cost import encoded_bytes, fetched_bytes, is_encoded, resting_bytes, summed_bytes
+from shardfold.plan.formats import FORMATS
 from shardfold.plan.layout import DATA_AXES, ITEMSIZE, Layout, Tier
 from shardfold.plan.placement import UnitSpec
 from shardfold.plan.program import COLLECTIVES, MARKERS, MOVES, REDUCTIONS, ROUND, SUMS, Op, Program
@@ -265,6 +266,7 @@ def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
     walk = _Walk(setting, trace.events, trace.passes)
     points = list(walk.step())
     sums = [op for op in setting.program.last if op.verb in REDUCTIONS and not _all_encoded(op, setting)]
+    sums += [op for op in setting.program.outer_send if op.verb == "PUSH" and not _all_encoded(op, setting)]
     ranks = max((prod(setting.mesh[axis] for axis in op.axes) for op in sums), default=0)
     if "tensor" in setting.mesh and setting.mesh["tensor"] > 1:  # layers that ranks share sum what they give
         ranks = max(ranks, setting.mesh["tensor"])
@@ -283,8 +285,11 @@ def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
 
 def _all_encoded(op: Op, setting: Setting) -> bool:
     """Whether all that a reduction sums travels in a format, so that the transport sums nothing."""
-    segments = op.moves(setting.by_name[op.unit])
-    return all(is_encoded(one, s, setting.layout) for s, one in zip(segments, op.each(len(segments)), strict=True))
+    segments, layout = op.moves(setting.by_name[op.unit]), setting.layout
+    if op.verb == "PUSH":
+        each = zip(segments, op.each(len(segments)), strict=True)
+        return all(FORMATS[one.format].native != s.outer_dtype(layout) for s, one in each)
+    return all(is_encoded(one, s, layout) for s, one in zip(segments, op.each(len(segments)), strict=True))
 
 
 def _held(trace: Trace, event: np.ndarray, level: np.ndarray) -> np.ndarray:
@@ -343,6 +348,7 @@ class _Walk:
         self._taken: dict[tuple[str, str], list[tuple[float, str]]] = {}  # buffers that may be spares
         self._part = ""
         self._sums: dict[str, list[tuple[float, str]]] = {}  # by unit, what decodes its sums
+        self._crossing: set[str] = set()  # units whose sums go between nodes
         self._decodes: dict[tuple[str, str], float] = {}  # temporaries of payloads that are under way
         self._split = {
             name: any(segment.table_or(self._layout).comes_and_goes for segment in unit.segments)
@@ -452,7 +458,7 @@ class _Walk:
         unit = self._units.get(op.unit)
         more, what = 0.0, ""
         if unit is not None:
-            if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target == "flat":
+            if op.verb in ("CAST", "FILL", "ALL_GATHER") and op.target in ("flat", "node"):
                 self._gather(op, unit)
             elif op.verb == "GRADS":
                 self._buffer(unit)
@@ -484,6 +490,9 @@ class _Walk:
         elif op.verb == "WAIT":
             self._give_back(unit.name, "sums")
             self._give_back(unit.name, "transport")
+            if unit.name in self._crossing:
+                self._crossing.discard(unit.name)
+                self._give_back(unit.name, "sums of a node")
         elif op.verb == "STORE":
             self._let_go(unit.name, f"{op.source} on their way")
         elif op.verb == "OUTER":
@@ -494,7 +503,7 @@ class _Walk:
     def _gather(self, op: Op, unit: UnitSpec) -> None:
         split = [s for s in unit.segments if s.table_or(self._layout).comes_and_goes]
         self._hold(unit.name, "gathered", sum(s.length * ITEMSIZE[s.dtype] for s in split))
-        if op.verb == "ALL_GATHER":
+        if op.verb == "ALL_GATHER" and op.source != "node":  # of two hops, the first one's payload serves both
             self._take(unit.name, "payloads", [(encoded_bytes(op, self._layout, unit, self._mesh), "int8")])
 
     def _buffer(self, unit: UnitSpec) -> None:
@@ -513,21 +522,30 @@ class _Walk:
 
     def _reduce(self, op: Op, unit: UnitSpec) -> None:
         ranks = prod(self._mesh[axis] for axis in op.axes)
-        if encoded := encoded_bytes(op, self._layout, unit, self._mesh):
-            segments, here = op.moves(unit), self._slices(op) * ranks
-            flats = [
-                (s.length / here, "fp32")
-                for s, one in zip(segments, op.each(len(segments)), strict=True)
-                if is_encoded(one, s, self._layout)
-            ]
-            self._sums[unit.name] = flats * 2  # what decodes has a sum, and what is added to it
-            self._take(unit.name, "transport", [(encoded - 8 * sum(numel for numel, _ in flats), "int8")])
+        if encoded_bytes(op, self._layout, unit, self._mesh):
+            self._sum_encoded(op, unit, ranks)
         elif op.verb == "REDUCE_SCATTER" and self._setting.behaviour.temporary(1.0, ranks):
             parts = self._setting.behaviour.temporary(1.0, ranks) ** -1
             dtypes = [(s.length / parts, s.dtype_for("reduce", self._layout)) for s in unit.segments if s.trainable]
             self._take(unit.name, "transport", dtypes)
         if self._setting.behaviour.streams and (summed := summed_bytes(op, self._layout, unit, self._mesh)):
             self._hold(unit.name, "grads on their way", summed)
+
+    def _sum_encoded(self, op: Op, unit: UnitSpec, ranks: int) -> None:
+        """What is sent and what comes, of each segment, and between two hops what the first has summed."""
+        segments, slices = op.moves(unit), self._slices(op)
+        payloads, sums = list[tuple[float, str]](), list[tuple[float, str]]()
+        for segment, one in zip(segments, op.each(len(segments)), strict=True):
+            if is_encoded(one, segment, self._layout):
+                payloads += [(FORMATS[one.format].nbytes(segment.length) / slices, "int8")] * 2
+                sums.append((2 * segment.length / slices / ranks, "fp32"))  # what decodes has a sum, and what is added
+        self._sums[unit.name] = sums
+        if op.target == "node":
+            here = self._mesh[DATA_AXES[1]]
+            self._take(unit.name, "sums of a node", [(segment.length / here, "fp32") for segment in segments])
+        if op.source == "node":
+            self._crossing.add(unit.name)
+        self._take(unit.name, "transport", payloads)
 
     def _coded(self, op: Op, unit: UnitSpec) -> float:
         """Temporaries of formats: what encodes at a collective, what decodes where it is waited for."""
@@ -542,7 +560,12 @@ class _Walk:
                 length = segment.length // self._slices(op)
                 here, there = (length // ranks, length)[:: 1 if gathers else -1]
                 dtype = segment.dtype if gathers else segment.dtype_for("reduce", self._layout)
-                encodes = max(encodes, coding_bytes(one.format, dtype, here, decodes=False))
+                if op.target == "node" and not gathers:  # what goes to each rank is in as many parts as there are nodes
+                    nodes = self._mesh[DATA_AXES[0]]
+                    part = here // ranks // nodes
+                    encodes = max(encodes, coding_bytes(one.format, dtype, part, decodes=False, parts=nodes))
+                else:
+                    encodes = max(encodes, coding_bytes(one.format, dtype, here, decodes=False))
                 becomes = dtype if gathers else "fp32"
                 decodes = max(decodes, coding_bytes(one.format, becomes, there, decodes=True))
         if decodes:
@@ -567,6 +590,9 @@ class _Walk:
             if s.trainable
         ]
         self._take(unit.name, "outer gradients" if op.verb == "DIFF" else "outer sums", shards)
+        if op.verb == "PUSH":
+            kept = self._setting.behaviour.temporary(1.0, parts) * parts
+            self._take(unit.name, "transport", [(numel * kept, dtype) for numel, dtype in shards])
 
     def _update(self, unit: UnitSpec) -> float:
         """A block of the gradients in the dtype of the master; all of a shard's, where one call updates it all."""

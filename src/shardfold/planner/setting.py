@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
+from shardfold.parallel.pipeline.stages import Borders
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh
 from shardfold.plan.cost import fetched_bytes, resting_bytes, tier_bytes
@@ -41,6 +42,11 @@ def mesh_of(given: Mapping[str, int] | Sequence[Axis]) -> Mesh:
     if not isinstance(given, Mapping):
         return Mesh(given)
     return Mesh.of({"inter": 1, "intra": 1} | dict(given))
+
+
+def _for(table: Layout, given: Mapping[str, int] | Sequence[Axis]) -> Mesh:
+    """The mesh that an engine with this table has: the groups of one axis may come together now and then only."""
+    return Mesh(mesh_of(given).axes, table.rare, meets=bool(table.signs))
 
 
 def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,6 +91,7 @@ class Subject:
             self._stages.drop_foreign()
         self._traces: dict[tuple[Precision, str, int], Trace] = {}
         self._alone: dict[tuple[Precision, str, int], Trace] = {}  # of one micro-batch in a stage
+        self._borders: dict[tuple[Precision, int, bool], Borders] = {}
         self._folded: Folded | None = None
         self._whole = False  # all blocks are traced
         self._cuts: dict[Any, tuple[Rules, list[Cut]]] = {}
@@ -105,7 +112,7 @@ class Subject:
         self, layout: str | Layout, precision: str | Precision, mesh: Mapping[str, int] | Sequence[Axis], moments: int
     ) -> dict[Tier, float]:
         """Bytes at rest on one rank, by tier."""
-        sizes = mesh_of(mesh)
+        sizes = _for(presets.named(layout), mesh)
         rules, cuts = self.cuts(presets.named(layout), Precision.named(precision), sizes)
         specs = [c.spec for c in cuts if c.spec is not None]
         return tier_bytes(resting_bytes(rules.layouts[-1], specs, sizes, num_moments=moments, padded=True))
@@ -199,10 +206,12 @@ class Subject:
         self.division.cut(made, self.mesh)
         stages.drop_foreign()
         stages.settle()
-        return trace_stage(
+        key = policy, samples, model is self.model
+        found, self._borders[key] = trace_stage(
             made, stages, cuts, self.rows(samples), number=self.division.stage, precision=policy, mode=mode,
-            compute=self.compute, connect=self._connect,
+            compute=self.compute, connect=self._connect, borders=self._borders.get(key),
         )  # fmt: skip
+        return found
 
     def _buffer_bytes(self, policy: Precision) -> float:
         narrow = ITEMSIZE[policy.compute] if policy.buffers == "compute" else 0
@@ -275,7 +284,7 @@ class Subject:
         behaviour: Behaviour = CPU,
     ) -> Setting:
         """What an engine with these arguments binds; orders of units are those of the trace."""
-        sizes = mesh_of(mesh or {})
+        sizes = _for(presets.named(layout), mesh or {})
         rules, cuts = self.cuts(presets.named(layout), Precision.named(precision), sizes)
         layout = rules.layouts[-1]
         specs = [replace(s, root=s.root or s.name in trace.touched) for c in cuts if (s := c.spec) is not None]

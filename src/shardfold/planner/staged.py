@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError
 from shardfold.parallel.pipeline.order import choose_order, make_order
-from shardfold.parallel.pipeline.stages import Run, StageDone, Stages
+from shardfold.parallel.pipeline.stages import Borders, Run, StageDone, Stages
 from shardfold.parallel.pipeline.trace import Origin
 from shardfold.planner.division import Division
 from shardfold.planner.trace import Event, Trace
@@ -53,12 +53,11 @@ class Stage:
     Args:
         stages: of the model that runs.
         number: of the stage.
-        call: gives the loss of a model, for the run that finds what crosses borders.
+        borders: what crosses them.
     """
 
-    def __init__(self, stages: Stages, number: int, call: Callable[[nn.Module], Any]) -> None:
-        self._stages, self._number = stages, number
-        self._borders = stages.borders("plan", call, dict, training=True)
+    def __init__(self, stages: Stages, number: int, borders: Borders) -> None:
+        self._stages, self._number, self._borders = stages, number, borders
         stages.attach()
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from math import prod
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardfold.activations.recompute import KEPT, selective, without_filling
 from shardfold.errors import ConfigError, ModelError
-from shardfold.parallel.pipeline.stages import Stages
+from shardfold.parallel.pipeline.stages import Borders, Stages
 from shardfold.plan.layout import Precision
 from shardfold.planner.hollow import fill, hollow, hollow_values
 from shardfold.planner.live import LiveBytes
@@ -169,9 +169,9 @@ def _trace(
 
 def trace_stage(
     model: nn.Module, stages: Stages, cuts: Sequence[Cut], batch: Any, *, number: int, precision: Precision, mode: str,
-    compute: Compute, connect: Connect,
-) -> Trace:  # fmt: skip
-    """The trace of one micro-batch in one stage.
+    compute: Compute, connect: Connect, borders: Borders | None = None,
+) -> tuple[Trace, Borders]:  # fmt: skip
+    """The trace of one micro-batch in one stage, and what crosses borders.
 
     Args:
         model: without memory, cut into ``stages``, in the dtypes that it computes in; it gets fake tensors.
@@ -180,6 +180,7 @@ def trace_stage(
         batch: with or without memory.
         number: of the stage.
         precision, mode, compute, connect: as of :func:`trace_model`.
+        borders: of a trace of as many samples in another mode; None: they are found.
     """
     fake = FakeMode(allow_non_fake_inputs=True)
 
@@ -187,29 +188,57 @@ def trace_stage(
         with fake:
             return torch.zeros(tensor.shape, dtype=dtype, device="cpu")
 
-    def zeros(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(tensor.shape, dtype=dtype)
-
     fill(model, make)
-    narrow = TORCH_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
-    autocast = partial(torch.autocast, "cpu", cache_enabled=False)
+    narrow = _narrow(precision)
     listener = _Listener(model, cuts)
     with ExitStack() as held:
         batch, undo = connect(model, batch, listener.sent)
         held.callback(undo)
-        whole = hollow_values(batch, zeros)
-        with autocast(TORCH_DTYPES[precision.autocast]) if precision.autocast else nullcontext():
-            given = cast_floats(whole, narrow) if narrow is not None else whole
-            stage = Stage(stages, number, lambda skeleton: compute(skeleton, given))
+        if borders is None:
+            borders = _borders(stages, batch, compute, precision, fake, make)
+        stage = Stage(stages, number, borders)
         held.callback(stages.close)
         values = hollow_values(batch, make)
         held.enter_context(fake)
         held.enter_context(listener.hooked(mode, narrow, precision.autocast))
         listener.run_stage(stage, compute, values)
-    return Trace(
+    found = Trace(
         tuple(listener.events), batch=_nbytes(values), buffers=_nbytes([*model.buffers()]), mode=mode,
         tokens=_tokens(values), touched=frozenset(listener.touched),
     )  # fmt: skip
+    return found, borders
+
+
+def _borders(
+    stages: Stages, batch: Any, compute: Compute, precision: Precision, fake: Any,
+    make: Callable[[Tensor, torch.dtype], Tensor],
+) -> Borders:  # fmt: skip
+    """What crosses borders, found without memory; on zeros where code around the pieces asks for values."""
+
+    def zeros(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=dtype)
+
+    def found(values: Any) -> Borders:
+        with _autocast(precision):
+            narrow = _narrow(precision)
+            given = cast_floats(values, narrow) if narrow is not None else values
+            return stages.borders("plan", lambda skeleton: compute(skeleton, given), dict, training=True)
+
+    try:
+        with _silent(), fake:
+            return found(hollow_values(batch, make))
+    except ModelError:
+        return found(hollow_values(batch, zeros))
+
+
+def _narrow(precision: Precision) -> torch.dtype | None:
+    """What inputs are cast to."""
+    return TORCH_DTYPES[precision.compute] if precision.compute in ("bf16", "fp16") else None
+
+
+def _autocast(precision: Precision) -> AbstractContextManager[Any]:
+    name = precision.autocast
+    return torch.autocast("cpu", TORCH_DTYPES[name], cache_enabled=False) if name else nullcontext()
 
 
 def _asks_for_values(error: Exception) -> bool:
