@@ -240,7 +240,7 @@ class Sampler(data.Sampler[list[int]]):
         for name, most in (("epoch", math.inf), ("consumed", self.length)):
             if not is_integer(state[name], 0, most):
                 raise ConfigError(
-                    f"the sampler's state has {name} {described(state[name])}, which is no position: load what "
+                    f"the sampler's state has {name} {described(state[name])}, which is not a position: load what "
                     "state_dict() returned."
                 )
         self._at = self._settled(state["epoch"], state["consumed"])

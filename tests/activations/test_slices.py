@@ -155,7 +155,7 @@ def test_room_is_used_again_and_is_not_exceeded() -> None:
         ({"mode": "host", "inputs": "host"}, "inputs says what becomes of the inputs"),
         ({"mode": "fit:1GiB", "over": "tensor"}, "mode is 'fit:1GiB'"),
         ({"mode": "recompute", "over": ("tensor",)}, "it is the name of an axis"),
-        ({"mode": "recompute", "inputs": "hots"}, "which is no tier. Did you mean 'host'"),
+        ({"mode": "recompute", "inputs": "hots"}, "which is not a tier. Did you mean 'host'"),
         ({"mode": "recompute", "contiguous": 4}, "goes with over="),
         ({"mode": "recompute", "over": "tensor", "contiguous": -1}, "a number of units, or 0"),
         ({"mode": "recompute", "over": "tensor", "inputs": "host", "contiguous": 4}, "without inputs="),

@@ -493,7 +493,7 @@ def test_a_damaged_file_of_others_is_not_imported(form: str, tmp_path: Path):
     export_to(tmp_path / "step", tmp_path / "out", form)
     file = max((tmp_path / "out").iterdir(), key=lambda p: p.stat().st_size) if form != "torch" else tmp_path / "out"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=r"cannot be read|is no file of torch\.save, or it is damaged"):
+    with pytest.raises(CheckpointError, match=r"cannot be read|is not a file of torch\.save, or it is damaged"):
         import_from(tmp_path / "out", tmp_path / "back", form)
     assert not (tmp_path / "back").exists()
 
@@ -530,7 +530,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for bad, text in [
         (("export", run, out, "--to", "hf"), "exists"),
         (("export", run, str(tmp_path / "x"), "--to", "hf", "--dtype", "bf61"), "Did you mean 'bf16'"),
-        (("export", run, str(tmp_path / "x"), "--to", "hf", "--shard-size", "big"), "no number of bytes"),
+        (("export", run, str(tmp_path / "x"), "--to", "hf", "--shard-size", "big"), "not a number of bytes"),
         (("import", out, back, "--rename", "tail"), "has no '='"),
         (("import", out, back, "--from", "hff"), "Did you mean 'hf'"),
     ]:

@@ -117,8 +117,8 @@ def test_an_index_comes_back_as_it_was(index: Index) -> None:
         ((b'"version": 1', b'"version": 0'), "version 0"),
         ((b"shardfold checkpoint", b"another checkpoint"), "'another checkpoint'"),
         ((b'"step": 7', b'"step": 8'), "checksum differs"),
-        ((b'"checksum"', b'"chocksum"'), "is no index of a checkpoint, or is damaged"),
-        ((b"{\n", b"[\n"), "is no index of a checkpoint, or is damaged"),
+        ((b'"checksum"', b'"chocksum"'), "is not an index of a checkpoint, or is damaged"),
+        ((b"{\n", b"[\n"), "is not an index of a checkpoint, or is damaged"),
     ],
 )
 def test_an_index_that_was_changed_is_refused(change: tuple[bytes, bytes], says: str) -> None:

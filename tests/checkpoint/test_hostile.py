@@ -130,22 +130,22 @@ INDEXES: dict[str, tuple[Change, str]] = {
     "a hidden file": (named(".x"), "'.x' is not the name of a file beside it"),
     "no file": (named(""), "'' is not the name of a file beside it"),
     "a file of another list": (put("pieces/0/file", "x"), "it is in 'x', which is none of its files"),
-    "no step": (put("step", REMOVED), "step is None, which is no whole number"),
-    "a step of text": (put("step", "one"), "step is 'one', which is no whole number"),
-    "a negative step": (put("step", -1), "step is -1, which is no whole number"),
+    "no step": (put("step", REMOVED), "step is None, which is not a whole number"),
+    "a step of text": (put("step", "one"), "step is 'one', which is not a whole number"),
+    "a negative step": (put("step", -1), "step is -1, which is not a whole number"),
     "a step of many digits": (put("step", 10**100), "step is a number of many digits"),
     "pieces of a number": (put("pieces", 7), "pieces is not a list"),
-    "a piece of text": (put("pieces/0", "x"), "pieces[0] is no object"),
+    "a piece of text": (put("pieces/0", "x"), "pieces[0] is not an object"),
     "no parameters": (put("parameters", None), "parameters is not a list"),
     "a parameter without name": (put("parameters/0/name", REMOVED), "parameters[0]: name is missing"),
     "a parameter twice": (twice, "parameters: 'a.weight' is there twice"),
     "a negative shape": (put("parameters/0/shape", [-5, 3]), "shape is [-5, 3], which no tensor has"),
     "an absurd shape": (put("parameters/0/shape", [2**62]), "shape is [4611686018427387904], which no tensor has"),
-    "a shape of halves": (put("parameters/0/shape", [1.5]), "shape is [1.5], which is no list of up to 64 numbers"),
-    "a shape of many dims": (put("parameters/0/shape", [1] * 100), "which is no list of up to 64 numbers"),
+    "a shape of halves": (put("parameters/0/shape", [1.5]), "shape is [1.5], which is not a list of up to 64 numbers"),
+    "a shape of many dims": (put("parameters/0/shape", [1] * 100), "which is not a list of up to 64 numbers"),
     "an unknown dtype": (put("pieces/0/dtype", "F3"), "dtype is 'F3', which is none of F64"),
     "an unknown kind": (put("pieces/0/kind", "code"), "kind is 'code', which is none of element"),
-    "a place before the file": (put("pieces/0/at", -8), "at is -8, which is no whole number"),
+    "a place before the file": (put("pieces/0/at", -8), "at is -8, which is not a whole number"),
     "a place behind the file": (put("pieces/0/at", 2**40), "it ends behind the"),
     "a range backwards": (put("pieces/0/range", [9, 3]), "range is [9, 3], which no tensor has"),
     "a range of one": (put("pieces/0/range", [9]), "range is [9], which is not the first element"),
@@ -155,16 +155,16 @@ INDEXES: dict[str, tuple[Change, str]] = {
     "a box that is none": (boxed("x"), "box is not [starts, sizes]"),
     "a box of too few blocks": (boxed([[0, 0, 0], [2, 2, 4], [0, 2, 2]]), "its box is stacked as [0, 2, 2]"),
     "a box of half a word": (boxed([[0, 0], [3, 4], [1]]), "box is stacked as [1], which is not [dim, count, length]"),
-    "blocks of nothing": (put("pieces/0/block", 0), "block is 0, which is no number of elements"),
-    "sums of numbers": (put("pieces/0/sums", [1]), "sums is no list of texts"),
-    "a rank of text": (put("pieces/0/rank", "x"), "rank is 'x', which is no whole number"),
-    "an optimizer of lists": (put("optimizer", []), "optimizer is no object"),
+    "blocks of nothing": (put("pieces/0/block", 0), "block is 0, which is not a number of elements"),
+    "sums of numbers": (put("pieces/0/sums", [1]), "sums is not a list of texts"),
+    "a rank of text": (put("pieces/0/rank", "x"), "rank is 'x', which is not a whole number"),
+    "an optimizer of lists": (put("optimizer", []), "optimizer is not an object"),
     "a group without options": (put("optimizer/groups/0/options", REMOVED), "groups[0]: options is missing"),
-    "files of no size": (put("files", {"x": -1}), "files: x is -1, which is no whole number"),
+    "files of no size": (put("files", {"x": -1}), "files: x is -1, which is not a whole number"),
     "a run of a number": (put("run", 1), "run is not an object"),
-    "ranks of numbers": (put("ranks", [1]), "what it keeps of '0' is no object"),
+    "ranks of numbers": (put("ranks", [1]), "what it keeps of '0' is not an object"),
     "a deep tree": (put("run/state", deep(500)), "nested more than 200 levels deep"),
-    "a list": (lambda said: [1], "is no index of a checkpoint, or is damaged"),
+    "a list": (lambda said: [1], "is not an index of a checkpoint, or is damaged"),
 }
 
 
@@ -188,10 +188,10 @@ def test_an_index_says_what_can_not_be(saved: Path, name: str, capsys: pytest.Ca
 TEXTS: dict[str, tuple[bytes, str]] = {
     "nested without end": (b"[" * 200_000, "nested too deeply"),
     "a key twice": (b'{"format": 1, "step": 1, "step": 2}', "'step' is there twice"),
-    "no number": (b'{"format": NaN}', "NaN is no JSON"),
-    "a number of 5000 digits": (b'{"format": ' + b"1" * 5000 + b"}", "is no index of a checkpoint"),
-    "no text": (bytes(range(256)), "is no index of a checkpoint"),
-    "nothing": (b"", "is no index of a checkpoint"),
+    "no number": (b'{"format": NaN}', "NaN is not JSON"),
+    "a number of 5000 digits": (b'{"format": ' + b"1" * 5000 + b"}", "is not an index of a checkpoint"),
+    "no text": (bytes(range(256)), "is not an index of a checkpoint"),
+    "nothing": (b"", "is not an index of a checkpoint"),
 }
 
 
@@ -299,7 +299,7 @@ def test_the_latest_of_a_folder_leads_elsewhere(saved: Path, name: str, capsys: 
 
 def test_a_path_that_no_file_system_has(capsys: pytest.CaptureFixture[str]) -> None:
     """Too long, or with a byte that ends a name elsewhere."""
-    refused(capsys, "ckpt", "verify", "x" * 5000, says="is no path of a checkpoint (File name too long)")
+    refused(capsys, "ckpt", "verify", "x" * 5000, says="is not a path of a checkpoint (File name too long)")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         Checkpoint("x\0y")
 

@@ -51,7 +51,7 @@ def test_another_host_answers_with_its_checkpoints_own_files_only(ranks: Ranks, 
     os.mkfifo(folder / "a-pipe")
     got, _ = ranks.run(asked, str(folder), world_size=2)
     assert got.pop("own") == b"values"
-    why = "it cannot be opened, or is no regular file of the checkpoint's folder"
+    why = "it cannot be opened, or is not a regular file of the checkpoint's folder"
     assert got == {name: f"{name}: rank 1, whose host has it, cannot read it ({why})." for name in STRANGE}
 
 

@@ -241,11 +241,11 @@ def test_client_state_of_values_needs_no_trust(ranks: Ranks, tmp_path: Path) -> 
 
 
 FACES: dict[str, tuple[Any, str]] = {
-    "a state that is a list": ([1], "is no mapping"),
-    "a face that is a number": ({"deepspeed": 7}, "is no mapping"),
-    "counters of text": ({"deepspeed": {"global_steps": "x"}}, "global_steps of its run is no number"),
+    "a state that is a list": ([1], "is not a mapping"),
+    "a face that is a number": ({"deepspeed": 7}, "is not a mapping"),
+    "counters of text": ({"deepspeed": {"global_steps": "x"}}, "global_steps of its run is not a number"),
     "pickles that are numbers": ({"deepspeed": {}, "pickled": {"x": 7}}, "client_state['x'] is no bytes"),
-    "pickles in a list": ({"deepspeed": {}, "pickled": []}, "its client_state is no mapping"),
+    "pickles in a list": ({"deepspeed": {}, "pickled": []}, "its client_state is not a mapping"),
     "a schedule of a number": ({"deepspeed": {"lr_scheduler": {"pickled": {"state": 1}}}}, "is no bytes"),
 }
 

@@ -432,7 +432,7 @@ def _refusals(folder: str) -> None:
     said = _refused(Case(Plain, "LAMB").engine(ZERO3), f"{folder}/a")
     assert "in other groups (group 0 of the engine has parameters of groups 0 and 1 there)" in said
     for arguments, words in (
-        ({"rename": {"(": ""}}, "is no pattern"),
+        ({"rename": {"(": ""}}, "is not a pattern"),
         ({"rename": lambda name: name.replace("blocks.0", "blocks.1")}, "the same name"),
         ({"rename": {"^head": "tail"}}, "missing: head.bias, head.weight; unexpected: head.bias, head.weight"),
         ({"state": {"loader": nn.Identity()}}, "no state of loader; it has sampler"),

@@ -28,7 +28,11 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], str]] = [
     ("Muon", {"adam_lr": -1}, "optimizer.params.adam_lr is -1"),
     ("SGD", {"lr": 0.1, "momentum": -3}, "optimizer.params.momentum is -3"),
     ("SGD", {"lr": "x"}, "optimizer.params.lr is 'x'"),
-    ("SGD", {"lr": 0.1, "momntum": 0.9}, "optimizer.params.momntum is no argument of SGD. Did you mean 'momentum'?"),
+    (
+        "SGD",
+        {"lr": 0.1, "momntum": 0.9},
+        "optimizer.params.momntum is not an argument of SGD. Did you mean 'momentum'?",
+    ),
 ]
 SCHEDULES: list[tuple[str, dict[str, Any], str]] = [
     ("WarmupDecayLR", {}, "scheduler.params.total_num_steps is missing, which WarmupDecayLR needs"),

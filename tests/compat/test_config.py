@@ -188,8 +188,8 @@ def test_numbers_that_do_not_multiply_up_are_all_named(train: int, micro: int, a
 
 
 def test_a_batch_that_does_not_divide_is_an_error():
-    refused({"train_batch_size": 7}, "7 is no multiple of 1 x 2", world_size=2)
-    refused({"train_batch_size": 2, "train_micro_batch_size_per_gpu": 4}, "2 is no multiple of 4 x 1", world_size=1)
+    refused({"train_batch_size": 7}, "7 is not a multiple of 1 x 2", world_size=2)
+    refused({"train_batch_size": 2, "train_micro_batch_size_per_gpu": 4}, "2 is not a multiple of 4 x 1", world_size=1)
 
 
 def test_the_number_of_ranks_is_from_the_environment(monkeypatch: pytest.MonkeyPatch):

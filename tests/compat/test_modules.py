@@ -106,7 +106,7 @@ def test_schedules_take_what_wraps_an_optimizer():
     inner = adam()
     wrapper = argparse.Namespace(optimizer=inner)
     assert lr_schedules.WarmupLR(wrapper).optimizer is inner
-    with pytest.raises(ConfigError, match=r"no torch\.optim\.Optimizer"):
+    with pytest.raises(ConfigError, match=r"not a torch\.optim\.Optimizer"):
         lr_schedules.WarmupLR(argparse.Namespace())
 
 
@@ -600,7 +600,7 @@ def test_the_accelerator():
     here.set_visible_devices_envs(environment, [0, 2])
     assert environment == {"CUDA_VISIBLE_DEVICES": "0,2"}
     assert isinstance(here, DeepSpeedAccelerator)
-    with pytest.raises(ConfigError, match="no accelerator"):
+    with pytest.raises(ConfigError, match="not an accelerator"):
         accelerator.set_accelerator(object())
     builder = here.create_op_builder("CPUAdamBuilder")
     assert builder.NAME == "cpu_adam" and builder.is_compatible() is False and here.get_op_builder("Nothing") is None
@@ -621,7 +621,7 @@ def test_logging_by_rank(capsys: pytest.CaptureFixture[str]):
         ds_logging.set_log_level_from_string("warning")
     said = capsys.readouterr().out
     assert "[Rank -1] heard" in said and "unheard" not in said and said.count("one") == 1
-    with pytest.raises(ValueError, match="'loud' is no level"):
+    with pytest.raises(ValueError, match="'loud' is not a level"):
         ds_logging.get_log_level_from_string("loud")
 
 

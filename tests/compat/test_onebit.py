@@ -65,5 +65,5 @@ def test_one_bit_optimizers_in_a_config_send_signs(ranks: Ranks, kind: str) -> N
     ],
 )
 def test_unknown_arguments_are_refused_with_the_nearest(kind: str, key: str, nearest: str) -> None:
-    with pytest.raises(DeepSpeedConfigError, match=rf"{key} is no argument of {kind}.*{nearest}"):
+    with pytest.raises(DeepSpeedConfigError, match=rf"{key} is not an argument of {kind}.*{nearest}"):
         hyper("optimizer", kind, {key: 1})

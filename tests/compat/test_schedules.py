@@ -154,5 +154,5 @@ def test_what_is_no_optimizer_or_no_argument_is_a_type_error() -> None:
     """As of DeepSpeed's; it is a sentence of ours too."""
     for make in (lambda: schedules.WarmupLR(3), lambda: schedules.WarmupLR(adam(), warmup_nm_steps=3)):
         for kind in (TypeError, ConfigError):
-            with pytest.raises(kind, match=r"no torch\.optim\.Optimizer|Did you mean 'warmup_num_steps'"):
+            with pytest.raises(kind, match=r"not a torch\.optim\.Optimizer|Did you mean 'warmup_num_steps'"):
                 make()

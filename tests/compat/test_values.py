@@ -167,7 +167,7 @@ def test_hjson_without_its_package_says_what_to_install(tmp_path: Path, monkeypa
     assert read(tmp_path / "ds.json").train_batch_size == 8
     with pytest.raises(DeepSpeedConfigError, match="pip install hjson"):
         read(tmp_path / "ds.hjson")
-    with pytest.raises(DeepSpeedConfigError, match="no JSON"):
+    with pytest.raises(DeepSpeedConfigError, match="not JSON"):
         read(tmp_path / "bad.json")
 
 

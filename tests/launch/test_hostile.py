@@ -67,22 +67,22 @@ def planted(tmp_path: Path, canary: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 # -- host files
 
 HOSTS: dict[str, tuple[bytes, str]] = {
-    "an option": (b"-oProxyCommand=touch${IFS}canary slots=1\n", "touch${IFS}canary' is no name of a host"),
-    "a short option": (b"-v slots=1\n", "'-v' is no name of a host"),
+    "an option": (b"-oProxyCommand=touch${IFS}canary slots=1\n", "touch${IFS}canary' is not a name of a host"),
+    "a short option": (b"-v slots=1\n", "'-v' is not a name of a host"),
     "a command": (b"a;touch\tcanary slots=1\n", "is not of the form"),
-    "a substitution": (b"$(touch${IFS}canary) slots=1\n", "is no name of a host"),
-    "a backquote": (b"`id` slots=1\n", "'`id`' is no name of a host"),
-    "a list": (b"a,b slots=1\n", "'a,b' is no name of a host"),
-    "no name": (b"@host slots=1\n", "'@host' is no name of a host"),
-    "two users": (b"a@b@c slots=1\n", "'a@b@c' is no name of a host"),
-    "an option of a user": (b"a@-v slots=1\n", "'a@-v' is no name of a host"),
-    "a user of options": (b"-lroot@b slots=1\n", "'-lroot@b' is no name of a host"),
-    "a path": (b"../../etc slots=1\n", "'../../etc' is no name of a host"),
-    "control codes": (b"a\x1b[2Jb slots=1\n", "is no name of a host"),
-    "another script's letters": ("\u0430dmin slots=1\n".encode(), "is no name of a host"),
+    "a substitution": (b"$(touch${IFS}canary) slots=1\n", "is not a name of a host"),
+    "a backquote": (b"`id` slots=1\n", "'`id`' is not a name of a host"),
+    "a list": (b"a,b slots=1\n", "'a,b' is not a name of a host"),
+    "no name": (b"@host slots=1\n", "'@host' is not a name of a host"),
+    "two users": (b"a@b@c slots=1\n", "'a@b@c' is not a name of a host"),
+    "an option of a user": (b"a@-v slots=1\n", "'a@-v' is not a name of a host"),
+    "a user of options": (b"-lroot@b slots=1\n", "'-lroot@b' is not a name of a host"),
+    "a path": (b"../../etc slots=1\n", "'../../etc' is not a name of a host"),
+    "control codes": (b"a\x1b[2Jb slots=1\n", "is not a name of a host"),
+    "another script's letters": ("\u0430dmin slots=1\n".encode(), "is not a name of a host"),
     "a new line of another kind": ("a\u2028-v slots=1\n".encode(), "is not of the form"),
-    "no text": (b"\xff\xfe\x01 slots=1\n", "is no text in UTF-8: byte 0 is 0xff"),
-    "zeros": (b"a slots=1\n\0\0", "is no text: it has bytes that are 0"),
+    "no text": (b"\xff\xfe\x01 slots=1\n", "is not text in UTF-8: byte 0 is 0xff"),
+    "zeros": (b"a slots=1\n\0\0", "is not text: it has bytes that are 0"),
     "a huge file": (b"#" * (5 * 2**20), "it is no such file"),
     "many slots": (b"a slots=99999999999\n", "has more than 4096 slots"),
     "slots of many digits": (b"a slots=" + b"9" * 5000 + b"\n", "has more than 4096 slots"),
@@ -173,7 +173,7 @@ def test_a_value_is_never_a_second_variable(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / ".deepspeed_env").write_text("A=1\u2028B=2\x0bC=3\n")
     assert exported({}, [tmp_path]) == {"A": "1\u2028B=2\x0bC=3"}
     (tmp_path / ".deepspeed_env").write_bytes(b"A=\xff\n")
-    with pytest.raises(ConfigError, match="is no text in UTF-8"):
+    with pytest.raises(ConfigError, match="is not text in UTF-8"):
         exported({}, [tmp_path])
 
 

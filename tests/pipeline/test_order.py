@@ -191,7 +191,7 @@ def test_an_order_of_ones_own_is_a_text_or_a_file(tmp_path: Path) -> None:
         (lambda text: text.replace("1F0,1B0", "1B0,1F0"), "rank 0 waits in 0B0 for 1B0, rank 1 waits in 1B0 for 1F0"),
         (lambda text: text.replace("1F1", "0F1"), "rank 1 has 0F1, whose stage rank 0 has"),
         (lambda text: text.replace("1", "2"), "no rank has stage 1"),
-        (lambda text: text.replace("0F1", "0X1"), "line 1 has '0X1', which is no action"),
+        (lambda text: text.replace("0F1", "0X1"), "line 1 has '0X1', which is not an action"),
         (lambda text: text + "2F0 2B0 2F1 2B1 5F0", "no rank has stage 3"),
         (lambda text: "\n", "has no line of actions"),
     ],
@@ -220,7 +220,7 @@ def test_an_order_is_refused_where_ranks_or_micro_batches_are_others() -> None:
     ("given", "words"),
     [
         ("1f2b", "Did you mean '1f1b'"),
-        (None, "is no order"),
+        (None, "is not an order"),
         ("gpipe:2", "one stage on each rank"),
         ("zbv:2", "two stages on each rank"),
         ("interleaved:1", "2 or more"),

@@ -209,7 +209,7 @@ def test_a_name_has_one_form_and_a_wrong_one_a_sentence() -> None:
         assert Layout(reduce=text).reduce.format == name  # pyright: ignore
     assert "int8:error/64" not in FORMATS and "int8/256:error,zero" not in FORMATS
     for text, words in (
-        ("int3", "reduce travels as 'int3', which is no format. Did you mean 'int32'?"),
+        ("int3", "reduce travels as 'int3', which is not a format. Did you mean 'int32'?"),
         ("int8/100", "the format 'int8/100' has blocks of 100 elements: they have a multiple of 16, up to 65536."),
         ("int8+eror", "the format 'int8+eror' has the option 'eror', which is unknown. Did you mean 'error'?"),
         ("fp8+zero", "the format 'fp8+zero' has the option 'zero', which is unknown. Did you mean 'error'?"),

@@ -129,7 +129,7 @@ def test_clusters_are_read_and_refused_in_words(tmp_path: object) -> None:
     path.write_text(DEVICES["L4"].text())
     assert read_device(path) == DEVICES["L4"]
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="no profile"):
+    with pytest.raises(ConfigError, match="not a profile"):
         cluster(f"2x{path}")
 
 

@@ -196,10 +196,10 @@ def test_moments_that_move_leave_no_memory_behind(ranks: Ranks) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[ShardfoldError], str]] = {
-    "a tier": ({"offload": "hots"}, ConfigError, "'hots' is no tier. Did you mean 'host'"),
-    "deepspeed's device": ({"offload": "cpu"}, ConfigError, "'cpu' is no tier. Did you mean 'host'"),
-    "deepspeed's drive": ({"offload": {"moments": "nvme"}}, ConfigError, "'nvme' is no tier. Did you mean 'disk'"),
-    "a state": ({"offload": {"grad": "host"}}, ConfigError, "'grad', which is no state. Did you mean 'grads'"),
+    "a tier": ({"offload": "hots"}, ConfigError, "'hots' is not a tier. Did you mean 'host'"),
+    "deepspeed's device": ({"offload": "cpu"}, ConfigError, "'cpu' is not a tier. Did you mean 'host'"),
+    "deepspeed's drive": ({"offload": {"moments": "nvme"}}, ConfigError, "'nvme' is not a tier. Did you mean 'disk'"),
+    "a state": ({"offload": {"grad": "host"}}, ConfigError, "'grad', which is not a state. Did you mean 'grads'"),
     "a tier of a state": ({"offload": {"optimizer": "hots"}}, ConfigError, "Did you mean 'host'"),
     "a number": ({"offload": 1}, ConfigError, "it is 'host', 'disk', or a dict of tiers"),
     "no params": ({"layout": "fsdp2", "offload": ALL}, ConfigError, "keeps no copy.* name 'optimizer'"),

@@ -73,7 +73,7 @@ def test_every_setting_has_an_option_with_its_default(
 
 
 BAD = [
-    (["train", "--pipeline", "2", "--order", "zb"], "pipeline='zb' is no order. Did you mean 'zbv'?"),
+    (["train", "--pipeline", "2", "--order", "zb"], "pipeline='zb' is not an order. Did you mean 'zbv'?"),
     (["train", "--pipeline", "2", "--sequence", "2"], "stages do not cut sequences: leave --sequence out"),
     (["trian"], "Did you mean 'train'?"),
     (["train", "lmm"], "Did you mean 'lm'?"),
@@ -89,7 +89,7 @@ BAD = [
     (["train", "--procs", "0"], "procs is '0', but should be greater than or equal to 1"),
     (["train", "--data", "no/such/text"], "no/such/text"),
     (["bench", "gpt", "--ranks", "0"], "ranks is 0, but must be at least 1"),
-    (["ckpt", "import", __file__, "imported"], "is no file of torch.save"),
+    (["ckpt", "import", __file__, "imported"], "is not a file of torch.save"),
     (["train", "--config", "no-such.toml"], "no-such.toml"),
     (["train", "--warmup", "9", "--steps", "5"], "warm up for fewer"),
     (["train", "--matrix-lr", "0.1"], "give --optimizer muon"),

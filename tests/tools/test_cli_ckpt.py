@@ -182,7 +182,7 @@ def test_every_bit_of_the_index_counts(saved: Path) -> None:
     assert found > 290  # the case of a letter in an escape or an exponent says nothing
     flip(saved / INDEX, data.index(b'"pieces"') + 200)
     for check in (verify, inspect, sf.Checkpoint):
-        with pytest.raises(CheckpointError, match=r"index\.json (is damaged|is no index)"):
+        with pytest.raises(CheckpointError, match=r"index\.json (is damaged|is not an index)"):
             check(saved)
 
 

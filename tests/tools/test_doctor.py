@@ -57,4 +57,4 @@ def test_the_machine_is_measured_into_a_profile_that_plans_read(tmp_path: Path) 
 def test_a_profile_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardfold", "doctor", "--measure", str(tmp_path / "no/here.json")]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2 and "is no folder" in result.stderr
+    assert result.returncode == 2 and "is not a folder" in result.stderr

@@ -263,7 +263,8 @@ def test_what_is_wrong_is_said_in_a_sentence() -> None:
         with pytest.raises(ConfigError, match=said):
             sf.Outer(**wrong)
     with pytest.raises(
-        LayoutError, match="the axis of outer= is 'inner', which is no axis of data of the mesh; these are inter, intra"
+        LayoutError,
+        match="the axis of outer= is 'inner', which is not an axis of data of the mesh; these are inter, intra",
     ):
         sf.Engine(model(), optimizer=SGD, outer=sf.Outer(every=2, axis="inner"))
     with pytest.raises(LayoutError, match=r"what outer steps send travels as 'bf17'.*Did you mean 'bf16'"):

@@ -40,7 +40,7 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def no_constant(name: str) -> Any:
     """For ``json.loads(parse_constant=...)``: JSON has no NaN and no infinity."""
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def is_deep(tree: Any, limit: int = DEPTH) -> bool:
@@ -90,7 +90,7 @@ def check_index(said: Mapping[str, Any], itemsizes: Mapping[str, int], kinds: Se
             _fits(one["box"], shapes[one["of"]], f"pieces[{number}] ({one['of']}): ")
     for name, one in [*said["once"].items(), *((str(rank), one) for rank, one in enumerate(said["ranks"]))]:
         if not isinstance(one, dict):
-            raise ValueError(f"what it keeps of {name!r} is no object")
+            raise ValueError(f"what it keeps of {name!r} is not an object")
     _texts(said, "nonfinite")
     _optimizer(said.get("optimizer"))
 
@@ -99,20 +99,20 @@ def _optimizer(said: Any) -> None:
     if said is None:
         return
     if not isinstance(said, dict):
-        raise ValueError("optimizer is no object")
+        raise ValueError("optimizer is not an object")
     _typed(said, "class", str, "a name", "optimizer: ")
     _typed(said, "groups", list, "a list", "optimizer: ")
     for number, group in enumerate(said["groups"]):
         where = f"optimizer: groups[{number}]: "
         if not isinstance(group, dict):
-            raise ValueError(f"{where}it is no object")
+            raise ValueError(f"{where}it is not an object")
         _typed(group, "options", dict, "an object", where)
         _texts(group, "parameters", where)
 
 
 def _parameter(said: Any, where: str, itemsizes: Mapping[str, int]) -> None:
     if not isinstance(said, dict):
-        raise ValueError(f"{where} is no object")
+        raise ValueError(f"{where} is not an object")
     _typed(said, "name", str, "a name", f"{where}: ")
     where = f"{where} ({said['name']}): "
     _shape(said, where)
@@ -122,7 +122,7 @@ def _parameter(said: Any, where: str, itemsizes: Mapping[str, int]) -> None:
     if not isinstance(said.get("trainable", True), bool):
         raise ValueError(f"{where}trainable is neither true nor false")
     if not isinstance(said.get("digest", ""), str):
-        raise ValueError(f"{where}digest is no checksum")
+        raise ValueError(f"{where}digest is not a checksum")
 
 
 def _named_once(said: Sequence[Mapping[str, Any]], place: str) -> None:
@@ -147,7 +147,7 @@ def _fits(box: Sequence[Sequence[int]], shape: Sequence[int], where: str) -> Non
 
 def _piece(said: Any, where: str, files: Mapping[str, int], itemsizes: Mapping[str, int], kinds: Sequence[str]) -> None:
     if not isinstance(said, dict):
-        raise ValueError(f"{where} is no object")
+        raise ValueError(f"{where} is not an object")
     for name in ("of", "state", "file"):
         _typed(said, name, str, "a name", f"{where}: ")
     where = f"{where} ({said['of']}): "
@@ -166,7 +166,7 @@ def _piece(said: Any, where: str, files: Mapping[str, int], itemsizes: Mapping[s
     start, stop = _range(said, where)
     block = said.get("block", 1)
     if type(block) is not int or block < 1:
-        raise ValueError(f"{where}block is {block!r}, which is no number of elements")
+        raise ValueError(f"{where}block is {block!r}, which is not a number of elements")
     if said["kind"] in ("element", "block") and numel != -(-(stop - start) // block):
         raise ValueError(f"{where}it has {numel} values for the elements {start} to {stop}")
     if "box" in said:
@@ -198,7 +198,7 @@ def _shape(said: Mapping[str, Any], where: str) -> int:
     """How many elements it has."""
     shape = said.get("shape")
     if not isinstance(shape, list) or len(shape) > DIMS or any(type(each) is not int for each in shape):
-        raise ValueError(f"{where}shape is {_short(shape)}, which is no list of up to {DIMS} numbers")
+        raise ValueError(f"{where}shape is {_short(shape)}, which is not a list of up to {DIMS} numbers")
     if any(each < 0 for each in shape) or math.prod(shape) > ELEMENTS:
         raise ValueError(f"{where}shape is {_short(shape)}, which no tensor has")
     return math.prod(shape)
@@ -206,7 +206,7 @@ def _shape(said: Mapping[str, Any], where: str) -> int:
 
 def _whole(said: Mapping[str, Any], name: str, where: str = "") -> None:
     if type(said.get(name)) is not int or not 0 <= said[name] <= BYTES:
-        raise ValueError(f"{where}{name} is {_short(said.get(name))}, which is no whole number from 0 on")
+        raise ValueError(f"{where}{name} is {_short(said.get(name))}, which is not a whole number from 0 on")
 
 
 def _typed(said: Mapping[str, Any], name: str, kind: type, words: str, where: str = "") -> None:
@@ -217,7 +217,7 @@ def _typed(said: Mapping[str, Any], name: str, kind: type, words: str, where: st
 def _texts(said: Mapping[str, Any], name: str, where: str = "") -> None:
     found = said.get(name)
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise ValueError(f"{where}{name} is no list of texts")
+        raise ValueError(f"{where}{name} is not a list of texts")
 
 
 def _one_of(said: Mapping[str, Any], name: str, known: Mapping[str, Any] | Sequence[str], where: str) -> None:

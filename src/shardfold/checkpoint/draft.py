@@ -230,7 +230,7 @@ class Draft:
             return
         if not target.is_dir() or (not (target / INDEX).exists() and any(target.iterdir())):
             raise CheckpointError(
-                f"{target} exists and is no checkpoint: nothing was written; choose another path, or remove it."
+                f"{target} exists and is not a checkpoint: nothing was written; choose another path, or remove it."
             )
 
 

@@ -28,7 +28,7 @@ __all__ = ["Elsewhere"]
 ASK, STATUS, BYTES = 1, 2, 3  # tags of the messages
 READ, STOP = 0, 1  # what is asked for
 SHORT, STRANGE = -1, -2  # in place of the number of an error
-WHY = {SHORT: "it is cut short", STRANGE: "it cannot be opened, or is no regular file of the checkpoint's folder"}
+WHY = {SHORT: "it is cut short", STRANGE: "it cannot be opened, or is not a regular file of the checkpoint's folder"}
 LONG = timedelta(days=1)  # nobody may ask a rank for anything in a long load
 SOON = timedelta(seconds=60)
 

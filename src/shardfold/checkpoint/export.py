@@ -205,7 +205,7 @@ def _copy(file: Path, folder: Path, dtype: torch.dtype | None) -> None:
         try:
             said = json.loads(data)
         except ValueError as error:
-            raise ConfigError(f"{file} is no JSON: {error}.") from None
+            raise ConfigError(f"{file} is not JSON: {error}.") from None
         said["torch_dtype" if "torch_dtype" in said else "dtype"] = str(dtype).removeprefix("torch.")
         data = json.dumps(said, indent=2).encode() + b"\n"
     write_synced(folder / name, data)

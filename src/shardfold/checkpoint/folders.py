@@ -42,7 +42,7 @@ def resolve(path: str | Path) -> Path:
         if (found := _checkpoint(path)) is not None:
             return found
     except (OSError, ValueError) as error:  # no name that a file system has
-        raise CheckpointError(f"{str(path)[:200]!r} is no path of a checkpoint ({_why(error)}).") from None
+        raise CheckpointError(f"{str(path)[:200]!r} is not a path of a checkpoint ({_why(error)}).") from None
     if not (path / LATEST).exists() and (path / IN_RUN / LATEST).is_file():
         return resolve(path / IN_RUN)
     complete = [found.name for found in listed(path)] if path.is_dir() else []
@@ -78,7 +78,7 @@ def _not_there(path: Path) -> str:
         return f"there is no checkpoint {path}." + (f" There: {', '.join(near)}." if near else "")
     if path.is_dir() and deepspeed_folder(path) is not None:
         return f"{path} is a checkpoint of DeepSpeed: `shardfold ckpt import {path} NEW` makes it one that is loaded."
-    return f"{path} is no complete checkpoint: it {_lacking(path)}; take an earlier one."
+    return f"{path} is not a complete checkpoint: it {_lacking(path)}; take an earlier one."
 
 
 def _why(error: OSError | ValueError) -> str:

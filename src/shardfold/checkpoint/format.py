@@ -237,14 +237,14 @@ class Index:
         try:
             said = json.loads(data, object_pairs_hook=once_each, parse_constant=no_constant)
             if not isinstance(said, dict):
-                raise ValueError("it is no object")
+                raise ValueError("it is not an object")
             form, version, digest = said.pop("format"), said.pop("version"), said.pop("checksum")
             if is_deep(said):
                 raise ValueError(f"it is nested more than {DEPTH} levels deep")
         except RecursionError:
-            raise CheckpointError(f"{where} is no index of a checkpoint: it is nested too deeply.") from None
+            raise CheckpointError(f"{where} is not an index of a checkpoint: it is nested too deeply.") from None
         except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{where} is no index of a checkpoint, or is damaged ({error}).") from None
+            raise CheckpointError(f"{where} is not an index of a checkpoint, or is damaged ({error}).") from None
         if form != FORMAT or version not in range(1, VERSION + 1) or isinstance(version, bool):
             raise CheckpointError(
                 f"{where} says {form!r} version {version!r}; this Shardfold reads {FORMAT!r} up to version {VERSION}: "

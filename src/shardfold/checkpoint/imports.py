@@ -119,7 +119,7 @@ def import_from(
         raise CheckpointError(f"{path} is a checkpoint of Shardfold already.")
     if not found:
         inside = ", ".join(sorted(p.name for p in path.iterdir())[:8])
-        raise CheckpointError(f"{path} is no folder of {', '.join(SOURCES)}: it has {inside or 'nothing'}.")
+        raise CheckpointError(f"{path} is not a folder of {', '.join(SOURCES)}: it has {inside or 'nothing'}.")
     new, report = renamer(rename, "import_from"), ImportReport(Path(target), found)
     try:
         if found == "deepspeed":
@@ -214,7 +214,7 @@ def _unpickled(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
     except Exception:  # whatever a pickle that is none raises: its words are about the pickle's inside
-        raise CheckpointError(f"{path} is no file of torch.save, or it is damaged.") from None
+        raise CheckpointError(f"{path} is not a file of torch.save, or it is damaged.") from None
     if not isinstance(said, Mapping):
         raise CheckpointError(f"{path} holds a {type(said).__name__}, not a state dict.")
     return dict(said)

@@ -31,7 +31,7 @@ def renamer(rename: Rename | None, where: str) -> Callable[[str], str]:
     try:
         rules: Sequence[tuple[re.Pattern[str], str]] = [(re.compile(old), new) for old, new in rename.items()]
     except re.error as error:
-        raise ConfigError(f"{where}(rename={dict(rename)!r}): {error.pattern!r} is no pattern: {error}.") from None
+        raise ConfigError(f"{where}(rename={dict(rename)!r}): {error.pattern!r} is not a pattern: {error}.") from None
 
     def renamed(name: str) -> str:
         for pattern, new in rules:

@@ -126,7 +126,9 @@ def load_object(data: Path | bytes, what: str, *, mmap: bool = False) -> Any:
     except pickle.UnpicklingError as error:
         found = UNKNOWN.search(str(error))
         if found is None or not safe:
-            raise CheckpointError(f"{what} is no file of torch.save, or holds more than tensors and values.") from None
+            raise CheckpointError(
+                f"{what} is not a file of torch.save, or holds more than tensors and values."
+            ) from None
         raise CheckpointError(
             f"{what} holds a {found[1] or found[2]}, and reading that may run code: if you trust whoever wrote it, "
             "read it inside of `with shardfold.checkpoint.trusted():` (`shardfold ckpt import --trust`); a class of "

@@ -135,7 +135,7 @@ def index_bytes(folder: Path) -> bytes:
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size > INDEX_BYTES:
-                raise CheckpointError(f"{path} is no index of a checkpoint: it has more than {INDEX_BYTES} bytes.")
+                raise CheckpointError(f"{path} is not an index of a checkpoint: it has more than {INDEX_BYTES} bytes.")
             return file.read()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None

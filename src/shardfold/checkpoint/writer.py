@@ -224,7 +224,7 @@ class Writer:
 
     def _known(self, name: str, what: str) -> Parameter:
         if name not in self._parameters:
-            raise CheckpointError(f"{self.target}: {what} of {name!r}, which is no parameter given before.")
+            raise CheckpointError(f"{self.target}: {what} of {name!r}, which is not a parameter given before.")
         return self._parameters[name]
 
     def _tree(self, tree: dict[str, Any], where: str) -> Any:

@@ -252,7 +252,7 @@ def missing(engine: object, name: str, model: nn.Module | None, optimizer: objec
         return AttributeError(plain)
     for place, other in (("engine.module", model), ("engine.optimizer", optimizer)):
         if other is not None and hasattr(other, name):
-            return AttributeError(f"{plain}: an engine is no module, and has one: use {place}.{name}.")
+            return AttributeError(f"{plain}: an engine is not a module, and has one: use {place}.{name}.")
     near = nearest(name, [known for known in dir(type(engine)) if not known.startswith("_")])
     return AttributeError(plain + (f". Did you mean {near!r}?" if near else "."))
 

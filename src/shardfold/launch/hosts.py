@@ -66,11 +66,11 @@ def read_lines(path: Path) -> list[str]:
     if len(data) > FILE_BYTES:
         raise ConfigError(f"{path} has more than {FILE_BYTES} bytes: it is no such file.")
     if b"\0" in data:
-        raise ConfigError(f"{path} is no text: it has bytes that are 0.")
+        raise ConfigError(f"{path} is not text: it has bytes that are 0.")
     try:
         return data.decode("utf-8").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text in UTF-8: byte {error.start} is {data[error.start]:#04x}.") from None
+        raise ConfigError(f"{path} is not text in UTF-8: byte {error.start} is {data[error.start]:#04x}.") from None
 
 
 def parse_hostfile(lines: Iterable[str], *, name: str = "the host file") -> OrderedDict[str, int]:
@@ -86,7 +86,7 @@ def parse_hostfile(lines: Iterable[str], *, name: str = "the host file") -> Orde
         host = match["host"]
         if HOST.fullmatch(host) is None:
             raise ConfigError(
-                f"{name}, line {number}: {host!r} is no name of a host: it is of letters, digits, '.', '-' and '_', "
+                f"{name}, line {number}: {host!r} is not a name of a host: it is of letters, digits, '.', '-' and '_', "
                 "and begins with none of '-' and '.'; what else ssh needs to know belongs into its own config."
             )
         if len(match["slots"]) > 4 or int(match["slots"]) > MOST_SLOTS:

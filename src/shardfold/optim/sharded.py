@@ -76,7 +76,7 @@ def build(optimizer: Any, model: nn.Module, *, empty: bool = False) -> Optimizer
                 "engine is made what is to be trained."
             ) from error
         if not isinstance(optimizer, Optimizer):
-            raise ConfigError(f"optimizer= made a {type(optimizer).__name__}, which is no torch.optim.Optimizer.")
+            raise ConfigError(f"optimizer= made a {type(optimizer).__name__}, which is not a torch.optim.Optimizer.")
     elif any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad's is made at once, at step 0
         raise ConfigError(
             f"the {type(optimizer).__name__} given as optimizer= has already stepped: "

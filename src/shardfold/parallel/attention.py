@@ -110,7 +110,7 @@ def open_sequence(
     if not own and not theirs and axes[0].size > 1:
         raise ModelError(
             f"the axis {axes[0].name!r} cuts sequences, but {type(model).__name__} has no attention that can cross it: "
-            "it is no model of transformers, and no module has a shardfold.parallel.Attention, which replaces "
+            "it is not a model of transformers, and no module has a shardfold.parallel.Attention, which replaces "
             "F.scaled_dot_product_attention."
         )
     heads = [each.heads for each in own if each.heads] + [n for each in theirs if (n := _heads(each.config))]

@@ -47,5 +47,5 @@ def format_named(text: str, what: str, words: tuple[str, ...] = ()) -> str:
         known = dict.fromkeys(
             (*words, *(name for name in FORMATS if "/" not in name), *FAMILIES)
         )  # not those made so far
-        raise LayoutError(f"{what} travels as {text!r}, which is no format.{did_you_mean(str(text), known)}")
+        raise LayoutError(f"{what} travels as {text!r}, which is not a format.{did_you_mean(str(text), known)}")
     return name

@@ -125,7 +125,9 @@ class Precision:
         floats = ("bf16", "fp16", "fp32", "fp64")
         for role in ROLES:
             if (name := getattr(self, role)) not in floats:
-                raise LayoutError(f"Precision.{role} is {name!r}, which is no dtype.{did_you_mean(str(name), floats)}")
+                raise LayoutError(
+                    f"Precision.{role} is {name!r}, which is not a dtype.{did_you_mean(str(name), floats)}"
+                )
         if self.autocast not in (None, "bf16", "fp16") or (self.autocast and self.compute != "fp32"):
             raise LayoutError(
                 f"Precision.autocast is {self.autocast!r} with compute {self.compute!r}: autocast takes 'bf16' or "
@@ -277,7 +279,7 @@ class Activations:
             raise ConfigError(f"Activations.over is {described(self.over)}: it is the name of an axis, as 'tensor'.")
         if self.inputs not in list(Tier):
             raise ConfigError(
-                f"Activations.inputs is {described(self.inputs)}, which is no tier."
+                f"Activations.inputs is {described(self.inputs)}, which is not a tier."
                 f"{did_you_mean(str(self.inputs), map(str, Tier))}"
             )
         if not is_integer(self.contiguous, 0):
@@ -886,7 +888,7 @@ def _away(cell: Cell) -> bool:
 def _check_dtype(name: str, dtype: str) -> None:
     known = (*ROLES, *ITEMSIZE)
     if dtype not in known:
-        raise LayoutError(f"{name} has dtype {dtype!r}, which is no dtype.{did_you_mean(dtype, known)}")
+        raise LayoutError(f"{name} has dtype {dtype!r}, which is not a dtype.{did_you_mean(dtype, known)}")
 
 
 def _axes(axes: Axes) -> str:

@@ -68,7 +68,9 @@ def offloaded(layout: Layout, offload: str | Mapping[str, Any] | None) -> Layout
         if word == FOLDER:
             continue
         if word not in WORDS:
-            raise ConfigError(f"offload= names {word!r}, which is no state.{did_you_mean(str(word), [*WORDS, FOLDER])}")
+            raise ConfigError(
+                f"offload= names {word!r}, which is not a state.{did_you_mean(str(word), [*WORDS, FOLDER])}"
+            )
         found, share = _tier(f"offload={{{word!r}: ...}}", tier)
         if share != 1 and word in UNDIVIDED:
             raise ConfigError(
@@ -130,7 +132,7 @@ def _tier(where: str, given: Any) -> tuple[Tier, float]:
     """The tier, and which part of a state rests there."""
     tier, colon, part = given.partition(":") if isinstance(given, str) and given not in list(Tier) else (given, "", "")
     if tier not in list(Tier):
-        raise ConfigError(f"{where}: {described(tier)} is no tier.{_meant(str(tier))}")
+        raise ConfigError(f"{where}: {described(tier)} is not a tier.{_meant(str(tier))}")
     if not colon:
         return Tier(tier), 1.0
     try:

@@ -198,7 +198,7 @@ def cluster(text: str, *, memory: str | None = None) -> Cluster:
     if memory is not None:
         num_bytes = parse_bytes(memory)
         if num_bytes is None:
-            raise ConfigError(f"memory={memory!r} is no number of bytes: write it as '40GiB' or '80GB'.")
+            raise ConfigError(f"memory={memory!r} is not a number of bytes: write it as '40GiB' or '80GB'.")
         device = replace(device, memory=float(num_bytes), reserve=0.0)
     nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
     if nodes < 1 or per_node < 1:
@@ -225,11 +225,11 @@ def read_device(path: Path) -> Device:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(path)!r} is no profile of a machine: {error}.") from error
+        raise ConfigError(f"{str(path)!r} is not a profile of a machine: {error}.") from error
     known = {each.name for each in fields(Device)}
     if not isinstance(given, dict) or not {"name", "memory", "flops", "bandwidth"} <= set(given) <= known:
         raise ConfigError(
-            f"{str(path)!r} is no profile of a machine: it has name, memory, flops and bandwidth, as "
+            f"{str(path)!r} is not a profile of a machine: it has name, memory, flops and bandwidth, as "
             "`shardfold doctor --measure` writes them."
         )
     for side in ("near", "far"):

@@ -95,7 +95,7 @@ def import_(
 def _bytes(size: str) -> int:
     found = parse_bytes(size)
     if found is None:
-        raise ConfigError(f"--shard-size {size!r} is no number of bytes: give it as 500MB, 5GB or 1GiB.")
+        raise ConfigError(f"--shard-size {size!r} is not a number of bytes: give it as 500MB, 5GB or 1GiB.")
     return found
 
 

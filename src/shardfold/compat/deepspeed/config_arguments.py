@@ -36,7 +36,9 @@ def check_arguments(where: str, kind: Any, given: Mapping[str, Any]) -> None:
         return
     for name in given:
         if name not in known:
-            raise DeepSpeedConfigError(f"{where}.{name} is no argument of {kind.__name__}.{did_you_mean(name, known)}")
+            raise DeepSpeedConfigError(
+                f"{where}.{name} is not an argument of {kind.__name__}.{did_you_mean(name, known)}"
+            )
     missing = [name for name, each in known.items() if each.default is each.empty and name not in given]
     if missing:
         keys = " and ".join(f"{where}.{name}" for name in missing)

@@ -72,4 +72,4 @@ def _product(batch: Batch, ranks: int) -> str:
     if DERIVED not in batch.origins:
         return f", which is {batch.micro * batch.accumulate * ranks}"
     others = batch.accumulate if batch.origins[1] == DERIVED else batch.micro
-    return f", and {batch.train} is no multiple of {others} x {ranks} = {others * ranks}"
+    return f", and {batch.train} is not a multiple of {others} x {ranks} = {others * ranks}"

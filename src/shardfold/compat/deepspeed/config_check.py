@@ -67,7 +67,9 @@ def _walk(section: Mapping[str, Any], prefix: str, found: Checked, where: str) -
     switched_off = _is_off(section.get("enabled", True))
     for name, value in section.items():
         if not isinstance(name, str):
-            raise DeepSpeedConfigError(f"{where} has the key {name!r}, which is no string: keys of JSON are strings.")
+            raise DeepSpeedConfigError(
+                f"{where} has the key {name!r}, which is not a string: keys of JSON are strings."
+            )
         path = OTHER_SECTION_NAMES.get(prefix + name, prefix + name)
         if "." in name:
             found.notes.append(Note(path, value, "a key with dots is read by no version of DeepSpeed: nest it"))

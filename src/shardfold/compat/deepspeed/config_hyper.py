@@ -149,7 +149,7 @@ def _checked(where: str, kind: str, known: Mapping[str, str], params: Mapping[st
     checked: dict[str, Any] = {}
     for name, value in params.items():
         if name not in known:
-            raise DeepSpeedConfigError(f"{where}.{name} is no argument of {kind}.{did_you_mean(name, known)}")
+            raise DeepSpeedConfigError(f"{where}.{name} is not an argument of {kind}.{did_you_mean(name, known)}")
         try:
             checked[name] = None if value is None else coerced(known[name], value)
         except ValueError:

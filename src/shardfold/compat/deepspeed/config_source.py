@@ -98,13 +98,13 @@ def _hjson(text: str, where: str, unique: Callable[[Any], Any], error: json.JSON
         except hjson.HjsonDecodeError as its:
             if named:
                 raise DeepSpeedConfigError(
-                    f"{where} is no HJSON: {its.msg} at line {its.lineno}, column {its.colno}."
+                    f"{where} is not HJSON: {its.msg} at line {its.lineno}, column {its.colno}."
                 ) from None
         else:
             if named or (isinstance(value, dict) and value and not _swallowed(value)):
                 return value
     raise DeepSpeedConfigError(
-        f"{where} is no JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        f"{where} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
     ) from None
 
 

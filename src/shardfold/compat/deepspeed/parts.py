@@ -107,7 +107,9 @@ class Parts(ConfigAccessors):
         for state in include or ():  # pyright: ignore[reportGeneralTypeIssues]
             if state not in list(OffloadStateTypeEnum):
                 known = ", ".join(each.value for each in OffloadStateTypeEnum)
-                raise WrongArgument(f"engine.offload_states(include=[{state!r}]): it is no state; these are {known}.")
+                raise WrongArgument(
+                    f"engine.offload_states(include=[{state!r}]): it is not a state; these are {known}."
+                )
         if device == OffloadDeviceEnum.nvme:
             raise WrongArgument("engine.offload_states(device='nvme'): the only device to move states to is 'cpu'.")
         if device == OffloadDeviceEnum.none:

@@ -268,7 +268,7 @@ def _shaped(spec: Any) -> nn.Module:
     """
     if isinstance(spec, PipelineModule):
         raise NotImplementedError(
-            "PipelineModule(layers=...) has a PipelineModule, which is no layer: list its layers."
+            "PipelineModule(layers=...) has a PipelineModule, which is not a layer: list its layers."
         )
     if isinstance(spec, LayerSpec):
         state = torch.random.get_rng_state()

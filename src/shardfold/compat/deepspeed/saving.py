@@ -212,7 +212,7 @@ def _unpacked(state: Mapping[str, Any], where: Path, what: str = "client_state")
     """
     plain, pickled = state.get("plain", {}), state.get("pickled", {})
     if not isinstance(plain, Mapping) or not isinstance(pickled, Mapping):
-        raise CheckpointError(f"{where} is damaged: its {what} is no mapping.")
+        raise CheckpointError(f"{where} is damaged: its {what} is not a mapping.")
     said = dict(plain)
     for name, data in pickled.items():
         if not isinstance(data, Tensor) or data.dtype != torch.uint8:
@@ -347,7 +347,7 @@ def _client_state(checkpoint: Checkpoint, *, scheduler: bool) -> tuple[dict[str,
     path = checkpoint.path
     state, step = checkpoint.run().get("state", {}), checkpoint.index.step
     if not isinstance(state, Mapping) or not isinstance(state.get(OWN) or {}, Mapping):
-        raise CheckpointError(f"{path} is damaged: what it keeps of the run is no mapping.")
+        raise CheckpointError(f"{path} is damaged: what it keeps of the run is not a mapping.")
     own: dict[str, Any] = {"global_steps": step, "skipped_steps": 0} | dict(state.get(OWN) or {})
     kept = own.pop("lr_scheduler", None)
     if kept is not None and scheduler:
@@ -364,7 +364,7 @@ def _counted(own: dict[str, Any], path: Path) -> dict[str, Any]:
     """
     for name in COUNTS:
         if name in own and type(own[name]) is not int:
-            raise CheckpointError(f"{path} is damaged: {name} of its run is no number.")
+            raise CheckpointError(f"{path} is damaged: {name} of its run is not a number.")
     return own
 
 

@@ -95,8 +95,8 @@ def choose_order(given: Any) -> Choice:
     name, _, count = given.partition(":") if isinstance(given, str) else (given, "", "")
     if name not in ORDERS:
         raise ConfigError(
-            f"pipeline={given!r} is no order.{did_you_mean(str(name), ORDERS)} An order of your own is a text with a "
-            "line for each rank, or the pathlib.Path of a file that has it."
+            f"pipeline={given!r} is not an order.{did_you_mean(str(name), ORDERS)} An order of your own is a text with "
+            "a line for each rank, or the pathlib.Path of a file that has it."
         )
     if name not in LOOPED:
         if count:

@@ -145,7 +145,7 @@ def cut_by_names(pieces: Sequence[Piece], names: Sequence[str], stages: int) -> 
         )
     for name in names:
         if name not in paths:
-            raise ConfigError(f"stages= names {name!r}, which is no piece of the model.{did_you_mean(name, paths)}")
+            raise ConfigError(f"stages= names {name!r}, which is not a piece of the model.{did_you_mean(name, paths)}")
     begins = [paths.index(name) for name in names]
     if begins != sorted(set(begins)) or begins[:1] == [0]:
         raise ConfigError(

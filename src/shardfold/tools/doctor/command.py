@@ -51,7 +51,7 @@ def _show(found: list[Check]) -> None:
 
 def _measure(path: Path, *, quiet: bool) -> None:
     if not path.parent.is_dir():
-        raise ConfigError(f"{str(path.parent)!r} is no folder: give --measure a file in one that is there.")
+        raise ConfigError(f"{str(path.parent)!r} is not a folder: give --measure a file in one that is there.")
     from shardfold.tools.doctor.measure import measure
 
     measured = measure(path.parent)

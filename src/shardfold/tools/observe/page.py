@@ -106,7 +106,7 @@ def _object(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{str(path)!r} is no JSON ({error}): it is not as the run wrote it.") from None
+        raise ConfigError(f"{str(path)!r} is not JSON ({error}): it is not as the run wrote it.") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{str(path)!r} holds no object: it is not as the run wrote it.")
     return found

@@ -36,7 +36,7 @@ def print_plan(
     where = cluster(gpus, memory=memory)
     room = parse_bytes(host) if host is not None else None
     if host is not None and room is None:
-        raise ConfigError(f"--host {host} is no number of bytes: write it as 64GiB or 64GB.")
+        raise ConfigError(f"--host {host} is not a number of bytes: write it as 64GiB or 64GB.")
     if len(divisions) > 1:
         planned = planned_model(model, length=length, samples=2)
         print(show.head(planned, where, precision))

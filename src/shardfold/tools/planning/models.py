@@ -113,7 +113,7 @@ def _config(given: str) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise ConfigError(f"--model {given} cannot be read: {error}.") from error
         if not isinstance(found, dict) or "model_type" not in found:
-            raise ConfigError(f"--model {given} has no 'model_type', so it is no config of transformers.")
+            raise ConfigError(f"--model {given} has no 'model_type', so it is not a config of transformers.")
         return found
     if given not in KNOWN:
         names = [*SIZES, *KNOWN]

@@ -252,7 +252,7 @@ class TrainConfig(Settings):
                 "--micro-batch max plans memory, but which experts tokens go to is known in a run only: give a number."
             )
         if self.memory is not None and parse_bytes(self.memory) is None:
-            raise ConfigError(f"memory is {self.memory!r}, which is no number of bytes: write it as 8GiB or 8GB.")
+            raise ConfigError(f"memory is {self.memory!r}, which is not a number of bytes: write it as 8GiB or 8GB.")
         self._check_stages()
         self.table()
         if self.warmup and self.warmup >= self.steps and "warmup" in self.model_fields_set:

@@ -255,7 +255,7 @@ class DeepSpeedAccelerator(ABC):
         """
         known = torch._dynamo.list_backends(exclude_tags=())  # pyright: ignore[reportPrivateImportUsage]
         if backend not in known:
-            raise ConfigError(f"{backend!r} is no backend of torch.compile: it is one of {', '.join(known)}.")
+            raise ConfigError(f"{backend!r} is not a backend of torch.compile: it is one of {', '.join(known)}.")
         self._compile_backend = backend
 
     def export_envs(self) -> list[str]:

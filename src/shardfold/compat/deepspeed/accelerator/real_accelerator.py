@@ -42,7 +42,7 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
         ConfigError: it is no ``DeepSpeedAccelerator``.
     """
     if not isinstance(accel_obj, DeepSpeedAccelerator):
-        raise ConfigError(f"{type(accel_obj).__name__} is no accelerator: derive it from DeepSpeedAccelerator.")
+        raise ConfigError(f"{type(accel_obj).__name__} is not an accelerator: derive it from DeepSpeedAccelerator.")
     _chosen[:] = [accel_obj]
 
 

@@ -47,8 +47,8 @@ def run_arguments(args: argparse.Namespace) -> tuple[list[str], list[int]]:
         slots = [int(slot) for slot in hosts[args.node_rank]]
     except (binascii.Error, ValueError, AttributeError, IndexError, TypeError) as error:
         raise ConfigError(
-            f"--world_info={args.world_info!r} with --node_rank={args.node_rank}: it is no list of hosts with one of "
-            "that number; deepspeed.launcher.runner.encode_world_info({'host': [0, 1]}) makes one."
+            f"--world_info={args.world_info!r} with --node_rank={args.node_rank}: it is not a list of hosts with one "
+            "of that number; deepspeed.launcher.runner.encode_world_info({'host': [0, 1]}) makes one."
         ) from error
     words = ["--nnodes", str(len(hosts)), "--node-rank", str(args.node_rank), "--nproc-per-node", str(len(slots))]
     words += ["--master-addr", args.master_addr, "--master-port", str(args.master_port)]

@@ -78,7 +78,9 @@ def get_torch_optimizer(optimizer: Any) -> Optimizer:
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, Optimizer):
             return candidate
-    raise WrongScheduleError(f"{type(optimizer).__name__} is no torch.optim.Optimizer, nor has it one as .optimizer.")
+    raise WrongScheduleError(
+        f"{type(optimizer).__name__} is not a torch.optim.Optimizer, nor has it one as .optimizer."
+    )
 
 
 class _Iterations(LRScheduler):

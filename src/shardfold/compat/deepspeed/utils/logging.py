@@ -117,7 +117,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
     """
     level = log_levels.get(log_level_str.lower())
     if level is None:
-        raise ValueError(f"{log_level_str!r} is no level of logging: it is one of {', '.join(log_levels)}.")
+        raise ValueError(f"{log_level_str!r} is not a level of logging: it is one of {', '.join(log_levels)}.")
     return level
 
 
@@ -140,7 +140,7 @@ def should_log_le(max_log_level_str: str) -> bool:
         ValueError: it is no string, or no level.
     """
     if not isinstance(max_log_level_str, str):
-        raise ValueError(f"{max_log_level_str!r} is no level of logging: it is one of {', '.join(log_levels)}.")
+        raise ValueError(f"{max_log_level_str!r} is not a level of logging: it is one of {', '.join(log_levels)}.")
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 

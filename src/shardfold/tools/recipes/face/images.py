@@ -104,7 +104,7 @@ class Encoded:
             with Image.open(BytesIO(self._store.data(place))) as opened:
                 image = opened.convert(self._mode).resize(self._size[::-1], Image.Resampling.BILINEAR)
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
-            why = "it is no image" if isinstance(error, UnidentifiedImageError) else error
+            why = "it is not an image" if isinstance(error, UnidentifiedImageError) else error
             raise ConfigError(
                 f"the image {self._store.where(place)!r} cannot be read: {why}; remove it, or replace it."
             ) from None

@@ -139,7 +139,7 @@ def _of_json(text: str, where: str) -> str:
     try:
         found = json.loads(text)
     except ValueError:
-        raise ConfigError(f"{where} is no JSON.") from None
+        raise ConfigError(f"{where} is not JSON.") from None
     for name in NAMES:
         if isinstance(found, dict) and isinstance(found.get(name), str | int):
             return str(found[name])

@@ -288,7 +288,7 @@ def _registered(implementation: str) -> tuple[Any, Callable[..., Any]]:
 
     if implementation not in REGISTRY:
         raise WrongArgument(
-            f"{implementation!r} is no implementation of attention: transformers has "
+            f"{implementation!r} is not an implementation of attention: transformers has "
             f"{', '.join(REGISTRY.valid_keys())}."
         )
     found: Any = REGISTRY[implementation]
