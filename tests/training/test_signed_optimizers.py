@@ -28,7 +28,7 @@ ZERO_ONE = partial(
     ZeroOneAdam, lr=0.02, freeze_step=5, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, variance_scaler=2,
     local_scaler=3, local_clipper=3,
 )  # fmt: skip
-STABLE = partial(OneBitAdam, lr=0.01, freeze_step="stable", betas=(0.9, 0.75), eps=1e-6, stable=0.8)
+STABLE = partial(OneBitAdam, lr=0.01, freeze_step="stable", betas=(0.9, 0.75), eps=1e-6, stable=0.82)
 
 
 class Model(nn.Module):
@@ -260,7 +260,7 @@ def test_0_1_adam_is_the_loop(ranks: Ranks, layout: str, groups: int, intra: int
 
 
 def stable_step(steps: int) -> int | None:
-    """When one process with all data finds the variance stable: sums 4 steps apart are within 0.8 of each other."""
+    """When one process with all data finds the variance stable: sums 4 steps apart are within 0.82 of each other."""
     model, v, size = Model(), [torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for _ in UNITS], 0.0
     params, m = list(model.parameters()), [torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for _ in UNITS]
     uses = [0] * 3
@@ -275,7 +275,7 @@ def stable_step(steps: int) -> int | None:
                 params[i].data.sub_(0.01 * m[i] / (1 - 0.9 ** uses[i]) / root)
         if (step + 1) % 4 == 0:
             now = float(sum(each.sum() for each in v))
-            if size and min(now, size) >= 0.8 * max(now, size):
+            if size and min(now, size) >= 0.82 * max(now, size):
                 return step + 1
             size = now
     return None
@@ -298,7 +298,7 @@ def _stable(folder: str, ranks: int, resume: bool) -> list[str]:
 def test_a_warm_up_ends_when_the_variance_is_stable(ranks: Ranks, tmp_path: Path) -> None:
     """In the same step as in one process with all data, also of a run that goes on from a checkpoint."""
     step = stable_step(24)
-    assert step is not None and 8 <= step < 20
+    assert step is not None and 8 < step < 20  # not where sums are compared for the first time
     for ops in ranks.run(_stable, str(tmp_path), 4, False):
         assert ops == ["dense"] * step + ["signs"] * (24 - step)
     for ops in ranks.run(_stable, str(tmp_path), 4, True):
