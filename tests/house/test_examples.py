@@ -83,8 +83,14 @@ def _run_cells(notebook: Path) -> None:
         exec(compile("".join(cell["source"]), f"{notebook.name}, cell {number + 1}", "exec"), space)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("script", SHORT)
+CASES = [
+    pytest.param(script, world_size, marks=[pytest.mark.soak] * (world_size > 1))
+    for script in SHORT
+    for world_size in ((1,) if script.endswith(".ipynb") else (1, 2))  # a notebook is one process, with its own folder
+]
+
+
+@pytest.mark.parametrize("script, world_size", CASES)
 def test_a_short_example_comes_to_what_it_says(ranks: Ranks, script: str, world_size: int) -> None:
     """In a rank of the pool, where torch is imported already."""
     for package in ("transformers", "peft") if script in ("lora.py", "generate.py") else ():
