@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from shardfold.plan.layout import Precision
 from shardfold.planner.division import Division
 from shardfold.planner.repeats import fold
 from shardfold.planner.setting import Subject
 from shardfold.planner.trace import Trace
+from shardfold.planner.tracing import MODES
 from shardfold.tools.recipes.gpt import GPT, GPTConfig
 
 DEEP = GPTConfig(d_model=32, layers=14, heads=2, context=16)
@@ -82,3 +84,17 @@ def test_a_stage_by_a_few_of_its_blocks_is_the_whole_stage(stage: int) -> None:
     for ours, theirs in zip(found.events, expected.events, strict=True):
         assert ours[:2] + ours[3:6] == theirs[:2] + theirs[3:6] and ours.work.products == theirs.work.products
         assert 0 <= theirs.peak - ours.peak <= 64  # of other stages' blocks each makes a number of its own
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stage_is_found_by_one_that_has_as_many_of_the_same_blocks(mode: str) -> None:
+    """What it does is what it did by itself, but for what stands for the blocks of other stages; a first or a last
+    stage is found by no other."""
+    deep, policy = GPTConfig(d_model=32, layers=16, heads=2, context=16), Precision.named("bf16")
+    first, *middle = (Subject(GPT(deep), _batch(), division=Division(pipeline=4, stage=n)) for n in range(3))
+    found, own = middle[0].of_another(middle[1], policy, mode, 2), middle[1].alone(policy, mode, 2)
+    assert found is not None and found.structure == own.structure
+    units = [n for n, event in enumerate(own.events) if event.kind == "enter"]
+    assert found.events[units[0] + 1 :] == own.events[units[0] + 1 :]
+    assert found.levels[0] == pytest.approx(own.levels[0], rel=0.01)
+    assert middle[0].of_another(first, policy, mode, 2) is None

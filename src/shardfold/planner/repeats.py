@@ -20,7 +20,7 @@ from torch import nn
 from shardfold.parallel.pipeline.stages import Stages
 from shardfold.planner.trace import Event, Trace
 
-__all__ = ["Blocks", "Folded", "fold", "fold_stage"]
+__all__ = ["Blocks", "Folded", "fold", "fold_stage", "renumbered"]
 
 LEAST = 12
 """Blocks of a list of which some are left out."""
@@ -186,6 +186,17 @@ def fold_stage(model: nn.Module, units: Sequence[str], stages: Stages, stage: in
         for path, _, at in (begin.rpartition("."),)
     ]
     return Folded(_without(model, keeps), lists, begins)
+
+
+def renumbered(events: Sequence[Event], path: str, by: int) -> Iterator[Event]:
+    """Events as they are of blocks of a list so many further on."""
+    for event in events:
+        of, _, at = event.unit.rpartition(".")
+        if of != path:
+            yield event
+            continue
+        unit = f"{path}.{int(at) + by}"
+        yield event._replace(unit=unit, slot=unit + event.slot.removeprefix(event.unit) if event.slot else "")
 
 
 def _repeated_lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:

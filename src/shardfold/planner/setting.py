@@ -22,7 +22,7 @@ from shardfold.plan.rules import Rules
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.memory import CPU, Behaviour, Setting
-from shardfold.planner.repeats import Folded, fold, fold_stage
+from shardfold.planner.repeats import Blocks, Folded, fold, fold_stage, renumbered
 from shardfold.planner.staged import in_order, stages_of
 from shardfold.planner.trace import Sends, Trace, complete_orders
 from shardfold.planner.tracing import MODES, Compute, loss_of, trace_model, trace_stage
@@ -92,6 +92,8 @@ class Subject:
         self._traces: dict[tuple[Precision, str, int], Trace] = {}
         self._alone: dict[tuple[Precision, str, int], Trace] = {}  # of one micro-batch in a stage
         self._borders: dict[tuple[Precision, int, bool], Borders] = {}
+        #: Of other stages of the same model, by whose traces those of this one may be found.
+        self.others: Sequence[Subject] = ()
         self._folded: Folded | None = None
         self._whole = False  # all blocks are traced
         self._cuts: dict[Any, tuple[Rules, list[Cut]]] = {}
@@ -155,8 +157,48 @@ class Subject:
         if mode not in MODES:
             raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
         if (key := (policy, mode, samples)) not in self._alone:
-            self._alone[key] = self._few_of_stage(policy, mode, samples) or self._all_of_stage(policy, mode, samples)
+            likes = (other.of_another(self, policy, mode, samples) for other in self.others)
+            self._alone[key] = (
+                next(filter(None, likes), None)
+                or self._few_of_stage(policy, mode, samples)
+                or self._all_of_stage(policy, mode, samples)
+            )
         return self._alone[key]
+
+    def of_another(self, other: Subject, policy: Precision, mode: str, samples: int) -> Trace | None:
+        """What :meth:`alone` of the ``other`` gives, a stage in the middle as this one, by what it gives of this one;
+        None: they have more than blocks of one list, or not as many, or other tensors cross their borders."""
+        mine, its = self._only_blocks(policy), other._only_blocks(policy)
+        if mine is None or its is None or (mine[0], mine[1].number) != (its[0], its[1].number):
+            return None
+        found, borders = self.alone(policy, mode, samples), self._borders.get((policy, samples, False))
+        if borders is None or found.touched:
+            return None
+        made = [[borders.trace.made(origin) for origin in origins] for origins in borders.crossing]
+        here, there = self.division.stage, other.division.stage
+        if made[here - 1 : here + 1] != made[there - 1 : there + 1]:
+            return None
+        events = renumbered(found.events, mine[0], its[1].there - mine[1].there)
+        return replace(found, events=tuple(events), buffers=other._buffer_bytes(policy))
+
+    def _only_blocks(self, policy: Precision) -> tuple[str, Blocks] | None:
+        """The list that all parameters of a stage in the middle are in, and its blocks; None: there are others."""
+        if self._whole or not 0 < self.division.stage < self.division.pipeline - 1:
+            return None
+        _, cuts = self.cuts(presets.ddp, policy, self.mesh)
+        lists = self._folded_stage([c.name for c in cuts if c.spec is not None and not c.spec.root])
+        if lists is None or len(lists.lists) != 1:
+            return None
+        ((path, blocks),) = lists.lists.items()
+        inside = all(c.name.startswith(f"{path}.") for c in cuts if c.spec is not None)
+        return (path, blocks) if inside else None
+
+    def _folded_stage(self, units: Sequence[str]) -> Folded | None:
+        if self._folded is None and not self._whole and self._stages is not None:
+            whole = hollow(self.model, _on_meta, {})
+            self._folded = fold_stage(whole, units, self._stages, self.division.stage)
+            self._whole = self._folded is None
+        return self._folded
 
     def _few_of_stage(self, policy: Precision, mode: str, samples: int) -> Trace | None:
         """The same by some of the blocks that are alike; None: there are not so many, or they differ."""
@@ -164,11 +206,7 @@ class Subject:
             return None
         rules, cuts = self.cuts(presets.ddp, policy, self.mesh)
         units = [c.name for c in cuts if c.spec is not None and not c.spec.root]
-        if self._folded is None:
-            whole = hollow(self.model, _on_meta, {})
-            self._folded = fold_stage(whole, units, self._stages, self.division.stage)
-            self._whole = self._folded is None
-        if (folded := self._folded) is None:
+        if (folded := self._folded_stage(units)) is None:
             return None
         kept = [name for unit in units if (name := folded.kept(unit)) is not None]
         own = hollow(folded.model, _on_meta, {})

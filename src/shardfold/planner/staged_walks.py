@@ -85,6 +85,8 @@ class StagedWalks:
             subject if stage == division.stage else replace(subject, division=replace(division, stage=stage))
             for stage in range(division.pipeline)
         ]
+        for number, stage in enumerate(self._stages):
+            stage.others = self._stages[1:number][:1]
         self._ways = {axis: Way(where.link(self._mesh, axis), size) for axis, size in division.axes.items()}
         self._behaviour = GPU if where.device.streams else CPU
         self._budget = where.device.usable
