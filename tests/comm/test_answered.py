@@ -14,6 +14,8 @@ from shardfold.comm.answered import Answered
 from shardfold.engine.vote import Vote
 from shardfold.errors import CheckpointError, CollectiveError
 
+SILENT = 10.0  # seconds; far longer than anybody here waits for an answer
+
 
 class Behind:
     """A store behind a link: what it is asked while the link is cut is answered when that is whole again."""
@@ -23,17 +25,17 @@ class Behind:
 
     def add(self, key: str, number: int) -> int:
         self.asked += 1
-        self.whole.wait()
+        self.whole.wait(SILENT)
         if key == "none":
             raise KeyError(key)
         return number + 1
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         self.asked += 1
-        self.whole.wait()
+        self.whole.wait(SILENT)
 
     def set(self, key: str, value: str) -> None:
-        self.whole.wait()
+        self.whole.wait(SILENT)
 
     def clone(self) -> Behind:
         return self
