@@ -532,7 +532,9 @@ def test_signs_of_neighbouring_units_travel_as_one() -> None:
     larger than a bundle travels alone. Each bundle is one collective, of the bytes of all its units."""
     mesh = Mesh([Axis("inter", 2), Axis("intra", 2)], "inter", meets=True)
     lengths = {"a": 2048, "b": 2048, "c": 4096, "d": 4 * BUNDLE, "e": 2048, "f": 2 * BUNDLE - 2048, "g": 2048}
-    units = [UnitSpec(name, (SegmentSpec((), length, "fp32", name != "b"),)) for name, length in lengths.items()]
+    units = [  # of two segments each, which are no more collectives than one
+        UnitSpec(name, (SegmentSpec((), length // 2, "fp32", name != "b"),) * 2) for name, length in lengths.items()
+    ]
     bound = zero1.with_outer(Signs()).bind(Precision(), mesh)
     program = lower(bound, units, mesh, meets="signs")
     assert parse(str(program)) == program
