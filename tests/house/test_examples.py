@@ -83,10 +83,11 @@ def _run_cells(notebook: Path) -> None:
         exec(compile("".join(cell["source"]), f"{notebook.name}, cell {number + 1}", "exec"), space)
 
 
+ONE_PROCESS = ("gpt_from_scratch.ipynb", "checkpoint_surgery.py")  # they save into a temporary folder of their own
 CASES = [
     pytest.param(script, world_size, marks=[pytest.mark.soak] * (world_size > 1))
     for script in SHORT
-    for world_size in ((1,) if script.endswith(".ipynb") else (1, 2))  # a notebook is one process, with its own folder
+    for world_size in ((1,) if script in ONE_PROCESS else (1, 2))
 ]
 
 
