@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfold.errors import LayoutError
 from shardfold.plan.formats import FORMATS, Format, format_named
@@ -143,6 +146,27 @@ def test_what_is_rounded_stochastically_has_no_bias_and_is_the_same_again() -> N
     assert set(decoded[0].unique().tolist()) == {0.0, 1.0, 7.0}
     rest = decoded.view(-1, 256)[:, 1:]
     assert abs(float(rest.mean()) - 0.3) < 5 * (0.3 * 0.7 / rest.numel()) ** 0.5
+
+
+class _Divided(TorchDispatchMode):
+    """Numbers by which tensors are divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: list[float] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.div and not isinstance(args[1], torch.Tensor):
+            self.by.append(args[1])
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("text", [*NAMES, "int8+stochastic", "int8+error"])
+def test_codes_do_not_depend_on_how_a_device_divides_by_a_number(text: str) -> None:
+    """CUDA's kernel multiplies by the reciprocal of a number, which is exact for powers of two only."""
+    with _Divided() as seen:
+        _coded(_form(text), _values(0, 2, 2 * _form(text).block), torch.zeros(2, 2 * _form(text).block))
+    assert all(math.frexp(number)[0] == 0.5 for number in seen.by), seen.by
 
 
 @pytest.mark.parametrize("text", ["int8+error", "int4/64+error", "int4+zero+error", "fp8+error", "sign/32+error"])

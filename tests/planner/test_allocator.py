@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
+from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardfold.planner.allocator import Allocator, rounded
+from tests.support.gpu.recorded import LOOPS
+from tests.support.gpu.requests import compared
+from tests.support.gpu.section import Outcome
 
 MIB = 1 << 20
 REQUESTS = st.lists(st.tuples(st.booleans(), st.integers(1, 40 * MIB)), max_size=60)
@@ -54,3 +61,21 @@ def test_expandable_segments_leave_no_hole_that_grows() -> None:
         for size in range(20, 100, 10):
             allocator.free(allocator.allocate(size * MIB))
     assert growing.peak == 100 * MIB and fixed.peak > 4 * growing.peak
+
+
+RECORDED = Path(__file__).parents[1] / "data" / "allocator" / "torch-2.11-h200.json.gz"
+
+
+@pytest.mark.parametrize("name", list(LOOPS))
+def test_a_gpus_allocator_took_what_is_simulated(name: str) -> None:
+    """Training loops on an H200 with PyTorch 2.11, recorded by tests/support/gpu/recorded.py: behind every request and
+    every end of one, as many bytes are taken from the device."""
+    trace = json.loads(gzip.decompress(RECORDED.read_bytes()))[name]
+    compared(trace, expandable=LOOPS[name][2])
+
+
+def test_one_request_that_differs_is_seen() -> None:
+    """The sentence names the event, what was reserved and what is simulated."""
+    trace = [(MIB, 2 * MIB), (2 * MIB, 22 * MIB), (-1, 20 * MIB)]
+    with pytest.raises(Outcome, match=r"event 2 of 3, request 1 freed: 20,971,520 bytes are reserved and 23,068,672"):
+        compared(trace, expandable=False)

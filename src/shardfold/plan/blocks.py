@@ -209,13 +209,24 @@ class Fp8(Blocks):
 
 def _scale_of(spread: Tensor, steps: int) -> Tensor:
     """Of the size of each block; NaN where that is not finite."""
-    return (spread / steps).clamp_(min=SMALLEST_SCALE).add_(spread - spread)
+    import torch
+
+    # By a tensor: by a number, CUDA's kernel multiplies by the reciprocal, which rounds otherwise than a division.
+    by = torch.full((), steps, dtype=spread.dtype, device=spread.device)
+    return (spread / by).clamp_(min=SMALLEST_SCALE).add_(spread - spread)
 
 
 def _draws(values: Tensor, scale: Tensor) -> Tensor:
-    """Numbers from [0, 1) in steps of 2^-16, so that what is added to a code and a draw is exact."""
+    """Numbers from [0, 1) in steps of 2^-16, so that what is added to a code and a draw is exact.
+
+    Each is the place of the number, with the scales mixed in, behind the last steps of MurmurHash3 (Appleby, 2011): the
+    same on all devices, and nothing is read by the host.
+    """
     import torch
 
-    seed = int(scale.view(torch.int32).sum())
-    draw = torch.Generator(values.device).manual_seed(seed % 2**63)
-    return torch.randint(0, 2**16, values.shape, generator=draw, device=values.device, dtype=torch.int32) / 2**16
+    mixed = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+    mixed += scale.view(torch.int32).sum().to(torch.int32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed ^= (mixed >> shift) & (2 ** (32 - shift) - 1)
+        mixed *= factor - 2**32 if factor >= 2**31 else factor  # as a number of int32, whose products wrap around
+    return (mixed & 0xFFFF).view(values.shape) / 2**16

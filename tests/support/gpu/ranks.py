@@ -11,11 +11,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardfold import accelerator
 from shardfold.comm.backend import start_group
 from shardfold.comm.mesh import pick_device
-from shardfold.launch import free_port
 from shardfold.testing import Ranks, RanksFailed
 from tests.support.gpu.section import Clock, Outcome
 from tests.support.gpu.setting import SIM, Setting
@@ -68,7 +68,12 @@ class Field:
         Raises:
             Outcome: a rank raised, died or did not answer in time; the sentence is of the first that did.
         """
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        # Here is a store that listens already: between asking for a free port and using it others may take it.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RESTART_COUNT="0",
+        )  # fmt: skip
         timeout = max(LEAST, min(START, self._clock.left))
         if setting.ranks not in self._pools:
             self._pools[setting.ranks] = Ranks(setting.ranks, device=SIM if self._device == SIM else None)
