@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from shardfold.plan.program import Op, lower
 from shardfold.plan.rules import Rules
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.hollow import hollow, hollow_values
+from shardfold.planner.kernels import gpu_kernels
 from shardfold.planner.memory import CPU, Behaviour, Setting
 from shardfold.planner.repeats import Blocks, Folded, fold, fold_stage, renumbered
 from shardfold.planner.staged import in_order, stages_of
@@ -148,7 +150,12 @@ class Subject:
     def _found(self, policy: Precision, mode: str, samples: int) -> Trace:
         if self._stages is not None:
             return in_order(self.alone(policy, mode, samples), self.division)
-        return self._few_blocks(policy, mode, samples) or self._all_blocks(policy, mode, samples)
+        with self._kernels():
+            return self._few_blocks(policy, mode, samples) or self._all_blocks(policy, mode, samples)
+
+    def _kernels(self) -> AbstractContextManager[Any]:
+        """Whatever traces keeps what the kernels of the device keep."""
+        return gpu_kernels() if self.division.streams else nullcontext()
 
     def alone(self, precision: str | Precision, mode: str, samples: int) -> Trace:
         """A forward and a backward of one micro-batch in the stage of the rank that is planned for; :meth:`trace` has
@@ -158,11 +165,12 @@ class Subject:
             raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
         if (key := (policy, mode, samples)) not in self._alone:
             likes = (other.of_another(self, policy, mode, samples) for other in self.others)
-            self._alone[key] = (
-                next(filter(None, likes), None)
-                or self._few_of_stage(policy, mode, samples)
-                or self._all_of_stage(policy, mode, samples)
-            )
+            with self._kernels():
+                self._alone[key] = (
+                    next(filter(None, likes), None)
+                    or self._few_of_stage(policy, mode, samples)
+                    or self._all_of_stage(policy, mode, samples)
+                )
         return self._alone[key]
 
     def of_another(self, other: Subject, policy: Precision, mode: str, samples: int) -> Trace | None:
