@@ -13,7 +13,7 @@ from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.candidate import Found
 from shardfold.planner.choice import largest_of
-from shardfold.planner.division import division_of
+from shardfold.planner.division import Division, division_of
 from shardfold.planner.hardware import cluster
 from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.search import LAYOUTS, MODES, search_divisions
@@ -108,8 +108,10 @@ def largest_batch(
         ConfigError: an argument names nothing.
     """
     where = cluster(gpus, memory=memory)
+    streams = where.device.streams
     found = largest_of(
-        [Subject(model, batch, compute)], layout=layout, mode=activations, precision=precision, mesh=where.mesh,
-        micro_batches=accumulate, budget=where.device.usable, behaviour=GPU if where.device.streams else CPU,
+        [Subject(model, batch, compute, division=Division(streams=streams))], layout=layout, mode=activations,
+        precision=precision, mesh=where.mesh, micro_batches=accumulate, budget=where.device.usable,
+        behaviour=GPU if streams else CPU,
     )  # fmt: skip
     return found.largest

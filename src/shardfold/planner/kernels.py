@@ -2,8 +2,8 @@
 
     dropout        a mask of one byte an element, where a CPU keeps the factors
     RMS norm       one kernel, which keeps its input and a number a row, where a CPU keeps what it computed on the way
-    attention      with dropout as without one kernel, where a CPU keeps all pairs of tokens; in 16 bits its backward adds
-                   up the gradient of the queries in fp32 (FlashAttention-2, Dao 2023)
+    attention      with dropout as without one kernel, where a CPU keeps all pairs of tokens; in 16 bits its backward
+                   adds up the gradient of the queries in fp32 (FlashAttention-2, Dao 2023)
 
 Found by comparing plans with what the allocator of an H200 counted under PyTorch 2.11.
 """
@@ -96,6 +96,6 @@ class _Attention(torch.autograd.Function):
 
 
 _OTHERWISE: Sequence[tuple[Any, str, Callable[..., Any]]] = (
-    (F, "dropout", _dropout), (F, "rms_norm", _rms_norm), (torch, "rms_norm", _rms_norm),
+    (F, "dropout", _dropout), (torch, "rms_norm", _rms_norm),
     (F, "scaled_dot_product_attention", _attention),
 )  # fmt: skip

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import shardfold as sf
 from shardfold import accelerator
 from shardfold.plan.sizes import human
+from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Device
-from shardfold.planner.memory import Behaviour, plan_memory
+from shardfold.planner.memory import WORKSPACE, Behaviour, plan_memory
 from shardfold.planner.seconds import plan_seconds
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
@@ -28,7 +29,7 @@ from tests.support.gpu.section import Asked, Notes, Outcome, Skip
 from tests.support.gpu.setting import Setting, rank_settings
 from tests.support.gpu.watched import give_back, reserved_peak
 
-__all__ = ["CASES", "run"]
+__all__ = ["ABOVE", "BELOW", "CASES", "REAL", "batch_of", "model_of", "run"]
 
 ABOVE, BELOW = 0.06, 0.01
 """The plan's promise: a peak is at most so much above what is measured, and at most so much below."""
@@ -84,17 +85,15 @@ def _compared(field: Field, setting: Setting, case: tuple[str, ...], size: Size)
     return "", figures
 
 
-def _measured(
-    here: Here, case: tuple[str, ...], size: Size
-) -> tuple[float, int, int | None, float, float | None, str]:
+def _measured(here: Here, case: tuple[str, ...], size: Size) -> tuple[float, int, int | None, float, float | None, str]:
     name, layout, precision, mode = case
     few = size._replace(rows=1, layers=2)
-    _stepped(_engine(here, case, few), _batch(name, few, here.device), STEPS).close()  # libraries take memory
+    _stepped(_engine(here, case, few), batch_of(name, few, here.device), STEPS).close()  # libraries take memory
     gc.collect()
     accelerator.synchronize(here.device)
     give_back(here.device)
     before = accelerator.allocated(here.device) or 0
-    engine, batch, seconds = _engine(here, case, size), _batch(name, size, here.device), list[float]()
+    engine, batch, seconds = _engine(here, case, size), batch_of(name, size, here.device), list[float]()
     try:
         _stepped(engine, batch, STEPS)
         accelerator.synchronize(here.device)
@@ -108,12 +107,12 @@ def _measured(
         mesh = engine.mesh.sizes.axes
     finally:
         engine.close()
-    subject = Subject(_model(name, size), _batch(name, size, torch.device("cpu")), _loss)
+    batch = batch_of(name, size, torch.device("cpu"))
+    subject = Subject(model_of(name, size), batch, division=Division(streams=here.setting.is_real))
     trace = subject.trace(precision, mode)
     transport = "gloo" if here.setting.shared else "nccl"
-    setting = subject.setting(
-        trace, layout=layout, precision=precision, mesh=mesh, behaviour=Behaviour(streams=True, transport=transport)
-    )
+    behaviour = Behaviour(streams=True, transport=transport, workspace=WORKSPACE if here.setting.is_real else 0.0)
+    setting = subject.setting(trace, layout=layout, precision=precision, mesh=mesh, behaviour=behaviour)
     plan = plan_memory(setting, trace)
     profile = _profile(here.device)
     expected = plan_seconds(setting, plan, profile).step if profile is not None else None
@@ -130,23 +129,19 @@ def _engine(here: Here, case: tuple[str, ...], size: Size) -> sf.Engine:
     name, layout, precision, mode = case
     torch.manual_seed(0)
     return sf.Engine(
-        _model(name, size), optimizer=partial(torch.optim.AdamW, lr=1e-4), layout=layout, precision=precision,
+        model_of(name, size), optimizer=partial(torch.optim.AdamW, lr=1e-4), layout=layout, precision=precision,
         activations=mode, device=here.device,
     )  # fmt: skip
 
 
 def _stepped(engine: sf.Engine, batch: dict[str, Tensor], steps: int) -> sf.Engine:
     for _ in range(steps):
-        engine.backward(_loss(engine, batch))
+        engine.backward(loss_of(engine, batch))
         engine.step()
     return engine
 
 
-def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    return loss_of(model, batch)
-
-
-def _model(name: str, size: Size) -> nn.Module:
+def model_of(name: str, size: Size) -> nn.Module:
     heads, text = max(size.width // 64, 1), {"vocab_size": 8192, "pad_token_id": 0}
     if name == "gpt":
         return GPT(GPTConfig(d_model=size.width, layers=size.layers, heads=heads, context=size.length))
@@ -171,7 +166,7 @@ def _model(name: str, size: Size) -> nn.Module:
     return transformers.ResNetForImageClassification(config).train()
 
 
-def _batch(name: str, size: Size, device: torch.device) -> dict[str, Tensor]:
+def batch_of(name: str, size: Size, device: torch.device) -> dict[str, Tensor]:
     drawn = torch.Generator().manual_seed(0)
     if name in ("vit", "resnet"):
         images = torch.randn(size.rows, 3, PIXELS, PIXELS, generator=drawn)

@@ -1,6 +1,6 @@
 """What PyTorch's caching allocator was asked for in a training loop and what it took from the device, event by event.
 
-    python -m tests.support.gpu.recorded traces.json.gz     # of every loop here
+python -m tests.support.gpu.recorded traces.json.gz     # of every loop here
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def _images(device: torch.device, precision: str) -> tuple[nn.Module, Callable[[
     widths = (3, 32, 64, 128, 256)
     layers = [
         layer
-        for a, b in zip(widths, widths[1:], strict=False)
+        for a, b in pairwise(widths)
         for layer in (nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
     ]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 1000)).to(device)
@@ -92,7 +93,9 @@ def record(name: str, kind: str = "cuda") -> Trace:
     module.synchronize()
     trace, reserved = _told(module.memory._snapshot()["device_traces"][0])
     if reserved != module.memory_reserved():
-        raise RuntimeError(f"the events of {name!r} leave {reserved} bytes, the allocator has {module.memory_reserved()}")
+        raise RuntimeError(
+            f"the events of {name!r} leave {reserved} bytes, the allocator has {module.memory_reserved()}"
+        )
     return trace
 
 
@@ -136,7 +139,9 @@ def record_all(kind: str, names: Sequence[str] = tuple(LOOPS)) -> dict[str, Trac
 
 def main() -> None:
     """Writes the traces into a file."""
-    Path(sys.argv[1]).write_bytes(gzip.compress(json.dumps(record_all("cuda"), separators=(",", ":")).encode(), mtime=0))
+    Path(sys.argv[1]).write_bytes(
+        gzip.compress(json.dumps(record_all("cuda"), separators=(",", ":")).encode(), mtime=0)
+    )
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ DETAIL = 40  # lines of a failure
 
 #: What there is to do: name, module of this package, title, share of the time. The first are short and say most.
 SECTIONS: dict[str, tuple[str, float]] = {
-    "machine": ("The machine", 0.05),
-    "waits": ("Host synchronizations in a step", 0.1),
-    "memory": ("Memory: predicted and allocated", 0.1),
+    "machine": ("The machine", 0.03),
+    "waits": ("Host synchronizations in a step", 0.07),
+    "memory": ("Memory: predicted and allocated", 0.07),
     "plans": ("Plans of whole steps", 0.15),
     "requests": ("The caching allocator, simulated and real", 0.05),
     "codes": ("Formats on the device", 0.03),
     "races": ("Streams that are delayed", 0.2),
-    "marked": ("The tests that need a device", 0.25),
+    "marked": ("The tests that need a device", 0.1),
     "compared": ("`shardfold bench`", 0.3),
 }
 

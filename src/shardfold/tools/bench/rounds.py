@@ -105,7 +105,7 @@ def compare(settings: Settings, contenders: Sequence[Contender], watch: Callback
         return settings.within is not None and time.monotonic() - begun > part * settings.within
 
     try:
-        for contender in contenders:
+        for contender in sorted(contenders, key=lambda each: not (each.ours or each.kind == "bare")):
             if over(STARTING) and teams.alive:
                 measured.not_started.append(contender.name)
                 continue

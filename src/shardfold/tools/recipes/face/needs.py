@@ -12,6 +12,7 @@ from shardfold.plan import presets
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.offload import offloaded
 from shardfold.planner.choice import largest_micro_batch
+from shardfold.planner.division import Division
 from shardfold.planner.hardware import Device
 from shardfold.planner.memory import CPU, GPU, MemoryPlan, Setting, plan_memory
 from shardfold.planner.seconds import plan_seconds
@@ -74,7 +75,8 @@ class Needs:
             model = _Alone(config, classes, ranks)
         rows, columns = config.image_size()
         images = torch.empty(LINE[1], config.channels, rows, columns, device="meta")
-        self._subject = Subject(model, (images, torch.empty(LINE[1], dtype=torch.int64, device="meta")))
+        labels = torch.empty(LINE[1], dtype=torch.int64, device="meta")
+        self._subject = Subject(model, (images, labels), division=Division(streams=streams))
         self.parameters = sum(p.numel() for p in model.parameters())
 
     def of(self, name: str) -> Need:
