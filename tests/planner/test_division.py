@@ -132,13 +132,13 @@ def test_more_micro_batches_need_more_under_gpipe_alone() -> None:
 
 def test_a_search_has_axes_as_dimensions() -> None:
     """The fastest of all divisions is first, each is what an engine takes, and what does not divide is said."""
-    subject, where = Subject(GPT(SHAPE), batch(SHAPE, 2)), cluster("4xA100-40G", memory="4MiB")
+    subject, where = Subject(GPT(SHAPE), batch(SHAPE, 2)), cluster("4xA100-40G", memory="20MiB")
     divisions = [Division(), Division(tensor=2, sequence_parallel=True), Division(sequence=2), Division(tensor=3)]
     found = search_divisions(subject, where, divisions, layouts=("zero1",), modes=("recompute",), batch=64)
     assert [each.samples for each in found.found] == sorted((each.samples for each in found.found), reverse=True)
     assert {each.candidate.division.ranks for each in found.found} == {1, 2}
     assert len({str(each.candidate.division) for each in found.found}) == 3
-    assert all(each.peak <= 4 * 2**20 for each in found.found)
+    assert all(each.peak <= 20 * 2**20 for each in found.found)
     (refused,) = found.refused
     assert "tensor=3 does not divide" in refused.why
     cut = next(each.candidate for each in found.found if each.candidate.division.tensor == 2)

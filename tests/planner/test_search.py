@@ -36,7 +36,7 @@ def _small(memory: str, gpus: str = "8xA100-40G") -> Cluster:
 
 def test_all_that_is_found_fits_and_the_fastest_is_first(subject: Subject) -> None:
     """Each candidate's own plan has its peak within the budget; samples per second fall."""
-    where = _small("3MiB")
+    where = _small("19MiB")  # of which libraries take 16
     found = search(subject, where, layouts=("zero1", "zero3"), modes=("keep", "recompute"), batch=1024)
     assert found.found and found.looked_at == 4 * 128
     assert [f.samples for f in found.found] == sorted((f.samples for f in found.found), reverse=True)
@@ -47,7 +47,7 @@ def test_all_that_is_found_fits_and_the_fastest_is_first(subject: Subject) -> No
             trace, layout=c.layout, precision="bf16", mesh=where.mesh, micro_batches=c.accumulate, clip=True,
             behaviour=GPU,
         )  # fmt: skip
-        assert plan_memory(setting, trace).peak == pytest.approx(each.peak) and each.peak <= 3 * 2**20
+        assert plan_memory(setting, trace).peak == pytest.approx(each.peak) and each.peak <= 19 * 2**20
         assert c.micro_batch * c.accumulate * 8 >= 1024
 
 

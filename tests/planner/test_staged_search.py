@@ -46,7 +46,7 @@ def _found(divisions: list[Division], memory: str, batch: int = 64) -> Search:
 
 def test_what_a_search_finds_through_stages_is_what_a_plan_of_it_says() -> None:
     """Peaks of the stage that needs the most, within the budget; micro-batches of a step as samples ask for."""
-    where, found = cluster("8xA100-40G", memory="4MiB"), _found(STAGED, "4MiB")
+    where, found = cluster("8xA100-40G", memory="20MiB"), _found(STAGED, "20MiB")
     assert {str(each.candidate.division) for each in found.found} == {str(division) for division in STAGED}
     for each in [found.found[0], found.found[-1]]:
         one = each.candidate
@@ -58,7 +58,7 @@ def test_what_a_search_finds_through_stages_is_what_a_plan_of_it_says() -> None:
             stages, {one.layout: one.table}, [one.mode], micro_batch=one.micro_batch, mesh=stages[0].division.over(
                 where.mesh).axes, micro_batches=one.accumulate, budget=where.device.usable, behaviour=GPU,
         )  # fmt: skip
-        assert planned.plan.peak == pytest.approx(each.peak) and each.peak <= 4 * 2**20
+        assert planned.plan.peak == pytest.approx(each.peak) and each.peak <= 20 * 2**20
         readers = where.size // one.division.ranks
         assert one.micro_batch * one.accumulate * readers >= 64 > one.micro_batch * (one.accumulate - 1) * readers
 
