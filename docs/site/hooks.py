@@ -53,7 +53,7 @@ MODULES = {
 """The public modules, and what each is for."""
 
 BOOSTS = {"troubleshooting": 4, "howto/everyday": 2, "howto/": 4, "tutorial/": 2, "concepts/": 2,
-          "deepspeed-names": 0.2, "reference/messages": 1.5, "reference/": 0.5}  # fmt: skip
+          "deepspeed-names": 0.2, "reference/messages": 0.6, "reference/": 0.5}  # fmt: skip
 """By how a page's path begins: how much it counts in the search, where others count 1."""
 
 

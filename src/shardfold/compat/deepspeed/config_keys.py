@@ -183,7 +183,7 @@ ZERO = (
            off=(None, True)),
     _noted("zero_optimization.offload_optimizer.pipeline_write", "boolean", False, "a file is always written behind "
            "the update", off=(None, True)),
-    _noted("zero_optimization.offload_optimizer.fast_init", "boolean", False, HOST_BUFFERS),
+    _noted("zero_optimization.offload_optimizer.fast_init", "boolean", False, "states are made where they rest"),
     _honoured("zero_optimization.offload_optimizer.ratio", "number", 1.0, "the part of the optimizer's states that "
               "rests there at least, in whole units; 0: none", low=0, high=1),
     _noted("zero_optimization.offload_optimizer.super_offload", "boolean", False, HOST_UPDATE),
@@ -215,7 +215,7 @@ ZERO = (
     _noted("zero_optimization.ignore_unused_parameters", "boolean", True, "unused parameters are always legal",
            off=(None, True)),
     _noted("zero_optimization.legacy_stage1", "boolean", False, "there is one implementation"),
-    _noted("zero_optimization.round_robin_gradients", "boolean", False, HOST_BUFFERS),
+    _noted("zero_optimization.round_robin_gradients", "boolean", False, "each rank copies its own shard to the host"),
     _noted("zero_optimization.parameter_alignment", "boolean", False, "every parameter begins at a multiple of "
            "256 bytes anyway"),
     _honoured("zero_optimization.zero_hpz_partition_size", "integer", 1, "stage 3 keeps a second copy of the "
