@@ -32,7 +32,7 @@ from shardfold.tools.recipes.gpt import GPT
 from shardfold.tools.recipes.text import load_corpus, windows_at
 
 MESH = {"inter": 2, "intra": 2}
-ROUND = 20
+ROUND = 10
 """Steps of a round of DiLoCo's."""
 
 
@@ -55,10 +55,10 @@ DILOCO = partial(sf.Outer, every=ROUND, optimizer="nesterov")
 CASES: dict[str, Case] = {
     "zero3": Case("zero3"),
     "zeropp": Case("zeropp"),
-    "1-bit Adam": Case("zero1", dense=0.15, outer=sf.Signs()),
+    "1-bit Adam": Case("zero1", dense=0.25, outer=sf.Signs()),
     "DiLoCo": Case("zero1", outer=DILOCO(momentum=0.5)),
     "zeropp, int4x2+error": Case("zeropp", {"reduce": "int4x2+error"}),
-    "1-bit Adam, error dropped": Case("zero1", dense=0.15, outer=sf.Signs(error=False)),
+    "1-bit Adam, error dropped": Case("zero1", dense=0.25, outer=sf.Signs(error=False)),
     "DiLoCo, momentum 0.9": Case("zero1", outer=DILOCO(momentum=0.9)),
     "gradients as sign+error": Case("zero3", {"reduce": "sign/1024+error"}),
     "gradients as sign": Case("zero3", {"reduce": "sign/1024"}),
@@ -153,7 +153,7 @@ def _gpt() -> Task:
         return model(*samples)
 
     return Task(
-        lambda: GPT(shape), loss, partial(windows, corpus.train), partial(windows, corpus.held_out), 600, 2, 2e-3
+        lambda: GPT(shape), loss, partial(windows, corpus.train), partial(windows, corpus.held_out), 600, 4, 2e-3
     )
 
 
