@@ -224,7 +224,7 @@ def test_a_file_may_have_comments_and_infinity(tmp_path: Path):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ('{"train_batch_size": 8,\n "fp16" {}}', ("no JSON", "line 2", "column 9")),
+        ('{"train_batch_size": 8,\n "fp16" {}}', ("not JSON", "line 2", "column 9")),
         ('{"train_batch_size": 8, "fp16": {"enabled": true, "enabled": false}}', ("'enabled'", "more than once")),
         ("[1, 2]", ("JSON list", "an object")),
     ],

@@ -139,11 +139,11 @@ def test_a_config_may_be_hjson(tmp_path: Path) -> None:
     "name, text, words",
     [
         # HJSON takes the rest of the line for a string.
-        ("ds.json", '{"train_batch_size": 8 "fp16": {"enabled": true}}', "no JSON.*delimiter at line 1, column 24"),
-        ("ds.json", "", "no JSON.*line 1"),
+        ("ds.json", '{"train_batch_size": 8 "fp16": {"enabled": true}}', "not JSON.*delimiter at line 1, column 24"),
+        ("ds.json", "", "not JSON.*line 1"),
         ("ds.json", "{fp16: {enabled: true, enabled: false}}", "'enabled' more than once"),
         ("ds.hjson", "fp16: {enabled: true", "an object"),
-        ("ds.hjson", "{fp16", "no HJSON.*line 1"),
+        ("ds.hjson", "{fp16", "not HJSON.*line 1"),
         ("ds.hjson", "fp16: {\n enabled: true\n enabled: false\n}", "'enabled' more than once"),
         ("ds.hjson", "fp16: 7", "fp16 is 7: it is a section"),
     ],

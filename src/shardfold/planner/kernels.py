@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 __all__ = ["gpu_kernels"]
 
+ATEN: Any = torch.ops.aten
 ROWS = 128
 """A multiple of these tokens has the sum in fp32."""
 
@@ -79,7 +80,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Tensor:
         ctx.causal, ctx.scale = causal, scale
-        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        run = ATEN._scaled_dot_product_flash_attention_for_cpu
         out, sums = run(query, key, value, 0.0, causal, scale=scale)
         ctx.save_for_backward(query, key, value, out, sums)
         return out
@@ -89,7 +90,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, sums = ctx.saved_tensors
         batch, heads, tokens, width = query.shape
         added = query.new_zeros((batch, heads, -(-tokens // ROWS) * ROWS, width), dtype=torch.float32)
-        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        run = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
         found = run(grads[0], query, key, value, out, sums, 0.0, ctx.causal, scale=ctx.scale)
         del added
         return (*found, None, None)
