@@ -205,6 +205,11 @@ class MemoryPlan:
         """Bytes of the device that are there all the time."""
         return sum(n for (_, tier), n in self.resting.items() if tier is Tier.DEVICE) + sum(self.fixed.values())
 
+    @property
+    def rest(self) -> float:
+        """Those of them that are there between steps: all but what libraries take while they compute."""
+        return self.base - self.fixed.get("workspace", 0.0)
+
     def total(self, point: Point) -> float:
         """Bytes of the device at a point."""
         return self.base + point.engine + self.model(point)
@@ -279,7 +284,7 @@ def plan_memory(setting: Setting, trace: Trace) -> MemoryPlan:
         "buffers": trace.buffers,
         "batch": trace.batch,
         "transport's room": setting.behaviour.room(ranks),
-        "workspace of products": setting.behaviour.workspace,
+        "workspace": setting.behaviour.workspace,
     }
     places = (
         np.array([point.engine for point in points], dtype=float),

@@ -62,7 +62,7 @@ def table(options: Sequence[Option]) -> str:
         host = each.plan.tiers.get(Tier.HOST, 0.0)
         fits = "fits" if each.fits else "too much"
         lines.append(
-            f"{each.layout:<10}{each.mode:<13}{human(each.plan.base):>11}{human(each.plan.peak):>11}"
+            f"{each.layout:<10}{each.mode:<13}{human(each.plan.rest):>11}{human(each.plan.peak):>11}"
             f"{human(host) if host else '-':>11}  {each.largest or 'none':>19}  {fits}"
         )
     return "\n".join(lines)
