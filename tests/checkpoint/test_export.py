@@ -446,7 +446,7 @@ def test_writer_refuses_what_can_not_be(tmp_path: Path):
     for call, text in [
         (lambda: writer.parameter("v", torch.ones(1)), "'v' is given twice"),
         (lambda: writer.state("w", "exp_avg", torch.ones(6)), "exp_avg of 'w' is given twice"),
-        (lambda: writer.state("x", "exp_avg", torch.ones(6)), "no parameter given before"),
+        (lambda: writer.state("x", "exp_avg", torch.ones(6)), "not a parameter given before"),
         (lambda: writer.state("w", "exp_avg_sq", torch.ones(5)), "another size"),
         (lambda: writer.parameter("x", lambda: torch.ones(1)), "give its shape= and dtype= now"),
         (lambda: writer.parameter("x", torch.ones(1, dtype=torch.complex128)), "cast it"),
