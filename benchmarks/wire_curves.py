@@ -32,7 +32,7 @@ from shardfold.tools.recipes.gpt import GPT
 from shardfold.tools.recipes.text import load_corpus, windows_at
 
 MESH = {"inter": 2, "intra": 2}
-ROUND = 10
+ROUND = 5
 """Steps of a round of DiLoCo's."""
 
 

@@ -186,7 +186,7 @@ def test_9_a_rank_more_leaves_each_more_room() -> None:
 
 
 def _curve(batch: int, images: int, **options: Any) -> list[float]:
-    run = FaceRun(config(batch=batch, steps=images // batch, identities=20, warmup=0, lr=2e-3, **options))
+    run = FaceRun(config(batch=batch, steps=images // batch, identities=20, warmup=0, lr=3e-4, **options))
     batches = run.batches()
     for _ in range(images // batch):
         run.step(batches)
@@ -197,8 +197,8 @@ def _curve(batch: int, images: int, **options: Any) -> list[float]:
 @pytest.mark.soak
 def test_10_smaller_batches_lower_the_loss_faster() -> None:
     """Against the number of images, at one rate: in the last quarter a batch of 8 has the lower loss than one of 64."""
-    small, large = _curve(8, 6400), _curve(64, 6400)
-    assert sum(small[-200:]) / 200 < sum(large[-25:]) / 25
+    small, large = _curve(8, 3200), _curve(64, 3200)
+    assert sum(small[-100:]) / 100 < sum(large[-12:]) / 12
 
 
 def _saved(folder: Path) -> tuple[list[float], bool]:
@@ -221,11 +221,12 @@ def _loaded(folder: Path) -> list[float]:
 
 
 @pytest.mark.soak
-def test_11_a_checkpoint_of_10_ranks_loads_on_8(ranks: Ranks, tmp_path: Path) -> None:
+def test_11_a_checkpoint_of_10_ranks_loads_on_8(tmp_path: Path) -> None:
     """And gives the same embeddings."""
-    wrote = ranks.run(_saved, tmp_path, world_size=10)[0][0]
     path = tmp_path / "checkpoints" / "step-000004"
-    assert ranks.run(_loaded, path, world_size=8)[0] == pytest.approx(wrote, rel=1e-4, abs=1e-5)
+    with Ranks(10) as ranks:
+        wrote = ranks.run(_saved, tmp_path, world_size=10)[0][0]
+        assert ranks.run(_loaded, path, world_size=8)[0] == pytest.approx(wrote, rel=1e-4, abs=1e-5)
 
 
 def _both_saves(folder: Path) -> list[str]:

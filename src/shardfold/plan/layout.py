@@ -711,7 +711,7 @@ class Layout:
                 "master is, as zero3 does, or let them rest on the device."
             )
         self._check_gather(bound, precision.compute)
-        _check_reduce(bound, alone=alone)
+        _check_reduce(bound, alone=alone and self.signs is None)  # until they are frozen, gradients cross all groups
         _check_outer(bound)
         if bound.params is None and not bound.comes_and_goes:  # nothing is gathered, so the cast copy stays
             bound = replace(bound, params=Cell(dtype=precision.compute))

@@ -40,7 +40,10 @@ def plan(
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a step of all devices (default: one micro-batch of each).")
+        int | None,
+        typer.Option(
+            min=1, help="Samples of a step of all devices, rounded up to whole micro-batches (default: one of each)."
+        ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Host memory for each device, as 64GiB (default: enough).")] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
