@@ -181,12 +181,12 @@ VERBS: Mapping[str, Verb] = {
 """All verbs. A verb that is not here neither parses nor runs."""
 
 UPDATED = ("master", "moments")
+"""States that an update reads and writes."""
 RANGE = ".."
 """Between the names of the first and the last unit of several: no name of a module has two dots in a row."""
 BUNDLE = 2**24
 """Elements of momentum on a rank whose signs one collective carries, unless a single unit has more: 2 MiB of signs,
 which take longer on any link than it takes to begin."""
-"""States that an update reads and writes."""
 MARK = "   <-- here"
 ROUND = ("outer_send", "outer_step", "outer_take")
 """What is done in a round of outer steps, for each fragment at its time."""

@@ -50,7 +50,7 @@ class Division:
         order: as ``Engine(pipeline=)`` takes it.
         micro_batches: of a step, which go through the stages.
         stage: the place along the axis of stages of the rank that is planned for.
-        streams: the device has streams.
+        streams: the device has streams, and kernels as a GPU.
     """
 
     tensor: int = 1

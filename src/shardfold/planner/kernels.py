@@ -28,7 +28,8 @@ ROWS = 128
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Inside, operations of tensors without values keep what a GPU's kernels keep, in what is recomputed, too."""
+    """Inside, operations of tensors without values keep what a GPU's kernels keep. PyTorch's functions are exchanged in
+    the whole process, so that what backward recomputes meets them too, where a mode of functions is off."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in _OTHERWISE]
     try:
         for (owner, name, make), (_, _, usual) in zip(_OTHERWISE, before, strict=True):
