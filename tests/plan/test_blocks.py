@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfold.errors import LayoutError
 from shardfold.plan.formats import FORMATS, Format, format_named
-from shardfold.plan.layout import Layout
-from shardfold.plan.presets import zero3
+from shardfold.plan.layout import Layout, Precision
+from shardfold.plan.outer import Outer
+from shardfold.plan.presets import PRESETS, zero3
 
 NAMES = ["int8", "int4", "int8+zero", "int4+zero", "fp8", "int8/64", "int4/1024+zero"]
 INF, NAN = float("inf"), float("nan")
@@ -221,6 +222,30 @@ def test_rows_may_lie_apart_and_in_any_floating_dtype(text: str) -> None:
         assert torch.equal(apart[:, 0], _coded(form, out.float())[0])
 
 
+def test_what_a_table_prints_and_what_a_sentence_lists_may_be_typed() -> None:
+    """Formats with options as tables print them, and each that is listed where a name is none."""
+    for reduce in ("int8/64+zero+error", "int4x2+error", "sign+error", "fp8/512x2"):
+        wire = Layout(reduce=reduce).reduce  # pyright: ignore
+        assert ":" not in str(wire) and Layout(reduce=str(wire)).reduce == wire  # pyright: ignore
+    everywhere = Precision(compute="fp64", grads="fp64", reduce="fp64", master="fp64", moments="fp64")
+    narrow, mesh = Precision(), {"inter": 2, "intra": 2}
+
+    def outer(name: str) -> Layout:
+        return PRESETS["zero3"].with_outer(Outer(every=2, format=name))
+
+    for make, precision in (
+        (lambda name: PRESETS["zero3"].replace(gather=name), everywhere),
+        (lambda name: PRESETS["zero3"].replace(reduce=name), everywhere),
+        (outer, narrow),
+    ):
+        with pytest.raises(LayoutError, match="Known: ") as raised:
+            make("qqqq")
+        known = str(raised.value).partition("Known: ")[2].rstrip(".").split(", ")
+        assert "int4" in known and "int32" not in known
+        for name in known:
+            make(name).bind(precision, mesh)
+
+
 def test_a_name_has_one_form_and_a_wrong_one_a_sentence() -> None:
     names = {
         "int8": "int8/256",
@@ -233,7 +258,7 @@ def test_a_name_has_one_form_and_a_wrong_one_a_sentence() -> None:
         assert Layout(reduce=text).reduce.format == name  # pyright: ignore
     assert "int8:error/64" not in FORMATS and "int8/256:error,zero" not in FORMATS
     for text, words in (
-        ("int3", "reduce travels as 'int3', which is not a format. Did you mean 'int32'?"),
+        ("int3", "reduce travels as 'int3', which is not a format. Did you mean 'int8'?"),
         ("int8/100", "the format 'int8/100' has blocks of 100 elements: they have a multiple of 16, up to 65536."),
         ("int8+eror", "the format 'int8+eror' has the option 'eror', which is unknown. Did you mean 'error'?"),
         ("fp8+zero", "the format 'fp8+zero' has the option 'zero', which is unknown. Did you mean 'error'?"),

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 import shardfold as sf
 from shardfold.engine.vote import Vote
-from shardfold.errors import CollectiveError, ConfigError, LayoutError
+from shardfold.errors import CollectiveError, ConfigError, LayoutError, NonFiniteError
 from shardfold.testing import Ranks, RanksFailed, run_ranks
 
 WIDTH, STEPS = 8, 9
@@ -125,7 +125,7 @@ def assert_near(states: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]
 @pytest.mark.parametrize(
     ("layout", "outer", "inner"),
     [
-        ("ddp", {"every": 3}, SGD),
+        ("ddp", {"every": 3, "lr": 0.5, "alpha": 0.25}, SGD),
         ("zero1", DILOCO, ADAMW),
         ("zero2", STREAMING, ADAMW),
         ("zero3", DILOCO, SGD),
@@ -136,7 +136,7 @@ def assert_near(states: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]
 def test_groups_train_as_models_of_a_plain_loop_do(
     ranks: Ranks, layout: str, outer: dict[str, Any], inner: Any
 ) -> None:
-    """Averaging, DiLoCo and Streaming DiLoCo over groups that train by a layout each."""
+    """Averaging (half-way, and keeping a part), DiLoCo and Streaming DiLoCo over groups that train by a layout each."""
     assert_near(ranks.run(_run, layout, outer, inner), expected(outer, inner))
 
 
@@ -400,11 +400,75 @@ def test_the_first_decision_of_a_vote_is_that_of_all() -> None:
 
 @pytest.mark.parametrize(
     ("given", "text"),
-    [({"deadline": 0}, "a number of seconds"), ({"deadline": 1.0, "delay": 1}, "leave one of the two out")],
+    [
+        ({"deadline": 0}, "a number of seconds"),
+        ({"deadline": 1.0, "delay": 1}, "leave one of the two out"),
+        ({"put_off": 2}, "Outer.put_off is 2 and there is no deadline="),
+    ],
 )
 def test_a_deadline_that_cannot_be(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         sf.Outer(every=4, **given)
+
+
+STRICT = sf.Clip(norm=1e9, error_if_nonfinite=True)
+SENTENCE = "the norm of the gradients of rank 2, 3 is nan and Clip(error_if_nonfinite=True): nothing was updated; "
+
+
+def _strict_step(engine: sf.Engine, number: int, bad: int) -> None:
+    """Rank 3, of the second group, has NaN in one step."""
+    loss = loss_of(engine, batch(number).chunk(engine.data_ranks)[engine.data_rank])
+    engine.backward(loss * (torch.nan if engine.rank == 3 and number == bad else 1.0))
+    engine.step()
+
+
+def _goes_on(bad: int) -> tuple[str, dict[str, Tensor]]:
+    engine, said = engine_of("zero2", {"every": 2}, ADAMW, clip=STRICT), ""
+    for number in range(5):
+        try:
+            _strict_step(engine, number, bad)
+        except NonFiniteError as error:
+            said = str(error)
+            engine.zero_grad()
+    state = engine.state_dict()
+    engine.close()
+    return said, state
+
+
+@pytest.mark.parametrize("bad", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_step_that_raises_in_one_group_counts_in_the_round(ranks: Ranks, bad: int) -> None:
+    """Its group goes on as behind a skipped step: outer steps behind the second and fourth step, as if its own model
+    had not been updated in that step."""
+    reference = Reference(2, ADAMW, sf.Outer(every=2))
+    second, step = reference.inner[1], reference.inner[1].step
+    for number in range(5):
+        second.step = (lambda: None) if number == bad else step
+        reference.step(number)
+    found = ranks.run(_goes_on, bad)
+    assert [said for said, _ in found[:2]] == ["", ""]
+    assert all(said.startswith(SENTENCE) for said, _ in found[2:])
+    assert_near([state for _, state in found], [each.state_dict() for each in reference.models])
+
+
+def _raises(layout: str) -> str:
+    engine = engine_of(layout, {"every": 2}, ADAMW, clip=STRICT)
+    try:
+        for number in range(4):
+            _strict_step(engine, number, 2)
+    except (NonFiniteError, CollectiveError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.close()
+    return ""
+
+
+def test_groups_are_told_why_another_does_not_come(ranks: Ranks) -> None:
+    """The group whose norm is not finite raises in that step, the other where both would meet, with the same words."""
+    found = ranks.run(_raises, "zero2")
+    assert all(said.startswith(f"NonFiniteError: {SENTENCE}") for said in found[2:])
+    for said in found[:2]:
+        assert said.startswith("CollectiveError: rank ")
+        assert f"ranks 2, 3: raised NonFiniteError in engine.step(): {SENTENCE}" in said
 
 
 def _dies(folder: str) -> str:

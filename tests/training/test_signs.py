@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfold as sf
-from shardfold.errors import ConfigError
+from shardfold.errors import ConfigError, NonFiniteError
 from shardfold.optim import OneBitAdam
 from shardfold.plan import program
 from shardfold.plan.formats import FORMATS
@@ -255,3 +256,56 @@ def test_without_errors_training_departs() -> None:
     """Signs whose errors are dropped train elsewhere: the errors are what makes the difference."""
     with_errors, without = simulated(2), simulated(2, error=False)
     assert max(float((a - b).abs().max()) for a, b in zip(with_errors, without, strict=True)) > 1e-3
+
+
+def _strict(bad: int) -> tuple[str, list[Tensor]]:
+    """Rank 3, of the second group, has NaN in one step."""
+    engine = sf.Engine(
+        Model(), optimizer=ADAM, layout="zero2", mesh={"inter": 2, "intra": 2}, units=["layers.0", "layers.1"],
+        outer=sf.Signs(block=BLOCK), clip=sf.Clip(norm=1e9, error_if_nonfinite=True),
+    )  # fmt: skip
+    said = ""
+    for step in range(STEPS):
+        loss = loss_of(engine, batch(step).chunk(engine.data_ranks)[engine.data_rank])
+        engine.backward(loss * (torch.nan if engine.rank == 3 and step == bad else 1.0))
+        try:
+            engine.step()
+        except NonFiniteError as error:
+            said = str(error)
+            engine.zero_grad()
+    state = [*engine.state_dict().values()]
+    engine.close()
+    return said, state
+
+
+@pytest.mark.parametrize("bad", [FREEZE + 1, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_norm_that_is_not_finite_in_one_group_is_told_on_all_ranks(ranks: Ranks, bad: int) -> None:
+    """Before signs are sent: nothing is updated anywhere, and all go on."""
+    found = ranks.run(_strict, bad)
+    whose = "2, 3" if bad >= FREEZE else "0, 1, 2, 3"  # gradients are summed over all until signs are sent
+    assert found[0][0].startswith(
+        f"the norm of the gradients of rank {whose} is nan and Clip(error_if_nonfinite=True): nothing was updated; "
+    )
+    for said, state in found:
+        assert said == found[0][0]
+        assert all(
+            torch.equal(mine, other) and bool(mine.isfinite().all())
+            for mine, other in zip(state, found[0][1], strict=True)
+        )
+
+
+def _without_outer() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("shardfold").addHandler(handler)
+    sf.Engine(Model(), optimizer=ADAM, layout="zero1").close()
+    logging.getLogger("shardfold").removeHandler(handler)
+    return said
+
+
+def test_who_sends_no_signs_is_told(ranks: Ranks) -> None:
+    """Once, of all ranks: an optimizer of signs without outer= is as any other until its variance stays."""
+    (first, second) = ranks.run(_without_outer, world_size=2)
+    assert not second and len(first) == 1
+    assert first[0].startswith("OneBitAdam without outer=: gradients travel as the layout says")

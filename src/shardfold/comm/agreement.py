@@ -183,6 +183,22 @@ class Agreement:
         entries = store.get("left").decode().split() if store is not None and store.check(["left"]) else []
         return {int(rank): int(number) for rank, number in (entry.split(":") for entry in entries)}
 
+    def say_stopped(self, why: str) -> None:
+        """Ranks of other groups, which meet these here now and then, read it where they wait in vain; empty: these go
+        on after all."""
+        if self.job is not self and (store := self.job._store) is not None:
+            with suppress(RuntimeError):  # the process that served the store may have died
+                store.set(f"stopped/{min(self.peers.ranks)}", why)
+
+    def _stopped(self) -> str:
+        """What other groups have said so, by rank."""
+        sizes, store = self._mesh.sizes, self.job._store
+        said: dict[int, str] = {}
+        for row in sizes.rows(sizes.meeting) if store is not None and sizes.rare else ():
+            if self.peers.rank not in row and store.check([key := f"stopped/{min(row)}"]):
+                said |= dict.fromkeys(row, store.get(key).decode())
+        return _by_text({rank: text for rank, text in said.items() if text})
+
     def lost(self) -> str | None:
         """Why other ranks will not come to something that this one has issued; None: nothing tells so.
 
@@ -540,13 +556,15 @@ class Agreement:
         what = f"rank {self.peers.rank}: operation {self.sequence}, {self.doing}, failed"
         try:
             self._check()
-            left = sorted(self._left())
+            left, stopped = sorted(self._left()), self._stopped()
         except (RuntimeError, ValueError) as gone:  # the store went with its rank
             if isinstance(gone, OrderError):
                 return gone
-            left = []
+            left, stopped = [], ""
         self._mesh.end_kernels(lost=True)
         _tell_launcher()
+        if stopped:
+            return CollectiveError(f"{what}: {stopped}{self._here()}")
         if left:
             return CollectiveError(f"{what}: rank {', '.join(map(str, left))} has closed its engine.{self._here()}")
         return CollectiveError(

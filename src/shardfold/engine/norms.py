@@ -19,6 +19,8 @@ from shardfold.sharding.segment import Segment
 
 __all__ = ["Norms"]
 
+NORMS = "whether the norm of each group is finite"
+
 
 class Norms:
     """Looks at the gradients of one engine's shards.
@@ -121,7 +123,8 @@ class Norms:
     def take(self) -> None:
         """
         Raises:
-            NonFiniteError: the norm is inf or NaN and ``Clip.error_if_nonfinite`` is set.
+            NonFiniteError: the norm, of any group of those that meet in this step, is inf or NaN and
+                ``Clip.error_if_nonfinite`` is set.
         """
         clip = self.clip
         assert clip is not None and clip.norm is not None
@@ -134,15 +137,31 @@ class Norms:
             total = _joined(total, part, clip.p)
         self._comm.number(total, self._comm.mesh.sizes.stages, how, "the sum of norms over stages")
         self.norm = norm_of(total, clip.p)
-        if clip.error_if_nonfinite and not bool(torch.isfinite(self.norm)):
-            raise NonFiniteError(
-                f"the norm of all gradients is {float(self.norm)} and Clip(error_if_nonfinite=True): nothing was "
-                "updated; engine.zero_grad() drops these gradients."
-            )
+        if clip.error_if_nonfinite:
+            self._refuse_nonfinite(float(self.norm))
         if clip.norm < inf:
             made = clip_coefficient(self.norm, clip.norm)
             here = accelerator.has_streams(made.device)  # asking a device for the number would stop the host
             self._coefficients[made.device] = made if here or float(made) < 1.0 else None
+
+    def _refuse_nonfinite(self, norm: float) -> None:
+        """Where groups of ranks send each other signs, each may have a norm of its own: all hear of one that is not
+        finite, before they send anything."""
+        group, sizes, finite = self._comm.group, self._comm.mesh.sizes, isfinite(norm)
+        if sizes.meets:
+            finite = not self._comm.anyone([not finite], NORMS)[0]
+        if finite:
+            return
+        whose, said = "all gradients", dict.fromkeys(group.peers.ranks, str(norm))
+        if sizes.meets:
+            own = "" if isfinite(norm) else str(norm)
+            said = dict(zip(group.peers.ranks, group.exchange(NORMS, own), strict=True))
+        if sizes.rare:
+            whose = f"the gradients of rank {', '.join(str(rank) for rank, text in said.items() if text)}"
+        raise NonFiniteError(
+            f"the norm of {whose} is {' or '.join(sorted(set(filter(None, said.values()))))} and "
+            "Clip(error_if_nonfinite=True): nothing was updated; engine.zero_grad() drops these gradients."
+        )
 
     def clip_values(self) -> None:
         """Cuts every element of this rank's gradients to the range of ``Clip.value``, if there is one."""

@@ -59,6 +59,16 @@ class Rounds:
         self._late = [0] * outer.fragments  # outer steps in a row that were put off
         self.flights = [Flight.NONE] * outer.fragments
         self._ended: list[int | None] = [None] * outer.fragments  # behind which step all groups had the same of it
+        self._told = False  # why this group may not come to the next outer step
+
+    def tell(self, error: Exception | None) -> None:
+        """This group's step has raised, which other groups read where they wait for it in vain; None: it goes on."""
+        if error is None and not self._told:
+            return
+        words = str(error).partition("\n")[0]
+        text = f"raised {type(error).__name__} in engine.step(): {words}" if error is not None else ""
+        self._model.comm.agreement.say_stopped(text)
+        self._told = error is not None
 
     def after_step(self) -> None:
         """A step is done, or skipped: what is due behind it is done too."""
@@ -78,7 +88,7 @@ class Rounds:
 
     def _put_off(self, fragment: int) -> bool:
         """Whether some group is late, so that the outer step waits for the next turn; all ranks decide the same."""
-        if self.vote is None or self._late[fragment] >= self.outer.put_off or self.vote.held():
+        if self.vote is None or self._late[fragment] >= self.outer.late or self.vote.held():
             self._late[fragment] = 0
             return False
         self._late[fragment] += 1

@@ -22,7 +22,7 @@ from shardfold.engine.rounds import Rounds
 from shardfold.engine.runner import Runner
 from shardfold.engine.stats import Clock
 from shardfold.engine.track import Track
-from shardfold.errors import NonFiniteError, StepError, UsageError
+from shardfold.errors import CollectiveError, NonFiniteError, OrderError, ShardfoldError, StepError, UsageError
 from shardfold.numerics.alarm import Alarm
 from shardfold.numerics.scaling import Scaler
 from shardfold.numerics.token_weights import Shares
@@ -74,6 +74,10 @@ class Stepper:
         with self._model.comm.agreement.uninterrupted():
             try:
                 return self._step()
+            except ShardfoldError as error:
+                if self.rounds is not None and not isinstance(error, (OrderError, CollectiveError)):
+                    self.rounds.tell(error)
+                raise
             finally:
                 self._handlers.withdraw()  # where no update was
 
@@ -81,6 +85,8 @@ class Stepper:
         model, run, runner, scaler = self._model, self._model.run, self._runner, self._scaler
         assert model.optimizer is not None
         runner.bring_back()
+        if self.rounds is not None:
+            self.rounds.tell(None)
         lr = float(model.optimizer.param_groups[0]["lr"]) if model.optimizer.param_groups else None
         by_hand, refusal = self._take_visible()
         flags = [False, self._replaced.waits, by_hand, refusal is not None]  # the first: of buffers
@@ -152,7 +158,12 @@ class Stepper:
             sums = model.comm.control(self._shares.sums(), dist.ReduceOp.SUM, group=True)
             ranks = model.comm.group.peers.size
             handlers.set_factors(self._shares.factor(sums, ranks * runner.accumulate))
-        self._follow(used)
+        try:
+            self._follow(used)
+        except NonFiniteError:
+            if not handlers.damage.begun:
+                self._end_round()  # in which it counts as a skipped step does
+            raise
         for unit in model.units:
             unit.forget_gradients()
             torch.autograd.graph.increment_version([p for s in unit.trainable for p in s.parameters])
@@ -226,7 +237,8 @@ class Stepper:
         """Runs the program's section, its updates inside of the optimizer's own step.
 
         Raises:
-            NonFiniteError: on every rank: the norm is not finite and ``Clip.error_if_nonfinite`` is set.
+            NonFiniteError: on every rank that takes this step together with this one: the norm is not finite and
+                ``Clip.error_if_nonfinite`` is set.
         """
         runner = self._runner
         damage, run = self._handlers.damage, self._model.run

@@ -38,7 +38,8 @@ class Clip:
             the norm.
         p: of which norm, a number > 0 or ``inf``.
         value: every element of a gradient is cut to ``[-value, value]``; instead of ``norm``.
-        error_if_nonfinite: an inf or NaN norm raises on every rank before anything is updated.
+        error_if_nonfinite: an inf or NaN norm raises on every rank before anything is updated; between groups of ranks
+            that come together rarely (``Outer``), on those of its group.
 
     Raises:
         ConfigError: both or neither of ``norm`` and ``value``, or a number out of its range.

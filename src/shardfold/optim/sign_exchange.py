@@ -17,6 +17,7 @@ in a step nothing is sent and nothing is updated, so its errors stay as they are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from shardfold.sharding.unit import Unit
 
 __all__ = ["SignExchange", "sign_exchange"]
 
+LOG = getLogger("shardfold")
 Used = Mapping[str, Sequence[Sequence[bool]]]
 
 
@@ -211,6 +213,12 @@ def sign_exchange(
     """
     signs, optimizer = model.layout.signs, model.optimizer
     if signs is None:
+        if isinstance(optimizer, SignOptimizer) and model.comm.mesh.world > 1 and model.rank == 0:
+            LOG.warning(
+                "%s without outer=: gradients travel as the layout says, and no signs of momentum are sent; only the "
+                "variance is frozen. Give outer=Signs(axis=...) to send signs over an axis of the mesh.",
+                type(optimizer).__name__,
+            )
         return None
     if not isinstance(optimizer, SignOptimizer):
         raise ConfigError(

@@ -32,6 +32,7 @@ from shardfold.plan.formats import FORMATS, ITEMSIZE, format_named
 from shardfold.plan.layout import ROLES, Axes, Layout, Sizes, Wire
 from shardfold.plan.placement import SegmentSpec, UnitSpec
 from shardfold.plan.program import COLLECTIVES, KINDS, Op, Program
+from shardfold.plan.spelling import typed
 
 __all__ = [
     "PURPOSES",
@@ -107,7 +108,7 @@ class AutoWire:
         if self.lossy == ():
             return "auto"
         names = self.lossy if isinstance(self.lossy, tuple) else (f"{self.lossy:g}",)
-        return "auto:" + ",".join(name.replace(",", "+") for name in names)
+        return "auto:" + ",".join(map(typed, names))
 
     @staticmethod
     def named(given: Any) -> AutoWire | None:

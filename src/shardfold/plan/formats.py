@@ -5,6 +5,8 @@ A new format is one class and one line: in :data:`FORMATS`, or, if its name has 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardfold.errors import LayoutError, did_you_mean
 from shardfold.plan.blocks import Fp8, Integers
 from shardfold.plan.format import FLOATS, ITEMSIZE, Elements, Format, torch_dtype
@@ -34,8 +36,11 @@ FORMATS: dict[str, Format] = _Formats({each.name: each for each in map(Elements,
 """All formats, by name, as programs have them. A name that is not here is refused where a table is made."""
 
 
-def format_named(text: str, what: str, words: tuple[str, ...] = ()) -> str:
-    """The name, as programs have it, of the format that a table calls ``text``; one of ``words`` is itself.
+def format_named(
+    text: str, what: str, words: tuple[str, ...] = (), fits: Callable[[Format], bool] = lambda form: True
+) -> str:
+    """The name, as programs have it, of the format that a table calls ``text``; one of ``words`` is itself. Where it is
+    none, those that ``fits`` allows are listed.
 
     Raises:
         LayoutError: it is none. ``what`` travels as it.
@@ -44,8 +49,6 @@ def format_named(text: str, what: str, words: tuple[str, ...] = ()) -> str:
         return text
     name = canonical(text, FAMILIES)
     if name not in FORMATS:
-        known = dict.fromkeys(
-            (*words, *(name for name in FORMATS if "/" not in name), *FAMILIES)
-        )  # not those made so far
+        known = (*words, *(each for each in (*FLOATS, *FAMILIES) if fits(FORMATS[canonical(each, FAMILIES)])))
         raise LayoutError(f"{what} travels as {text!r}, which is not a format.{did_you_mean(str(text), known)}")
     return name

@@ -31,10 +31,11 @@ from shardfold.plan.arguments import known_arguments, meant
 from shardfold.plan.axes import DATA_AXES, Axes, Mesh, Sizes
 from shardfold.plan.checks import described, is_integer, is_number
 from shardfold.plan.folders import FOLDERS, Folders, are_folders, folders_of
-from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE, format_named
+from shardfold.plan.formats import FLOATS, FORMATS, ITEMSIZE, Format, format_named
 from shardfold.plan.outer import Outer
 from shardfold.plan.signs import Signs
 from shardfold.plan.sizes import parse_bytes
+from shardfold.plan.spelling import typed
 
 _HOPS = re.compile(r"(?P<name>[a-z]+\d*(/\d+)?)x(?P<hops>\d+)(?P<options>([:+,].*)?)")
 
@@ -393,8 +394,8 @@ class Wire:
             )
 
     def __str__(self) -> str:
-        name, colon, options = self.format.partition(":")
-        return name + ("x2" if self.hops == 2 else "") + colon + options
+        name, plus, options = typed(self.format).partition("+")
+        return name + ("x2" if self.hops == 2 else "") + plus + options
 
     @staticmethod
     def named(given: str | Wire) -> Wire:
@@ -542,7 +543,7 @@ class Layout:
         if self.signs is not None and (self.outer is not None or not isinstance(self.signs, Signs)):  # pyright: ignore
             raise LayoutError("signs of the table are Signs or None, and a table has them or outer steps, not both.")
         if self.outer is not None and self.outer.format is not None:  # as programs have it
-            named = replace(self.outer, format=format_named(self.outer.format, "what outer steps send"))
+            named = replace(self.outer, format=format_named(self.outer.format, "what outer steps send", (), _is_outer))
             object.__setattr__(self, "outer", named)
         for name, cell in self.cells().items():
             if not isinstance(cell.over, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -565,16 +566,16 @@ class Layout:
             _check_until(name, cell)
             if not is_number(cell.share, 0, 1) or not cell.share:
                 raise LayoutError(f"{name} has share={described(cell.share)}: it is a part, above 0 and at most 1.")
-        for name, wire in (("gather", self.gather), ("reduce", self.reduce)):
-            object.__setattr__(self, name, replace(wire, format=format_named(wire.format, name, ROLES)))
+        for name, wire, fits in (("gather", self.gather, _is_gathered), ("reduce", self.reduce, bool)):
+            object.__setattr__(self, name, replace(wire, format=format_named(wire.format, name, ROLES, fits)))
         if self.gather.format not in ROLES and FORMATS[self.gather.format].state is not None:
             raise LayoutError(
-                f"gather travels as {self.gather.format}, but nothing is added to parameters of what was lost before: "
+                f"gather travels as {self.gather}, but nothing is added to parameters of what was lost before: "
                 "what is gathered next is the parameters again; leave 'error' out."
             )
         if self.gather.format not in ROLES and not FORMATS[self.gather.format].gathers:
             raise LayoutError(
-                f"gather travels as {self.gather.format}, but forward and backward cannot compute with signs of "
+                f"gather travels as {self.gather}, but forward and backward cannot compute with signs of "
                 "parameters: give gather 'int8' or 'int4'; signs are for reduce."
             )
         if self.master.over != self.moments.over:
@@ -863,12 +864,22 @@ def _check_outer(bound: Layout) -> None:
             "outer= out."
         )
     form = FORMATS[outer.format] if outer.format is not None else None
-    if form is not None and (form.state is not None or not form.carries("fp32")):
+    if form is not None and not _is_outer(form):
         raise LayoutError(
-            f"Outer.format is {form.name!r}, which "
+            f"Outer.format is {typed(form.name)!r}, which "
             + ("keeps what it loses for the next sum: outer gradients begin anew in each round, so leave that out."
                if form.state is not None else "does not carry fp32, in which outer gradients are: take another.")
         )  # fmt: skip
+
+
+def _is_outer(form: Format) -> bool:
+    """Whether outer gradients may travel so."""
+    return form.state is None and form.carries("fp32")
+
+
+def _is_gathered(form: Format) -> bool:
+    """Whether parameters may."""
+    return form.state is None and form.gathers
 
 
 def _hops(wire: Wire, cell: Cell) -> int:

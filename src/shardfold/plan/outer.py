@@ -5,8 +5,8 @@ summed, states are split. Along the axis nothing is summed until ``every`` steps
 gradient*, the last global weights minus its own, is averaged over the groups, an outer optimizer takes a step on the
 global weights, and every group goes on from these.
 
-    average     global -= mean of the outer gradients: local SGD, whose groups' weights are averaged
-                (arXiv 1602.05629, 1805.09767)
+    average     global -= lr * mean of the outer gradients: with the rate of 1 that it has by default local SGD, whose
+                groups' weights are averaged (arXiv 1602.05629, 1805.09767)
     nesterov    SGD with Nesterov momentum on them: DiLoCo (arXiv 2311.08105)
 
 ``fragments`` lets parts of the model take turns, and ``delay`` lets what is sent come so many steps later, while the
@@ -22,6 +22,7 @@ from typing import Any
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.checks import described, is_integer, is_number
+from shardfold.plan.spelling import typed
 
 __all__ = ["OPTIMIZERS", "Outer"]
 
@@ -38,7 +39,8 @@ class Outer:
         every: steps of a round: each part of the model is synchronized once in so many.
         axis: that the groups are along; an axis of data, by default the slow one.
         optimizer: one of :data:`OPTIMIZERS`.
-        lr: of the outer optimizer; None: 1 to average, 0.7 for ``nesterov``.
+        lr: of the outer optimizer; None: 1 to average, 0.7 for ``nesterov``. To average with less goes that part of
+            the way from the last global weights to the groups' average.
         momentum: of ``nesterov``; None: 0.9.
         fragments: parts of the model that are synchronized one after the other, ``every / fragments`` steps apart.
         delay: steps between sending and taking in.
@@ -49,7 +51,8 @@ class Outer:
         tier: where the last global weights and the momentum rest: ``"device"`` or ``"host"``.
         deadline: seconds that a group waits for the others at an outer step; if some group is later, that outer step is
             put off for all, and the round goes on up to the next. None: as long as it takes.
-        put_off: how many outer steps of a fragment in a row may be; the next waits as long as it takes.
+        put_off: how many outer steps of a fragment in a row may be, with a ``deadline``; the next waits as long as it
+            takes. None: 1.
 
     Raises:
         ConfigError: a field is of a wrong type or value, or does not go with another.
@@ -71,7 +74,7 @@ class Outer:
     format: str | None = None
     tier: str = "device"
     deadline: float | None = None
-    put_off: int = 1
+    put_off: int | None = None
 
     def __post_init__(self) -> None:
         for name, least, unit in (
@@ -80,6 +83,8 @@ class Outer:
             ("delay", 0, "steps"),
             ("put_off", 1, "outer steps"),
         ):
+            if name == "put_off" and self.put_off is None:
+                continue
             if not is_integer(getattr(self, name), least):
                 raise ConfigError(
                     f"Outer.{name} is {described(getattr(self, name))}: it is a number of {unit}, {least} or more."
@@ -112,6 +117,11 @@ class Outer:
             raise ConfigError(
                 f"Outer.deadline is {described(self.deadline)}: it is a number of seconds above 0, or None."
             )
+        if self.put_off is not None and self.deadline is None:
+            raise ConfigError(
+                f"Outer.put_off is {self.put_off} and there is no deadline=, without which no outer step is put off: "
+                "give deadline=, in seconds, or leave put_off= out."
+            )
         if self.deadline is not None and self.delay:
             raise ConfigError(
                 f"Outer.deadline is {self.deadline:g} and delay={self.delay}: with a delay no group waits at an outer "
@@ -141,6 +151,11 @@ class Outer:
         return float(self.alpha) if self.alpha is not None else 0.5 if self.delay else 0.0
 
     @property
+    def late(self) -> int:
+        """How many outer steps of a fragment in a row may be put off."""
+        return 1 if self.put_off is None else int(self.put_off)
+
+    @property
     def turn(self) -> int:
         """Steps behind sending after which the averaged outer gradients are used, and what that changes is sent."""
         return -(-self.delay // 2)
@@ -168,7 +183,7 @@ class Outer:
         if self.stays:
             said.append(f"keeping {self.stays:g} of a group's own")
         if self.format is not None:
-            said.append(f"as {self.format}")
+            said.append(f"as {typed(self.format)}")
         if self.deadline is not None:
-            said.append(f"put off if a group is {self.deadline:g} s late, {self.put_off} in a row")
+            said.append(f"put off if a group is {self.deadline:g} s late, {self.late} in a row")
         return ", ".join(said)

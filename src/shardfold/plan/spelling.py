@@ -5,8 +5,9 @@
     int4/64:zero,stochastic    with a zero point, rounded stochastically
     int8+error                 what is lost is added to what is sent next
 
-The block's length follows ``/``, options follow ``:``, with ``,`` or ``+`` between them. Programs and tables print one
-form, in which the length stands always and options in the order of the family: ``int8/256:error``.
+The block's length follows ``/``, options follow ``:`` or ``+``, with ``,`` or ``+`` between them. Programs print one
+form, in which the length stands always and options in the order of the family: ``int8/256:error``. Tables print
+``int8/256+error``, as in a program ``+`` joins the formats of several segments.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 from shardfold.errors import LayoutError, did_you_mean
 from shardfold.plan.format import Format
 
-__all__ = ["BLOCK", "Family", "canonical", "made"]
+__all__ = ["BLOCK", "Family", "canonical", "made", "typed"]
 
 BLOCK = 256
 """Elements of a block, where a name does not say it."""
@@ -60,6 +61,11 @@ def canonical(text: Any, families: Mapping[str, Family]) -> Any:
         )
     options = ",".join(word for word in known if word in given)
     return f"{base}/{block}" + (f":{options}" if options else "")
+
+
+def typed(name: str) -> str:
+    """A name of a program as users type it, and tables print it."""
+    return name.replace(":", "+").replace(",", "+")
 
 
 def made(name: str, families: Mapping[str, Family]) -> Format | None:
