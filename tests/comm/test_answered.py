@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import TCPStore
 
+import shardfold as sf
 from shardfold.checkpoint.messages import Messages
 from shardfold.comm.answered import Answered
+from shardfold.comm.mesh import DataMesh
 from shardfold.engine.vote import Vote
 from shardfold.errors import CheckpointError, CollectiveError
+from shardfold.testing import RanksFailed, run_ranks
 
 SILENT = 10.0  # seconds; far longer than anybody here waits for an answer
 
@@ -89,3 +99,43 @@ def test_a_vote_and_the_messages_of_a_save_end_in_words(behind: Behind) -> None:
     messages = Messages(Answered(behind, 0.05), "save/1", 0)
     with pytest.raises(CheckpointError, match="it has not answered within 0 s"):
         messages.say("done", "yes")
+
+
+def _lost(how: str) -> None:
+    """Rank 0, which has the store, is gone or silent when rank 1 makes groups with it."""
+    rank, process = dist.get_rank(), [os.getpid(), 0]
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    process[1] = store.port if store is not None else 0
+    dist.broadcast_object_list(process)
+    if store is None:
+        store = TCPStore("127.0.0.1", process[1], is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    make = DataMesh._make_groups
+
+    def ends(mesh: DataMesh, timeout: timedelta) -> None:
+        store.wait(["comes"])
+        if how == "silent":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(3)
+
+    def comes(mesh: DataMesh, timeout: timedelta) -> None:
+        store.set("comes", "")
+        make(mesh, timeout)
+
+    DataMesh._make_groups = ends if rank == 0 else comes  # pyright: ignore
+    try:
+        sf.Engine(nn.Linear(4, 4), optimizer=partial(torch.optim.SGD, lr=0.1), timeout=3.0)
+    finally:
+        if how == "silent":
+            os.kill(process[0], signal.SIGCONT)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_a_group_that_cannot_be_made_ends_in_words(how: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_lost, 2, how, timeout=60.0)
+    said = {each.rank: each.summary for each in failed.value.failures}
+    assert "exited with code 3" in said[0]
+    assert "rank 1: a process group of rank 0, 1 was not made within 3 s" in said[1]

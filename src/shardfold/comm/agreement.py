@@ -192,11 +192,12 @@ class Agreement:
 
     def _stopped(self) -> str:
         """What other groups have said so, by rank."""
-        sizes, store = self._mesh.sizes, self.job._store
-        said: dict[int, str] = {}
-        for row in sizes.rows(sizes.meeting) if store is not None and sizes.rare else ():
+        sizes, store, said = self._mesh.sizes, self.job._store, dict[int, str]()
+        if store is None or not sizes.rare:
+            return ""
+        for row in sizes.rows(sizes.meeting):
             if self.peers.rank not in row and store.check([key := f"stopped/{min(row)}"]):
-                said |= dict.fromkeys(row, store.get(key).decode())
+                said.update(dict.fromkeys(row, str(store.get(key).decode())))
         return _by_text({rank: text for rank, text in said.items() if text})
 
     def lost(self) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Answered"]
+__all__ = ["Answered", "answered"]
 
 _open: list[threading.Event] = []  # of this process: set when an answer came after all
 
@@ -54,25 +54,34 @@ class Answered:
         self._ask(lambda: self._store.wait(list(keys), *timeout), self.limit + seconds)
 
     def _ask(self, ask: Callable[[], Any], limit: float) -> Any:
-        _open[:] = [each for each in _open if not each.is_set()]
-        said: list[Any] = []
-        failed: list[BaseException] = []
-        over = threading.Event()
+        return answered(ask, limit)
 
-        def run() -> None:
-            try:
-                said.append(ask())
-            except BaseException as error:
-                failed.append(error)
-            finally:
-                over.set()
 
-        if not _open:
-            threading.Thread(target=run, name="shardfold-ask", daemon=True).start()
-            if not over.wait(min(limit, threading.TIMEOUT_MAX)):
-                _open.append(over)
-        if _open:
-            raise dist.DistStoreError(f"it has not answered within {limit:.0f} s")
-        if failed:
-            raise failed[0]
-        return said[0]
+def answered(ask: Callable[[], Any], limit: float) -> Any:
+    """What ``ask`` returns, which asks the store of this process, by itself or by what it calls.
+
+    Raises:
+        DistStoreError: it was not over within so many seconds.
+    """
+    _open[:] = [each for each in _open if not each.is_set()]
+    said: list[Any] = []
+    failed: list[BaseException] = []
+    over = threading.Event()
+
+    def run() -> None:
+        try:
+            said.append(ask())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            over.set()
+
+    if not _open:
+        threading.Thread(target=run, name="shardfold-ask", daemon=True).start()
+        if not over.wait(min(limit, threading.TIMEOUT_MAX)):
+            _open.append(over)
+    if _open:
+        raise dist.DistStoreError(f"it has not answered within {limit:.0f} s")
+    if failed:
+        raise failed[0]
+    return said[0]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import combinations
 from logging import getLogger
 from math import prod
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardfold import accelerator
-from shardfold.comm.answered import Answered
+from shardfold.comm.answered import Answered, answered
 from shardfold.comm.backend import GLOO, MARGIN, backend_in, start_group
 from shardfold.data import ranks_read_alike, ranks_read_apart
 from shardfold.errors import CollectiveError, ConfigError, LayoutError, OrderError, UsageError, did_you_mean
@@ -375,7 +376,22 @@ class DataMesh:
         return self._ways[source, target]
 
     def _new_group(self, ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> Any:
-        group = dist.new_group(ranks, timeout=timeout + MARGIN, backend=backend)
+        """
+        Raises:
+            CollectiveError: a rank is lost, or the store does not answer.
+        """
+        make = partial(dist.new_group, ranks, timeout=timeout + MARGIN, backend=backend)
+        try:
+            # Ranks look for each other in the store; what is on streams, later and on a device of this thread's.
+            waits = backend == GLOO or not self.on_streams
+            group = answered(make, timeout.total_seconds()) if waits else make()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.rank}: a process group of rank {', '.join(map(str, ranks or range(self.world)))} was not "
+                f"made within {timeout.total_seconds():.0f} s ({str(error).splitlines()[0]}): a rank has probably "
+                "died, or the link to the host of rank 0 is cut; look at their output, and at the network between the "
+                "hosts."
+            ) from error
         if ranks is None or self.rank in ranks:
             self._made.append(group)
         return group
