@@ -258,6 +258,9 @@ def test_a_compiled_function_may_call_it() -> None:
         ({"weight": torch.zeros(VOCAB, WIDTH, dtype=torch.bfloat16)}, r"one dtype.*bfloat16"),
         ({"targets": torch.zeros(5)}, "integer classes"),
         ({"targets": torch.zeros(4, dtype=torch.long)}, r"of shape \(4,\), but must be"),
+        ({"targets": torch.ones(5, dtype=torch.bool)}, r"are torch.bool of shape"),
+        ({"targets": [0, 1, 2, 3, 4]}, r"takes tensors, but targets is \[0, 1"),
+        ({"softcap": math.inf}, "softcap is inf, but must be more than 0 and finite"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(change: dict[str, Any], says: str) -> None:
@@ -269,9 +272,10 @@ def test_what_does_not_fit_is_one_sentence(change: dict[str, Any], says: str) ->
 
 @pytest.mark.parametrize("target", [VOCAB, -1])
 def test_a_target_outside_of_the_vocabulary_raises(target: int) -> None:
+    """Its value is told, and those that there are."""
     inputs, targets = problem(5)
     targets[2] = target
-    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+    with pytest.raises(ConfigError, match=f"a target is {target}, but there are {VOCAB} classes, 0 to {VOCAB - 1}"):
         chunked(*inputs, targets)
 
 

@@ -145,9 +145,14 @@ def test_margins_on_one_rank(options: dict[str, Any]) -> None:
     ("options", "words"),
     [
         ({"scale": 0.0}, "scale is 0.0"),
+        ({"scale": math.inf}, "scale is inf, but must be more than 0 and finite"),
         ({"angle": 2.0}, "0 to pi / 2"),
         ({"cosine": -1.0}, "cosine is -1.0"),
+        ({"cosine": math.nan}, "cosine is nan"),
         ({"sample": 0.0}, "sample is 0.0"),
+        ({"sample": "all"}, "sample is 'all'"),
+        ({"chunk": 1.5}, "chunk is 1.5"),
+        ({"classes": "5"}, "classes is '5', but must be a whole number"),
         ({"reduction": "men"}, "mean 'mean'"),
         ({"classes": 5}, "whose part of 5 classes"),
     ],
@@ -161,8 +166,10 @@ def test_options_that_are_none(options: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("target", [-1, CLASSES])
 def test_a_target_that_is_no_class_raises(target: int) -> None:
-    """As in PyTorch."""
+    """Its value is told, and the classes that there are; also where some of them are sampled."""
     hidden, weight, _, targets = problem()
     targets[1, 1] = target
-    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        parallel_margin_loss(hidden, weight, targets, ranks=ALONE)
+    words = f"a target is {target}, but there are {CLASSES} classes, 0 to {CLASSES - 1}, and -100 for a row that does"
+    for sample in (1.0, 0.5):
+        with pytest.raises(ConfigError, match=words):
+            parallel_margin_loss(hidden, weight, targets, ranks=ALONE, sample=sample)

@@ -336,9 +336,116 @@ def test_refusals(ranks: Ranks) -> None:
     assert "LAMB needs all of 'head.weight'" in said[0] and "the ranks that have the rest read other samples" in said[0]
     said = ranks.run(_refused, {"classes": 1}, None, (1, 1), world_size=2)
     assert "1 classes and axis='data', over 2 ranks: each needs one at least. Give it axis=None" in said[0]
-    for wrong in ({"angle": 2.0}, {"scale": 0.0}, {"sample": 0.0}, {"classes": 0}, {"cosine": -1.0}):
-        with pytest.raises(ConfigError):
-            MarginHead(WIDTH, **{"classes": 3, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"angle": 2.0}, "angle is 2.0, but must be from 0 to pi / 2"),
+        ({"scale": 0.0}, "scale is 0.0, but must be more than 0 and finite"),
+        ({"scale": math.inf}, "scale is inf, but must be more than 0 and finite"),
+        ({"sample": 0.0}, "sample is 0.0, but must be more than 0 and at most 1"),
+        ({"classes": 0}, "classes is 0, but must be a whole number"),
+        ({"cosine": -1.0}, "cosine is -1.0, but must be 0 or more, and finite"),
+        ({"cosine": math.inf}, "cosine is inf, but must be 0 or more, and finite"),
+        ({"axis": 3}, "axis is 3, but must be None or an axis's name. Known: data, expert"),
+        ({"axis": ""}, "axis is '', but must be None or an axis's name"),
+    ],
+)
+def test_options_that_are_none(wrong: dict[str, Any], words: str) -> None:
+    """Each is refused with a sentence; an axis of another name is the engine's to know, whose mesh may have it."""
+    with pytest.raises(ConfigError, match=words):
+        MarginHead(WIDTH, **{"classes": 3, **wrong})
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_refused_on_one_rank() -> None:
+    with pytest.raises(ConfigError, match=r"'head' has axis='dta', .*\. Did you mean 'data'"):
+        sf.Engine(Net(axis="dta"), optimizer=ADAM)
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (torch.tensor([0, CLASSES]), f"a target is {CLASSES}, but there are {CLASSES} classes, 0 to {CLASSES - 1}"),
+        (torch.tensor([-1, CLASSES]), "a target is -1, but there are"),
+        (torch.tensor([0.0, 1.0]), r"as integers, one target for each row; .* and torch\.float32 \(2,\)"),
+        (torch.tensor([True, False]), r"here torch\.float64 \(2, 6\) and torch\.bool \(2,\)"),
+        ([0, 1], r"and \[0, 1\]"),
+        (torch.zeros(0, dtype=torch.long), "are other: here"),
+    ],
+)
+def test_targets_that_are_none(targets: Any, words: str) -> None:
+    """On one rank each is refused with a sentence, and so is a batch without rows."""
+    head = MarginHead(WIDTH, CLASSES).double()
+    with pytest.raises(ConfigError, match=words):
+        head(torch.zeros(2, WIDTH, dtype=torch.float64), targets)
+    with pytest.raises(ConfigError, match="got no row that counts: there is no mean of nothing"):
+        head(torch.zeros(0, WIDTH), torch.zeros(0, dtype=torch.long))
+
+
+def _refused_targets() -> list[str]:
+    engine, said = sf.Engine(Net(), optimizer=ADAM), []
+    first: dict[str, list[Any]] = {  # of each batch of targets rank 0's, and then rank 1's
+        "class": [torch.tensor([0, 1]), torch.tensor([0, CLASSES])],
+        "float": [torch.tensor([0.0, 1.0]), torch.tensor([0, 1])],
+        "list": [torch.tensor([0, 1]), [0, 1]],
+        "none": [torch.tensor([-100, -100])] * 2,
+    }
+    for mine in first.values():
+        with pytest.raises(ConfigError) as error:
+            engine(torch.zeros(2, 5, dtype=torch.float64), mine[dist.get_rank()])
+        said.append(str(error.value))
+    engine.backward(engine(torch.ones(2, 5, dtype=torch.float64), torch.tensor([0, 1], dtype=torch.int32)))
+    engine.close()
+    return said
+
+
+def test_targets_are_refused_on_every_rank(ranks: Ranks) -> None:
+    """Where those of one rank do not do, both ranks are told alike, with the rank and the value, and go on together."""
+    for said in ranks.run(_refused_targets, world_size=2):
+        assert f"a target on rank 1 of 2 along 'data' is {CLASSES}, but there are {CLASSES} classes" in said[0]
+        assert "they are other on rank 0 of 2" in said[1] and "they are other on rank 1 of 2" in said[2]
+        assert "got on no rank along 'data' a row that counts" in said[3]
+
+
+def _one_without_rows(ignored: bool) -> tuple[float, dict[str, Tensor]]:
+    engine = sf.Engine(Net(**ARC), optimizer=partial(torch.optim.SGD, lr=1.0), layout="zero2")
+    (x, y), mine = batches()[0], dist.get_rank() == 0
+    if not mine:
+        x, y = (x, torch.full_like(y, -100)) if ignored else (x[:0], y[:0])
+    loss = engine(x, y)
+    engine.backward(loss, weight=float(mine))
+    engine.step()
+    state = engine.state_dict()
+    engine.close()
+    return loss.item(), state
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_rank_without_rows_adds_nothing(ranks: Ranks, ignored: bool) -> None:
+    """Of two ranks one has no rows, or none that counts: its loss is 0, and the step is the other rank's alone."""
+    model = Net()
+    x, y = batches()[0]
+    expected = angular(model.backbone(x), model.head.weight, y, **ARC)
+    expected.backward()
+    whole = {name: p.detach() - p.grad for name, p in model.named_parameters()}
+    (loss, _), (none, _) = said = ranks.run(_one_without_rows, ignored, world_size=2)
+    assert loss == pytest.approx(expected.item(), rel=1e-12) and none == 0.0
+    for rank, (_, state) in enumerate(said):
+        mine = {**whole, "head.weight": whole["head.weight"].tensor_split(2)[rank]}
+        assert all(torch.allclose(state[name], mine[name], rtol=1e-12, atol=1e-12) for name in mine)
+
+
+@pytest.mark.parametrize("sample", [1.0, 0.999])
+def test_rows_that_do_not_count_on_one_rank(sample: float) -> None:
+    """Targets of -100 on one rank, which has all classes: the loss is that of the other rows."""
+    head = MarginHead(WIDTH, CLASSES, **ARC, sample=sample).double()
+    draw = torch.Generator().manual_seed(2)
+    x, y = torch.randn(6, WIDTH, generator=draw, dtype=torch.float64), torch.tensor([0, -100, 3, 22, -100, 7])
+    loss, expected = head(x, y), angular(x[y >= 0], head.weight, y[y >= 0], **ARC)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    mine, theirs = (torch.autograd.grad(each, head.weight)[0] for each in (loss, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_without_an_engine() -> None:

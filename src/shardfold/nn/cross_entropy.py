@@ -8,15 +8,18 @@ Losses (arXiv 2411.09009) cuts the vocabulary as well, for a fourth matrix produ
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
 from shardfold.nn.ranks import Ranks
 from shardfold.plan.arguments import known_arguments
+from shardfold.plan.checks import described, is_integer, is_number
 from shardfold.torch_internals import keeps_graph, untraced_from_call
 
 __all__ = [
@@ -25,9 +28,12 @@ __all__ = [
     "Margin",
     "by_chunks",
     "check_head",
+    "check_targets",
     "chunked_cross_entropy",
     "losses_of",
+    "no_class",
     "rows_at_once",
+    "span_of",
 ]
 
 CHUNK_BYTES = {"cpu": 64 * 2**20}
@@ -36,6 +42,8 @@ OTHER_CHUNK_BYTES = 512 * 2**20
 BLOCK = 2**22  # elements of the gradient of a 16-bit weight that are added to the sum at once
 REDUCTIONS = ("mean", "sum", "none")
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+LARGE = sys.float_info.max
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @known_arguments
@@ -60,7 +68,8 @@ def chunked_cross_entropy(
     Args:
         hidden: ``(..., d)``, what the head gets.
         weight: ``(vocab, d)``, of the head; may be tied, frozen, or split over ranks by an engine.
-        targets: ``(...)``, integer classes.
+        targets: ``(...)``, integer classes. One that is none is refused on a CPU; elsewhere nothing waits to look at
+            them, and it fails on the device, as in PyTorch.
         bias: ``(vocab,)``.
         chunk: rows whose logits exist at once. None: as many as fit 64 MiB on a CPU, 512 MiB on another device.
         ignore_index: rows with this target count neither in the loss nor in the mean.
@@ -213,8 +222,40 @@ def losses_of(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, columns: Tensor, head: Head
 ) -> Tensor:
     """The losses of ``hidden`` ``(rows, d)``; ``columns`` ``(rows,)``: the row of ``weight`` that each target has,
-    negative where another rank has it."""
+    negative where another rank has it.
+
+    Raises:
+        ConfigError: a target on a CPU is no class.
+    """
+    check_targets(targets, head.ignore_index, head.classes or weight.shape[0])
     return _CrossEntropy.apply(hidden, weight, bias, targets, columns, head)  # pyright: ignore[reportReturnType]
+
+
+@untraced_from_call
+def check_targets(targets: Tensor, ignored: int, classes: int) -> None:
+    """Of targets whose values are there without waiting: on a CPU, and not a plan's.
+
+    Raises:
+        ConfigError: one is no class.
+    """
+    if targets.device.type == "cpu" and type(targets) is Tensor:
+        low, high = span_of(targets, ignored).tolist()
+        if low < 0 or high >= classes:
+            raise ConfigError(no_class(low, high, ignored, classes))
+
+
+def span_of(targets: Tensor, ignored: int) -> Tensor:
+    """The least and the largest of 0 and of the targets that count, ``(2,)``."""
+    labels = targets.reshape(-1).long()
+    return torch.stack(F.pad(labels.where(labels != ignored, 0), (0, 1)).aminmax())
+
+
+def no_class(low: int, high: int, ignored: int, classes: int, where: str = "") -> str:
+    """What there is to say of targets from ``low`` to ``high``."""
+    return (
+        f"a target{where} is {low if low < 0 else high}, but there are {classes} classes, 0 to {classes - 1}, and "
+        f"{ignored} for a row that does not count: count the classes from 0, or give the head as many as there are."
+    )
 
 
 def by_chunks(
@@ -347,23 +388,30 @@ def check_head(
     reduction: str,
     softcap: float | None,
 ) -> None:
+    """
+    Raises:
+        ConfigError: an option, a shape or a dtype does not fit.
+    """
+    for name, each in (("hidden", hidden), ("weight", weight), ("targets", targets)):
+        if not isinstance(each, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"{who} takes tensors, but {name} is {described(each)}.")
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ConfigError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit: {who} takes "
             "hidden (..., d) and weight (vocab, d)."
         )
-    if targets.shape != hidden.shape[:-1] or targets.is_floating_point():
+    if targets.shape != hidden.shape[:-1] or targets.dtype not in INTEGERS:
         raise ConfigError(
             f"targets are {targets.dtype} of shape {tuple(targets.shape)}, but must be integer classes of shape "
             f"{tuple(hidden.shape[:-1])}, one for each row of hidden."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ConfigError(f"bias has shape {tuple(bias.shape)}, but must have {tuple(weight.shape[:1])}.")
-    if chunk is not None and chunk < 1:
-        raise ConfigError(f"chunk is {chunk}, but must be 1 row or more.")
-    if not 0 <= smoothing <= 1:
-        raise ConfigError(f"label_smoothing is {smoothing}, but must be from 0 to 1.")
-    if softcap is not None and softcap <= 0:
-        raise ConfigError(f"softcap is {softcap}, but must be more than 0.")
+    if chunk is not None and not is_integer(chunk, 1):
+        raise ConfigError(f"chunk is {chunk!r}, but must be 1 row or more.")
+    if not is_number(smoothing, 0, 1):
+        raise ConfigError(f"label_smoothing is {smoothing!r}, but must be from 0 to 1.")
+    if softcap is not None and not (is_number(softcap, 0, LARGE) and softcap):
+        raise ConfigError(f"softcap is {softcap!r}, but must be more than 0 and finite.")
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduction {reduction!r} is unknown.{did_you_mean(reduction, REDUCTIONS)}")

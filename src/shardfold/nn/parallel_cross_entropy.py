@@ -7,6 +7,7 @@ logit of the row's own class from whichever rank has it: two small collectives f
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,11 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfold.errors import ConfigError
-from shardfold.nn.cross_entropy import Head, Margin, check_head, chunked_cross_entropy, losses_of, rows_at_once
+from shardfold.nn.cross_entropy import (
+    LARGE,
+    Head,
+    Margin,
+    check_head,
+    check_targets,
+    chunked_cross_entropy,
+    losses_of,
+    rows_at_once,
+)
 from shardfold.nn.ranks import Ranks
 from shardfold.plan.arguments import known_arguments
+from shardfold.plan.checks import is_integer, is_number
 
-__all__ = ["parallel_cross_entropy", "parallel_margin_loss", "sampled_classes"]
+__all__ = ["margin_of", "parallel_cross_entropy", "parallel_margin_loss", "sampled_classes"]
 
 
 @known_arguments
@@ -148,15 +159,10 @@ def parallel_margin_loss(
     """
     who = "parallel_margin_loss"
     check_head(who, hidden, weight, targets, None, chunk, 0.0, reduction, None)
-    for name, value, low, high in (("scale", scale, 0, None), ("angle", angle, None, 1.5707963267948966)):
-        if not (value > 0 if low is not None else 0 <= value <= high):  # pyright: ignore[reportOperatorIssue]
-            raise ConfigError(f"{name} is {value}, but must be {'more than 0' if low is not None else '0 to pi / 2'}.")
-    if cosine < 0:
-        raise ConfigError(f"cosine is {cosine}, but must be 0 or more.")
-    if not 0 < sample <= 1:
-        raise ConfigError(f"sample is {sample}, but must be more than 0 and at most 1.")
+    margin = margin_of(who, scale, angle, cosine, sample)
     classes, start = _place(who, weight, ranks, classes)
     flat = targets.reshape(-1)
+    check_targets(flat, ignore_index, classes)
     columns = _columns(flat, ignore_index, start, weight.shape[0], classes)
     columns = columns.where(flat != ignore_index, -1)
     centres = weight.view_as(weight)
@@ -171,21 +177,39 @@ def parallel_margin_loss(
         most = min(most, round(most * sample) + flat.numel())
     head = Head(
         chunk or rows_at_once(flat.numel(), most, dtype, hidden.device.type), dtype, ignore_index, 0.0,
-        reduction, None, _wanted(hidden, weight, None), ranks, classes, Margin(scale, angle, cosine),
+        reduction, None, _wanted(hidden, weight, None), ranks, classes, margin,
     )  # fmt: skip
     losses = losses_of(unit, centres, None, flat, columns, head)
     return losses.view(targets.shape) if reduction == "none" else losses
+
+
+def margin_of(who: str, scale: float, angle: float, cosine: float, sample: float) -> Margin:
+    """
+    Raises:
+        ConfigError: one of them, or the share of classes, is out of its range.
+    """
+    if not is_number(scale, 0, LARGE) or not scale:
+        raise ConfigError(f"{who}: scale is {scale!r}, but must be more than 0 and finite.")
+    if not is_number(angle, 0, math.pi / 2):
+        raise ConfigError(f"{who}: angle is {angle!r}, but must be from 0 to pi / 2.")
+    if not is_number(cosine, 0, LARGE):
+        raise ConfigError(f"{who}: cosine is {cosine!r}, but must be 0 or more, and finite.")
+    if not is_number(sample, 0, 1) or not sample:
+        raise ConfigError(f"{who}: sample is {sample!r}, but must be more than 0 and at most 1.")
+    return Margin(float(scale), float(angle), float(cosine))
 
 
 def _place(who: str, weight: Tensor, ranks: Ranks, classes: int | None) -> tuple[int, int]:
     """The number of classes, and the first that is here.
 
     Raises:
-        ConfigError: this rank's rows are not its part of the classes.
+        ConfigError: ``classes`` is no number of them, or this rank's rows are not its part.
     """
     rows = weight.shape[0]
     if classes is None:
         return rows * ranks.size, rows * ranks.rank
+    if not is_integer(classes, 1):
+        raise ConfigError(f"{who}: classes is {classes!r}, but must be a whole number, 1 or more.")
     short, more = divmod(classes, ranks.size)
     mine = short + (ranks.rank < more)
     if rows != mine:
@@ -197,8 +221,8 @@ def _place(who: str, weight: Tensor, ranks: Ranks, classes: int | None) -> tuple
 
 
 def _columns(targets: Tensor, ignored: int, start: int, rows: int, classes: int) -> Tensor:
-    """This rank's row of each target; -1 where others have it. What is no class indexes a row that is not there, which
-    raises as in PyTorch."""
+    """This rank's row of each target; -1 where others have it. What is no class indexes a row that is not there,
+    which fails as in PyTorch where :func:`check_targets` does not look."""
     local = targets.long() - start
     local = local.where((local >= 0) & (local < rows), -1)
     return local.where(((targets >= 0) & (targets < classes)) | (targets == ignored), classes)

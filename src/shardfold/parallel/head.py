@@ -16,7 +16,6 @@ instead has all classes on each rank, and sends their gradients.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,13 +24,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, UsageError, did_you_mean
-from shardfold.nn.cross_entropy import SIXTEEN_BITS, Head, Margin, by_chunks, rows_at_once
-from shardfold.nn.parallel_cross_entropy import sampled_classes
+from shardfold.nn.cross_entropy import (
+    INTEGERS,
+    SIXTEEN_BITS,
+    Head,
+    by_chunks,
+    check_targets,
+    no_class,
+    rows_at_once,
+    span_of,
+)
+from shardfold.nn.parallel_cross_entropy import margin_of, sampled_classes
 from shardfold.parallel.link import Link, axes_named, link_of
 from shardfold.parallel.split import Place
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.axes import KNOWN, Mesh, Role
-from shardfold.plan.checks import is_integer, is_number
+from shardfold.plan.checks import described, is_integer
 from shardfold.plan.placement import shard_index
 from shardfold.sharding.partitioned import hand_over
 from shardfold.sharding.slices import mark_slice
@@ -40,6 +48,8 @@ from shardfold.torch_internals import keeps_graph, untraced_from_call
 __all__ = ["MarginHead", "split_heads"]
 
 IGNORED = -100
+AXES = (*KNOWN, Role.DATA.value)
+NONE_COUNTS = f": there is no mean of nothing. Leave the step out on all ranks, or give targets other than {IGNORED}."
 SMALL = 1e-12
 """The least length of a vector, as of ``F.normalize``."""
 BLOCK = 2**16  # elements of the weight's gradient that are made of the products' at once, on a CPU
@@ -92,16 +102,13 @@ class MarginHead(nn.Module):
         for name, number in (("width", width), ("classes", classes)):
             if not is_integer(number, 1):
                 raise ConfigError(f"MarginHead: {name} is {number!r}, but must be a whole number, 1 or more.")
-        if not is_number(scale, 0) or not scale:
-            raise ConfigError(f"MarginHead: scale is {scale!r}, but must be more than 0.")
-        if not is_number(angle, 0, math.pi / 2) or not is_number(cosine, 0):
+        if axis is not None and not (isinstance(axis, str) and axis):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                f"MarginHead: angle is {angle!r} and cosine {cosine!r}: angle is 0 to pi / 2, cosine 0 or more."
+                f"MarginHead: axis is {described(axis)}, but must be None or an axis's name.{did_you_mean(axis, AXES)}"
             )
-        if not is_number(sample, 0, 1) or not sample:
-            raise ConfigError(f"MarginHead: sample is {sample!r}, but must be more than 0 and at most 1.")
+        margin = margin_of("MarginHead", scale, angle, cosine, sample)
         self.classes, self.axis = classes, axis
-        self.margin, self.sample = Margin(float(scale), float(angle), float(cosine)), float(sample)
+        self.margin, self.sample = margin, float(sample)
         self.weight = nn.Parameter(torch.empty(classes, width))
         link_of(self, axis or "")
         if not self.weight.is_meta:
@@ -124,34 +131,30 @@ class MarginHead(nn.Module):
             targets: ``(rows,)``, integers from 0 to ``classes``; rows of -100 do not count.
 
         Returns:
-            A scalar in fp32 or fp64.
+            A scalar in fp32 or fp64; 0 on a rank none of whose rows counts, where other ranks have some.
 
         Raises:
-            ConfigError: shapes do not fit, or on all ranks: not on one of them.
+            ConfigError: on all ranks: shapes or dtypes do not fit on one of them, a target on one of them is no class,
+                or no row of any of them counts. One rank alone looks at targets on a CPU only: elsewhere it would wait
+                for them, and one that is no class fails on the device.
             UsageError: in backward with ``create_graph=True``.
         """
         link = link_of(self, self.axis or "")
-        width = self.weight.shape[1]
-        fits = features.dim() == 2 and features.shape[1] == width and targets.shape == features.shape[:1]
-        sizes = self._rows(link, features.shape[0] if fits else -1)
-        if min(sizes) < 0:
-            where = "" if link.size == 1 else f" on rank {sizes.index(min(sizes))} of {link.size} along {link.axis!r}"
-            raise ConfigError(
-                f"MarginHead takes features (rows, {width}) and one target for each row; they are other{where}: here "
-                f"{tuple(features.shape)} and {tuple(targets.shape)}."
-            )
+        sizes = self._sizes(link, features, targets)
         unit = F.normalize(features.to(self.weight.dtype))
-        labels = link.all_gather(targets, 0, sizes)
+        labels = link.all_gather(targets.long(), 0, sizes)
         start, rows = self._place(link)
-        local = labels.long() - start
+        local = labels - start
         columns = local.where((local >= 0) & (local < rows), -1)
         wrong = (labels != IGNORED) & ((labels < 0) | (labels >= self.classes))
-        columns = columns.where(~wrong, self.classes)  # a row that is not there raises as in PyTorch
+        columns = columns.where(~wrong, self.classes)  # a row that is not there fails as in PyTorch
         weight = self.weight.view_as(self.weight)  # at which an engine gathers what it has split
         if self.sample < 1:
             chosen = sampled_classes(columns, rows, self.sample, None)
             weight = weight.index_select(0, chosen)
             columns = torch.searchsorted(chosen, columns.clamp(min=0)).where(columns >= 0, -1)
+        if link.size == 1:  # negative is here only what does not count
+            columns = columns.clamp(min=0)
         wanted = tuple(torch.is_grad_enabled() and each.requires_grad for each in (unit, weight)) + (False,)
         most = -(-self.classes // link.size)  # chunks are the same on all ranks
         if self.sample < 1:
@@ -164,12 +167,46 @@ class MarginHead(nn.Module):
         with torch.autocast(unit.device.type, enabled=False):
             return _losses(unit, weight, labels, columns, head, link, sizes)
 
-    def _rows(self, link: Link, mine: int) -> list[int]:
-        """How many rows each rank has; one that has none that fit says -1."""
-        if link.size == 1:  # nothing is asked of a tensor, which a plan has no values of
-            return [mine]
-        number = torch.tensor([mine], device=self.weight.device)
-        return link.all_gather(number, 0).tolist()
+    def _sizes(self, link: Link, features: Tensor, targets: Tensor) -> list[int]:
+        """How many rows each rank has, once what all of them have fits.
+
+        Raises:
+            ConfigError: it does not, on some rank.
+        """
+        fits = all(isinstance(each, Tensor) for each in (features, targets))  # pyright: ignore[reportUnnecessaryIsInstance]
+        fits = fits and features.dim() == 2 and features.shape[1] == self.weight.shape[1]
+        fits = fits and targets.shape == features.shape[:1] and targets.dtype in INTEGERS
+        if link.size == 1:  # nothing is asked of a tensor on a device, or of a plan's, which has no values
+            if not fits:
+                raise ConfigError(self._misfit(features, targets))
+            check_targets(targets, IGNORED, self.classes)
+            if not len(targets):
+                raise ConfigError(f"MarginHead got no row that counts{NONE_COUNTS}")
+            return [len(targets)]
+        mine = torch.tensor([-1, 0, 0, 0], device=self.weight.device)
+        if fits:
+            rows = torch.stack((torch.tensor(len(targets), device=targets.device), (targets != IGNORED).sum()))
+            mine = torch.cat((rows, span_of(targets, IGNORED))).to(mine.device)
+        said = link.all_gather(mine, 0).view(link.size, -1).tolist()  # of all ranks, so that all refuse alike
+        for rank, (rows, _, low, high) in enumerate(said):
+            where = f" on rank {rank} of {link.size} along {link.axis!r}"
+            if rows < 0:
+                raise ConfigError(self._misfit(features, targets, where))
+            if low < 0 or high >= self.classes:
+                raise ConfigError(f"MarginHead: {no_class(low, high, IGNORED, self.classes, where)}")
+        if not any(counted for _, counted, _, _ in said):
+            raise ConfigError(f"MarginHead got on no rank along {link.axis!r} a row that counts{NONE_COUNTS}")
+        return [rows for rows, *_ in said]
+
+    def _misfit(self, features: Any, targets: Any, where: str = "") -> str:
+        here = (
+            f"{each.dtype} {tuple(each.shape)}" if isinstance(each, Tensor) else described(each)
+            for each in (features, targets)
+        )  # fmt: skip
+        return (
+            f"MarginHead takes features (rows, {self.weight.shape[1]}) and, as integers, one target for each row; they "
+            f"are other{where}: here {' and '.join(here)}."
+        )
 
     def _place(self, link: Link) -> tuple[int, int]:
         """The first class that is here, and how many are."""
@@ -187,7 +224,7 @@ def split_heads(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None
     for path, module in model.named_modules():
         if not isinstance(module, MarginHead) or module.axis is None:
             continue
-        where, named, known = path or "the model", f"axis={module.axis!r}", {*mesh, *KNOWN, Role.DATA.value}
+        where, named, known = path or "the model", f"axis={module.axis!r}", {*mesh, *AXES}
         if module.axis not in known:
             raise ConfigError(f"{where!r} has {named}, which the mesh does not have.{did_you_mean(module.axis, known)}")
         axes = axes_named(module.axis, mesh)
@@ -250,7 +287,7 @@ class _Mean(torch.autograd.Function):
         count = own.sum()
         ctx.head, ctx.link, ctx.sizes = head, link, sizes
         ctx.save_for_backward(together, weight, lengths, labels, columns, count, *grads)
-        return losses.split(list(sizes))[link.rank].sum() / count
+        return losses.split(list(sizes))[link.rank].sum() / (count if link.size == 1 else count.clamp(min=1))
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
