@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +34,7 @@ from shardfold.tools.recipes.gpt import GPT
 from shardfold.tools.recipes.text import load_corpus, windows_at
 
 MESH = {"inter": 2, "intra": 2}
-ROUND = 5
+ROUND = 10
 """Steps of a round of DiLoCo's."""
 
 
@@ -41,7 +43,7 @@ class Case(NamedTuple):
 
     Attributes:
         layout, wires: a preset and what is other in it.
-        dense: which part of the steps is dense, of 1-bit Adam; 0: it is AdamW.
+        dense: which part of the steps, the first ones, is sent as it is and in every step; 0: none.
         outer: what ranks of the two nodes send each other.
     """
 
@@ -56,10 +58,11 @@ CASES: dict[str, Case] = {
     "zero3": Case("zero3"),
     "zeropp": Case("zeropp"),
     "1-bit Adam": Case("zero1", dense=0.25, outer=sf.Signs()),
-    "DiLoCo": Case("zero1", outer=DILOCO(momentum=0.5)),
+    "DiLoCo": Case("zero1", dense=0.25, outer=DILOCO(momentum=0.5)),
+    "DiLoCo from the first step": Case("zero1", outer=DILOCO(momentum=0.5)),
     "zeropp, int4x2+error": Case("zeropp", {"reduce": "int4x2+error"}),
     "1-bit Adam, error dropped": Case("zero1", dense=0.25, outer=sf.Signs(error=False)),
-    "DiLoCo, momentum 0.9": Case("zero1", outer=DILOCO(momentum=0.9)),
+    "DiLoCo, momentum 0.9": Case("zero1", dense=0.25, outer=DILOCO(momentum=0.9)),
     "gradients as sign+error": Case("zero3", {"reduce": "sign/1024+error"}),
     "gradients as sign": Case("zero3", {"reduce": "sign/1024"}),
 }
@@ -160,29 +163,43 @@ def _gpt() -> Task:
 TASKS: dict[str, Callable[[], Task]] = {"GPT": _gpt, "ViT": _vit}
 
 
-def train(which: str, case: str, steps: int, seed: int = 0, rate: float = 1.0) -> tuple[list[float], float]:
-    """Losses by step, averaged over ranks, and the one of samples that were not trained on."""
+def train(which: str, case: str, steps: int, seed: int, rate: float, folder: Path) -> tuple[list[float], float]:
+    """Losses by step, averaged over ranks, and the one of samples that were not trained on.
+
+    Groups that meet rarely begin, as in DiLoCo's paper, with what dense training has saved in ``folder``.
+    """
     task = TASKS[which]()
-    task = task._replace(lr=task.lr * rate)
     steps = steps or task.steps
-    torch.manual_seed(seed)
-    given = CASES[case]
-    adam: Any = partial(torch.optim.AdamW, lr=task.lr)
-    if given.dense:
-        adam = partial(OneBitAdam, lr=task.lr, freeze_step=round(steps * given.dense), weight_decay=0.01)
-    engine = sf.Engine(
-        task.model(), optimizer=adam, layout=named(given.layout).replace(**given.wires), mesh=MESH, clip_norm=1.0,
-        lr_schedule=warmup_cosine(warmup=max(1, steps // 12), total=steps), outer=given.outer,
-    )  # fmt: skip
-    draw = torch.Generator().manual_seed(1000 * seed + engine.data_rank)
+    given, lr = CASES[case], task.lr * rate
+    dense, signs = round(steps * given.dense), isinstance(given.outer, sf.Signs)
+    adam: Any = partial(torch.optim.AdamW, lr=lr)
+    if signs:
+        adam = partial(OneBitAdam, lr=lr, freeze_step=dense, weight_decay=0.01)
+    draw = torch.Generator().manual_seed(1000 * seed + int(os.environ["RANK"]))
     losses: list[float] = []
-    for _ in range(steps):
-        loss = task.loss(engine, task.draw(task.rows, draw))  # pyright: ignore[reportArgumentType]
-        engine.backward(loss)
-        engine.step()
-        said = loss.detach().clone()
-        dist.all_reduce(said)
-        losses.append(float(said) / engine.world_size)
+
+    def trained(upto: int, outer: Any) -> sf.Engine:
+        torch.manual_seed(seed)
+        engine = sf.Engine(
+            task.model(), optimizer=adam, layout=named(given.layout).replace(**given.wires), mesh=MESH, clip_norm=1.0,
+            lr_schedule=warmup_cosine(warmup=max(1, steps // 12), total=steps), outer=outer,
+        )  # fmt: skip
+        if losses:
+            engine.load(folder)
+        while len(losses) < upto:
+            loss = task.loss(engine, task.draw(task.rows, draw))  # pyright: ignore[reportArgumentType]
+            engine.backward(loss)
+            engine.step()
+            said = loss.detach().clone()
+            dist.all_reduce(said)
+            losses.append(float(said) / engine.world_size)
+        return engine
+
+    if dense and not signs:
+        engine = trained(dense, None)
+        engine.save(folder)
+        engine.close()
+    engine = trained(steps, given.outer)
     engine.synchronize()
     with torch.no_grad():
         draw = torch.Generator().manual_seed(10**6 + engine.data_rank)
@@ -229,7 +246,8 @@ def main() -> None:
     def run(*what: Any) -> tuple[list[float], float]:
         name = ", ".join(map(str, what))
         if name not in kept:
-            kept[name] = run_ranks(train, 4, *what, timeout=3000.0)[0]
+            with TemporaryDirectory() as folder:
+                kept[name] = run_ranks(train, 4, *what, Path(folder) / "dense", timeout=3000.0)[0]
             if given.keep is not None:
                 given.keep.write_text(json.dumps(kept), encoding="utf-8")
         return kept[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -90,3 +91,15 @@ def test_what_kernels_keep_is_a_gpus(run: Any, kept: list[Any]) -> None:
         found = _kept(run)
     assert sorted(map(str, found)) == sorted(map(str, kept))
     assert F.dropout.__module__ == "torch.nn.functional" and torch.rms_norm is RMS_NORM
+
+
+def test_another_thread_computes_as_ever() -> None:
+    """What trains beside a plan gets its values."""
+    x, given = torch.randn(4, 8), []
+    right = F.rms_norm(x, (8,))
+    with gpu_kernels():
+        thread = Thread(target=lambda: given.append(F.rms_norm(x, (8,))))
+        thread.start()
+        thread.join()
+        here = F.rms_norm(x, (8,))
+    assert torch.equal(given[0], right) and not torch.equal(here, right)

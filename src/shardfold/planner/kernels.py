@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -24,20 +25,27 @@ __all__ = ["gpu_kernels"]
 ATEN: Any = torch.ops.aten
 ROWS = 128
 """A multiple of these tokens has the sum in fp32."""
+_ONE = RLock()  # two threads that exchanged functions by turns would put back each other's
 
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Inside, operations of tensors without values keep what a GPU's kernels keep. PyTorch's functions are exchanged in
-    the whole process, so that what backward recomputes meets them too, where a mode of functions is off."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _OTHERWISE]
-    try:
-        for (owner, name, make), (_, _, usual) in zip(_OTHERWISE, before, strict=True):
-            setattr(owner, name, partial(make, usual))
-        yield
-    finally:
-        for owner, name, usual in before:
-            setattr(owner, name, usual)
+    """Inside, on this thread, operations keep what a GPU's kernels keep. PyTorch's functions are exchanged in the whole
+    process, so that what backward recomputes meets them too, where a mode of functions is off; other threads that train
+    meanwhile meet PyTorch's own."""
+    with _ONE:
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in _OTHERWISE]
+        try:
+            for (owner, name, make), (_, _, usual) in zip(_OTHERWISE, before, strict=True):
+                setattr(owner, name, partial(_on_thread, get_ident(), partial(make, usual), usual))
+            yield
+        finally:
+            for owner, name, usual in before:
+                setattr(owner, name, usual)
+
+
+def _on_thread(thread: int, here: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    return (here if get_ident() == thread else elsewhere)(*args, **named)
 
 
 def _dropout(usual: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
