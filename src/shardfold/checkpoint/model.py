@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardfold.checkpoint.given import check_place
 from shardfold.checkpoint.names import Rename, renamer
-from shardfold.checkpoint.stored import Later, open_weights
+from shardfold.checkpoint.stored import Later, Stored, open_weights
 from shardfold.comm.mesh import parse_device
 from shardfold.errors import CheckpointError, ConfigError
 from shardfold.plan.arguments import known_arguments
@@ -74,9 +74,31 @@ def load_model(
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **every_buffer(model)}
     for name, tensor in tensors.items():
         tied.setdefault(id(tensor), []).append(name)
+    homes = _homes(model, tensors, tied.values(), stored, strict, path)
+    for names in tied.values():
+        old = tensors[names[0]]
+        for name in names:
+            del tensors[name]
+        if names[0] in homes:
+            later = stored.tensors[homes[names[0]]].cast(dtype if dtype is not None else old.dtype)
+            _assign(model, names, old, later, device)
+    if dtype is not None or device is not None:
+        model.to(device=device, dtype=dtype)  # what is not of the checkpoint
+    return model.eval()
+
+
+def _homes(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    tied: Iterable[list[str]],
+    stored: Stored,
+    strict: bool,
+    path: object,
+) -> dict[str, str]:
+    """By name in the model, what it is called where it is stored; or CheckpointError if names or shapes do not fit."""
     homes: dict[str, str] = {}
     missing: list[str] = []
-    for names in tied.values():
+    for names in tied:
         home = next((stored.also.get(n, n) for n in names if n in stored.tensors or n in stored.also), None)
         if home is not None:
             homes |= dict.fromkeys(names, home)
@@ -94,16 +116,7 @@ def load_model(
     ]
     if said + wrong:
         raise CheckpointError(f"{path} does not fit the model, nothing was changed: {'; '.join(said + wrong)}.")
-    for names in tied.values():
-        old = tensors[names[0]]
-        for name in names:
-            del tensors[name]
-        if names[0] in homes:
-            later = stored.tensors[homes[names[0]]].cast(dtype if dtype is not None else old.dtype)
-            _assign(model, names, old, later, device)
-    if dtype is not None or device is not None:
-        model.to(device=device, dtype=dtype)  # what is not of the checkpoint
-    return model.eval()
+    return homes
 
 
 def _assign(model: nn.Module, names: list[str], old: Tensor, later: Later, device: str | torch.device | None) -> None:
