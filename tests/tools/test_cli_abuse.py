@@ -298,3 +298,44 @@ def test_a_picture_of_three_steps_has_whole_steps_only():
     axes = Figure().subplots()
     pictures.draw_loss(axes, [(1, 8.0), (2, 7.9), (3, 7.8)], [(3, 7.9)], {"uniform": 8.0})
     assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--accumulate", "4"], "--accumulate has no effect here"),
+        (["--micro-batch", "2", "--batch", "64"], "--batch has no effect here"),
+        (["--micro-batch", "2", "--order", "gpipe"], "--order has no effect here"),
+        (["--inference", "--layout", "zero1"], "--layout has no effect here"),
+        (["--inference", "--precision", "fp32"], "--precision has no effect here"),
+        (
+            ["--gpus", "2xL4", "--pipeline", "2", "--order", "1fb1"],
+            "--order 1fb1 is not an order. Did you mean '1f1b'?",
+        ),
+        (["--length", "99999999999"], "--length"),
+        (["--micro-batch", "9" * 20], "from 1 to 1,000,000,000"),
+        (["--micro-batch", "2", "--host", "0"], "above 0"),
+        (["--model", "shardfold.errors:LIKE"], "name a function that gives a module"),
+        (["--model", "shardfold.errors:nearest"], "called without arguments, fails: TypeError"),
+        (["--model", "torch.nn:Identity"], "takes no input_ids"),
+        (["--model", "torch.nn:LazyBatchNorm1d"], "gets its shape from the first batch"),
+        (["--model", "time:time"], "it is to give a module, or (module, micro-batch)"),
+    ],
+)
+def test_what_a_plan_does_not_take_is_refused(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one sentence, with the status of bad input: an option is followed or refused."""
+    assert call("plan", *options) == launch.SAID
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_plan_of_what_does_not_fit_has_a_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one micro-batch, of a search, and to serve a model; where one layout fits it is 0."""
+    tiny = ["plan", "--model", "tiny", "--gpus", "2xL4", "--layout", "zero3", "--activations", "keep"]
+    assert call(*tiny, "--memory", "1MiB", "--micro-batch", "2") == 1
+    assert call(*tiny, "--memory", "1MiB") == 1
+    assert call(*tiny, "--memory", "1GiB", "--micro-batch", "2") == 0
+    assert call("plan", "--model", "tiny", "--gpus", "1xL4", "--memory", "1KiB", "--inference") == 1
+    assert "too much" in capsys.readouterr().out

@@ -26,7 +26,7 @@ class Option:
         mode: of activations.
         micro_batch: samples on each rank at a time.
         plan: bytes over a step.
-        largest: the largest micro-batch that fits; 0: none does.
+        largest: the largest micro-batch that fits on the device and with the host's memory; 0: none does.
         budget: bytes of the device.
         host: bytes of host memory for each rank; inf: not known.
         stage: whose rank it is of, which needs the most; None: there is one.
@@ -83,6 +83,8 @@ def option(
     )  # fmt: skip
     plan = plan_memory(setting, trace)
     largest = largest_micro_batch(subject, plan, precision=precision, mode=mode, budget=budget)
+    if plan.tiers.get(Tier.HOST, 0.0) > host:
+        largest = 0
     stage = subject.division.stage if subject.division.pipeline > 1 else None
     return Option(name or str(layout), mode, micro_batch, plan, largest, budget, host, stage)
 

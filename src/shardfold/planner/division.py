@@ -89,14 +89,24 @@ class Division:
         for axis, size in self.axes.items():
             near = self._far(left, size) if axis == "pipeline" else self._near(left, size)
             if near is None:
-                ranks = prod(data.values())
-                raise ConfigError(
-                    f"{axis}={size} does not divide what is left of {ranks} rank{'s' * (ranks > 1)}: the product of "
-                    "the axes has to divide them, and those of a node where it is smaller."
-                )
+                raise ConfigError(self._too_many(data, left, axis, size))
             left = near
         axes = [Axis(name, size) for name, size in {**left, **self.axes}.items()]
         return Mesh(sorted(axes, key=lambda axis: LINKS.index(axis.role)))
+
+    def _too_many(self, data: Mapping[str, int], left: Mapping[str, int], axis: str, size: int) -> str:
+        """Why an axis does not divide what is left of the ranks, in a sentence."""
+        ranks, free = prod(data.values()), prod(left.values())
+        divides = self._far if axis == "pipeline" else self._near
+        sizes = [n for n in range(2, min(free, 2 * size) + 1) if free % n == 0 and divides(left, n)]
+        taken = [f"{name}={n}" for name, n in self.axes.items() if name != axis and ranks != free]
+        which = f"the {free} that {' and '.join(taken)} leave{'s' * (len(taken) == 1)} of them" if taken else "these"
+        many = f"the {ranks} devices" if ranks > 1 else "one device"
+        if not sizes:
+            return f"{axis}={size} is a number of ranks that {many} cannot have: leave it out, or give more devices."
+        return (
+            f"{axis}={size} does not divide {many} evenly: sizes that divide {which} are {', '.join(map(str, sizes))}."
+        )
 
     @staticmethod
     def _near(left: Mapping[str, int], size: int) -> dict[str, int] | None:

@@ -145,6 +145,10 @@ DEVICES: dict[str, Device] = {
 }  # fmt: skip
 
 
+MOST = 10**6
+"""Devices of a cluster."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Nodes of devices that are alike.
@@ -190,7 +194,7 @@ def cluster(text: str, *, memory: str | None = None) -> Cluster:
     Raises:
         ConfigError: it names none.
     """
-    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(?:(\d+)\s*[x*]\s*)?(\S+)\s*", text)
+    match = re.fullmatch(r"\s*(?:(-?\d+)\s*[x*]\s*)?(?:(-?\d+)\s*[x*]\s*)?(\S+)\s*", text)
     if match is None:
         raise ConfigError(f"{text!r} names no devices: write how many and which, as in '8xA100-40G' or '4x8xH100'.")
     first, second, name = match.groups()
@@ -198,11 +202,11 @@ def cluster(text: str, *, memory: str | None = None) -> Cluster:
     if memory is not None:
         num_bytes = parse_bytes(memory)
         if num_bytes is None:
-            raise ConfigError(f"memory={memory!r} is not a number of bytes: write it as '40GiB' or '80GB'.")
+            raise ConfigError(f"memory={memory!r} is not a number of bytes above 0: write it as '40GiB' or '80GB'.")
         device = replace(device, memory=float(num_bytes), reserve=0.0)
     nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
-    if nodes < 1 or per_node < 1:
-        raise ConfigError(f"{text!r} has no devices: the numbers are at least 1.")
+    if nodes < 1 or per_node < 1 or nodes * per_node > MOST:
+        raise ConfigError(f"{text!r} names no cluster: write 1 device or more, and {MOST:,} at most.")
     return Cluster(device, nodes, per_node)
 
 

@@ -19,11 +19,12 @@ from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import Precision
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.live import LiveBytes
-from shardfold.planner.setting import Subject
+from shardfold.planner.setting import LINE, Subject
+from shardfold.planner.tracing import call, silent
 from shardfold.sharding.autograd import tensors_in
 from shardfold.torch_internals import FakeMode, storage_key, tree_iter
 
-__all__ = ["BITS", "RESERVE", "Size", "cache_bytes", "largest_batch_of", "sizes_of"]
+__all__ = ["BITS", "RESERVE", "Size", "activation_bytes", "cache_bytes", "largest_batch_of", "sizes_of"]
 
 BITS: dict[str, int] = {"fp32": 32, "16-bit": 16, "int8": 8, "int4": 4}
 """Of a weight, by the name of its dtype."""
@@ -88,6 +89,22 @@ def cache_bytes(subject: Subject, samples: int, dtype: torch.dtype = torch.bfloa
     Raises:
         ModelError: its forward does not run without memory.
     """
+    kept, _ = _forward(subject, 1, dtype)
+    return float(kept * samples)
+
+
+def activation_bytes(subject: Subject, samples: int, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Bytes, on each rank, at the highest point of a forward of so many samples, without weights.
+
+    Raises:
+        ModelError: its forward does not run without memory.
+    """
+    _, peak = _forward(subject, LINE[0], dtype)
+    return peak / LINE[0] * samples
+
+
+def _forward(subject: Subject, samples: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that live behind a forward beside what it gives, and the most that do in it."""
     fake = FakeMode(allow_non_fake_inputs=True)
 
     def make(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -95,16 +112,16 @@ def cache_bytes(subject: Subject, samples: int, dtype: torch.dtype = torch.bfloa
             return torch.zeros(tensor.shape, dtype=kind if not kind.is_floating_point else dtype, device="cpu")
 
     model: nn.Module = hollow(subject.hollow, make, {}).eval()
-    batch, undo = subject.division.connect(model, subject.mesh, subject.rows(1), [])
+    batch, undo = subject.division.connect(model, subject.mesh, subject.rows(samples), [])
     batch = hollow_values(batch, make)
     if isinstance(batch, dict):
         batch = {name: value for name, value in batch.items() if name != "labels"}
         if hasattr(model, "generate"):
             batch["use_cache"] = True
     live = LiveBytes([*model.parameters(), *model.buffers(), *(v for v in tree_iter(batch) if isinstance(v, Tensor))])
-    with fake, torch.no_grad(), live:
+    with silent(), fake, torch.no_grad(), live:
         try:
-            given = model(**batch) if isinstance(batch, dict) else model(*batch)
+            given = call(model, batch)
         except Exception as error:
             raise ModelError(
                 f"the forward of {type(model).__name__} does not run without memory: {str(error).splitlines()[0]}"
@@ -113,7 +130,7 @@ def cache_bytes(subject: Subject, samples: int, dtype: torch.dtype = torch.bfloa
         outputs = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in _plain(parts)}
         kept = live.level - sum(outputs.values())
     undo()
-    return float(max(kept, 0) * samples)
+    return max(kept, 0), live.peak
 
 
 def _plain(values: Any) -> Iterator[Tensor]:

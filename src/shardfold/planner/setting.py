@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfold.errors import ConfigError
+from shardfold.errors import ConfigError, ShardfoldError
 from shardfold.parallel.pipeline.stages import Borders
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh
@@ -21,6 +21,7 @@ from shardfold.plan.passes import Overlap, apply
 from shardfold.plan.program import Op, lower
 from shardfold.plan.rules import Rules
 from shardfold.planner.division import UNDIVIDED, Division
+from shardfold.planner.given import check_given, check_trains, not_run
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.kernels import gpu_kernels
 from shardfold.planner.memory import CPU, Behaviour, Setting
@@ -83,6 +84,7 @@ class Subject:
     division: Division = UNDIVIDED
 
     def __post_init__(self) -> None:
+        check_given(self.model, self.batch)
         self.hollow: nn.Module = hollow(self.model, _on_meta, {})
         #: Of the ranks that share one model.
         self.mesh: Mesh = self.division.over({"inter": 1, "intra": self.division.ranks})
@@ -148,6 +150,7 @@ class Subject:
         return self._traces[key]
 
     def _found(self, policy: Precision, mode: str, samples: int) -> Trace:
+        check_trains(self.model)
         if self._stages is not None:
             return in_order(self.alone(policy, mode, samples), self.division)
         with self._kernels():
@@ -233,7 +236,12 @@ class Subject:
 
     def _all_of_stage(self, policy: Precision, mode: str, samples: int) -> Trace:
         _, cuts = self.cuts(presets.ddp, policy, self.mesh)
-        return self._run_stage(self.model, cuts, None, policy, mode, samples)
+        try:
+            return self._run_stage(self.model, cuts, None, policy, mode, samples)
+        except ShardfoldError:
+            raise
+        except Exception as error:
+            raise not_run(self.model, self.rows(samples), error) from error
 
     def _run_stage(
         self, model: nn.Module, cuts: Sequence[Cut], begins: Sequence[str] | None, policy: Precision, mode: str,

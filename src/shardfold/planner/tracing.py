@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardfold.activations.recompute import KEPT, selective, without_filling
-from shardfold.errors import ConfigError, ModelError
+from shardfold.errors import ConfigError, ModelError, ShardfoldError
 from shardfold.parallel.pipeline.stages import Borders, Stages
 from shardfold.plan.layout import Precision
+from shardfold.planner.given import not_run
 from shardfold.planner.hollow import fill, hollow, hollow_values
 from shardfold.planner.live import LiveBytes
 from shardfold.planner.staged import Stage
@@ -35,7 +36,7 @@ from shardfold.torch_internals import (
     tree_unflatten,
 )
 
-__all__ = ["MODES", "Compute", "Connect", "loss_of", "trace_model", "trace_stage"]
+__all__ = ["MODES", "Compute", "Connect", "call", "loss_of", "silent", "trace_model", "trace_stage"]
 
 MODES = ("keep", "recompute", "select")
 """Of activations, which a trace can follow."""
@@ -47,7 +48,7 @@ Connect = Callable[[nn.Module, Any, list[Sends]], tuple[Any, Callable[[], None]]
 is sent, it gives the batch of this rank, and what undoes it."""
 
 SMALL_MODEL = 1 << 30
-"""Bytes of parameters of the largest model that is run with memory where it does not run without."""
+"""Bytes of parameters and batch of the largest model that is run with memory where it does not run without."""
 ONLY_INPUTS = (nn.Embedding, nn.Linear)
 PRODUCTS = {str(operation).split(".")[1] for operation in KEPT} | {
     "convolution_backward",
@@ -58,12 +59,16 @@ PRODUCTS = {str(operation).split(".")[1] for operation in KEPT} | {
 """Names of operations whose work is counted by what they multiply."""
 
 
+def call(model: nn.Module, batch: Any) -> Any:
+    """What a model gives for a micro-batch: a dict of arguments by name, a tuple or list of them, or the only one."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """The model's own loss, or the mean square of its first output."""
-    if isinstance(batch, Mapping):
-        output: Any = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    output = call(model, batch)
     if isinstance(output, Tensor):
         return output if not output.dim() else output.float().square().mean()
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -101,21 +106,25 @@ def trace_model(
 
     Raises:
         ConfigError: the mode is none that a trace follows.
-        ModelError: the forward asks for values, which there are none of.
+        ModelError: the forward or backward fails, or asks for values, which there are none of.
     """
     if mode not in MODES:
         raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
-    if real is not None:
-        return _trace(model, cuts, batch, precision, mode, compute, connect, real=real)
     try:
-        with _silent():
-            return _trace(model, cuts, batch, precision, mode, compute, connect, real=False)
+        with silent():
+            return _trace(model, cuts, batch, precision, mode, compute, connect, real=bool(real))
+    except ConfigError:
+        raise
     except Exception as error:
-        size = sum(p.numel() * p.itemsize for p in model.parameters())
-        if size <= SMALL_MODEL:
-            return _trace(model, cuts, batch, precision, mode, compute, connect, real=True)
-        if not _asks_for_values(error):
+        size = sum(p.numel() * p.itemsize for p in model.parameters()) + _nbytes(batch)
+        if real is None and size <= SMALL_MODEL:
+            return trace_model(
+                model, cuts, batch, precision=precision, mode=mode, compute=compute, real=True, connect=connect
+            )
+        if isinstance(error, ShardfoldError):
             raise
+        if real or not _asks_for_values(error):
+            raise not_run(model, batch, error) from error
         raise ModelError(
             f"the forward of {type(model).__name__} asks for values of tensors, which a plan has none of "
             f"({type(error).__name__}): plan it with real=True, which takes the memory of one micro-batch."
@@ -123,7 +132,7 @@ def trace_model(
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """What fails without values is tried with some: PyTorch need not say so."""
     log = logging.getLogger(FakeMode.__module__)
     before = log.level
@@ -225,7 +234,7 @@ def _borders(
             return stages.borders("plan", lambda skeleton: compute(skeleton, given), dict, training=True)
 
     try:
-        with _silent(), fake:
+        with silent(), fake:
             return found(hollow_values(batch, make))
     except ModelError:
         return found(hollow_values(batch, zeros))
@@ -302,6 +311,7 @@ class _Listener:
         self._calls += 1
         self._products += 1
         self._bytes += moved
+        _check_dtypes(name, args)
         flops, attention = _flops(name, args, out)
         first = next((v for v in tree_iter(args) if isinstance(v, Tensor)), None)
         dtype = (dtype_name(first.dtype) if first is not None else None) or "fp32"
@@ -322,9 +332,17 @@ class _Listener:
         with self._live:
             loss = compute(self._model, batch)
             del batch
+            self._trains(loss)
             loss.backward()
             self._flush()
             self.note("end")
+
+    def _trains(self, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise ModelError(
+                f"the loss of {type(self._model).__name__} depends on no parameter that is trained: look for detach() "
+                "or no_grad() in its forward."
+            )
 
     def run_stage(self, stage: Stage, compute: Compute, batch: Any) -> None:
         """A forward and a backward of one stage."""
@@ -339,6 +357,7 @@ class _Listener:
                 self.note("end_forward")
             self.note("sent", size=crosses)
             if loss is not None:
+                self._trains(loss)
                 loss.backward()
             else:
                 torch.autograd.backward(sent, [torch.empty_like(tensor) for tensor in sent])
@@ -447,6 +466,19 @@ def _recomputed(forward: Callable[..., Any], *, select: bool) -> Callable[..., A
         return checkpoint(again, *leaves, use_reentrant=False, preserve_rng_state=False, **contexts)
 
     return run
+
+
+def _check_dtypes(name: str, args: Any) -> None:
+    """Tensors without values may be multiplied by those of other dtypes, which those with values may not."""
+    if name in ("mm", "addmm", "bmm", "baddbmm", "convolution"):
+        first, second = [v.dtype for v in tree_iter(args) if isinstance(v, Tensor)][-2:] if "add" in name else [
+            v.dtype for v in tree_iter(args) if isinstance(v, Tensor)
+        ][:2]  # fmt: skip
+        if first != second:
+            raise ModelError(
+                f"the forward multiplies {str(first).removeprefix('torch.')} by {str(second).removeprefix('torch.')} "
+                f"({name}), which PyTorch does not: give a micro-batch of the dtype that the model takes."
+            )
 
 
 def _flops(name: str, args: Any, out: Any) -> tuple[float, float]:

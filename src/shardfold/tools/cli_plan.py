@@ -21,6 +21,12 @@ __all__ = ["plan", "register"]
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "offload", "infinity")
 MODES = ("keep", "select", "recompute")
+MANY = 10**9
+"""Samples of a micro-batch, and micro-batches of a step: more is a slip of the keyboard."""
+LONGEST = 10**7
+"""Tokens of a sample."""
+NOTHING_FITS = 1
+"""The exit status where what was asked for fits nowhere."""
 APART = {"--inference": ("sequence", "pipeline"), "--html": ("pipeline",)}
 """Axes that these options do not go with."""
 
@@ -42,12 +48,16 @@ def plan(
     batch: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Samples of a step of all devices, rounded up to whole micro-batches (default: one of each)."
+            min=1,
+            max=MANY,
+            help="Samples of a step of all devices, rounded up to whole micro-batches (default: one of each).",
         ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Host memory for each device, as 64GiB (default: enough).")] = None,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, max=MANY, help="With --micro-batch: micro-batches of a step (default 1).")
+    ] = None,
+    length: Annotated[int | None, typer.Option(min=1, max=LONGEST, help="Tokens of a sample.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layouts to look at; may be repeated.")] = None,
     activations: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}; may be repeated.")] = None,
     tensor: Annotated[
@@ -80,28 +90,57 @@ def plan(
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write the plan here too, as one page with sliders.")] = None,
 ) -> None:
-    """Say what fits before anything runs: the peak of each layout on these devices, when it is reached and why."""
+    """Say what fits before anything runs: the peak of each layout on these devices, when it is reached and why.
+
+    The exit status is 0 where something fits, 1 where nothing does, and 2 where an option is refused.
+    """
     tables, auto, size = _checked(activations, layout, precision, wire, micro_batch)
+    if inference:
+        _refuse(
+            "--inference plans no training", precision=precision != "bf16", batch=batch, host=host,
+            accumulate=accumulate, layout=layout, activations=activations, wire=wire, html=html,
+        )  # fmt: skip
+    elif size is None:
+        _refuse("a search counts the micro-batches of a step by --batch, unless --micro-batch is given",
+                accumulate=accumulate)  # fmt: skip
+    else:
+        _refuse("with --micro-batch, --accumulate says how many a step has", batch=batch)
+    if max(pipeline or [1]) == 1:
+        _refuse("an order is of stages, which --pipeline 2 or more makes", order=order)
     from shardfold.tools.planning.command import print_inference, print_plan, write_plan_page
 
     divisions = _divisions(
-        tensor or [1], sequence or [1], expert or [1], pipeline or [1], order or ["1f1b"], accumulate, size,
+        tensor or [1], sequence or [1], expert or [1], pipeline or [1], order or ["1f1b"], accumulate or 1, size,
         sequence_parallel=sequence_parallel, alone="--inference" if inference else "--html" if html else "",
     )  # fmt: skip
     samples = size if isinstance(size, int) else 1
     if inference:
-        print_inference(model, gpus, memory=memory, length=length, sequences=samples, division=divisions[0])
+        if not print_inference(model, gpus, memory=memory, length=length, sequences=samples, division=divisions[0]):
+            raise typer.Exit(NOTHING_FITS)
         return
     if html is not None:
         write_plan_page(
             html, model, gpus, memory=memory, precision=precision, length=length, layouts=list(tables),
             modes=activations or list(MODES), samples=samples, divisions=divisions,
         )  # fmt: skip
-    print_plan(
-        model, gpus, memory=memory, precision=precision, micro_batch=size, accumulate=accumulate, length=length,
+    fits = print_plan(
+        model, gpus, memory=memory, precision=precision, micro_batch=size, accumulate=accumulate or 1, length=length,
         tables=tables, modes=activations or list(MODES), batch=batch, host=host,
         divisions=divisions, wire=auto,
     )  # fmt: skip
+    if not fits:
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _refuse(why: str, **given: object) -> None:
+    """Refuses an option that would do nothing.
+
+    Raises:
+        ConfigError: one is given; ``why`` is the sentence.
+    """
+    for name, value in given.items():
+        if value:
+            raise ConfigError(f"--{name} has no effect here, as {why}: leave it out.")
 
 
 def _checked(
@@ -133,8 +172,8 @@ def _samples(given: str | None) -> int | str | None:
     """
     if given is None or given == "max":
         return given
-    if not given.isdecimal() or not int(given):
-        raise ConfigError(f"--micro-batch {given}: give a number of samples, 1 or more, or max.")
+    if not given.isdecimal() or not 1 <= int(given) <= MANY:
+        raise ConfigError(f"--micro-batch {given}: give a number of samples, from 1 to {MANY:,}, or max.")
     return int(given)
 
 
@@ -152,7 +191,10 @@ def _divisions(
 
     divisions: list[Division] = []
     for t, n, e, p, order in product(tensors, sequences, experts, pipelines, orders):
-        _ = choose_order(order)
+        try:
+            _ = choose_order(order)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(f"pipeline={order!r}", f"--order {order}")) from error
         one = Division(
             tensor=t, sequence_parallel=sequence_parallel and t > 1, sequence=n, expert=e, pipeline=p,
             order=order if p > 1 else "1f1b", micro_batches=accumulate if p > 1 and micro_batch is not None else 1,

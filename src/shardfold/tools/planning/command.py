@@ -14,7 +14,7 @@ from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.choice import options
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.hardware import cluster
-from shardfold.planner.inference import cache_bytes, sizes_of
+from shardfold.planner.inference import activation_bytes, cache_bytes, sizes_of
 from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.search import search, search_divisions
 from shardfold.planner.setting import Subject
@@ -30,13 +30,13 @@ def print_plan(
     model: str, gpus: str, *, memory: str | None, precision: str, micro_batch: int | str | None, accumulate: int,
     length: int | None, tables: Mapping[str, Layout], modes: Sequence[str], batch: int | None = None,
     host: str | None = None, divisions: Sequence[Division] = (UNDIVIDED,), wire: AutoWire | None = None,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
     """Plans and prints: what a micro-batch, or the largest of each, needs under each layout, or else the fastest way to
-    train that fits."""
+    train that fits; returns whether anything fits."""
     where = cluster(gpus, memory=memory)
     room = parse_bytes(host) if host is not None else None
     if host is not None and room is None:
-        raise ConfigError(f"--host {host} is not a number of bytes: write it as 64GiB or 64GB.")
+        raise ConfigError(f"--host {host} is not a number of bytes above 0: write it as 64GiB or 64GB.")
     if len(divisions) > 1:
         planned = planned_model(model, length=length, samples=2)
         print(show.head(planned, where, precision))
@@ -46,7 +46,7 @@ def print_plan(
             host=room or inf, wire=wire,
         )  # fmt: skip
         print(show.ranking(found, where, precision, model if model in SIZES else ""))
-        return
+        return bool(found.found)
     division = replace(divisions[0], streams=where.device.streams)
     mesh = division.over(where.mesh)
     planned = planned_model(model, length=length, samples=2, division=division)
@@ -58,7 +58,7 @@ def print_plan(
             wire=wire,
         )  # fmt: skip
         print(show.ranking(found, where, precision, model if model in SIZES else ""))
-        return
+        return bool(found.found)
     stages = [planned.subject] + [
         replace(planned.subject, division=replace(division, stage=stage)) for stage in range(1, division.pipeline)
     ]
@@ -78,18 +78,22 @@ def print_plan(
     print(show.detail(best))
     if not fitting:
         print(f"Nothing fits: {best.why}")
+    return bool(fitting)
 
 
 def print_inference(
     model: str, gpus: str, *, memory: str | None, length: int | None, sequences: int, division: Division = UNDIVIDED
-) -> None:
+) -> bool:
     """Prints what serving a model needs, on all devices or on each of those that share it, and training it, by
-    dtype."""
+    dtype; returns whether any dtype fits."""
     where = cluster(gpus, memory=memory)
     _ = division.over(where.mesh)
     planned = planned_model(model, length=length, samples=2, division=division)
     cache = cache_bytes(planned.subject, 1)
-    print(show.serving(planned, where, sizes_of(planned.subject), cache, sequences))
+    each = cache or activation_bytes(planned.subject, 1)
+    sizes = sizes_of(planned.subject)
+    print(show.serving(planned, where, sizes, each, sequences, what="cache" if cache else "activations"))
+    return any(size.needed(each * sequences) <= show.served_by(planned, where) for size in sizes)
 
 
 def write_plan_page(

@@ -6,13 +6,15 @@ import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardfold.errors import ConfigError, did_you_mean
+from shardfold.errors import ConfigError, ShardfoldError, did_you_mean
+from shardfold.plan.checks import described
 from shardfold.planner.division import Division
 from shardfold.planner.setting import Subject
 from shardfold.sharding.materialize import meta_init
@@ -70,6 +72,10 @@ def planned_model(
     batch: Any = None
     if ":" in given and not Path(given).exists():
         model, batch = _called(given)
+        if batch is not None and length is not None:
+            raise ConfigError(
+                f"--length: the function of --model {given} gives a micro-batch of its own: leave it out."
+            )
     elif given in SIZES:
         config = GPTConfig.named(given, **({"context": length} if length else {}))
         with meta_init():
@@ -78,9 +84,11 @@ def planned_model(
         tokens = _tokens(samples, length)
         batch = {"tokens": tokens, "targets": tokens}
     else:
-        model, length = _of_transformers(_config(given), length)
+        model, length = _of_transformers(given, _config(given), length)
     if batch is None:
         batch = _batch(model, samples, length or LENGTH)
+        if length and "pixel_values" in batch:
+            raise ConfigError(f"--length is of tokens, and {given} takes images: leave it out.")
     numel = sum({id(p): p.numel() for p in model.parameters()}.values())
     return Planned(given, Subject(model, batch, division=division or Division()), numel, length or 0)
 
@@ -95,12 +103,35 @@ def _called(given: str) -> tuple[nn.Module, Any]:
         function: Callable[[], Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--model {given}: {error}. Write it as module:function.") from error
-    with meta_init():
-        made = function()
-    model, batch = made if isinstance(made, tuple) else (made, None)
+    if not callable(function):
+        raise ConfigError(f"--model {given} is a {type(function).__name__}: name a function that gives a module.")
+    try:
+        with meta_init():
+            made: Any = function()
+    except ShardfoldError:
+        raise
+    except Exception as error:
+        if "uninitialized parameter" in str(error):
+            raise ConfigError(
+                f"--model {given} has a layer that gets its shape from the first batch, as nn.LazyLinear: give one "
+                "with all sizes, as nn.Linear."
+            ) from error
+        raise ConfigError(f"--model {given}, called without arguments, fails: {_first(error)}.") from error
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"--model {given} gives a {type(model).__name__}: it is to give a module, or it and a batch.")
+        raise ConfigError(f"--model {given} gives {described(made)}: it is to give a module, or (module, micro-batch).")
+    if batch is None and "input_ids" not in signature(model.forward).parameters:
+        raise ConfigError(
+            f"--model {given} gives a {type(model).__name__} whose forward takes no input_ids, so it is not known what "
+            "it trains on: have the function give (module, micro-batch)."
+        )
     return model, batch
+
+
+def _first(error: Exception) -> str:
+    """The first lines of what an error says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}".rstrip(". :")
 
 
 def _config(given: str) -> dict[str, Any]:
@@ -125,7 +156,7 @@ def _config(given: str) -> dict[str, Any]:
     return {"model_type": kind, **sizes}
 
 
-def _of_transformers(config: dict[str, Any], length: int | None) -> tuple[nn.Module, int | None]:
+def _of_transformers(given: str, config: dict[str, Any], length: int | None) -> tuple[nn.Module, int | None]:
     """The model of a configuration, for what it trains on."""
     try:
         import transformers
@@ -137,17 +168,31 @@ def _of_transformers(config: dict[str, Any], length: int | None) -> tuple[nn.Mod
     kind = settings.pop("model_type")
     try:
         made = transformers.AutoConfig.for_model(kind, **settings)
-    except ValueError as error:
-        raise ConfigError(f"transformers knows no model_type {kind!r}.") from error
+    except Exception as error:
+        if "Unrecognized model identifier" in str(error):
+            raise ConfigError(f"--model {given}: transformers knows no model_type {kind!r}.") from error
+        raise ConfigError(f"--model {given} is refused by transformers: {_first(error)}.") from error
     named = [name for name in settings.get("architectures") or () if hasattr(transformers, name)]
-    with meta_init():
-        if named:
-            model = getattr(transformers, named[0])(made)
-        else:
-            model = _auto(transformers, made)
+    try:
+        with meta_init():
+            model = getattr(transformers, named[0])(made) if named else _auto(transformers, made)
+    except Exception as error:
+        raise ConfigError(f"--model {given}: transformers makes no model of it: {_first(error)}.") from error
     model.train()
     most = getattr(made, "max_position_embeddings", None) or getattr(made, "n_positions", None)
+    if length is not None and isinstance(most, int) and length > most > 0 and _counts_positions(model, most):
+        raise ConfigError(f"--length {length}: {given} has positions for {most:,} tokens: give as many at most.")
     return model, length or (min(most, LENGTH) if isinstance(most, int) and most > 0 else length)
+
+
+def _counts_positions(model: nn.Module, most: int) -> bool:
+    """Whether a table has a row for each place in a text."""
+    return any(
+        isinstance(module, nn.Embedding)
+        and ("pos" in name or "wpe" in name)
+        and most <= module.num_embeddings < most + 9
+        for name, module in model.named_modules()
+    )
 
 
 def _auto(transformers: Any, config: Any) -> nn.Module:
@@ -181,4 +226,5 @@ def _batch(model: nn.Module, samples: int, length: int) -> dict[str, torch.Tenso
             f"{type(model).__name__} takes {main!r}, of which it is not known what it looks like: give "
             "--model module:function, whose function gives the model and a batch."
         )
-    return {"input_ids": _tokens(samples, length), "labels": _tokens(samples, length)}
+    names = [name for name in ("input_ids", "labels") if name in signature(model.forward).parameters]
+    return {name: _tokens(samples, length) for name in names or ["input_ids", "labels"]}

@@ -16,7 +16,7 @@ from shardfold.planner.inference import RESERVE, Size, largest_batch_of
 from shardfold.planner.search import Search
 from shardfold.tools.planning.models import Planned
 
-__all__ = ["advice", "detail", "head", "ranking", "serving", "stages", "table"]
+__all__ = ["advice", "detail", "head", "ranking", "served_by", "serving", "stages", "table"]
 
 
 def head(model: Planned, cluster: Cluster, precision: str, mesh: Mesh | None = None) -> str:
@@ -131,27 +131,41 @@ def _token_ranks(where: Cluster, division: Division) -> int:
     return where.size // (division.tensor * division.pipeline)
 
 
-def serving(model: Planned, where: Cluster, sizes: Sequence[Size], cache_of_one: float, sequences: int) -> str:
-    """What it takes to serve a model, one line for each dtype of its weights; and to train it on one device."""
+def served_by(model: Planned, where: Cluster) -> float:
+    """Bytes of all devices, or of each of those that share a model."""
+    return where.device.usable * (1 if model.subject.division.axes else where.size)
+
+
+def serving(
+    model: Planned, where: Cluster, sizes: Sequence[Size], cache_of_one: float, sequences: int, what: str = "cache"
+) -> str:
+    """What it takes to serve a model, one line for each dtype of its weights; and to train it on one device.
+
+    ``what``: a sequence takes beside weights; of a model that keeps no keys and values it is its forward's activations.
+    """
     division = model.subject.division
     alone = not division.axes
-    budget = where.device.usable * (where.size if alone else 1)
-    many = f"{sequences:,} sequences" if sequences > 1 else "1 sequence"
+    budget = served_by(model, where)
+    one, wide = ("sequence", 12) if what == "cache" else ("sample", 18)
+    many = f"{sequences:,} {one}s" if sequences > 1 else f"1 {one}"
+    keeps = f"with {human(cache_of_one)} of keys and values in 16 bits" if what == "cache" else (
+        f"with {human(cache_of_one)} of activations in 16 bits in its forward, as the model keeps no keys and values"
+    )  # fmt: skip
     length = f" of {model.length:,} tokens" if model.length else ""
     room = "in all" if alone else f"each, of which {division.ranks} share the model by {division}: the part of each"
     lines = [
         f"{model.name}: {model.parameters:,} parameters; {where} with {human(budget)} {room}; {many}{length}, each "
-        f"with {human(cache_of_one)} of keys and values in 16 bits",
+        f"{keeps}",
         "",
-        f"{'weights':<9}{'largest layer':>14}{'all':>11}{'with cache':>12}{f'+ {RESERVE:.0%}':>11}  {'':<9}"
-        f"{'most sequences':>14}{'training, Adam':>16}",
+        f"{'weights':<9}{'largest layer':>14}{'all':>11}{f'with {what}':>{wide}}{f'+ {RESERVE:.0%}':>11}  {'':<9}"
+        f"{f'most {one}s':>14}{'training, Adam':>16}",
     ]
     for size in sizes:
         cache = cache_of_one * sequences
         most = largest_batch_of(size, cache_of_one, budget) if cache_of_one else None
         fits = size.needed(cache) <= budget
         lines.append(
-            f"{size.dtype:<9}{human(size.largest):>14}{human(size.weights):>11}{human(size.weights + cache):>12}"
+            f"{size.dtype:<9}{human(size.largest):>14}{human(size.weights):>11}{human(size.weights + cache):>{wide}}"
             f"{human(size.needed(cache)):>11}  {'fits' if fits else 'too much':<9}"
             f"{'any' if most is None else most or 'none':>14}{human(size.training) if size.training else '-':>16}"
         )

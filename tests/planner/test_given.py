@@ -1,0 +1,99 @@
+"""What nothing can be planned of is refused in one sentence that names it: models, micro-batches, devices, axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardfold.errors import ConfigError, ModelError
+from shardfold.planner.choice import option
+from shardfold.planner.division import Division
+from shardfold.planner.hardware import cluster
+from shardfold.planner.inference import activation_bytes, cache_bytes
+from shardfold.planner.setting import Subject
+
+ROWS = torch.zeros(2, 4)
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.inner(rows).detach()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "said"),
+    [
+        (nn.ReLU(), ROWS, "has no parameter that is trained, as it has none"),
+        (nn.Linear(4, 4).requires_grad_(False), ROWS, "requires_grad is False of all"),
+        (Detached(), ROWS, "depends on no parameter that is trained"),
+        (nn.Linear(4, 4), torch.zeros(2, 5), r"does not train on this micro-batch \(\[2, 5\] float32\)"),
+        (nn.Linear(4, 4), torch.zeros(2, 4, dtype=torch.int64), "int64.*dtype"),
+        (nn.Embedding(4, 4), ROWS, r"does not train on this micro-batch \(\[2, 4\] float32\)"),
+        (nn.Linear(4, 4), {"tokens": ROWS}, r"\(tokens \[2, 4\] float32\).*unexpected keyword"),
+    ],
+)
+def test_what_does_not_train_is_refused(model: nn.Module, batch: Any, said: str) -> None:
+    """Whether PyTorch fails without values, with some, or not at all."""
+    with pytest.raises(ModelError, match=said):
+        Subject(model, batch).trace()
+
+
+def test_products_of_two_dtypes_are_refused_without_values() -> None:
+    """Tensors without values may be multiplied by what PyTorch does not multiply them by."""
+    with pytest.raises(ModelError, match="multiplies int64 by float32"):
+        Subject(nn.Linear(4, 4), torch.zeros(2, 4, dtype=torch.int64), real=False).trace()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "said"),
+    [
+        (nn.Linear(4, 4), torch.zeros(0, 4), "has no samples"),
+        (nn.Linear(4, 4), "rows", "without a tensor"),
+        (nn.LazyLinear(4), ROWS, "gets its shape from the first batch"),
+    ],
+)
+def test_what_has_no_samples_or_shapes_is_refused(model: nn.Module, batch: Any, said: str) -> None:
+    """Before anything runs."""
+    with pytest.raises((ConfigError, ModelError), match=said):
+        _ = Subject(model, batch)
+
+
+def test_devices_and_axes_are_named_as_they_were_given() -> None:
+    """With sizes that would do."""
+    for text in ("-1xL4", "0xL4", "1000001xL4"):
+        with pytest.raises(ConfigError, match="names no cluster"):
+            cluster(text)
+    with pytest.raises(ConfigError, match="above 0"):
+        cluster("1xL4", memory="0GiB")
+    with pytest.raises(ConfigError, match=r"tensor=3 does not divide the 8 devices evenly: sizes .* are 2, 4"):
+        Division(tensor=3).over(cluster("8xL4").mesh)
+    with pytest.raises(ConfigError, match="the 4 that tensor=2 leaves of them are 2, 4"):
+        Division(tensor=2, sequence=3).over(cluster("8xL4").mesh)
+    with pytest.raises(ConfigError, match="tensor=2 is a number of ranks that one device cannot have"):
+        Division(tensor=2).over(cluster("1xL4").mesh)
+
+
+def test_no_micro_batch_fits_where_the_host_is_too_small() -> None:
+    """What rests there does not grow with samples."""
+    how = {"layout": "offload", "mesh": {"intra": 2}, "micro_batch": 2, "budget": 2.0**30}
+    subject = Subject(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.zeros(2, 64))
+    assert option(subject, **how).largest > 2 and option(subject, **how).fits  # type: ignore[arg-type]
+    small = option(subject, host=1000.0, **how)  # type: ignore[arg-type]
+    assert not small.largest and not small.fits and "host memory" in small.why
+
+
+def test_a_model_of_images_has_activations_in_the_place_of_a_cache() -> None:
+    """Of a convolution and what follows it in 16 bits, by samples; the batch is one argument."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 6 * 6, 10))
+    subject = Subject(model, torch.zeros(2, 3, 8, 8))
+    assert cache_bytes(subject, 1) == 0
+    inputs, made = 3 * 8 * 8 * 2, 8 * 6 * 6 * 2
+    assert made <= activation_bytes(subject, 1) <= inputs + made + 10 * 2
+    assert activation_bytes(subject, 6) == 6 * activation_bytes(subject, 1)
