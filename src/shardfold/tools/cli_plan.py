@@ -31,63 +31,77 @@ APART = {"--inference": ("sequence", "pipeline"), "--html": ("pipeline",)}
 """Axes that these options do not go with."""
 
 
+Model = Annotated[
+    str, typer.Option(help="A size of `train`, a shape such as llama-7b, a config.json, or module:function.")
+]
+MicroBatch = Annotated[
+    str | None,
+    typer.Option(
+        metavar="INTEGER",
+        help="Samples on each device at a time, or max: the most that fit (default: looks for the fastest).",
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MANY,
+        help="Samples of a step of all devices, rounded up to whole micro-batches (default: one of each).",
+    ),
+]
+Accumulate = Annotated[
+    int | None, typer.Option(min=1, max=MANY, help="With --micro-batch: micro-batches of a step (default 1).")
+]
+Tensor = Annotated[
+    list[int] | None, typer.Option(min=1, help="Ranks that share each layer; repeated: sizes to look at.")
+]
+SequenceParallel = Annotated[
+    bool, typer.Option("--sequence-parallel", help="With --tensor: norms are divided by tokens, too.")
+]
+Sequence = Annotated[
+    list[int] | None, typer.Option(min=1, help="Ranks that have parts of the same sequences; may be repeated.")
+]
+Expert = Annotated[
+    list[int] | None, typer.Option(min=1, help="Ranks among which experts are shared out; may be repeated.")
+]
+Pipeline = Annotated[
+    list[int] | None, typer.Option(min=1, help="Ranks among which stages of layers are; may be repeated.")
+]
+Order = Annotated[
+    list[str] | None,
+    typer.Option(help="In which order stages run micro-batches: 1f1b, gpipe; may be repeated (default 1f1b)."),
+]
+Wire = Annotated[
+    str | None,
+    typer.Option(
+        help="What else parameters and gradients may travel in, as of Engine(wire=): auto, auto:0.01, auto:int8."
+    ),
+]
+Inference = Annotated[
+    bool, typer.Option("--inference", help="To serve it: weights and the cache of keys and values, by dtype.")
+]
+
+
 def plan(
-    model: Annotated[
-        str, typer.Option(help="A size of `train`, a shape such as llama-7b, a config.json, or module:function.")
-    ] = "demo",
+    model: Model = "demo",
     gpus: Annotated[str, typer.Option(help="How many of which device, nodes first: 8xA100-40G, 4x8xH100.")] = "1xH100",
     memory: Annotated[str | None, typer.Option(help="Memory of each device, in place of its own, as 40GiB.")] = None,
     precision: Annotated[str, typer.Option(help="Precision policy.")] = "bf16",
-    micro_batch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INTEGER",
-            help="Samples on each device at a time, or max: the most that fit (default: looks for the fastest).",
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MANY,
-            help="Samples of a step of all devices, rounded up to whole micro-batches (default: one of each).",
-        ),
-    ] = None,
+    micro_batch: MicroBatch = None,
+    batch: Batch = None,
     host: Annotated[str | None, typer.Option(help="Host memory for each device, as 64GiB (default: enough).")] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(min=1, max=MANY, help="With --micro-batch: micro-batches of a step (default 1).")
-    ] = None,
+    accumulate: Accumulate = None,
     length: Annotated[int | None, typer.Option(min=1, max=LONGEST, help="Tokens of a sample.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layouts to look at; may be repeated.")] = None,
     activations: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}; may be repeated.")] = None,
-    tensor: Annotated[
-        list[int] | None, typer.Option(min=1, help="Ranks that share each layer; repeated: sizes to look at.")
-    ] = None,
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="With --tensor: norms are divided by tokens, too.")
-    ] = False,
-    sequence: Annotated[
-        list[int] | None, typer.Option(min=1, help="Ranks that have parts of the same sequences; may be repeated.")
-    ] = None,
-    expert: Annotated[
-        list[int] | None, typer.Option(min=1, help="Ranks among which experts are shared out; may be repeated.")
-    ] = None,
-    pipeline: Annotated[
-        list[int] | None, typer.Option(min=1, help="Ranks among which stages of layers are; may be repeated.")
-    ] = None,
-    order: Annotated[
-        list[str] | None,
-        typer.Option(help="In which order stages run micro-batches: 1f1b, gpipe; may be repeated (default 1f1b)."),
-    ] = None,
-    wire: Annotated[
-        str | None,
-        typer.Option(
-            help="What else parameters and gradients may travel in, as of Engine(wire=): auto, auto:0.01, auto:int8."
-        ),
-    ] = None,
-    inference: Annotated[
-        bool, typer.Option("--inference", help="To serve it: weights and the cache of keys and values, by dtype.")
-    ] = False,
+    tensor: Tensor = None,
+    sequence_parallel: SequenceParallel = False,
+    sequence: Sequence = None,
+    expert: Expert = None,
+    pipeline: Pipeline = None,
+    order: Order = None,
+    wire: Wire = None,
+    inference: Inference = False,
     html: Annotated[Path | None, typer.Option(help="Write the plan here too, as one page with sliders.")] = None,
 ) -> None:
     """Say what fits before anything runs: the peak of each layout on these devices, when it is reached and why.
