@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import shardfold as sf
+from shardfold.compat.deepspeed.config import read
 from shardfold.errors import ConfigError
 from shardfold.plan.auto_wire import Codec, coding_seconds
 from shardfold.plan.program import COLLECTIVES
 from shardfold.planner.candidate import Candidate
+from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Cluster, cluster, read_device
 from shardfold.planner.memory import GPU, plan_memory
 from shardfold.planner.search import search
@@ -75,6 +77,24 @@ def test_the_best_is_what_engines_and_configs_take(subject: Subject) -> None:
     assert Candidate(layout="infinity").deepspeed["zero_optimization"]["offload_param"] == {"device": "cpu"}
     with pytest.raises(ConfigError, match="has no stage"):
         _ = Candidate(layout="hpz").deepspeed
+
+
+def test_a_deepspeed_config_says_what_it_has_no_words_for() -> None:
+    """What it says is read as it was meant; all else is in the sentence beside it."""
+    both = Candidate(
+        layout="zero2", mode="recompute", micro_batch=3, accumulate=2, division=Division(tensor=2, sequence=2)
+    )
+    read_back = read(both.deepspeed, world_size=8)
+    assert (read_back.sizes.tensor, read_back.sizes.sequence, read_back.stage) == (2, 2, 2)
+    assert (read_back.micro_batch, read_back.accumulate) == (3, 2)
+    assert both.unsaid.startswith("a DeepSpeed config has no words for activations='recompute' (")
+    cut = Candidate(layout="zero1", division=Division(pipeline=4, order="gpipe", expert=2), gather="int8")
+    assert set(cut.deepspeed) == set(Candidate(layout="zero1").deepspeed)
+    for words in ("pipeline=4 in order gpipe (PipelineModule(num_stages=4))", "MoE(ep_size=2)", "gather int8 ("):
+        assert words in cut.unsaid
+    assert not Candidate(layout="zero1", division=Division(tensor=2)).unsaid
+    for key in ("tensor_parallel", "sequence_parallel_size"):
+        assert key not in Candidate(layout="zero1").deepspeed
 
 
 def test_seconds_grow_with_a_slower_link_and_not_for_one_rank(subject: Subject) -> None:

@@ -12,7 +12,7 @@ from shardfold.plan.passes import Overlap
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.seconds import Seconds
 
-__all__ = ["Candidate", "Found", "Refused", "sizes_to_show"]
+__all__ = ["STAGES", "Candidate", "Found", "Refused", "sizes_to_show"]
 
 STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3, "offload": 2, "infinity": 3}
 """What DeepSpeed calls them."""
@@ -87,15 +87,11 @@ class Candidate:
 
     @property
     def deepspeed(self) -> dict[str, Any]:
-        """A DeepSpeed config, as far as it has words for this.
+        """A DeepSpeed config, as far as it has words for this; :attr:`unsaid` is what it has none for.
 
         Raises:
-            ConfigError: it has none for the layout, for its wires, or for axes.
+            ConfigError: it has none for the layout.
         """
-        if self.wires:
-            raise ConfigError(f"a DeepSpeed config has no words for {self.wired}: give Engine(...) the layout.")
-        if self.division.axes:
-            raise ConfigError(f"a DeepSpeed config has no words for {self.division}: give Engine(...) the axes.")
         if self.layout not in STAGES:
             raise ConfigError(f"DeepSpeed has no stage that is {self.layout}: take zero3, or give Engine the layout.")
         zero: dict[str, Any] = {"stage": STAGES[self.layout]}
@@ -109,7 +105,28 @@ class Candidate:
         }  # fmt: skip
         if self.precision in ("bf16", "fp16"):
             found[self.precision] = {"enabled": True}
+        if self.division.tensor > 1:
+            found["tensor_parallel"] = {"autotp_size": self.division.tensor}
+        if self.division.sequence > 1:
+            found["sequence_parallel_size"] = self.division.sequence
         return found
+
+    @property
+    def unsaid(self) -> str:
+        """What :attr:`deepspeed` has no words for, and where a program says it, in a sentence; empty: for nothing."""
+        said: list[str] = []
+        if self.mode != "keep":
+            said.append(f"activations={self.mode!r} (the model calls deepspeed.checkpointing)")
+        if self.division.pipeline > 1:
+            stages = self.division.pipeline
+            said.append(f"pipeline={stages} in order {self.division.order} (PipelineModule(num_stages={stages}))")
+        if self.division.expert > 1:
+            said.append(f"expert={self.division.expert} (MoE(ep_size={self.division.expert}))")
+        if self.division.sequence_parallel:
+            said.append("sequence parallelism (Engine(sequence_parallel=True))")
+        if self.wires:
+            said.append(f"{self.wired} (the layout of Engine)")
+        return f"a DeepSpeed config has no words for {'; '.join(said)}." if said else ""
 
     def __str__(self) -> str:
         axes = f"{self.division}, " if self.division.axes else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from shardfold.parallel.pipeline.order import choose_order, make_order
@@ -9,6 +10,7 @@ from shardfold.parallel.pipeline.simulate import timeline
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import Tier
 from shardfold.plan.sizes import human
+from shardfold.planner.candidate import STAGES, Candidate
 from shardfold.planner.choice import Option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster
@@ -115,9 +117,18 @@ def ranking(found: Search, where: Cluster, precision: str, recipe: str = "") -> 
             settings = {"size": recipe, "procs": where.size, **best.train}
             options = " ".join(_option(name, value) for name, value in settings.items())
             lines.append(f"         shardfold train {options}")
+        lines += [f"         {line}" for line in _as_deepspeed(best)]
     else:
         lines += ["", "Nothing fits."]
     return "\n".join(lines)
+
+
+def _as_deepspeed(best: Candidate) -> list[str]:
+    """The same as a DeepSpeed config, and what that does not say."""
+    if best.layout not in STAGES:
+        return []
+    unsaid = [best.unsaid[0].upper() + best.unsaid[1:]] if best.unsaid else []
+    return [f"DeepSpeed config: {json.dumps(best.deepspeed)}", *unsaid]
 
 
 def _option(name: str, value: object) -> str:
