@@ -28,7 +28,7 @@ from shardfold.planner.memory import CPU, Behaviour, Setting
 from shardfold.planner.repeats import Blocks, Folded, fold, fold_stage, renumbered
 from shardfold.planner.staged import in_order, stages_of
 from shardfold.planner.trace import Sends, Trace, complete_orders
-from shardfold.planner.tracing import MODES, Compute, loss_of, trace_model, trace_stage
+from shardfold.planner.tracing import MODES, Compute, loss_of, runs_with_memory, trace_model, trace_stage
 from shardfold.sharding.partition import Cut, cut
 from shardfold.sharding.segment import TORCH_DTYPES
 from shardfold.torch_internals import tree_iter
@@ -100,10 +100,20 @@ class Subject:
         self.others: Sequence[Subject] = ()
         self._folded: Folded | None = None
         self._whole = False  # all blocks are traced
+        self._real = True if self.real is None and self._has_kernels_of_its_own() else self.real
         self._cuts: dict[Any, tuple[Rules, list[Cut]]] = {}
         leaves = [v for v in tree_iter(self.batch) if isinstance(v, Tensor) and v.dim()]
         #: Samples in ``batch``.
         self.samples = leaves[0].shape[0] if leaves else 1
+
+    def _has_kernels_of_its_own(self) -> bool:
+        """Whether a CPU computes in kernels whose workspaces only a run with memory shows, as those of an LSTM; large
+        models are run without all the same."""
+        return (
+            not self.division.streams
+            and any(isinstance(module, nn.LSTM) for module in self.hollow.modules())
+            and runs_with_memory(self.hollow, self.batch)
+        )
 
     def cuts(self, table: Layout, precision: Precision, mesh: Mesh) -> tuple[Rules, list[Cut]]:
         """The units on a mesh, and the rules that they follow."""
@@ -276,7 +286,7 @@ class Subject:
     def _all_blocks(self, policy: Precision, mode: str, samples: int) -> Trace:
         _, cuts = self.cuts(presets.ddp, policy, self.mesh)
         return trace_model(
-            self.hollow, cuts, self.rows(samples), precision=policy, mode=mode, compute=self.compute, real=self.real,
+            self.hollow, cuts, self.rows(samples), precision=policy, mode=mode, compute=self.compute, real=self._real,
             connect=self._connect if self.division.axes else None,
         )  # fmt: skip
 
@@ -287,7 +297,7 @@ class Subject:
         """The trace by some of the blocks that are alike; None: there are not so many, or they differ."""
         rules, cuts = self.cuts(presets.ddp, policy, self.mesh)
         units = [c.name for c in cuts if c.spec is not None and not c.spec.root]
-        if self.real is not None or self._whole:
+        if self._real is not None or self._whole:
             return None
         if self._folded is None:
             self._folded = fold(self.hollow, units)

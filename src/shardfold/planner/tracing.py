@@ -36,7 +36,7 @@ from shardfold.torch_internals import (
     tree_unflatten,
 )
 
-__all__ = ["MODES", "Compute", "Connect", "call", "loss_of", "silent", "trace_model", "trace_stage"]
+__all__ = ["MODES", "Compute", "Connect", "call", "loss_of", "runs_with_memory", "silent", "trace_model", "trace_stage"]
 
 MODES = ("keep", "recompute", "select")
 """Of activations, which a trace can follow."""
@@ -52,6 +52,8 @@ SMALL_MODEL = 1 << 30
 ONLY_INPUTS = (nn.Embedding, nn.Linear)
 PRODUCTS = {str(operation).split(".")[1] for operation in KEPT} | {
     "convolution_backward",
+    "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
     "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_efficient_attention_backward",
@@ -116,8 +118,7 @@ def trace_model(
     except ConfigError:
         raise
     except Exception as error:
-        size = sum(p.numel() * p.itemsize for p in model.parameters()) + _nbytes(batch)
-        if real is None and size <= SMALL_MODEL:
+        if real is None and runs_with_memory(model, batch):
             return trace_model(
                 model, cuts, batch, precision=precision, mode=mode, compute=compute, real=True, connect=connect
             )
@@ -129,6 +130,11 @@ def trace_model(
             f"the forward of {type(model).__name__} asks for values of tensors, which a plan has none of "
             f"({type(error).__name__}): plan it with real=True, which takes the memory of one micro-batch."
         ) from error
+
+
+def runs_with_memory(model: nn.Module, batch: Any) -> bool:
+    """Whether a model and a micro-batch are so small that they may be run on zeros."""
+    return sum(p.numel() * p.itemsize for p in model.parameters()) + _nbytes(batch) <= SMALL_MODEL
 
 
 @contextmanager
@@ -497,6 +503,9 @@ def _flops(name: str, args: Any, out: Any) -> tuple[float, float]:
         return 2.0 * first.numel() * prod(shapes[1][1:]), 0.0
     if name == "convolution_backward":
         return 4.0 * shapes[0].numel() * prod(shapes[2][1:]), 0.0
+    if name.startswith("mkldnn_rnn_layer"):  # gates of what comes in, and of what was given before
+        weights = shapes[1].numel() + shapes[2].numel()
+        return (4.0 if name.endswith("backward") else 2.0) * prod(shapes[0][:2]) * weights, 0.0
     if "attention" in name:
         q, k = (shapes[1], shapes[2]) if "backward" in name else (shapes[0], shapes[1])
         products = 5 if "backward" in name else 2
