@@ -335,7 +335,7 @@ def test_refusals(ranks: Ranks) -> None:
     said = ranks.run(_refuses_optimizer, world_size=2)
     assert "LAMB needs all of 'head.weight'" in said[0] and "the ranks that have the rest read other samples" in said[0]
     said = ranks.run(_refused, {"classes": 1}, None, (1, 1), world_size=2)
-    assert "1 classes and axis='data', over 2 ranks: each needs one at least. Give it axis=None" in said[0]
+    assert "1 class and axis='data', over 2 ranks: each needs one at least. Give it axis=None" in said[0]
 
 
 @pytest.mark.parametrize(

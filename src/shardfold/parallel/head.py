@@ -239,9 +239,10 @@ def split_heads(model: nn.Module, mesh: Mesh, coords: Mapping[str, int]) -> None
             )
         place = Place("+".join(axes), shard_index(axes, mesh, coords), mesh.parts(axes), mesh.size)
         if module.classes < place.size:
+            classes = f"{module.classes} {'class' if module.classes == 1 else 'classes'}"
             raise ConfigError(
-                f"{where!r} has {module.classes} classes and {named}, over {place.size} ranks: each needs one at "
-                "least. Give it axis=None, with which every rank has all classes, or train on fewer ranks."
+                f"{where!r} has {classes} and {named}, over {place.size} ranks: each needs one at least. Give it "
+                "axis=None, with which every rank has all classes, or train on fewer ranks."
             )
         link = link_of(module, module.axis or "")
         start, stop = place.range(module.classes, f"the classes of {where!r}", even=False)

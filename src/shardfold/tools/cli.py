@@ -204,8 +204,8 @@ def train_face(
     if config is not None:
         given = FaceConfig.load(read_settings(config), where=str(config)).model_dump(exclude_unset=True) | given
     settings = FaceConfig.load(given, where="the command line")
-    if settings.data is not None and not settings.data.expanduser().exists():
-        raise ConfigError(f"there is no file or folder {str(settings.data)!r}: give --data images by identity.")
+    if not launch.is_rank():  # whose number of processes is the launcher's
+        settings.check_start(study=study)
     if settings.procs > 1 and not launch.is_rank():
         with claimed(settings.out) as folder:
             resolved = {**given, "out": folder}

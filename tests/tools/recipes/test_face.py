@@ -6,8 +6,10 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import math
 import os
 import pickle
+import shutil
 import tarfile
 from itertools import pairwise
 from pathlib import Path
@@ -141,10 +143,26 @@ def test_folder_of_images(tmp_path: Path) -> None:
     assert sorted([*seen.names, *held.names]) == list("abcdef") and len(held.names) == 3
     assert seen.read([0, 1]).shape == (2, 1, 16, 12) and seen.labels.tolist() == [0, 0, 1, 1, 2, 2]
     (tmp_path / seen.names[0] / "0.png").write_bytes(b"none")
-    with pytest.raises(ConfigError, match=r"0\.png' cannot be read"):
-        seen.read([0])
-    with pytest.raises(ConfigError, match="at least 4 are needed"):
+    (tmp_path / "a" / "._0.png").write_bytes(b"a system's own")
+    (tmp_path / "a" / "1.png").rename(tmp_path / "a" / "x.png")
+    (tmp_path / "a" / "1.png").mkdir()
+    again, _ = sources(config(data=tmp_path, size="16x12"))
+    assert len(again.labels) == len(seen.labels)
+    with pytest.raises(ConfigError, match=r"the image .*0\.png' cannot be read: it is not an image; remove it"):
+        again.read([0])
+    for name in held.names:
+        (tmp_path / name / "0.png").write_bytes(b"none")
+    first = sorted(f"{name}/0.png" for name in (seen.names[0], *held.names))[0]
+    words = rf"4 of 12 images cannot be read: '\S*{first}' \(it is not an image\), .* and others; remove them"
+    with pytest.raises(ConfigError, match=words):
+        again.read([0])
+    with pytest.raises(ConfigError, match=r"has 0 identities .* at least 4 are needed"):
         sources(config(data=tmp_path / "a"))
+    shutil.rmtree(tmp_path / "a")
+    for name in "bcde":
+        (tmp_path / name / "0.png").unlink()
+    with pytest.raises(ConfigError, match="has 1 identity with two images or more, of 5 in all"):
+        sources(config(data=tmp_path))
 
 
 def _by_identity(folder: Path) -> None:
@@ -181,7 +199,14 @@ def test_shards_are_read_as_folders_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not say whose image 'alone\.png' is"):
         sources(config(data=tmp_path / "shards"))
     (tmp_path / "none.tar").write_bytes(b"none" * 200)
-    for name, words in (("none.tar", "cannot be read"), ("folders/a/0.png", "images come from a folder with")):
+    with tarfile.open(tmp_path / "zipped.tar", "w:gz") as shard:
+        shard.addfile(tarfile.TarInfo("a.png"), io.BytesIO())
+    with tarfile.open(tmp_path / "empty.tar", "w") as shard:
+        shard.addfile(tarfile.TarInfo("a.cls"), io.BytesIO())
+    for name, words in (
+        ("none.tar", "cannot be read"), ("folders/a/0.png", "images come from a folder with"),
+        ("zipped.tar", "cannot be read: it is compressed, unpack it"), ("empty.tar", r"'a\.cls' in .* is empty"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             sources(config(data=tmp_path / name))
 
@@ -199,7 +224,8 @@ def test_parquet_is_read_as_folders_are(tmp_path: Path) -> None:
     for part in range(2):
         mine = files[part::2]
         images = [each.read_bytes() if part else {"bytes": each.read_bytes(), "path": each.name} for each in mine]
-        table = pyarrow.table({"image": images, "label": [ord(each.parent.name) - 97 for each in mine]})
+        whose = [ord(each.parent.name) - 97 for each in mine]
+        table = pyarrow.table({("image", "img")[part]: images, "label": whose})  # each file names its own columns
         parquet.write_table(table, tmp_path / "parquet" / f"{part}.parquet", row_group_size=2)
     seen, held = sources(config(data=tmp_path / "folders"))
     other, apart = (pickle.loads(pickle.dumps(each)) for each in sources(config(data=tmp_path / "parquet")))
@@ -209,6 +235,14 @@ def test_parquet_is_read_as_folders_are(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"image": [b""], "who": [1]}), tmp_path / "wrong.parquet")
     with pytest.raises(ConfigError, match="has the columns image, who"):
         sources(config(data=tmp_path / "wrong.parquet"))
+    parquet.write_table(pyarrow.table({"image": [b"", b""], "id": ["a", None]}), tmp_path / "wrong.parquet")
+    with pytest.raises(ConfigError, match=r"row 1 of .*wrong\.parquet' has no id"):
+        sources(config(data=tmp_path / "wrong.parquet"))
+    images = {"image": [None, *[files[0].read_bytes()] * 7], "id": [*"aabbccdd"]}
+    parquet.write_table(pyarrow.table(images), tmp_path / "wrong.parquet")
+    with pytest.raises(ConfigError, match=r"the image 'row 0 of .*cannot be read: the column 'image' has no bytes of"):
+        for each in sources(config(data=tmp_path / "wrong.parquet")):
+            each.read(range(4))
 
 
 @pytest.mark.soak
@@ -316,13 +350,44 @@ def test_model_takes_images_of_any_size() -> None:
 
 
 def test_backbones_of_packages() -> None:
-    """A type of model of transformers has its place; names that are none are told."""
+    """A type of model of transformers has its place, with values that follow from the seed; names that are none are
+    told."""
     pytest.importorskip("transformers")
+    runs = [FaceRun(config(backbone="transformers:vit", seed=seed)) for seed in (0, 0, 1)]
+    name = "backbone.model.embeddings.position_embeddings"
+    one, again, other = (run.engine.state_dict()[name].clone() for run in runs)
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    assert math.isfinite(runs[0].step(runs[0].batches())["loss"])
+    for run in runs:
+        run.engine.close()
     model = FaceModel(config(backbone="transformers:vit"), 7)
     assert model(torch.zeros(3, 1, 16, 16), torch.arange(3)).isfinite()
-    for backbone, words in (("transformers:none", "no type of model"), ("resnet", "it is vit, transformers:NAME")):
+    for backbone, words in (
+        ("transformers:none", "no type of model"),
+        ("transformers:bert", "does not read images"),
+        ("resnet", "it is vit, transformers:NAME"),
+    ):
         with pytest.raises(ConfigError, match=words):
             FaceModel(config(backbone=backbone), 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "study", "words"),
+    [
+        ({"data": "nowhere"}, False, "there is no file or folder 'nowhere'"),
+        ({"resume": "nowhere"}, False, "there is no 'nowhere': give --resume a checkpoint"),
+        ({"resume": "nowhere"}, True, "there is no 'nowhere': give --resume the folder of a study"),
+        ({"procs": 12}, False, "splits 11 identities over 12 processes, .* give --head replicated, --procs 11 at most"),
+        ({"procs": 12}, True, "and some would have none: give --procs 11 at most, or more identities"),
+        ({"layout": "zero3"}, True, "leave out --layout"),
+    ],
+)
+def test_what_does_not_do_is_refused_before_anything_starts(options: dict[str, Any], study: bool, words: str) -> None:
+    """By the settings alone, without PyTorch or a process; a backbone of no package when they are read."""
+    with pytest.raises(ConfigError, match=words):
+        config(**options).check_start(study=study)
+    with pytest.raises(ConfigError, match="it is vit, transformers:NAME"):
+        config(backbone="vit:small")
 
 
 def _too_few() -> str:
@@ -443,7 +508,7 @@ def test_rows_are_checked(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_saved, tmp_path, world_size=1)
     said = ranks.run(_refused_rows, tmp_path / "checkpoints" / "step-000001", world_size=1)[0]
     assert "Did you mean 'head.weight'" in said[0] and "has 3 rows" in said[1] and "has 11 rows" in said[2]
-    assert "rows['head.weight'] is 'all'" in said[3]
+    assert "rows['head.weight'] is 'all'" in said[3] and "other' is no checkpoint of `train face`" in said[4]
 
 
 def _refused_rows(path: Path) -> list[str]:
@@ -452,8 +517,11 @@ def _refused_rows(path: Path) -> list[str]:
         with pytest.raises((CheckpointError, ConfigError)) as error:
             run.engine.load(path, rows=rows)
         said.append(str(error.value))
+    run.engine.save(path / "other", wait=True)
+    with pytest.raises(ConfigError) as error:
+        run.resume(path / "other")
     run.engine.close()
-    return said
+    return [*said, str(error.value)]
 
 
 def test_a_backbone_of_16_bits_has_a_head_and_statistics_in_fp32() -> None:

@@ -13,7 +13,10 @@ from shardfold.plan.layout import Layout
 from shardfold.plan.offload import offloaded
 from shardfold.tools.recipes.config import Settings
 
-__all__ = ["FaceConfig"]
+__all__ = ["STUDY_CHOOSES", "FaceConfig"]
+
+STUDY_CHOOSES = {"layout", "offload", "head", "matcher", "save_every"}
+"""Settings that the study itself chooses, or does without."""
 
 
 class FaceConfig(Settings):
@@ -77,10 +80,61 @@ class FaceConfig(Settings):
     def _check(self) -> FaceConfig:
         self.image_size()
         self.rates()
+        package, _, name = self.backbone.partition(":")
+        if self.backbone != "vit" and not (package in ("transformers", "timm") and name):
+            raise ConfigError(
+                f"backbone is {self.backbone!r}: it is vit, transformers:NAME (a type of model, as vit, deit or "
+                "resnet) or timm:NAME."
+            )
         self.table()
         if self.backbone == "vit" and self.width % self.heads:
             raise ConfigError(f"width {self.width} does not divide into {self.heads} heads: choose a multiple.")
         return self
+
+    def check_start(self, *, study: bool) -> None:
+        """What can be known before a process is started or PyTorch imported.
+
+        Raises:
+            ConfigError: there is nothing at a path, a rank of a sharded head would have no classes, or a study is
+                asked for what it does not do.
+        """
+        if self.data is not None and not self.data.expanduser().exists():
+            raise ConfigError(f"there is no file or folder {str(self.data)!r}: give --data images by identity.")
+        if self.resume is not None and not self.resume.expanduser().exists():
+            what = "the folder of a study" if study else "a checkpoint"
+            raise ConfigError(f"there is no {str(self.resume)!r}: give --resume {what}.")
+        if study:
+            self.check_study()
+        if self.data is None and (study or self.head == "sharded"):
+            self.check_classes(self.identities, self.procs, study=study)
+
+    def check_classes(self, identities: int, ranks: int, *, study: bool = False) -> None:
+        """
+        Raises:
+            ConfigError: there are fewer than ranks.
+        """
+        if identities < ranks:
+            other = "" if study else "--head replicated, "
+            raise ConfigError(
+                f"--head sharded splits {identities} identities over {ranks} processes, and some would have none: give "
+                f"{other}--procs {identities} at most, or more identities."
+            )
+
+    def check_study(self) -> None:
+        """
+        Raises:
+            ConfigError: a setting is the study's own choice, or of two precisions, which it does not plan.
+        """
+        if self.precision not in ("fp32", "bf16-autocast"):
+            raise ConfigError(
+                f"the study plans one precision for the whole model, and a head in fp32 beside a backbone in "
+                f"{self.precision} is two: leave out --precision, or give bf16-autocast."
+            )
+        if given := sorted(self.model_fields_set & STUDY_CHOOSES):
+            raise ConfigError(
+                f"the study chooses layouts, offload and heads itself, keeps no checkpoints and trains no matcher: "
+                f"leave out {', '.join('--' + name.replace('_', '-') for name in given)}."
+            )
 
     def image_size(self) -> tuple[int, int]:
         """Rows and columns.

@@ -8,6 +8,7 @@ worker process reads it, and the same again where a run is resumed.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from typing import Protocol
@@ -28,6 +29,8 @@ from shardfold.tools.recipes.face.stores import SUFFIXES, Store, store_of
 __all__ = ["Batches", "Encoded", "EpochSampler", "Source", "sources"]
 
 SHIFT = 2  # pixels of 32
+LOOKED_AT = 2000  # images, once one of them cannot be read
+TOLD = 3  # of those that cannot be read
 
 
 class Source(Protocol):
@@ -55,7 +58,14 @@ class Drawn:
         self._faces = faces
         self.names = [f"drawn-{faces.seed}-{faces.first + number}" for number in range(faces.identities)]
         self.labels = np.repeat(np.arange(faces.identities, dtype=np.int64), faces.shots)
-        self._kept = np.zeros((len(faces), faces.channels, *faces.size), np.uint8)
+        shape = (len(faces), faces.channels, *faces.size)
+        try:
+            self._kept = np.zeros(shape, np.uint8)
+        except MemoryError:
+            raise ConfigError(
+                f"{shape[0]:,} drawn images of {shape[1:]} take {math.prod(shape) / 2**30:,.0f} GiB, which this "
+                "machine does not have: give fewer --identities or --shots, or a smaller --size."
+            ) from None
         self._there = np.zeros(len(faces), bool)
 
     def read(self, indices: Sequence[int]) -> npt.NDArray[np.uint8]:
@@ -98,18 +108,36 @@ class Encoded:
         return np.stack([self._one(self._places[index]) for index in indices])
 
     def _one(self, place: int) -> npt.NDArray[np.uint8]:
+        found = self._decoded(place)
+        if isinstance(found, str):
+            raise ConfigError(self._unreadable(place, found))
+        return found[None] if found.ndim == 2 else found.transpose(2, 0, 1)
+
+    def _decoded(self, place: int) -> npt.NDArray[np.uint8] | str:
+        """An image, or why it cannot be read."""
         from PIL import Image, UnidentifiedImageError
 
         try:
             with Image.open(BytesIO(self._store.data(place))) as opened:
                 image = opened.convert(self._mode).resize(self._size[::-1], Image.Resampling.BILINEAR)
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
-            why = "it is not an image" if isinstance(error, UnidentifiedImageError) else error
-            raise ConfigError(
-                f"the image {self._store.where(place)!r} cannot be read: {why}; remove it, or replace it."
-            ) from None
-        found = np.asarray(image, np.uint8)
-        return found[None] if found.ndim == 2 else found.transpose(2, 0, 1)
+        except UnidentifiedImageError:
+            return "it is not an image"
+        except (OSError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
+            return str(error).rstrip(".")
+        return np.asarray(image, np.uint8)
+
+    def _unreadable(self, place: int, why: str) -> str:
+        """What there is to say of an image that cannot be read, and of others that are looked at for it."""
+        number = len(self._store.identities)
+        others = [each for each in range(min(number, LOOKED_AT)) if each != place]
+        broken = {place: why}
+        broken |= {each: found for each in others if isinstance(found := self._decoded(each), str)}
+        told = [f"{self._store.where(each)!r} ({broken[each]})" for each in sorted(broken)[:TOLD]]
+        if len(broken) == 1:
+            return f"the image {self._store.where(place)!r} cannot be read: {why}; remove it, or replace it."
+        more = " and others" * (len(broken) > TOLD)
+        looked = f"{len(others) + 1:,} images" + (f", of {number:,}, that were looked at" * (number > LOOKED_AT))
+        return f"{len(broken):,} of {looked} cannot be read: {', '.join(told)}{more}; remove them, or replace them."
 
 
 def sources(config: FaceConfig) -> tuple[Source, Source]:
@@ -133,9 +161,10 @@ def sources(config: FaceConfig) -> tuple[Source, Source]:
     apart = min(config.held_out, len(names) // 2)
     if apart < 2:
         raise ConfigError(
-            f"{str(path)!r} has {len(names)} identities with two images or more, of {len(mine)} in all, and half of "
-            "them are kept apart for evaluation: at least 4 are needed. It is a folder with a folder of images for "
-            f"each identity ({', '.join(SUFFIXES)}), or .tar or .parquet files."
+            f"{str(path)!r} has {len(names)} {'identity' if len(names) == 1 else 'identities'} with two images or "
+            f"more, of {len(mine)} in all, and half of them are kept apart for evaluation: at least 4 are needed. It "
+            f"is a folder with a folder of images for each identity ({', '.join(SUFFIXES)}), or .tar (not compressed) "
+            "or .parquet files."
         )
     order = np.random.default_rng(0).permutation(len(names))  # whatever the seed, so that runs can be compared
     parts = [[names[i] for i in sorted(part)] for part in (order[apart:], order[:apart])]

@@ -4,6 +4,7 @@ asked for; nothing is unpacked, and nothing that is read may run code."""
 from __future__ import annotations
 
 import json
+import os
 import tarfile
 from bisect import bisect_right
 from collections import OrderedDict
@@ -20,6 +21,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".webp")
 NAMES = ("identity", "label", "class", "cls", "id")
 """Of the column, or the entry of a sample's JSON, that says whose image it is."""
 IMAGES = ("image", "img", "jpg", "png")
+GZIP = b"\x1f\x8b"
 GROUPS = 4  # row groups of parquet that are kept
 
 
@@ -58,6 +60,7 @@ def store_of(path: Path) -> Store:
         inside = sorted(path.iterdir())
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
+    inside = [each for each in inside if each.name[0] != "."]
     for suffix, make in kinds.items():
         if mine := [each for each in inside if each.suffix.lower() == suffix and each.is_file()]:
             return make(mine)
@@ -72,7 +75,9 @@ class Folders:
         self.identities: list[str] = []
         for folder in folders:
             try:
-                mine = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
+                with os.scandir(folder) as inside:  # names that begin with a dot are systems' own
+                    names = sorted(each.name for each in inside if each.name[0] != "." and each.is_file())
+                mine = [folder / name for name in names if Path(name).suffix.lower() in SUFFIXES]
             except OSError as error:
                 raise ConfigError(f"the folder {str(folder)!r} cannot be read: {error.strerror}.") from None
             self._files += mine
@@ -97,7 +102,8 @@ class Shards:
             try:
                 self._index(file)
             except (OSError, tarfile.TarError, EOFError) as error:
-                raise ConfigError(f"the shard {str(file)!r} cannot be read: {error}.") from None
+                why = "it is compressed, unpack it to .tar" if _zipped(file) else error
+                raise ConfigError(f"the shard {str(file)!r} cannot be read: {why}.") from None
 
     def _index(self, file: Path) -> None:
         whose: dict[str, str] = {}
@@ -115,7 +121,10 @@ class Shards:
                     opened = shard.extractfile(member)
                     assert opened is not None
                     text = opened.read().decode("utf-8", errors="replace").strip()
-                    whose[key] = text if kind != ".json" else _of_json(text, f"{member.name!r} in {str(file)!r}")
+                    where = f"{member.name!r} in {str(file)!r}"
+                    whose[key] = text if kind != ".json" else _of_json(text, where)
+                    if not whose[key]:
+                        raise ConfigError(f"{where} is empty: it says whose the image beside it is.")
         for key, place in images.items():
             if key not in whose:
                 raise ConfigError(
@@ -133,6 +142,14 @@ class Shards:
 
     def where(self, index: int) -> str:
         return f"{self._places[index][1]} in {self._places[index][0]}"
+
+
+def _zipped(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(GZIP)) == GZIP
+    except OSError:
+        return False
 
 
 def _of_json(text: str, where: str) -> str:
@@ -161,18 +178,24 @@ class Parquet:
         self._files: list[Any] = []
         self._groups: list[tuple[int, int, int]] = []  # the first image, the file, the row group
         self._kept: OrderedDict[int, Any] = OrderedDict()
-        self._paths, self.identities, self._image = list(files), [], ""
+        self._paths, self.identities = list(files), []
+        self._images: list[str] = []  # of each file the column
         for number, file in enumerate(files):
             try:
                 opened = parquet.ParquetFile(file)
-                whose, self._image = self._columns(opened.schema_arrow.names, file)
+                whose, image = self._columns(opened.schema_arrow.names, file)
+                first = len(self.identities)
                 for group in range(opened.num_row_groups):
                     self._groups.append((len(self.identities), number, group))
                     values = opened.read_row_group(group, columns=[whose]).column(0).to_pylist()
+                    if None in values:
+                        row = len(self.identities) - first + values.index(None)
+                        raise ConfigError(f"row {row} of {str(file)!r} has no {whose}: it says whose its image is.")
                     self.identities += [str(value) for value in values]
             except (OSError, pyarrow.ArrowException) as error:
-                raise ConfigError(f"{str(file)!r} cannot be read as parquet: {error}.") from None
+                raise ConfigError(f"{str(file)!r} cannot be read as parquet: {str(error).rstrip('.')}.") from None
             self._files.append(opened)
+            self._images.append(image)
 
     def _columns(self, names: Sequence[str], file: Path) -> tuple[str, str]:
         found = [next((each for each in known if each in names), None) for known in (NAMES, IMAGES)]
@@ -193,13 +216,13 @@ class Parquet:
             from pyarrow import parquet
 
             opened = self._files[number] = self._files[number] or parquet.ParquetFile(self._paths[number])
-            self._kept[at] = opened.read_row_group(group, columns=[self._image]).column(0)
+            self._kept[at] = opened.read_row_group(group, columns=[self._images[number]]).column(0)
             if len(self._kept) > GROUPS:
                 self._kept.popitem(last=False)
         value = self._kept[at][index - first].as_py()
         value = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(value, bytes):
-            raise ConfigError(f"{self.where(index)} has no bytes of an image.")
+            raise ValueError(f"the column {self._images[number]!r} has no bytes of an image there")
         return value
 
     def where(self, index: int) -> str:

@@ -29,7 +29,7 @@ from shardfold.tools.bench.planned import measured_peak
 from shardfold.tools.observe.console import lenient_console
 from shardfold.tools.observe.formats import format_duration
 from shardfold.tools.recipes.face.cards import on_cards
-from shardfold.tools.recipes.face.config import FaceConfig
+from shardfold.tools.recipes.face.config import STUDY_CHOOSES, FaceConfig
 from shardfold.tools.recipes.face.drawn import DrawnFaces
 from shardfold.tools.recipes.face.images import Drawn, Source, sources
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
@@ -49,10 +49,7 @@ SETS = {"as trained": None, "portraits": 0.2, "surveillance": 0.8}
 """Held-out sets of drawn faces: the same identities, by how hard their images are."""
 
 POINTS = 60  # of a curve of losses
-CHOSEN = {"layout", "offload", "head", "matcher", "save_every"}
-"""Settings that the study itself chooses, or does without."""
-
-NOT_COMPARED = {"out", "resume", *CHOSEN}
+NOT_COMPARED = {"out", "resume", *STUDY_CHOOSES}
 
 
 class Place(NamedTuple):
@@ -71,16 +68,7 @@ def study(config: FaceConfig) -> int:
     Raises:
         ConfigError: a setting does not fit its budget, or `resume` is no such study.
     """
-    if config.precision not in ("fp32", "bf16-autocast"):
-        raise ConfigError(
-            f"the study plans one precision for the whole model, and a head in fp32 beside a backbone in "
-            f"{config.precision} is two: leave out --precision, or give bf16-autocast."
-        )
-    if given := sorted(config.model_fields_set & CHOSEN):
-        raise ConfigError(
-            f"the study chooses layouts, offload and heads itself, keeps no checkpoints and trains no matcher: leave "
-            f"out {', '.join('--' + name.replace('_', '-') for name in given)}."
-        )
+    config.check_study()
     before = earlier_rows(config)
     leads = int(os.environ.get("RANK", "0")) == 0
     mine = claimed(config.out) if leads and not claimed_by_launcher(config.out) else nullcontext(config.out)
@@ -92,7 +80,8 @@ def study(config: FaceConfig) -> int:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         places = plan(config, len(images[0].names), ranks)
         if leads:
-            written = config.model_dump(mode="json", exclude={"out", *CHOSEN}, exclude_none=True) | {"procs": ranks}
+            written = config.model_dump(mode="json", exclude={"out", *STUDY_CHOOSES}, exclude_none=True)
+            written["procs"] = ranks
             (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
             introduce(console, config, places, len(before), out)
         rows, base = measure_all(config, images, places, before, out if leads else None, console)

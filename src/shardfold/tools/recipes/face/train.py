@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,13 +69,10 @@ class FaceRun:
         self.config = config
         self.images, self.held_out = images or sources(config)
         identities, ranks = len(self.images.names), int(os.environ.get("WORLD_SIZE", "1"))
-        if config.head == "sharded" and identities < ranks:
-            raise ConfigError(
-                f"--head sharded splits {identities} identities over {ranks} processes, and some would have none: give "
-                f"--head replicated, --procs {identities} at most, or more identities."
-            )
-        with sf.meta_init():
-            model = FaceModel(config, len(self.images.names))
+        if config.head == "sharded":
+            config.check_classes(identities, ranks)
+        with sf.meta_init() if config.backbone == "vit" else seeded(config.seed):  # packages' own have values at once
+            model = FaceModel(config, identities)
         self.engine = sf.Engine(
             model,
             optimizer=partial(torch.optim.AdamW, lr=config.lr, weight_decay=config.weight_decay),
@@ -174,7 +171,9 @@ class FaceRun:
         """Go on where a checkpoint was written, on any number of ranks, with the same identities or others: those that
         there were keep their centres, new ones begin anew. Return what there is to say of it.
         """
-        saved = sf.Checkpoint(path).run()["state"]
+        saved = sf.Checkpoint(path).run().get("state") or {}
+        if not {"names", "data", "done"} <= saved.keys():
+            raise ConfigError(f"{str(path)!r} is no checkpoint of `train face`: it has no names of identities.")
         names = {name: row for row, name in enumerate(saved["names"])}
         rows = [names.get(name, -1) for name in self.images.names]
         same = rows == list(range(len(saved["names"])))
@@ -185,7 +184,17 @@ class FaceRun:
         words = (
             [] if same else [f"{len(rows) - new} identities go on, {new} are new, {len(names) - len(rows) + new} left."]
         )
+        if self.done >= self.config.steps:
+            words.append("No step is left: give more --steps to train on.")
         return [f"Resumed from {report.path}, at step {self.done} of {self.config.steps}.", *words, *report.notes]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """PyTorch's generator begins with a seed, and is afterwards as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def pca(train: npt.NDArray[np.uint8], images: npt.NDArray[np.uint8], components: int = 64) -> npt.NDArray[np.float32]:
@@ -241,13 +250,13 @@ def introduce(run: FaceRun, console: Console, notes: list[str]) -> None:
     console.print(
         f"{config.backbone}, {format_count(parts['backbone'])} parameters, and a {config.head} head of "
         f"{len(run.images.names):,} classes, {format_count(parts['head'])}; {config.layout} on "
-        f"{run.engine.world_size} ranks, {config.precision}\n"
+        f"{run.engine.world_size} rank{'s' * (run.engine.world_size > 1)}, {config.precision}\n"
         f"{len(run.images.labels):,} images of {len(run.images.names):,} identities, "
         f"{'drawn' if config.data is None else config.data}; {len(run.held_out.names)} other identities are held out",
-        highlight=False, markup=False,
+        highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     if isinstance(run.images, Encoded) and run.images.left_out:
-        notes = [f"{run.images.left_out:,} identities with one image are left out.", *notes]
+        notes = [f"Identities with one image, {run.images.left_out:,} of them, are left out.", *notes]
     for note in notes:
         console.print(note, highlight=False, markup=False)
 
@@ -294,7 +303,7 @@ def report(
     memory = run.engine.memory()
     summary = {
         "steps": run.done,
-        "images_per_s": run.images_per_s(),
+        "images_per_s": run.images_per_s() if run.seconds else None,
         "precision_at_far": {name: dict(zip(map(str, v.rates), v.accepted, strict=True)) for name, v in rows.items()},
         "intervals": found.intervals,
         "thresholds": found.thresholds,
@@ -319,12 +328,13 @@ def report(
         said = [f"There is no picture: {words}"]
     for name, value in rows.items():
         console.print(f"{name:<24}{value}", highlight=False)
+    rate = f"{run.images_per_s():.0f}" if run.seconds else "no"
     spans = ", ".join(f"{100 * a:.1f} to {100 * b:.1f}" for a, b in found.intervals)
     console.print(
         f"Precision at false-accept rates, {found.genuine:,} genuine and {found.impostor:,} impostor pairs of "
         f"identities that training never saw; 95 % intervals of the first row: {spans or 'none'}\n"
         f"found among {len(run.held_out.names)}: first {100 * first:.1f} %, among the first five {100 * fifth:.1f} %\n"
-        f"{run.images_per_s():.0f} images/s; {format_bytes(memory.held)} held by this rank, "
+        f"{rate} images/s; {format_bytes(memory.held)} held by this rank, "
         f"{format_duration(sum(run.seconds))} of steps\n" + "\n".join([*said, f"Written to {out}"]),
         highlight=False, markup=False,
     )  # fmt: skip

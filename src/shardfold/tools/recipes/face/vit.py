@@ -133,17 +133,12 @@ def backbone_of(config: FaceConfig) -> tuple[nn.Module, int]:
         ConfigError: it is none of a package's, or the package is not installed.
     """
     package, _, name = config.backbone.partition(":")
-    if package == "vit" and not name:
+    if package == "vit":
         vit = ViT(config.image_size(), config.channels, config.patch, config.width, config.layers, config.heads)
         return vit, config.width
-    if package == "transformers" and name:
+    if package == "transformers":
         return _of_transformers(name, config)
-    if package == "timm" and name:
-        return _of_timm(name, config)
-    raise ConfigError(
-        f"backbone is {config.backbone!r}: it is vit, transformers:NAME (a type of model, as vit, deit or swin) or "
-        "timm:NAME."
-    )
+    return _of_timm(name, config)
 
 
 class _Pooled(nn.Module):
@@ -174,8 +169,18 @@ def _of_transformers(name: str, config: FaceConfig) -> tuple[nn.Module, int]:
         known = AutoConfig.for_model(name)
     except ValueError:
         raise ConfigError(f"backbone transformers:{name}: transformers has no type of model {name!r}.") from None
+    if hasattr(known, "depths"):  # stages of several widths, which are its own
+        sizes = {key: sizes[key] for key in ("image_size", "num_channels", "patch_size")}
+    if not hasattr(known, "num_channels"):
+        raise ConfigError(f"backbone transformers:{name} does not read images: name one that does, as vit or resnet.")
     of_model = AutoConfig.for_model(name, **{key: value for key, value in sizes.items() if hasattr(known, key)})
-    model = AutoModel.from_config(of_model)
+    try:
+        model = AutoModel.from_config(of_model)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"backbone transformers:{name} cannot be made with these sizes: {error}; give another --width, --heads, "
+            "--patch or --size."
+        ) from None
     return _Pooled(model), int(getattr(of_model, "hidden_size", 0) or of_model.hidden_sizes[-1])
 
 
