@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from shardfold.plan import presets
 from shardfold.plan.cost import (
     Sent,
+    encoded_bytes,
     in_use,
     peak_bytes,
     resting_bytes,
@@ -200,6 +201,20 @@ def test_bytes_sent_equal_the_papers_formula(name: str, policy: str, k: int):
         gathered, reduced, summed = paper_sent(name, mesh, k)
         assert sent["gather"] == gathered * NUMEL * wide["compute"], mesh
         assert sent["reduce"] == (reduced * wide["reduce"] + summed * wide["grads"]) * NUMEL, mesh
+
+
+def test_a_second_hop_needs_payloads_of_a_slice():
+    """Of a flat of 1024 elements on 4 nodes of 8 ranks the first hop encodes all, and the second one the slice of 128
+    that is a rank's: what is sent and what comes, in codes of 4 bits, and in fp32 the sum and a row, and the slice."""
+    mesh, unit = {"inter": 4, "intra": 8}, dense("a", 1024, "bf16")
+    table = zeropp.replace(gather="int8/16x2", reduce="int4/16x2")  # pyright: ignore
+    bound = table.bind(PRECISION["bf16, 16-bit gradients"], mesh)
+    ops = {op.verb: op for op in lower(bound, [unit], mesh).last}
+    coded = 8 + 4  # bytes of a block
+    first = 2 * 64 * coded + 2 * 4 * 128 + 4 * 128
+    second = 2 * 8 * coded + 2 * 4 * 32 + 4 * 128
+    assert encoded_bytes(ops["REDUCE_WITHIN"], bound, unit, mesh) == first
+    assert encoded_bytes(ops["REDUCE_BETWEEN"], bound, unit, mesh) == second
 
 
 def test_zeropp_sends_three_quarters_of_an_element_between_nodes_where_zero3_sends_three():

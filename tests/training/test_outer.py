@@ -140,6 +140,18 @@ def test_groups_train_as_models_of_a_plain_loop_do(
     assert_near(ranks.run(_run, layout, outer, inner), expected(outer, inner))
 
 
+def test_fragments_have_nearly_as_many_elements() -> None:
+    """They are runs of units, in order, of elements that are nearly as many, and each has some."""
+    outer = sf.Outer(every=4, fragments=2)
+    for numbers, wanted in (
+        ([1, 1, 1, 1], [0, 0, 1, 1]),
+        ([9, 1, 1, 9], [0, 0, 1, 1]),
+        ([1, 1, 1, 9], [0, 0, 0, 1]),
+        ([9, 1, 1, 1], [0, 1, 1, 1]),
+    ):
+        assert [outer.fragment_of(numbers, i) for i in range(4)] == wanted
+
+
 def test_averaging_in_every_step_is_plain_data_parallelism(ranks: Ranks) -> None:
     """With SGD without momentum the mean of what the groups' updates give is the update by the mean."""
     plain = partial(torch.optim.SGD, lr=0.1)

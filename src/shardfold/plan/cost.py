@@ -290,8 +290,8 @@ def section_traffic(
     program: Program, layout: Layout, units: Sequence[UnitSpec], mesh: Sizes, times: Mapping[str, int]
 ) -> dict[Sent, tuple[int, float]]:
     """As :func:`traffic`, for sections (and ``quiet``) run that many times each; calls count each segment,
-    but those of signs, of which one carries all."""
-    by_name, bundled = {unit.name: unit for unit in units}, layout.signs is not None
+    but those of what the table bundles, of which one carries all."""
+    by_name = {unit.name: unit for unit in units}
     total: dict[Sent, tuple[int, float]] = {}
     for section, runs in times.items():
         for op in program.section(section):
@@ -299,7 +299,7 @@ def section_traffic(
                 key, several = Sent(op.purpose, op.verb, op.axes), op.among(by_name)
                 calls, sent = total.get(key, (0, 0.0))
                 more = sum(op_bytes(op, layout, unit, mesh) for unit in several)
-                each = 1 if bundled and op.verb in KINDS else len(op.moves(several[0]))
+                each = 1 if layout.bundles and op.verb in KINDS else len(op.moves(several[0]))
                 total[key] = calls + runs * each, sent + runs * more
     return total
 

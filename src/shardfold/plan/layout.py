@@ -502,6 +502,12 @@ class Layout:
         return self if outer is None else replace(self, outer=outer)
 
     @property
+    def bundles(self) -> bool:
+        """Whether one collective carries all segments of the units that a ``PUSH`` or ``PULL`` is for: signs of them,
+        while outer gradients go one by one."""
+        return self.signs is not None
+
+    @property
     def rare(self) -> str:
         """The axis along which ranks come together now and then only; empty: there is none."""
         between = self.outer or self.signs
