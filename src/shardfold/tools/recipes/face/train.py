@@ -336,5 +336,5 @@ def report(
         f"found among {len(run.held_out.names)}: first {100 * first:.1f} %, among the first five {100 * fifth:.1f} %\n"
         f"{rate} images/s; {format_bytes(memory.held)} held by this rank, "
         f"{format_duration(sum(run.seconds))} of steps\n" + "\n".join([*said, f"Written to {out}"]),
-        highlight=False, markup=False,
+        highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
