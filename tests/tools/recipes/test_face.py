@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import shutil
+import signal
 import tarfile
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 import shardfold as sf
@@ -32,7 +34,7 @@ from shardfold.tools.recipes.face.drawn import DrawnFaces
 from shardfold.tools.recipes.face.findings import batch_orders
 from shardfold.tools.recipes.face.images import Batches, EpochSampler, sources, unchanged
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
-from shardfold.tools.recipes.face.train import FaceRun, pca, train
+from shardfold.tools.recipes.face.train import FaceRun, pca, report, steps, train
 from shardfold.tools.recipes.face.transforms import change_of
 from shardfold.tools.recipes.face.vit import FaceModel
 
@@ -203,9 +205,21 @@ def test_shards_are_read_as_folders_are(tmp_path: Path) -> None:
         shard.addfile(tarfile.TarInfo("a.png"), io.BytesIO())
     with tarfile.open(tmp_path / "empty.tar", "w") as shard:
         shard.addfile(tarfile.TarInfo("a.cls"), io.BytesIO())
+    shutil.copytree(tmp_path / "folders" / "a", tmp_path / "flat")
+    (tmp_path / "zipped").mkdir()
+    shutil.copy(tmp_path / "zipped.tar", tmp_path / "zipped" / "a.tar.gz")
+    with tarfile.open(tmp_path / "bare.tar", "w") as shard:
+        member = tarfile.TarInfo("a.cls")
+        member.size = 1
+        shard.addfile(member, io.BytesIO(b"3"))
+    (tmp_path / "cut.tar").write_bytes((tmp_path / "shards" / "0.tar").read_bytes()[: 4 * 512 + 100])
     for name, words in (
         ("none.tar", "cannot be read"), ("folders/a/0.png", "images come from a folder with"),
         ("zipped.tar", "cannot be read: it is compressed, unpack it"), ("empty.tar", r"'a\.cls' in .* is empty"),
+        ("flat", "has images, '0.png' and 2 others, but not in a folder for each identity"),
+        ("zipped", "has 'a.tar.gz', which is compressed: unpack it"),
+        ("bare.tar", r"bare\.tar': there are no images inside"),
+        ("cut.tar", "behind 2,048 bytes it is damaged, or was cut off there"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             sources(config(data=tmp_path / name))
@@ -637,6 +651,31 @@ def test_the_study_writes_a_page_and_goes_on(ranks: Ranks, tmp_path: Path) -> No
     assert again[:18] == rows[:18] and again[18]["seconds"] != rows[18]["seconds"]
     with pytest.raises(ConfigError, match=r"has procs 2, so it cannot go on with 1"):
         study.earlier_rows(config(resume=tmp_path / "study", steps=2, batch=16))
+
+
+def test_a_run_that_is_stopped_says_so(tmp_path: Path) -> None:
+    """At which step, and how it goes on."""
+    seen, held = sources(config())
+
+    class Stops:
+        names, labels = seen.names, seen.labels
+        reads = 0
+
+        def read(self, indices: Any) -> Any:
+            Stops.reads += 1
+            if Stops.reads == 3:
+                signal.raise_signal(signal.SIGINT)
+            return seen.read(indices)
+
+    run, said = FaceRun(config(steps=50, save_every=50), (Stops(), held)), io.StringIO()
+    console = Console(file=said, width=200)
+    assert steps(run, tmp_path, console)
+    found = run.verify()
+    report(run, tmp_path, console, found, found, run.embeddings(held), None)
+    run.engine.close()
+    assert run.done == 3 and "Stopping after step 3 of 50" in said.getvalue()
+    assert f"Interrupted at step 3 of 50; --resume {tmp_path} goes on." in said.getvalue()
+    assert json.loads((tmp_path / "summary.json").read_text())["interrupted"]
 
 
 def test_commands_of_the_study_are_whole() -> None:

@@ -64,7 +64,16 @@ def store_of(path: Path) -> Store:
     for suffix, make in kinds.items():
         if mine := [each for each in inside if each.suffix.lower() == suffix and each.is_file()]:
             return make(mine)
-    return Folders([each for each in inside if each.is_dir()])
+    folders = [each for each in inside if each.is_dir()]
+    flat = [each.name for each in inside if each.suffix.lower() in SUFFIXES]
+    if not folders and (flat or (zipped := [each.name for each in inside if ".tar." in each.name.lower()])):
+        why = (
+            f"images, {flat[0]!r} and {len(flat) - 1} others, but not in a folder for each identity: move them there"
+            if flat
+            else f"{zipped[0]!r}, which is compressed: unpack it to .tar"
+        )
+        raise ConfigError(f"{str(path)!r} has {why}.")
+    return Folders(folders)
 
 
 class Folders:
@@ -104,6 +113,9 @@ class Shards:
             except (OSError, tarfile.TarError, EOFError) as error:
                 why = "it is compressed, unpack it to .tar" if _zipped(file) else error
                 raise ConfigError(f"the shard {str(file)!r} cannot be read: {why}.") from None
+        if not self._places:
+            named = " and ".join(repr(str(file)) for file in files[:2]) + " and others" * (len(files) > 2)
+            raise ConfigError(f"{named}: there are no images inside; their names end in {', '.join(SUFFIXES)}.")
 
     def _index(self, file: Path) -> None:
         whose: dict[str, str] = {}
@@ -125,6 +137,7 @@ class Shards:
                     whose[key] = text if kind != ".json" else _of_json(text, where)
                     if not whose[key]:
                         raise ConfigError(f"{where} is empty: it says whose the image beside it is.")
+            _check_end(file, shard.offset)
         for key, place in images.items():
             if key not in whose:
                 raise ConfigError(
@@ -142,6 +155,14 @@ class Shards:
 
     def where(self, index: int) -> str:
         return f"{self._places[index][1]} in {self._places[index][0]}"
+
+
+def _check_end(file: Path, at: int) -> None:
+    """``tarfile`` takes whatever is no header for the end: only nothing and zeros are."""
+    with file.open("rb") as opened:
+        opened.seek(at)
+        if any(opened.read(tarfile.BLOCKSIZE)):
+            raise tarfile.ReadError(f"behind {at:,} bytes it is damaged, or was cut off there")
 
 
 def _zipped(file: Path) -> bool:

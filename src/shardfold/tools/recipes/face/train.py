@@ -280,6 +280,8 @@ def steps(run: FaceRun, out: Path, console: Console) -> bool:
             if config.save_every and run.done % config.save_every == 0 and run.done < config.steps:
                 run.save(out)
             if run.engine.agree([float(stop.received)])[0] > 0:
+                if run.leads:
+                    console.print(f"Stopping after step {run.done} of {config.steps}; {stop.then}.", highlight=False)
                 break
     if config.save_every:
         run.save(out, wait=True)
@@ -303,6 +305,7 @@ def report(
     memory = run.engine.memory()
     summary = {
         "steps": run.done,
+        "interrupted": run.done < config.steps,
         "images_per_s": run.images_per_s() if run.seconds else None,
         "precision_at_far": {name: dict(zip(map(str, v.rates), v.accepted, strict=True)) for name, v in rows.items()},
         "intervals": found.intervals,
@@ -329,6 +332,9 @@ def report(
     for name, value in rows.items():
         console.print(f"{name:<24}{value}", highlight=False)
     rate = f"{run.images_per_s():.0f}" if run.seconds else "no"
+    if run.done < config.steps:
+        kept = f"; --resume {out} goes on" if config.save_every else ""
+        said.append(f"Interrupted at step {run.done} of {config.steps}{kept}.")
     spans = ", ".join(f"{100 * a:.1f} to {100 * b:.1f}" for a, b in found.intervals)
     console.print(
         f"Precision at false-accept rates, {found.genuine:,} genuine and {found.impostor:,} impostor pairs of "
