@@ -66,13 +66,14 @@ def store_of(path: Path) -> Store:
             return make(mine)
     folders = [each for each in inside if each.is_dir()]
     flat = [each.name for each in inside if each.suffix.lower() in SUFFIXES]
-    if not folders and (flat or (zipped := [each.name for each in inside if ".tar." in each.name.lower()])):
-        why = (
-            f"images, {flat[0]!r} and {len(flat) - 1} others, but not in a folder for each identity: move them there"
-            if flat
-            else f"{zipped[0]!r}, which is compressed: unpack it to .tar"
+    zipped = [each.name for each in inside if ".tar." in each.name.lower()]
+    if flat and not folders:
+        raise ConfigError(
+            f"{str(path)!r} has images, {flat[0]!r} and {len(flat) - 1} others, but not in a folder for each identity: "
+            "move them there."
         )
-        raise ConfigError(f"{str(path)!r} has {why}.")
+    if zipped and not folders:
+        raise ConfigError(f"{str(path)!r} has {zipped[0]!r}, which is compressed: unpack it to .tar.")
     return Folders(folders)
 
 
