@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from shardfold.compat.deepspeed.config import read
 from shardfold.errors import ConfigError
 from shardfold.plan.auto_wire import Codec, coding_seconds
 from shardfold.plan.program import COLLECTIVES
-from shardfold.planner.candidate import Candidate
+from shardfold.planner.candidate import Candidate, sizes_to_show
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import DEVICES, Cluster, cluster, read_device
 from shardfold.planner.memory import GPU, plan_memory
@@ -51,6 +52,28 @@ def test_all_that_is_found_fits_and_the_fastest_is_first(subject: Subject) -> No
         )  # fmt: skip
         assert plan_memory(setting, trace).peak == pytest.approx(each.peak) and each.peak <= 19 * 2**20
         assert c.micro_batch * c.accumulate * 8 >= 1024
+    for layout, mode in product(("zero1", "zero3"), ("keep", "recompute")):  # one sample more does not fit
+        c = max((f.candidate for f in found.found if (f.candidate.layout, f.candidate.mode) == (layout, mode)),
+                key=lambda c: c.micro_batch)  # fmt: skip
+        trace = subject.trace("bf16", mode, c.micro_batch + 1)
+        setting = subject.setting(
+            trace, layout=layout, precision="bf16", mesh=where.mesh, micro_batches=c.accumulate, clip=True,
+            behaviour=GPU,
+        )  # fmt: skip
+        assert c.micro_batch == 128 or plan_memory(setting, trace).peak > 19 * 2**20
+
+
+def test_sizes_that_are_shown_are_powers_of_two_and_the_largest() -> None:
+    """Each once."""
+    assert [sizes_to_show(most) for most in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8]]
+
+
+def test_more_readers_train_more_samples(subject: Subject) -> None:
+    """As many of a step as its micro-batches are on all ranks, in the seconds of one."""
+    found = search(subject, _small("1GiB"), layouts=("zero1",), modes=("keep",), batch=64, most=4).found
+    for each in found:
+        one = each.candidate
+        assert each.samples == pytest.approx(8 * one.micro_batch * one.accumulate / each.seconds.step)
 
 
 def test_what_does_not_fit_is_said_in_a_sentence(subject: Subject) -> None:

@@ -87,6 +87,20 @@ def test_an_order_takes_as_long_as_it_is_simulated() -> None:
             assert float(np.max(ends_of(order, times, count))) == pytest.approx(line.end)
 
 
+def test_a_step_through_stages_has_its_update() -> None:
+    """As much longer with more moments as their update is; samples of a step are rounded up to whole micro-batches."""
+    subject = Subject(GPT(SHAPE), _batch(), division=Division(pipeline=2, streams=True))
+    found = [
+        search(subject, cluster("2xL4"), layouts=("ddp",), modes=("keep",), batch=5, most=2, moments=n).found
+        for n in (0, 2)
+    ]
+    for each in found:
+        assert sorted((one.candidate.micro_batch, one.candidate.accumulate) for one in each) == [(1, 5), (2, 3)]
+    few, more = (next(one.seconds for one in each if one.candidate.micro_batch == 1) for each in found)
+    assert more.update > few.update and more.compute == few.compute
+    assert more.step - few.step == pytest.approx(more.update - few.update, rel=0.5)
+
+
 def test_more_micro_batches_take_a_smaller_part_of_a_step_in_bubbles() -> None:
     """And slower links take longer."""
     subject = Subject(GPT(SHAPE), _batch(), division=Division(pipeline=2, streams=True))
