@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 from torch import nn
 
+from shardfold.errors import ConfigError, did_you_mean
+from shardfold.plan import presets
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.auto_wire import AutoWire
+from shardfold.plan.checks import described, is_integer
 from shardfold.plan.layout import Layout, Precision
 from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.candidate import Found
@@ -65,14 +69,38 @@ def best(
     Raises:
         ConfigError: nothing fits; the message says why. Or an argument names nothing.
     """
-    room = float(parse_bytes(host) or 0) if host is not None else float("inf")
+    _check(samples, layouts, modes, axes, precision)
+    room = parse_bytes(host) if isinstance(host, str) else None
+    if host is not None and room is None:
+        raise ConfigError(f"host= is {described(host)}: it is a number of bytes above 0 as text, as '64GiB'.")
     subject = Subject(model, batch, compute)
     divisions = [division_of(each) for each in axes]
     found = search_divisions(
         subject, cluster(gpus, memory=memory), divisions, precision=precision, layouts=layouts, modes=modes,
-        batch=samples, host=room, wire=AutoWire.named(wire),
+        batch=samples, host=room or inf, wire=AutoWire.named(wire),
     )  # fmt: skip
     return found.best
+
+
+def _check(samples: Any, layouts: Any, modes: Any, axes: Any, precision: str | Precision) -> None:
+    """
+    Raises:
+        ConfigError: one of these is of a wrong type, or names nothing.
+    """
+    if samples is not None and not is_integer(samples, 1):
+        raise ConfigError(f"samples= is {described(samples)}: it is a number of samples, 1 or more, or None.")
+    for name, given, known in (("layouts", layouts, tuple(presets.PRESETS)), ("modes", modes, MODES)):
+        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+            raise ConfigError(f"{name}= is {described(given)}: it is a list of names, as ({known[0]!r}, {known[1]!r}).")
+        for each in given:
+            if each not in known:
+                meant = did_you_mean(str(each), known)
+                raise ConfigError(f"{name}= has {described(each)}, which is none of {', '.join(known)}.{meant}")
+    if not isinstance(axes, Sequence) or not axes or not all(isinstance(each, Mapping) for each in axes):
+        raise ConfigError(
+            f"axes= is {described(axes)}: it is a list of dicts, each with sizes of axes, as ({{}}, {{'tensor': 2}})."
+        )
+    Precision.named(precision)
 
 
 @known_arguments

@@ -12,10 +12,12 @@ from shardfold.plan.passes import Overlap
 from shardfold.planner.division import UNDIVIDED, Division
 from shardfold.planner.seconds import Seconds
 
-__all__ = ["STAGES", "Candidate", "Found", "Refused", "sizes_to_show"]
+__all__ = ["ANY", "STAGES", "Candidate", "Found", "Refused", "sizes_to_show"]
 
 STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3, "offload": 2, "infinity": 3}
 """What DeepSpeed calls them."""
+ANY = "any"
+"""Of layout and mode, where none does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +144,8 @@ class Found:
         peak: bytes of each device.
         host: bytes of host memory for each rank.
         seconds: of a step.
-        samples: per second, of all ranks.
+        samples: per second, of all ranks; of those that a step was asked to have, where that was said.
+        batch: samples of a step of all ranks, in whole micro-batches: as many as were asked for, or a few more.
     """
 
     candidate: Candidate
@@ -150,6 +153,7 @@ class Found:
     host: float
     seconds: Seconds
     samples: float
+    batch: int
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,12 @@ class Refused:
     why: str
     division: Division = UNDIVIDED
     wired: str = ""
+
+    @property
+    def named(self) -> str:
+        """Which way it is."""
+        parts = (self.layout, str(self.division) if self.division.axes else "", self.wired, self.mode)
+        return ", ".join(part for part in parts if part and part != ANY) or ANY
 
 
 def sizes_to_show(most: int) -> list[int]:

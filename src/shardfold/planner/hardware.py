@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan.axes import Mesh
+from shardfold.plan.checks import described
 from shardfold.plan.sizes import parse_bytes
 
 __all__ = ["DEVICES", "RESERVE", "Cluster", "Device", "Link", "cluster"]
@@ -194,6 +195,11 @@ def cluster(text: str, *, memory: str | None = None) -> Cluster:
     Raises:
         ConfigError: it names none.
     """
+    given: tuple[Any, Any] = (text, memory)
+    if not isinstance(given[0], str):
+        raise ConfigError(f"gpus= is {described(given[0])}: it is text, as '8xA100-40G' or '4x8xH100'.")
+    if not isinstance(given[1], str | None):
+        raise ConfigError(f"memory= is {described(given[1])}: it is text, as '40GiB'.")
     match = re.fullmatch(r"\s*(?:(-?\d+)\s*[x*]\s*)?(?:(-?\d+)\s*[x*]\s*)?(\S+)\s*", text)
     if match is None:
         raise ConfigError(f"{text!r} names no devices: write how many and which, as in '8xA100-40G' or '4x8xH100'.")
@@ -203,6 +209,8 @@ def cluster(text: str, *, memory: str | None = None) -> Cluster:
         num_bytes = parse_bytes(memory)
         if num_bytes is None:
             raise ConfigError(f"memory={memory!r} is not a number of bytes above 0: write it as '40GiB' or '80GB'.")
+        if memory.strip().isdecimal() and num_bytes < 2**20:
+            raise ConfigError(f"memory={memory!r} is as many bytes: write it as '{memory.strip()}GiB'.")
         device = replace(device, memory=float(num_bytes), reserve=0.0)
     nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
     if nodes < 1 or per_node < 1 or nodes * per_node > MOST:

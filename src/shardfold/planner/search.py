@@ -17,7 +17,7 @@ from typing import Any
 from shardfold.errors import ConfigError, ModelError
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Precision
-from shardfold.planner.candidate import Candidate, Found, Refused
+from shardfold.planner.candidate import ANY, Candidate, Found, Refused
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster
 from shardfold.planner.setting import Subject
@@ -53,7 +53,7 @@ class Search:
             ConfigError: nothing fits.
         """
         if not self.found:
-            raise ConfigError("nothing fits: " + " ".join(f"{r.layout}, {r.mode}: {r.why}" for r in self.refused[:4]))
+            raise ConfigError("nothing fits: " + " ".join(f"{r.named}: {r.why}" for r in self.refused[:4]))
         return self.found[0]
 
 
@@ -122,17 +122,22 @@ def search_divisions(
         layouts: names of presets.
         modes: of activations.
         how: the other arguments of :func:`search`.
+
+    Raises:
+        ConfigError: there is one division, and the model or the devices do not divide by it.
     """
     found: list[Found] = []
     refused: list[Refused] = []
-    looked_at, names, chosen = 0, list(layouts), list(modes)
-    for division in divisions:
+    looked_at, names, chosen, every = 0, list(layouts), list(modes), list(divisions)
+    for division in every:
         try:
             _ = division.over(where.mesh)
             one = replace(subject, division=replace(division, streams=where.device.streams))
             each = search(one, where, layouts=names, modes=chosen, **how)
         except (ConfigError, ModelError) as error:
-            refused.append(Refused("any", "any", str(error), division))
+            if len(every) == 1:
+                raise
+            refused.append(Refused(ANY, ANY, str(error), division))
             continue
         found += each.found
         refused += each.refused

@@ -133,7 +133,8 @@ class StagedWalks:
         if not len(fits):
             return [], least
         step = self._steps(times, counts)
-        rate = samples * counts * self.readers / step
+        totals = samples * counts * self.readers
+        rate = (totals if batch is None else batch) / step  # of what was asked for: more makes no step faster
         fastest = int(fits[rate[fits].argmax()]) + 1
         sizes = sorted({n for n in (*sizes_to_show(int(fits[-1]) + 1), fastest) if peaks[n - 1] <= self._budget})
         return [
@@ -143,7 +144,7 @@ class StagedWalks:
                     division=replace(self._division, stage=0, micro_batches=count),
                 ),
                 float(peaks[n - 1]), host, self._seconds(plain, times, n, count, float(step[n - 1])),
-                float(rate[n - 1]),
+                float(rate[n - 1]), int(totals[n - 1]),
             )
             for n in sizes
         ], ""  # fmt: skip

@@ -90,7 +90,8 @@ class Walks:
         fits = np.flatnonzero(peaks <= self._budget)
         if not len(fits):
             return [], least
-        rate = samples * accumulate * self.readers / seconds
+        totals = samples * accumulate * self.readers
+        rate = (totals if batch is None else batch) / seconds  # of what was asked for: more makes no step faster
         fastest = int(fits[rate[fits].argmax()]) + 1
         sizes = sorted({n for n in (*sizes_to_show(int(fits[-1]) + 1), fastest) if peaks[n - 1] <= self._budget})
         return [
@@ -98,7 +99,7 @@ class Walks:
                 replace(plain, micro_batch=n, accumulate=int(accumulate[n - 1])),
                 float(peaks[n - 1]), host,
                 self._seconds(few, more, n, int(accumulate[n - 1]), float(seconds[n - 1]), parts[:, n - 1]),
-                float(rate[n - 1]),
+                float(rate[n - 1]), int(totals[n - 1]),
             )
             for n in sizes
         ], ""  # fmt: skip

@@ -110,6 +110,8 @@ def plan(
     """
     tables, auto, size = _checked(activations, layout, precision, wire, micro_batch)
     if inference:
+        if size == "max":
+            raise ConfigError("--inference says itself how many sequences fit: give --micro-batch a number, or none.")
         _refuse(
             "--inference plans no training", precision=precision != "bf16", batch=batch, host=host,
             accumulate=accumulate, layout=layout, activations=activations, wire=wire, html=html,

@@ -105,6 +105,8 @@ def write_plan_page(
     Raises:
         ConfigError: it cannot be written.
     """
+    if not path.parent.is_dir():
+        raise ConfigError(f"--html {path} cannot be written: there is no folder {str(path.parent)!r}.")
     where = cluster(gpus, memory=memory)
     models: dict[str, tuple[Planned, Subject | None]] = {}
     for each in divisions:

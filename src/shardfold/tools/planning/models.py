@@ -90,7 +90,8 @@ def planned_model(
         if length and "pixel_values" in batch:
             raise ConfigError(f"--length is of tokens, and {given} takes images: leave it out.")
     numel = sum({id(p): p.numel() for p in model.parameters()}.values())
-    return Planned(given, Subject(model, batch, division=division or Division()), numel, length or 0)
+    name = f"{given} ({type(model).__name__})" if given.endswith(".json") else given
+    return Planned(name, Subject(model, batch, division=division or Division()), numel, length or 0)
 
 
 def _tokens(*shape: int) -> torch.Tensor:

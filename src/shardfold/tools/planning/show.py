@@ -86,7 +86,7 @@ def ranking(found: Search, where: Cluster, precision: str, recipe: str = "") -> 
     lines = [
         f"{'layout':<10}{'axes' * bool(wide):<{wide}}{'wires' * bool(long):<{long}}{'activations':<13}"
         f"{'micro-batch':>12}{'peak':>11}{'host':>11}"
-        f"{'step':>10}{'samples/s':>11}{'tokens/s':>11}{'MFU':>6}{'waits':>7}"
+        f"{'step':>12}{'samples/s':>11}{'tokens/s':>11}{'MFU':>6}{'waits':>7}"
     ]
     rate = where.device.rate("bf16" if "bf16" in precision else "fp16" if "fp16" in precision else "fp32")
     shown: set[tuple[str, str, str, str]] = set()
@@ -100,7 +100,7 @@ def ranking(found: Search, where: Cluster, precision: str, recipe: str = "") -> 
         tokens = f"{seconds.tokens_per_second * _token_ranks(where, candidate.division):,.0f}"
         lines.append(
             f"{candidate.layout:<10}{axes:<{wide}}{candidate.wired:<{long}}{candidate.mode:<13}{size:>12}{human(each.peak):>11}"
-            f"{human(each.host) if each.host else '-':>11}{seconds.step:>8.3g} s{each.samples:>11.4g}"
+            f"{human(each.host) if each.host else '-':>11}{seconds.step:>10.3g} s{each.samples:>11.4g}"
             f"{tokens if seconds.tokens else '-':>11}"
             f"{100 * seconds.mfu(rate, attention=False):>4.0f} %{100 * seconds.exposed / seconds.step:>5.0f} %"
         )
@@ -112,7 +112,8 @@ def ranking(found: Search, where: Cluster, precision: str, recipe: str = "") -> 
         if best.wires:
             wires = ", ".join(f"{name}={value!r}" for name, value in best.wires.items())
             given = given.replace(f"layout={best.layout!r}", f"layout=sf.PRESETS[{best.layout!r}].replace({wires})")
-        lines += ["", f"fastest: Engine({given}), {best.micro_batch} samples on each device at a time"]
+        sizes = f"{best.micro_batch} samples on each device at a time, {found.found[0].batch:,} a step"
+        lines += ["", f"fastest: Engine({given}), {sizes}"]
         if recipe and where.nodes == 1:
             settings = {"size": recipe, "procs": where.size, **best.train}
             options = " ".join(_option(name, value) for name, value in settings.items())
@@ -204,7 +205,8 @@ def advice(option: Option) -> list[str]:
     if shares.get("temporaries", 0) > 0.25:
         found.append("less: a loss in parts (shardfold.nn.chunked_cross_entropy), or a smaller micro-batch")
     if shares.get("moments", 0) + shares.get("master", 0) > 0.3:
-        found.append("less: zero1 and up split these over ranks; offload='host' lets them rest in host memory")
+        split = "zero1 and up split these over ranks; " * (option.layout == "ddp")
+        found.append(f"less: {split}offload='host' lets them rest in host memory")
     if shares.get("gradients", 0) + shares.get("gathered", 0) > 0.3:
         found.append("less: smaller units (units=), as the largest are whole while they run")
     return found
