@@ -53,6 +53,8 @@ class Search:
             ConfigError: nothing fits.
         """
         if not self.found:
+            if [r.layout for r in self.refused] == [ANY]:
+                raise ConfigError(self.refused[0].why)  # nothing was planned that could fit
             raise ConfigError("nothing fits: " + " ".join(f"{r.named}: {r.why}" for r in self.refused[:4]))
         return self.found[0]
 
@@ -122,21 +124,16 @@ def search_divisions(
         layouts: names of presets.
         modes: of activations.
         how: the other arguments of :func:`search`.
-
-    Raises:
-        ConfigError: there is one division, and the model or the devices do not divide by it.
     """
     found: list[Found] = []
     refused: list[Refused] = []
-    looked_at, names, chosen, every = 0, list(layouts), list(modes), list(divisions)
-    for division in every:
+    looked_at, names, chosen = 0, list(layouts), list(modes)
+    for division in divisions:
         try:
             _ = division.over(where.mesh)
             one = replace(subject, division=replace(division, streams=where.device.streams))
             each = search(one, where, layouts=names, modes=chosen, **how)
         except (ConfigError, ModelError) as error:
-            if len(every) == 1:
-                raise
             refused.append(Refused(ANY, ANY, str(error), division))
             continue
         found += each.found
