@@ -34,6 +34,8 @@ from shardfold.tools.recipes.face.drawn import DrawnFaces
 from shardfold.tools.recipes.face.findings import batch_orders
 from shardfold.tools.recipes.face.images import Batches, EpochSampler, sources, unchanged
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
+from shardfold.tools.recipes.face.remarks import here, remarks
+from shardfold.tools.recipes.face.row import Row
 from shardfold.tools.recipes.face.train import FaceRun, pca, report, steps, train
 from shardfold.tools.recipes.face.transforms import change_of
 from shardfold.tools.recipes.face.vit import FaceModel
@@ -651,6 +653,28 @@ def test_the_study_writes_a_page_and_goes_on(ranks: Ranks, tmp_path: Path) -> No
     assert again[:18] == rows[:18] and again[18]["seconds"] != rows[18]["seconds"]
     with pytest.raises(ConfigError, match=r"has procs 2, so it cannot go on with 1"):
         study.earlier_rows(config(resume=tmp_path / "study", steps=2, batch=16))
+
+
+def test_remarks_have_this_machines_figures() -> None:
+    """Ahead costs memory, bf16 saves some, and the head has a share of the seconds; rates are ratios of the rows."""
+    found = here(config(), 30, 2, 8)
+    assert found.ahead >= found.alone > 0 and found.half < found.full and 0 <= found.head < 1
+    rows = [_row(name, head, rate) for name, head, rate in
+            (("base", "replicated", 10.0), ("base", "sharded", 15.0), ("stage 3", "replicated", 8.0),
+             ("stage 3", "sharded", 16.0))]  # fmt: skip
+    said = dict(remarks(rows, found._replace(head=0.61, full=4 * 2**20, half=2**21)))
+    assert list(said) == ["R1", "R2", "R3", "R5", "R6"]
+    assert "1.50 to 2.00 times the images/s" in said["R1"] and "(-50%)" in said["R5"]
+    assert "stage 3 with classes split (16 images/s; 50.00@0.1 kept apart, the best of all 50.00)" in said["R2"]
+    assert "share of 0.39, 1.10" in said["R6"] and "would be 10% overall" in said["R6"]
+
+
+def _row(setting: str, head: str, rate: float) -> Row:
+    return Row(
+        setting=setting, head=head, budget="large", allowed=1, used=1, at_base=1, host=0, measured=0, batch=1,
+        images_per_s=rate, steps=1, seconds=1.0, loss=1.0, losses=[], precision={"kept apart": {"0.1": 0.5}}, curve=[],
+        command="",
+    )  # fmt: skip
 
 
 def test_a_run_that_is_stopped_says_so(tmp_path: Path) -> None:

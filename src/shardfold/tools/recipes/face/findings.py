@@ -1,4 +1,4 @@
-"""What the rows of the study say of the report's order, and what the report's remarks are here: sentences."""
+"""What the rows of the study say of the report's order: sentences."""
 
 from __future__ import annotations
 
@@ -9,40 +9,10 @@ from typing import NamedTuple
 from shardfold.tools.recipes.face.cards import PUBLISHED, RATES
 from shardfold.tools.recipes.face.row import Row
 
-__all__ = ["REMARKS", "Finding", "batch_orders", "findings"]
+__all__ = ["Finding", "batch_orders", "findings"]
 
 NEAR = 0.03
 """Rates that differ by less count as equal."""
-
-REMARKS = (
-    (
-        "R1",
-        "The report found that neither a distributed head nor DeepSpeed's collectives combine with ZeRO. Here the head "
-        "is a part of the same engine: its classes are split over the ranks that read other samples, its states are "
-        "not split once more, and no gradient of a class is sent.",
-    ),
-    (
-        "R2",
-        "In the report stage 2 with the optimizer offloaded was the fastest with matching accuracy, and stage 3 could "
-        "turn parameter offload on silently. Here what rests where is one table, which a run prints, and offload is on "
-        "where it is asked for.",
-    ),
-    (
-        "R3",
-        "Overlapped communication costs memory, there and here: units that are gathered ahead are in what the planner "
-        "counts for stage 3.",
-    ),
-    (
-        "R5",
-        "Without fp16 the report gained 50 images/s, and lost under 10 % of rate and memory with it. A CPU without "
-        "16-bit arithmetic gains nothing from it, so this page is in the precision that it names.",
-    ),
-    (
-        "R6",
-        "The head is over twice the ViT, so that a ViT that is 30 % faster is 10 % overall: Amdahl's law with a share "
-        "of 0.39, 1 / (0.61 + 0.39 / 1.3) = 1.10. The strong bars say what splitting the head gives instead.",
-    ),
-)
 
 WHY_BATCH = {
     (

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardfold.plan import presets
 from shardfold.plan.layout import Layout, Tier
 from shardfold.plan.offload import offloaded
+from shardfold.plan.passes import Overlap
 from shardfold.planner.choice import largest_micro_batch
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Device
@@ -79,9 +80,9 @@ class Needs:
         self._subject = Subject(model, (images, labels), division=Division(streams=streams))
         self.parameters = sum(p.numel() for p in model.parameters())
 
-    def of(self, name: str) -> Need:
+    def of(self, name: str, overlap: Overlap | None = None) -> Need:
         """What one of SETTINGS takes."""
-        plan = self._plan(name, LINE[0])
+        plan = self._plan(name, LINE[0], overlap)
         few, more = (self._subject.trace(self._precision, "keep", n) for n in LINE)
         line = plan.line(few, more, LINE)
         lines = tuple(zip(line.starts.tolist(), line.slopes.tolist(), strict=True))
@@ -99,15 +100,15 @@ class Needs:
         setting = self._setting(name, batch)
         return plan_seconds(setting, plan_memory(setting, trace), device).step
 
-    def _setting(self, name: str, batch: int) -> Setting:
+    def _setting(self, name: str, batch: int, overlap: Overlap | None = None) -> Setting:
         trace = self._subject.trace(self._precision, "keep", batch)
         return self._subject.setting(
             trace, layout=table_of(name), precision=self._precision, mesh={"intra": self.ranks}, clip=True,
-            behaviour=self._behaviour,
+            behaviour=self._behaviour, overlap=overlap,
         )  # fmt: skip
 
-    def _plan(self, name: str, batch: int) -> MemoryPlan:
-        return plan_memory(self._setting(name, batch), self._subject.trace(self._precision, "keep", batch))
+    def _plan(self, name: str, batch: int, overlap: Overlap | None = None) -> MemoryPlan:
+        return plan_memory(self._setting(name, batch, overlap), self._subject.trace(self._precision, "keep", batch))
 
 
 def table_of(name: str) -> Layout:

@@ -13,8 +13,9 @@ from shardfold.tools.recipes.face import drawing
 from shardfold.tools.recipes.face.cards import ALLOWED, CARDS, PUBLISHED, RATES, Setting
 from shardfold.tools.recipes.face.config import FaceConfig
 from shardfold.tools.recipes.face.drawing import Axis
-from shardfold.tools.recipes.face.findings import REMARKS, Finding, findings
+from shardfold.tools.recipes.face.findings import Finding, findings
 from shardfold.tools.recipes.face.images import Source
+from shardfold.tools.recipes.face.remarks import Here, remarks
 from shardfold.tools.recipes.face.row import Row
 
 __all__ = ["Study", "Table", "write_page"]
@@ -54,6 +55,7 @@ class Study(NamedTuple):
         ten: this model on 10 ranks, computed: setting, head, largest batch.
         cards: the report's 10 cards, computed: by head, parameters of a card and the settings.
         ranks: that trained.
+        here: figures of this machine for the report's remarks; None: not all is trained yet.
     """
 
     rows: Sequence[Row]
@@ -61,6 +63,7 @@ class Study(NamedTuple):
     ten: Sequence[tuple[str, str, int]]
     cards: Mapping[str, tuple[int, Sequence[Setting]]]
     ranks: int
+    here: Here | None = None
 
     def values(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -71,6 +74,7 @@ class Study(NamedTuple):
             "computed_on_10_cards": {
                 head: [each._asdict() for each in found] for head, (_, found) in self.cards.items()
             },
+            "remarked": self.here._asdict() if self.here is not None else None,
             "published": {name: {**each._asdict(), "middle_rate": RATES[name]} for name, each in PUBLISHED.items()},
         }
 
@@ -226,7 +230,9 @@ def html_page(found: Study, config: FaceConfig, held_out: Source, said: Sequence
     parts += [_headed(baselines_table(found))]
     parts += [f'<div class="computed">{_headed(cards_table(found))}<p class="note">'
               f"{html.escape(computed_note(found))}</p></div>"]  # fmt: skip
-    parts += ["<h2>The report's remarks</h2>", *(f"<p><b>{n}</b> {html.escape(text)}</p>" for n, text in REMARKS)]
+    if found.here is not None:
+        parts += ["<h2>The report's remarks</h2>"]
+        parts += [f"<p><b>{number}</b> {html.escape(text)}</p>" for number, text in remarks(rows, found.here)]
     parts += ["<h2>Every setting as a command</h2>"]
     for row in rows:
         parts.append(f"<div>{row.setting}, {row.head} head, {row.budget} budget</div>")

@@ -34,6 +34,7 @@ from shardfold.tools.recipes.face.drawn import DrawnFaces
 from shardfold.tools.recipes.face.images import Drawn, Source, sources
 from shardfold.tools.recipes.face.needs import SETTINGS, Need, Needs
 from shardfold.tools.recipes.face.page import Study, write_page
+from shardfold.tools.recipes.face.remarks import here
 from shardfold.tools.recipes.face.row import Row
 from shardfold.tools.recipes.face.train import FaceRun, pca
 from shardfold.tools.recipes.face.verification import Verification, cosine_scores, verify
@@ -87,7 +88,8 @@ def study(config: FaceConfig) -> int:
         rows, base = measure_all(config, images, places, before, out if leads else None, console)
         if leads:
             found = Study(rows, base, [place_of(each) for each in ten_ranks(config, len(images[0].names))],
-                          {head: on_cards(head) for head in HEADS}, ranks)  # fmt: skip
+                          {head: on_cards(head) for head in HEADS}, ranks,
+                          here(config, len(images[0].names), ranks, BUDGETS["small"]))  # fmt: skip
             write(out, found)
             write_page(out, found, config, images[1])
             console.print(
