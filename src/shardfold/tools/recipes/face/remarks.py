@@ -97,7 +97,7 @@ def remarks(rows: Sequence[Row], found: Here) -> list[tuple[str, str]]:
         (
             "R3",
             "Overlapped communication costs memory, there and here: with the next unit gathered while one computes, "
-            f"stage 3 takes {found.ahead / MIB:.2f} MiB for {found.images} images, and without {found.alone / MIB:.2f}, "
+            f"stage 3 takes {found.ahead / MIB:.2f} MiB for {found.images} images, without {found.alone / MIB:.2f}, "
             "both by the planner.",
         ),
         (
