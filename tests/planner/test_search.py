@@ -70,10 +70,10 @@ def test_sizes_that_are_shown_are_powers_of_two_and_the_largest() -> None:
 
 def test_more_readers_train_more_samples(subject: Subject) -> None:
     """As many of a step as its micro-batches are on all ranks, in the seconds of one."""
-    found = search(subject, _small("1GiB"), layouts=("zero1",), modes=("keep",), batch=64, most=4).found
-    for each in found:
-        one = each.candidate
-        assert each.samples == pytest.approx(8 * one.micro_batch * one.accumulate / each.seconds.step)
+    for batch in (64, None):
+        for each in search(subject, _small("1GiB"), layouts=("zero1",), modes=("keep",), batch=batch, most=4).found:
+            assert each.batch == 8 * each.candidate.micro_batch * each.candidate.accumulate
+            assert each.samples == pytest.approx(each.batch / each.seconds.step)
 
 
 def test_what_does_not_fit_is_said_in_a_sentence(subject: Subject) -> None:
