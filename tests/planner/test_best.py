@@ -50,3 +50,9 @@ def test_what_names_nothing_is_refused(given: dict[str, Any], words: str) -> Non
     """In a sentence that names the argument, before anything is planned."""
     with pytest.raises(ConfigError, match=words):
         best(**given)
+
+
+@pytest.mark.parametrize("accumulate", [0, "2", 1.5])
+def test_a_largest_batch_is_of_whole_micro_batches(accumulate: Any) -> None:
+    with pytest.raises(ConfigError, match=r"accumulate= is .*: it is a number of micro-batches, 1 or more"):
+        sf.plan.largest_batch(model(), torch.randn(2, 64), gpus="1xL4", accumulate=accumulate)

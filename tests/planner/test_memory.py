@@ -106,8 +106,8 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_lstm_is_planned_with_the_workspace_of_its_kernel(precision: str) -> None:
-    """Without memory it is other operations, which hold a third as much. Its products are counted: those of the gates,
-    of all tokens, in forward once and in backward twice."""
+    """Without memory less is held. Its products are counted: those of the gates, of all tokens, in forward once and in
+    backward twice."""
     batch = torch.randn(16, 32, 32)
     found = compare(Recurrent, batch, layout="zero1", precision=precision)
     assert -BELOW <= found.planned / found.measured - 1 <= ABOVE, found

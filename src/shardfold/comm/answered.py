@@ -37,8 +37,8 @@ class Answered:
     def __getattr__(self, name: str) -> Any:
         ask = getattr(self._store, name)
         if name == "clone":  # a connection of its own
-            return lambda: Answered(self._ask(ask, self.limit), self.limit)
-        return lambda *given: self._ask(lambda: ask(*given), self.limit)
+            return lambda: Answered(answered(ask, self.limit), self.limit)
+        return lambda *given: answered(lambda: ask(*given), self.limit)
 
     def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
         """Waits for keys. That the time is over is an answer of the store's too, which may not come either.
@@ -51,10 +51,7 @@ class Answered:
             DistStoreError: the time is over, or no answer came.
         """
         seconds = sum(each.total_seconds() for each in timeout)
-        self._ask(lambda: self._store.wait(list(keys), *timeout), self.limit + seconds)
-
-    def _ask(self, ask: Callable[[], Any], limit: float) -> Any:
-        return answered(ask, limit)
+        answered(lambda: self._store.wait(list(keys), *timeout), self.limit + seconds)
 
 
 def answered(ask: Callable[[], Any], limit: float) -> Any:

@@ -59,7 +59,7 @@ class Rounds:
         self._late = [0] * outer.fragments  # outer steps in a row that were put off
         self.flights = [Flight.NONE] * outer.fragments
         self._ended: list[int | None] = [None] * outer.fragments  # behind which step all groups had the same of it
-        self._told = False  # why this group may not come to the next outer step
+        self._told = False  # other groups have been told that this one may not come
 
     def tell(self, error: Exception | None) -> None:
         """This group's step has raised, which other groups read where they wait for it in vain; None: it goes on."""

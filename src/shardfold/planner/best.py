@@ -135,6 +135,8 @@ def largest_batch(
     Raises:
         ConfigError: an argument names nothing.
     """
+    if not is_integer(accumulate, 1):
+        raise ConfigError(f"accumulate= is {described(accumulate)}: it is a number of micro-batches, 1 or more.")
     where = cluster(gpus, memory=memory)
     streams = where.device.streams
     found = largest_of(

@@ -477,9 +477,8 @@ def _recomputed(forward: Callable[..., Any], *, select: bool) -> Callable[..., A
 def _check_dtypes(name: str, args: Any) -> None:
     """Tensors without values may be multiplied by those of other dtypes, which those with values may not."""
     if name in ("mm", "addmm", "bmm", "baddbmm", "convolution"):
-        first, second = [v.dtype for v in tree_iter(args) if isinstance(v, Tensor)][-2:] if "add" in name else [
-            v.dtype for v in tree_iter(args) if isinstance(v, Tensor)
-        ][:2]  # fmt: skip
+        dtypes = [v.dtype for v in tree_iter(args) if isinstance(v, Tensor)]
+        first, second = dtypes[-2:] if "add" in name else dtypes[:2]  # behind what is added, before a bias
         if first != second:
             raise ModelError(
                 f"the forward multiplies {str(first).removeprefix('torch.')} by {str(second).removeprefix('torch.')} "

@@ -37,7 +37,7 @@ Model = Annotated[
 MicroBatch = Annotated[
     str | None,
     typer.Option(
-        metavar="INTEGER",
+        metavar="INTEGER|max",
         help="Samples on each device at a time, or max: the most that fit (default: looks for the fastest).",
     ),
 ]
