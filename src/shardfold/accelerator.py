@@ -139,6 +139,11 @@ def identity(device: torch.device) -> str:
     return f"{socket.gethostname()}/{device}" if unique is None else str(unique)
 
 
+def product(device: torch.device) -> str | None:
+    """What the driver calls the device, as ``"NVIDIA H200"``; None where its module does not tell."""
+    return getattr(_properties(device), "name", None)
+
+
 def _properties(device: torch.device) -> Any:
     ask = getattr(_module(device), "get_device_properties", None) if has_streams(device) else None
     return None if ask is None else ask(device)

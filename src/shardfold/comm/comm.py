@@ -40,13 +40,15 @@ def joined(
     held: ExitStack,
     rare: str = "",
     meets: bool = False,
+    asks: str = "",
 ) -> tuple[DataMesh, Agreement]:
-    """Mesh and agreement of ``owner``, which spans ranks; see ``Engine`` for arguments, ``Mesh`` for the last two.
+    """Mesh and agreement of ``owner``, which spans ranks; see ``Engine`` for arguments, ``Mesh`` for ``rare`` and
+    ``meets``. ``asks``: what else all ranks have to say alike before they meet.
 
     They end with ``held``, which is left with an exception if ``owner`` could not be made (see :meth:`DataMesh.close`),
     or when ``owner`` is collected; at exit the mesh ends by itself.
     """
-    mesh = DataMesh(sizes, device, timedelta(seconds=timeout), rare, meets)
+    mesh = DataMesh(sizes, device, timedelta(seconds=timeout), rare, meets, asks)
     held.push(lambda kind, error, trace: mesh.close(failed=kind is not None))
     agreement = Agreement(mesh, desync_timeout, timeout)
     held.callback(agreement.close)

@@ -226,8 +226,9 @@ class DataMesh:
     """
 
     def __init__(
-        self, sizes: Given | None, device: torch.device, timeout: timedelta, rare: str = "", meets: bool = False
-    ) -> None:
+        self, sizes: Given | None, device: torch.device, timeout: timedelta, rare: str = "", meets: bool = False,
+        asks: str = "",
+    ) -> None:  # fmt: skip
         accelerator.use(device)
         _start(device, timeout)
         self.name, self.device = "", device
@@ -247,19 +248,19 @@ class DataMesh:
         self._ways: dict[tuple[int, int], Any] = {}  # by the ranks from which and to which activations go
         self._default = _PROCESS.add(self)
         try:
-            self._join(sizes, timeout, rare, meets)
+            self._join(sizes, timeout, rare, meets, asks)
         except BaseException:
             self.close(failed=True)
             raise
 
-    def _join(self, sizes: Given | None, timeout: timedelta, rare: str, meets: bool) -> None:
+    def _join(self, sizes: Given | None, timeout: timedelta, rare: str, meets: bool, asks: str) -> None:
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world = dist.get_world_size() if self.distributed else 1
         self.on_streams = accelerator.has_streams(self.device) and self.backend not in ("none", GLOO)
         if self.world > 1:
             self.name, self.default_store, self.store = _next_stores(self.rank, timeout.total_seconds())
-        self.sizes = self._agreed_sizes(sizes, timeout, rare, meets)
+        self.sizes = self._agreed_sizes(sizes, timeout, rare, meets, asks)
         self.coords = self.sizes.coords(self.rank)
         self.data: Axes = self.sizes.reading
         self.data_rank = shard_index(self.data, self.sizes, self.coords)
@@ -274,9 +275,9 @@ class DataMesh:
         if self.world > 1:
             self._make_groups(timeout)
 
-    def _agreed_sizes(self, mesh: Given | None, timeout: timedelta, rare: str, meets: bool) -> Mesh:
+    def _agreed_sizes(self, mesh: Given | None, timeout: timedelta, rare: str, meets: bool, asks: str) -> Mesh:
         """The sizes, once every rank is known to have the same: making groups, ranks would wait for one that has none,
-        or makes others.
+        or makes others. ``asks``: for what ranks are to meet before the rest is made, in words; they all have the same.
 
         Raises:
             LayoutError: on every rank: ``mesh`` of one is refused, or is not that of the others.
@@ -288,7 +289,13 @@ class DataMesh:
             if (store := self.asked) is None:
                 return sizes
             mine = [[axis.name, axis.size, _role_text(axis, sizes)] for axis in sizes.axes]
-            first, theirs = json.loads(store.compare_set("sizes", "", json.dumps([self.rank, mine])))
+            first, theirs, other = json.loads(store.compare_set("sizes", "", json.dumps([self.rank, mine, asks])))
+            if other != asks:
+                here, there = (each or "not given" for each in (asks, other))
+                raise LayoutError(
+                    f"sample= is {here} on rank {self.rank} and {there} on rank {first}: give every rank the same "
+                    "layout=, activations= and a sample=, or none."
+                )
             if theirs != mine:
                 here, there = (" x ".join(_axis_text(*axis) for axis in each) for each in (mine, theirs))
                 raise LayoutError(

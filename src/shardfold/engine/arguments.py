@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardfold.errors import ConfigError, ModelError, UsageError, nearest
+from shardfold.parallel.pipeline.stages import check_stages
+from shardfold.parallel.sequence import check_choice
 from shardfold.plan.arguments import keywords, meant
 from shardfold.plan.checks import check_flags, check_times, described, is_integer
 from shardfold.plan.passes import Overlap
@@ -80,7 +82,10 @@ def check_settings(
     timeout: Any,
     debug: Any,
     sequence_parallel: Any,
-) -> None:  # what no other file looks at
+    accumulate: Any,
+    attention: Any,
+    stages: Any,
+) -> None:
     """
     Raises:
         ConfigError: one of these arguments of an engine is of a wrong type or value.
@@ -98,6 +103,9 @@ def check_settings(
         raise ConfigError(f"seed= is {described(seed)}: it is an integer.")
     check_times("Engine", desync_timeout=desync_timeout, timeout=timeout)
     check_flags("Engine", debug=debug, sequence_parallel=sequence_parallel)
+    check_accumulate(accumulate)
+    check_choice(attention)
+    check_stages(stages)
 
 
 def check_accumulate(accumulate: Any) -> None:

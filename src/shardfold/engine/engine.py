@@ -35,6 +35,7 @@ from shardfold.checkpoint.load import LoadReport, load
 from shardfold.checkpoint.names import renamer
 from shardfold.checkpoint.save import Saver, check_options
 from shardfold.checkpoint.stored import readable
+from shardfold.comm.agreement import Agreement
 from shardfold.comm.comm import Comm, joined, program_agreement
 from shardfold.comm.cores import share_of_cores
 from shardfold.comm.mesh import DataMesh, pick_device, refusals_told
@@ -65,6 +66,7 @@ from shardfold.engine.replicated import Replicated
 from shardfold.engine.reports import Reports
 from shardfold.engine.rounds import Rounds
 from shardfold.engine.runner import Runner
+from shardfold.engine.sampled import sampled
 from shardfold.engine.stats import Clock, Stats
 from shardfold.engine.step import Stepper
 from shardfold.engine.tf32 import hold_tf32
@@ -91,9 +93,9 @@ from shardfold.parallel.link import MeshLink, bind_links
 from shardfold.parallel.pipeline.costs import PieceCosts
 from shardfold.parallel.pipeline.open import check_ahead, check_together, open_stages
 from shardfold.parallel.pipeline.order import Choice, choose_order
-from shardfold.parallel.pipeline.stages import Stages, check_stages
+from shardfold.parallel.pipeline.stages import Stages
 from shardfold.parallel.plan import Traced, split_model
-from shardfold.parallel.sequence import SequenceAxis, check_choice
+from shardfold.parallel.sequence import SequenceAxis
 from shardfold.parallel.split import hear_gradients
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.auto_wire import AutoWire
@@ -149,12 +151,18 @@ class Engine:
             engine only runs forward.
         layout: a preset's name, a :class:`Layout`, or ``"auto"``: the one that sends the least of those whose states
             leave 40 % of the memory to activations; the log says which, and what was assumed (see ``planner.auto``).
+            With ``sample=`` the fastest with which a step fits (see ``planner.sampled``).
+        sample: with ``layout="auto"`` or ``activations="auto"``: a micro-batch as the model takes it (a dict of
+            arguments by name, a tuple of them, or the only one), whose shapes and dtypes a plan of the model goes by;
+            with an axis of sequence, of whole sequences. Where the model does not give its loss itself, a pair of it
+            and what does, ``(batch, lambda model, batch: ...)``. Rank 0 plans, and all ranks take the same.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"bf16-pure"`` or a :class:`Precision`, for parameters of the
             floating dtype that most elements have; those of others, and of fp64, keep their own dtype in every state.
             Or ordered rules of these, ``{path pattern or class: policy, ..., "*": policy}``, of which the first that
             matches a module holds for it and all inside.
         activations: short for the cell of ``layout``, what happens to what autograd saves in each unit: a mode, an
-            :class:`Activations`, or ordered rules of these, as of ``precision``. None: as the layout says.
+            :class:`Activations`, or ordered rules of these, as of ``precision``. None: as the layout says, and with
+            ``layout="auto"`` and ``sample=``, as with ``"auto"``, the mode that the plan takes.
         offload: short for the tiers of ``layout``: ``"host"`` lets gradients and the optimizer's states rest in host
             memory, where they are updated, and ``{state: tier}`` says it of ``params``, ``grads`` and ``optimizer``
             each; with ``"host:0.7"`` the optimizer's states of some units stay on the device. ``folder`` beside the
@@ -218,6 +226,7 @@ class Engine:
         *,
         optimizer: Any = None,
         layout: str | Layout = "zero3",
+        sample: Any = None,
         precision: str | Precision | Mapping[Any, str | Precision] | Sequence[tuple[Any, str | Precision]] = "fp32",
         activations: str | Activations | Mapping[Any, str | Activations] | Sequence[Any] | None = None,
         offload: str | Mapping[str, Any] | None = None,
@@ -246,45 +255,44 @@ class Engine:
         check_model(model)
         check_settings(
             units=units, overlap=overlap, seed=seed, desync_timeout=desync_timeout, timeout=timeout, debug=debug,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=sequence_parallel, accumulate=accumulate, attention=attention, stages=stages,
         )  # fmt: skip
-        check_accumulate(accumulate)
-        check_choice(attention)
         choice, auto = choose_order(pipeline), AutoWire.named(wire)
-        check_stages(stages)
         check_schedule(lr_schedule, optimizer)
-        table = table_of(layout, offload, outer, model, precision, mesh, device)
-        (table, activations), place = in_table(table, activations), pick_device(device)
         self.clip, self.overlap = one_clip(clip_norm, clip), overlap or Overlap()
+        planned = sampled(
+            sample, layout, activations, offload=offload, outer=outer, optimizer=optimizer, precision=precision,
+            wire=wire, accumulate=accumulate, clips=self.clip is not None, tensor=tensor, attention=attention,
+            sequence_parallel=sequence_parallel, order=str(pipeline), stages=stages, units=units, overlap=self.overlap,
+        )  # fmt: skip
+        table = planned.first if planned else table_of(layout, offload, outer, model, precision, mesh, device)
+        (table, activations), place = in_table(table, None if planned else activations), pick_device(device)
         announce(model.parameters(), "an engine of their model")
         with ExitStack() as held:  # what is made is given back at once if the rest cannot be made
-            data_mesh, job = joined(self, mesh, place, desync_timeout, timeout, held, table.rare, bool(table.signs))
+            data_mesh, job = joined(self, mesh, place, desync_timeout, timeout, held, table.rare, bool(table.signs),
+                                    "given" if planned else "")  # fmt: skip
             agreement = program_agreement(job, data_mesh, desync_timeout, timeout, held)
             held.push(self._forget_failed)
             ownership.claim(model, job)
             with job.told("making an engine"):
-                sizes = data_mesh.sizes
+                sizes, why = data_mesh.sizes, list[str]()
+                if planned is not None:
+                    table, activations, why = planned.choose(model, data_mesh, job)
                 staged = open_stages(model, optimizer, data_mesh, stages, choice, job)
-                self._divide(model, tensor, data_mesh, sequence_parallel)
-                if staged is not None:
-                    held.callback(staged.drop_foreign())
+                self._divide(model, tensor, data_mesh, sequence_parallel, staged, held)
                 rules = self._read_rules(model, precision, table, data_mesh, held)
                 tiers = Tiers(DeviceTier(place, debug=debug))
                 held.callback(tiers.close)
                 self._replaced = Replacements(model, activations, tiers, data_mesh.sizes)
                 versions = self._check_stages(choice, sizes, data_mesh, accumulate, sequence_parallel)
                 self.loss_scale = make_scaler(loss_scale, rules.precisions)
-                comm = Comm.of(data_mesh, agreement, tiers.device)
-                held.callback(comm.close)
-                made = build(optimizer, model, empty=staged is not None) if optimizer is not None else None
-                run = RunState(make_schedule(lr_schedule, made), self.loss_scale)
-                self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, tiers, run, made, owner=self)
-                self.sharded.whole = staged.whole if staged is not None else None
+                made = self._share(model, optimizer, lr_schedule, rules, data_mesh, agreement, tiers, staged, held)
                 #: The axis of sequence, or None.
                 self.sequence: SequenceAxis | None = self._link(model, attention, tensor is not None, held)
                 self._changes = Changes(self.sharded, units, seed, made_here=made is None or made is not optimizer)
                 held.callback(self._changes.close)
-                table, self._said = self._choose_wires(auto, table, precision, accumulate)
+                table, said = self._choose_wires(auto, table, precision, accumulate)
+                self._said = [*why, *said]
                 self._make_units(weights, accumulate, seed, staged, held)
                 self._updater = self._make_updater(seed, held)
                 self._make_passes(table, accumulate, held, stashes=bool(versions))
@@ -302,11 +310,29 @@ class Engine:
                 vars(sharded).clear()
             vars(self).clear()
 
-    def _divide(self, model: nn.Module, tensor: Any, data_mesh: DataMesh, sequence_parallel: bool) -> None:
-        """Leaves of layers that ranks share this rank's part."""
+    def _divide(
+        self, model: nn.Module, tensor: Any, data_mesh: DataMesh, sequence_parallel: bool, staged: Stages | None,
+        held: ExitStack,
+    ) -> None:  # fmt: skip
+        """Leaves of layers that ranks share this rank's part, and of stages this rank's."""
         self._is_cut = tensor is not None
         split_model(model, tensor, data_mesh.sizes, data_mesh.coords, sequence_parallel=sequence_parallel)
         share_out(model, data_mesh.sizes, data_mesh.coords)
+        if staged is not None:
+            held.callback(staged.drop_foreign())
+
+    def _share(
+        self, model: nn.Module, optimizer: Any, schedule: Any, rules: Rules, data_mesh: DataMesh, agreement: Agreement,
+        tiers: Tiers, staged: Stages | None, held: ExitStack,
+    ) -> Optimizer | None:  # fmt: skip
+        """Makes the optimizer, and what all parts of the engine know of the model."""
+        comm = Comm.of(data_mesh, agreement, tiers.device)
+        held.callback(comm.close)
+        made = build(optimizer, model, empty=staged is not None) if optimizer is not None else None
+        run = RunState(make_schedule(schedule, made), self.loss_scale)
+        self.sharded = ShardedModel(model, rules, rules.layouts[-1], comm, tiers, run, made, owner=self)
+        self.sharded.whole = staged.whole if staged is not None else None
+        return made
 
     def _read_rules(
         self, model: nn.Module, precision: Any, table: Layout, data_mesh: DataMesh, held: ExitStack

@@ -48,7 +48,7 @@ def table_of(
         if others := [axis.name for axis in sizes.axes if axis.role is not Role.DATA and axis.size > 1]:
             raise ConfigError(
                 f"layout='auto' chooses for ranks that read other samples, but mesh= has {' and '.join(others)}, "
-                "whose ranks have parts of the model: name a layout."
+                "whose ranks have parts of the model: name a layout, or give a micro-batch as sample=."
             )
         found = choose_layout(model, precision, sizes, memory_of(pick_device(device)))
         if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:

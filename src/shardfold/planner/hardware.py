@@ -17,7 +17,7 @@ from shardfold.plan.axes import Mesh
 from shardfold.plan.checks import described
 from shardfold.plan.sizes import parse_bytes
 
-__all__ = ["DEVICES", "RESERVE", "Cluster", "Device", "Link", "cluster"]
+__all__ = ["DEVICES", "RESERVE", "Cluster", "Device", "Link", "cluster", "known_device"]
 
 GIB = 1024**3
 RESERVE = 0.75 * GIB
@@ -144,6 +144,19 @@ DEVICES: dict[str, Device] = {
              "AMD Instinct MI300X datasheet (2023), dense; Infinity Fabric 7 x 64 GB/s; 400 Gbit/s a GPU"),
     )
 }  # fmt: skip
+
+
+PRODUCTS: Mapping[str, str] = {
+    r"A100-SXM4-40GB": "A100-40G", r"A100-SXM4-80GB": "A100-80G", r"H100 80GB HBM3": "H100", r"H200": "H200",
+    r"V100-SXM2-16GB": "V100-16G", r"V100-SXM2-32GB": "V100-32G", r"RTX 2080 Ti": "2080Ti", r"RTX 4090$": "4090",
+    r"NVIDIA L4$": "L4", r"MI300X": "MI300X",
+}  # fmt: skip
+"""What drivers call the devices of :data:`DEVICES`, as patterns."""
+
+
+def known_device(product: str) -> Device | None:
+    """The profile of a device that its driver calls so; None: there is none."""
+    return next((DEVICES[name] for pattern, name in PRODUCTS.items() if re.search(pattern, product)), None)
 
 
 MOST = 10**6

@@ -146,11 +146,13 @@ def schedule_of(points: Iterable[Point]) -> Schedule:
     return found
 
 
-def plan_seconds(setting: Setting, plan: MemoryPlan, device: Device) -> Seconds:
-    """Seconds of a step on such devices."""
+def plan_seconds(
+    setting: Setting, plan: MemoryPlan, device: Device, ways: Mapping[str, Way] | None = None
+) -> Seconds:  # fmt: skip
+    """Seconds of a step on such devices; ``ways``: see :class:`Work`."""
     trace = plan.trace
     rows = row_seconds(
-        setting, schedule_of(plan.points), device, Work(device, trace), np.array([setting.micro_batches])
+        setting, schedule_of(plan.points), device, Work(device, trace, ways=ways), np.array([setting.micro_batches])
     )
     step, compute, update = (float(each[0]) for each in rows)
     return Seconds(
