@@ -66,6 +66,55 @@ def test_where_blocks_differ_all_are_traced() -> None:
     assert fold(Subject(GPT(GPTConfig(d_model=32, layers=4, heads=2, context=16)), _batch()).hollow, units[:4]) is None
 
 
+def _wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
+
+
+def _narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+
+LISTS = {
+    "blocks": lambda: nn.Sequential(*(_wide() for _ in range(20))),
+    "layers and functions": lambda: nn.Sequential(*(part for _ in range(20) for part in (nn.Linear(8, 8), nn.GELU()))),
+    "two kinds": lambda: nn.Sequential(*(_wide() if n % 2 else _narrow() for n in range(25))),
+    "three kinds": lambda: nn.Sequential(*(_wide() if n % 3 else _narrow() for n in range(31))),
+    "with others around": lambda: nn.Sequential(
+        nn.GELU(), nn.Linear(8, 8), *(_wide() for _ in range(20)), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)
+    ),
+}
+"""Models that are lists."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("which", LISTS)
+def test_a_model_that_is_a_list_and_kinds_that_take_turns_are_traced_by_a_few_blocks(which: str, mode: str) -> None:
+    """Event by event; a thousand blocks take seconds so."""
+    batch = torch.randn(2, 8)
+    subject = Subject(LISTS[which](), batch)
+    found, expected = subject.trace("bf16", mode), _whole(mode, LISTS[which](), batch)
+    assert subject._folded is not None and not subject._whole
+    assert len([*subject._folded.model.children()]) < len([*subject.model.children()]) - 6
+    assert len(found.events) == len(expected.events)
+    for ours, theirs in zip(found.events, expected.events, strict=True):
+        assert ours == theirs
+
+
+def test_a_run_of_blocks_is_found_within_a_list() -> None:
+    """The longest, unless one of its blocks shares a parameter with another part, or lies in no unit."""
+    layers = [nn.Linear(8, 8), *(_wide() for _ in range(20)), nn.Linear(8, 8)]
+    units = [str(n) for n in range(22)]
+    found = fold(nn.Sequential(*layers), units)
+    assert found is not None and found.lists[""] == (20, 1, 1, 1)
+    assert [found.kept(unit) for unit in units if found.kept(unit)] == [str(n) for n in range(7)]
+    assert fold(nn.Sequential(*layers), [unit for unit in units if unit != "9"]) is None
+    block = layers[8]
+    assert isinstance(block, nn.Sequential) and isinstance(block[0], nn.Linear)
+    tied = nn.Linear(8, 24)
+    tied.weight = block[0].weight
+    assert fold(nn.Sequential(*layers, tied), [*units, "22"]) is None
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_stage_by_a_few_of_its_blocks_is_the_whole_stage(stage: int) -> None:
     """Event by event, with the buffers of all of its blocks; first, middle and last stages."""

@@ -3,6 +3,8 @@
 Of a list of blocks the first three and the last two run. Where the second and the third do the same, event by event,
 in forward and in backward, with the same bytes and the same work, those that were left out would do it too: their
 events are put in between, with the bytes that each leaves behind. Where anything differs, the whole model is traced.
+Blocks of several kinds that take turns are taken by groups of one of each, and others may be in front of them and
+behind them in the list, which may be the model itself.
 
 Of a stage of a pipeline its own blocks are taken so; of those of every other stage, which stand for what they give, the
 first is there.
@@ -11,7 +13,8 @@ first is there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,10 +25,14 @@ from shardfold.planner.trace import Event, Trace
 
 __all__ = ["Blocks", "Folded", "fold", "fold_stage", "renumbered"]
 
-LEAST = 12
-"""Blocks of a list of which some are left out."""
+LEFT_OUT = 7
+"""Blocks of a list that it is worth to leave out."""
 FRONT, KEPT = 3, 5
-"""Those that run: so many of the first, so many in all."""
+"""Groups of blocks that run: so many of the first, so many in all."""
+KINDS = 6
+"""Of blocks that take turns, at most."""
+Described = tuple[Any, list[tuple[str, Any]]]
+"""Of a block: classes and shapes, and settings."""
 SIMPLE = (int, float, str, bool, type(None))
 """Of settings of modules: these are compared."""
 
@@ -37,19 +44,28 @@ class Blocks(NamedTuple):
         number: how many.
         there: the first of them in the whole model.
         here: the first of them in the copy, which has :attr:`kept` of them.
+        kinds: of blocks, which take turns.
     """
 
     number: int
     there: int = 0
     here: int = 0
+    kinds: int = 1
 
     @property
     def kept(self) -> int:
-        return min(self.number, KEPT)
+        return min(self.number, KEPT * self.kinds)
 
     def whole(self, at: int) -> int:
-        """The number in the whole model of the ``at``-th that was kept."""
-        return self.there + (at if at < FRONT else at + self.number - self.kept)
+        """The number in the whole model of the ``at``-th that was kept, counted from the first of them."""
+        return self.there + (at if at < FRONT * self.kinds else at + self.number - self.kept)
+
+    def copied(self, at: int) -> int | None:
+        """The number in the copy of one of the whole model; None: it was left out."""
+        behind = at - self.there - FRONT * self.kinds
+        if behind < 0:
+            return self.here + at - self.there
+        return None if behind < self.number - self.kept else self.here + at - self.there - self.number + self.kept
 
     @property
     def stay(self) -> list[int]:
@@ -74,10 +90,10 @@ class Folded:
     def kept(self, name: str) -> str | None:
         """The path that a unit of the whole model has here; None: it was left out."""
         path, _, at = name.rpartition(".")
-        if path not in self.lists:
+        if path not in self.lists or not at.isdecimal():
             return name
-        blocks = self.lists[path]
-        return f"{path}.{blocks.here + blocks.stay.index(int(at))}" if int(at) in blocks.stay else None
+        copied = self.lists[path].copied(int(at))
+        return None if copied is None else _path(path, copied)
 
     def unfolded(self, trace: Trace) -> Trace | None:
         """The trace of the whole model; None: blocks differ."""
@@ -91,35 +107,36 @@ class Folded:
     def _place(self, name: str) -> tuple[str | None, int]:
         """The list of a unit, and which it is of those of its blocks that were kept."""
         path, _, at = name.rpartition(".")
-        return (path, int(at) - self.lists[path].here) if path in self.lists else (None, 0)
+        return (path, int(at) - self.lists[path].here) if path in self.lists and at.isdecimal() else (None, 0)
 
     def _repeated(self, events: list[Event] | None, path: str) -> list[Event] | None:
         """Events with those that a list's blocks would have that were left out."""
         if events is None:
             return None
-        number, _, here = self.lists[path]
-        if number <= KEPT:
+        number, _, here, kinds = self.lists[path]
+        if number <= KEPT * kinds:
             return [self._named(event, path, None) for event in events]
-        entered = [_all_at(events, "enter", f"{path}.{here + at}") for at in range(KEPT)]
-        reached = [_all_at(events, "enter_backward", f"{path}.{here + at}")[:1] for at in range(KEPT)]
+        firsts = [_path(path, here + at * kinds) for at in range(KEPT)]
+        entered = [_all_at(events, "enter", first) for first in firsts]
+        reached = [_all_at(events, "enter_backward", first)[:1] for first in firsts]
         if any(len(found) != 1 for found in (*entered, *reached)):
             return None
         forward, backward = ([at for (at,) in each] for each in (entered, reached))
         if forward != sorted(forward) or backward != sorted(backward, reverse=True) or forward[-1] > backward[-1]:
             return None
-        times = number - KEPT
+        times = number // kinds - KEPT
         model, again = _span(events, forward[2], forward[3]), _span(events, forward[1], forward[2])
         back, back_again = _span(events, backward[3], backward[2]), _span(events, backward[2], backward[1])
         grows, shrinks = model[-1].level - events[forward[2]].level, back[-1].level - events[backward[3]].level
-        if grows + shrinks or _relative(model, events[forward[2]].level, path, here + 2) != _relative(
-            again, events[forward[1]].level, path, here + 1
+        if grows + shrinks or _relative(model, events[forward[2]].level, path, here + 2 * kinds) != _relative(
+            again, events[forward[1]].level, path, here + kinds
         ):
             return None
-        if _relative(back, events[backward[3]].level, path, here + 3) != _relative(
-            back_again, events[backward[2]].level, path, here + 2
+        if _relative(back, events[backward[3]].level, path, here + 3 * kinds) != _relative(
+            back_again, events[backward[2]].level, path, here + 2 * kinds
         ):
             return None
-        last = number - 2
+        last = number // kinds - 2
         found = [self._named(e, path, None) for e in events[: forward[1] + 1]]
         found += [self._named(e, path, (1, 1)) for e in again]
         found += [self._named(e, path, (2, 2)) for e in model]
@@ -135,13 +152,13 @@ class Folded:
 
     def _named(self, event: Event, path: str, anchor: tuple[int, int] | None) -> Event:
         """The event under the name of the whole model: of blocks near the ``anchor``'s first number, which is that
-        block's here, by its second, which is its there."""
+        group's here, by its second, which is its there."""
         of, at = self._place(event.unit)
         if of != path:
             return event
         blocks = self.lists[path]
-        whole = blocks.whole(at) if anchor is None else blocks.there + at - anchor[0] + anchor[1]
-        unit = f"{path}.{whole}"
+        whole = blocks.whole(at) if anchor is None else blocks.there + at + (anchor[1] - anchor[0]) * blocks.kinds
+        unit = _path(path, whole)
         slot = unit + event.slot.removeprefix(event.unit) if event.slot else ""
         return event._replace(unit=unit, slot=slot)
 
@@ -153,9 +170,13 @@ def fold(model: nn.Module, units: Sequence[str]) -> Folded | None:
         model: without memory; it stays as it is.
         units: paths of its units.
     """
-    lists = {path: Blocks(len(blocks)) for path, blocks in _repeated_lists(model)
-             if _under(units, path) == [f"{path}.{n}" for n in range(len(blocks))]}  # fmt: skip
-    return Folded(_without(model, {path: blocks.stay for path, blocks in lists.items()}), lists) if lists else None
+    lists: dict[str, Blocks] = {}
+    keeps: dict[str, list[int]] = {}
+    for path, blocks in _lists(model):
+        if (found := _run(model, path, blocks, set(units))) is not None:
+            lists[path] = found
+            keeps[path] = [at for at in range(len(blocks)) if found.copied(at) is not None]
+    return Folded(_without(model, keeps), lists) if lists else None
 
 
 def fold_stage(model: nn.Module, units: Sequence[str], stages: Stages, stage: int) -> Folded | None:
@@ -170,7 +191,9 @@ def fold_stage(model: nn.Module, units: Sequence[str], stages: Stages, stage: in
     of = {piece.path: at for piece, at in zip(stages.pieces, stages.stage_of, strict=True)}
     lists: dict[str, Blocks] = {}
     keeps: dict[str, list[int]] = {}
-    for path, blocks in _repeated_lists(model):
+    for path, blocks in _lists(model):
+        if len(blocks) < KEPT + LEFT_OUT or not _alike(blocks):
+            continue
         homes = [of.get(f"{path}.{n}", -1) for n in range(len(blocks))]
         own = [n for n, home in enumerate(homes) if home == stage]
         if -1 in homes or not own or _under(units, path) != [f"{path}.{n}" for n in own]:
@@ -195,17 +218,71 @@ def renumbered(events: Sequence[Event], path: str, by: int) -> Iterator[Event]:
         if of != path:
             yield event
             continue
-        unit = f"{path}.{int(at) + by}"
+        unit = _path(path, int(at) + by)
         yield event._replace(unit=unit, slot=unit + event.slot.removeprefix(event.unit) if event.slot else "")
 
 
-def _repeated_lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Lists of many blocks that are alike, by their paths."""
+def _path(path: str, at: int) -> str:
+    """Of a block of a list."""
+    return f"{path}.{at}" if path else str(at)
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Lists of blocks, by their paths."""
     for path, module in model.named_modules():
         if type(module) in (nn.ModuleList, nn.Sequential):
             blocks = [*module.children()]
-            if len(blocks) >= LEAST and _alike(blocks):
+            if [*module._modules] == [str(n) for n in range(len(blocks))]:
                 yield path, blocks
+
+
+def _run(model: nn.Module, path: str, blocks: Sequence[nn.Module], units: Set[str]) -> Blocks | None:
+    """The longest run of blocks that are alike, or of kinds that take turns; None: there is none that is long enough,
+    or blocks have parameters that are not of units of their own."""
+    if len(blocks) < KEPT + LEFT_OUT:
+        return None
+    own = [_path(path, n) in units for n in range(len(blocks))]
+    if any(not one and next(block.parameters(), None) is not None for one, block in zip(own, blocks, strict=True)):
+        return None
+    described, best = [_described(block) for block in blocks], Blocks(0)
+    for kinds in range(1, KINDS + 1):
+        for start, stop in _repeats(described, own, kinds):
+            number = (stop - start) // kinds * kinds
+            if number - KEPT * kinds >= max(LEFT_OUT, best.number - best.kept + 1):
+                best = Blocks(number, start, start, kinds)
+    return best if best.number and not _shared(model, blocks[best.there : best.there + best.number]) else None
+
+
+def _repeats(described: Sequence[Described], own: Sequence[bool], kinds: int) -> Iterator[tuple[int, int]]:
+    """Where blocks begin that are each like the one so many before it, and end; the first of them is a unit."""
+    start = 0
+    while start < len(described):
+        stop = start
+        if own[start]:
+            while stop < len(described) and _like(described, own, start + (stop - start) % kinds, stop):
+                stop += 1
+            yield start, stop
+        start = max(stop - kinds, start) + 1
+
+
+def _like(described: Sequence[Described], own: Sequence[bool], first: int, at: int) -> bool:
+    """Whether two blocks of a list are the same but for their own numbers."""
+    if own[first] != own[at] or described[first][0] != described[at][0]:
+        return False
+    settings, mine = described[first][1], described[at][1]
+    if len(mine) != len(settings):
+        return False
+    for (name, value), (own_name, its) in zip(settings, mine, strict=True):
+        numbered = type(value) is type(its) is int and (value, its) == (first, at)
+        if name != own_name or (value != its and not numbered):
+            return False
+    return True
+
+
+def _shared(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Whether something else has a parameter of some blocks, too."""
+    times = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return any(times[id(p)] > 1 for block in blocks for p in block.parameters())
 
 
 def _under(units: Sequence[str], path: str) -> list[str]:
@@ -228,19 +305,11 @@ def _without(model: nn.Module, keeps: Mapping[str, Sequence[int]]) -> nn.Module:
 
 def _alike(blocks: Sequence[nn.Module]) -> bool:
     """Whether blocks are the same but for their own numbers."""
-    first, settings = _described(blocks[0])
-    for at, block in enumerate(blocks):
-        shapes, mine = _described(block)
-        if shapes != first or len(mine) != len(settings):
-            return False
-        for (name, value), (own_name, own) in zip(settings, mine, strict=True):
-            numbered = type(value) is type(own) is int and (value, own) == (0, at)
-            if name != own_name or (value != own and not numbered):
-                return False
-    return True
+    described, own = [_described(block) for block in blocks], [True] * len(blocks)
+    return all(_like(described, own, 0, at) for at in range(len(blocks)))
 
 
-def _described(block: nn.Module) -> tuple[Any, list[tuple[str, Any]]]:
+def _described(block: nn.Module) -> Described:
     """Classes and shapes of a block, and its settings."""
     shapes: list[Any] = []
     settings: list[tuple[str, Any]] = []
