@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from shardfold.errors import ConfigError, ModelError
+from shardfold.plan.layout import Tier
+from shardfold.plan.sizes import human
+from shardfold.planner.best import best, largest_batch
 from shardfold.planner.choice import option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import cluster
 from shardfold.planner.inference import activation_bytes, cache_bytes
+from shardfold.planner.search import search
 from shardfold.planner.setting import Subject
+from shardfold.tools.planning.show import notes
 
 ROWS = torch.zeros(2, 4)
 
@@ -43,6 +48,61 @@ def test_what_does_not_train_is_refused(model: nn.Module, batch: Any, said: str)
     """Whether PyTorch fails without values, with some, or not at all."""
     with pytest.raises(ModelError, match=said):
         Subject(model, batch).trace()
+
+
+def test_the_micro_batch_is_named_as_it_was_given() -> None:
+    """Though one of other sizes is planned; and a model that does not train on one sample is planned from two on."""
+    with pytest.raises(ConfigError, match=r"\(\[2, 5\] float32\): mat1 and mat2 shapes cannot be multiplied \(2x5"):
+        best(nn.Linear(4, 4), torch.zeros(2, 5), gpus="1xL4", layouts=("zero1",))
+    normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    found = search(Subject(normed, ROWS), cluster("1xL4"), layouts=("zero1",), modes=("keep",), most=8)
+    assert sorted(each.candidate.micro_batch for each in found.found) == [2, 4, 8]
+    with pytest.raises(ConfigError, match=r"\[1, 4\]"):
+        best(normed, ROWS, gpus="1xL4", layouts=("zero1",), samples=1)
+
+
+class Asks(nn.Module):
+    """Its forward asks for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found = self.inner(rows)
+        return found * 2 if found.abs().max().item() > 0.5 else found
+
+
+def test_a_run_on_zeros_says_so_and_a_large_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the trace, the plan, what is found and a note; where it takes much memory, by `real=True` only."""
+    plan = option(Subject(Asks(), ROWS), layout="zero1", mesh={"intra": 2}, micro_batch=2, budget=1e9).plan
+    assert plan.trace.zeros == plan.zeros == "its forward asks for values"
+    found = best(Asks(), ROWS, gpus="1xL4", layouts=("zero1",), modes=("keep",))
+    assert found.zeros in notes([found.zeros, found.zeros, ""]) and notes([found.zeros] * 2).count("\n") == 0
+    assert Subject(nn.Linear(4, 4), ROWS).trace().zeros == notes([""]) == ""
+    monkeypatch.setattr("shardfold.planner.tracing.SMALL_MODEL", 0)
+    with pytest.raises(ModelError, match=r"plan it on zeros with real=True, or `shardfold plan --real`"):
+        Subject(Asks(), ROWS).trace()
+    assert Subject(Asks(), ROWS, real=True).trace().zeros == "that was asked for"
+    assert largest_batch(Asks(), ROWS, gpus="1xL4", real=True) > 2
+    with pytest.raises(ConfigError, match="real= is 'yes'"):
+        best(Asks(), ROWS, gpus="1xL4", real="yes")  # pyright: ignore[reportArgumentType]
+    assert activation_bytes(Subject(Asks(), ROWS, real=True), 2) > 0
+    with pytest.raises(ModelError, match="does not run on this micro-batch"):
+        activation_bytes(Subject(Asks(), ROWS), 2)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "offload"])
+def test_at_rest_is_one_number_wherever_it_is_said(layout: str) -> None:
+    """In a plan, in the refusal of one, and of a search; neither a micro-batch nor a library's workspace is in it."""
+    subject = Subject(nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Linear(64, 4)), torch.zeros(512, 4))
+    small = option(subject, layout=layout, mesh={"intra": 2}, micro_batch=2, budget=1.0)
+    large = option(subject, layout=layout, mesh={"intra": 2}, micro_batch=512, budget=1e9)
+    assert small.plan.rest == large.plan.rest < large.plan.base - 512 * 4 * 4
+    assert small.plan.rest == subject.resting(layout, "bf16", {"intra": 2}, 2)[Tier.DEVICE]
+    assert f"what rests takes {human(small.plan.rest)} of" in small.why
+    found = search(subject, cluster("2xL4", memory="1KiB"), layouts=(layout,), modes=("keep",))
+    assert [f"what rests takes {human(small.plan.rest)} of" in each.why for each in found.refused] == [True]
 
 
 def test_products_of_two_dtypes_are_refused_without_values() -> None:

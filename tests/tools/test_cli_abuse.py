@@ -13,10 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
+from torch import nn
 
 from shardfold import launch
 from shardfold.errors import ConfigError
@@ -312,6 +314,7 @@ def test_a_picture_of_three_steps_has_whole_steps_only():
             ["--gpus", "2xL4", "--pipeline", "2", "--order", "1fb1"],
             "--order 1fb1 is not an order. Did you mean '1f1b'?",
         ),
+        (["--real", "--gpus", "2xL4", "--pipeline", "2"], "--real does not go with --pipeline"),
         (["--length", "99999999999"], "--length"),
         (["--micro-batch", "9" * 20], "from 1 to 1,000,000,000"),
         (["--micro-batch", "2", "--host", "0"], "above 0"),
@@ -329,6 +332,30 @@ def test_what_a_plan_does_not_take_is_refused(
     assert call("plan", *options) == launch.SAID
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def double() -> tuple[nn.Module, torch.Tensor]:
+    """A model in fp64, with one parameter that is frozen."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+    model[0].bias.requires_grad_(False)
+    return model, torch.zeros(2, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "tiny"], "computed in bf16 with masters kept in fp32 under precision bf16;"),
+        (["--model", "tiny", "--precision", "fp32"], "kept in fp32 under precision fp32;"),
+        (["--model", "tests.tools.test_cli_abuse:double"], "144 parameters, kept in fp64 under precision bf16;"),
+    ],
+)
+def test_a_plan_says_in_what_parameters_are_kept(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which need not be the dtype that a policy is called by."""
+    given = ["--gpus", "2xL4", "--layout", "zero3", "--activations", "keep", "--micro-batch", "2"]
+    assert call("plan", *given, *options) == 0
+    assert said in capsys.readouterr().out.splitlines()[0]
 
 
 def test_a_plan_of_what_does_not_fit_has_a_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

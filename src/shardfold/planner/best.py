@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
 from typing import Any
 
 from torch import nn
@@ -12,13 +11,12 @@ from shardfold.errors import ConfigError, did_you_mean
 from shardfold.plan import presets
 from shardfold.plan.arguments import known_arguments
 from shardfold.plan.auto_wire import AutoWire
-from shardfold.plan.checks import described, is_integer
+from shardfold.plan.checks import described, is_flag, is_integer
 from shardfold.plan.layout import Layout, Precision
-from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.candidate import Found
 from shardfold.planner.choice import largest_of
 from shardfold.planner.division import Division, division_of
-from shardfold.planner.hardware import cluster
+from shardfold.planner.hardware import cluster, host_bytes
 from shardfold.planner.memory import CPU, GPU
 from shardfold.planner.search import LAYOUTS, MODES, search_divisions
 from shardfold.planner.setting import Subject
@@ -42,6 +40,7 @@ def best(
     modes: Sequence[str] = MODES,
     axes: Sequence[Mapping[str, Any]] = ({},),
     wire: str | AutoWire | None = None,
+    real: bool | None = None,
 ) -> Found:
     """The fastest way to train a model that fits; nothing is run.
 
@@ -62,6 +61,8 @@ def best(
         wire: formats and hops that parameters and gradients may travel in besides the layouts' own, as
             ``Engine(wire=)`` takes it: ``"auto"`` allows none that loses anything, ``"auto:int8"`` that one. None: only
             what the layouts have.
+        real: True: the model runs on zeros with memory, for a forward that asks for values (``.item()``); None: where
+            it has to and model and micro-batch are of at most 1 GiB.
 
     Returns:
         What was found: ``Engine(model, **found.candidate.engine)`` trains so.
@@ -70,14 +71,12 @@ def best(
         ConfigError: nothing fits; the message says why. Or an argument names nothing.
     """
     _check(samples, layouts, modes, axes, precision)
-    room = parse_bytes(host) if isinstance(host, str) else None
-    if host is not None and room is None:
-        raise ConfigError(f"host= is {described(host)}: it is a number of bytes above 0 as text, as '64GiB'.")
-    subject = Subject(model, batch, compute)
+    _check_real(real)
+    subject = Subject(model, batch, compute, real=real)
     divisions = [division_of(each) for each in axes]
     found = search_divisions(
         subject, cluster(gpus, memory=memory), divisions, precision=precision, layouts=layouts, modes=modes,
-        batch=samples, host=room or inf, wire=AutoWire.named(wire),
+        batch=samples, host=host_bytes(host), wire=AutoWire.named(wire),
     )  # fmt: skip
     return found.best
 
@@ -103,6 +102,15 @@ def _check(samples: Any, layouts: Any, modes: Any, axes: Any, precision: str | P
     Precision.named(precision)
 
 
+def _check_real(real: Any) -> None:
+    """
+    Raises:
+        ConfigError: it is neither True, False nor None.
+    """
+    if real is not None and not is_flag(real):
+        raise ConfigError(f"real= is {described(real)}: it is True, False or None.")
+
+
 @known_arguments
 def largest_batch(
     model: nn.Module,
@@ -115,6 +123,7 @@ def largest_batch(
     precision: str | Precision = "bf16",
     accumulate: int = 1,
     compute: Compute = loss_of,
+    real: bool | None = None,
 ) -> int:
     """The most samples of a micro-batch with which no point of a step has more bytes than a device; nothing is run.
 
@@ -128,6 +137,7 @@ def largest_batch(
         precision: policy.
         accumulate: micro-batches of a step.
         compute: ``compute(model, batch)`` gives the loss.
+        real: as of :func:`best`.
 
     Returns:
         The number of samples; 0: not even one fits.
@@ -137,11 +147,12 @@ def largest_batch(
     """
     if not is_integer(accumulate, 1):
         raise ConfigError(f"accumulate= is {described(accumulate)}: it is a number of micro-batches, 1 or more.")
+    _check_real(real)
     where = cluster(gpus, memory=memory)
     streams = where.device.streams
     found = largest_of(
-        [Subject(model, batch, compute, division=Division(streams=streams))], layout=layout, mode=activations,
-        precision=precision, mesh=where.mesh, micro_batches=accumulate, budget=where.device.usable,
+        [Subject(model, batch, compute, real=real, division=Division(streams=streams))], layout=layout,
+        mode=activations, precision=precision, mesh=where.mesh, micro_batches=accumulate, budget=where.device.usable,
         behaviour=GPU if streams else CPU,
     )  # fmt: skip
     return found.largest

@@ -146,6 +146,7 @@ class Found:
         seconds: of a step.
         samples: per second, of all ranks; of those that a step was asked to have, where that was said.
         batch: samples of a step of all ranks, in whole micro-batches: as many as were asked for, or a few more.
+        zeros: why the model ran on zeros with memory, whose values sizes and branches may go by; empty: it ran without.
     """
 
     candidate: Candidate
@@ -154,6 +155,7 @@ class Found:
     seconds: Seconds
     samples: float
     batch: int
+    zeros: str = ""
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ class Option:
             return ""
         if (held := self.plan.tiers.get(Tier.HOST, 0.0)) > self.host:
             return f"states need {human(held)} of host memory for each rank, of which there are {human(self.host)}."
-        if self.plan.base > self.budget:
-            return f"what rests takes {human(self.plan.base)} of {human(self.budget)} already."
+        if self.plan.rest > self.budget:
+            return f"what rests takes {human(self.plan.rest)} of {human(self.budget)} already."
         least = f"at most {self.largest} fit" if self.largest else "not even one sample fits"
         return f"{self.micro_batch} samples peak at {human(self.plan.peak)} of {human(self.budget)}; {least}."
 

@@ -51,11 +51,11 @@ def check_trains(model: nn.Module) -> None:
         )
 
 
-def not_run(model: nn.Module, batch: Any, error: Exception) -> ModelError:
+def not_run(model: nn.Module, batch: Any, error: Exception, does: str = "train") -> ModelError:
     """What to raise where a forward or backward fails on a micro-batch."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
     return ModelError(
-        f"{type(model).__name__} does not train on this micro-batch ({shapes_of(batch)}): {first}. Give a micro-batch "
+        f"{type(model).__name__} does not {does} on this micro-batch ({shapes_of(batch)}): {first}. Give a micro-batch "
         "that its forward takes."
     )
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,6 +230,20 @@ def cluster(text: str, *, memory: str | None = None) -> Cluster:
     if nodes < 1 or per_node < 1 or nodes * per_node > MOST:
         raise ConfigError(f"{text!r} names no cluster: write 1 device or more, and {MOST:,} at most.")
     return Cluster(device, nodes, per_node)
+
+
+def host_bytes(given: Any) -> float:
+    """Host memory for each rank, as text; None: enough, which is inf.
+
+    Raises:
+        ConfigError: it is no number of bytes.
+    """
+    if given is None:
+        return inf
+    found = parse_bytes(given) if isinstance(given, str) else None
+    if found is None:
+        raise ConfigError(f"host={described(given)} is not a number of bytes above 0: write it as '64GiB' or '64GB'.")
+    return float(found)
 
 
 def _device(name: str) -> Device:

@@ -7,6 +7,7 @@ is the cache. So models that share keys among heads, keep a window or compress t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from math import floor
 from typing import Any, NamedTuple
 
@@ -17,14 +18,15 @@ from shardfold.errors import ModelError
 from shardfold.plan import presets
 from shardfold.plan.cost import resting_bytes
 from shardfold.plan.layout import Precision
+from shardfold.planner.given import not_run
 from shardfold.planner.hollow import hollow, hollow_values
 from shardfold.planner.live import LiveBytes
 from shardfold.planner.setting import LINE, Subject
-from shardfold.planner.tracing import call, silent
+from shardfold.planner.tracing import call, runs_with_memory, silent
 from shardfold.sharding.autograd import tensors_in
 from shardfold.torch_internals import FakeMode, storage_key, tree_iter
 
-__all__ = ["BITS", "RESERVE", "Size", "activation_bytes", "cache_bytes", "largest_batch_of", "sizes_of"]
+__all__ = ["BITS", "RESERVE", "Served", "Size", "activation_bytes", "cache_bytes", "largest_batch_of", "sizes_of"]
 
 BITS: dict[str, int] = {"fp32": 32, "16-bit": 16, "int8": 8, "int4": 4}
 """Of a weight, by the name of its dtype."""
@@ -51,6 +53,28 @@ class Size(NamedTuple):
     def needed(self, cache: float) -> float:
         """Bytes to serve it with such a cache, and the reserve."""
         return (1 + RESERVE) * (self.weights + cache)
+
+
+class Served(NamedTuple):
+    """Sequences of a model that is served.
+
+    Attributes:
+        each: bytes of the cache of one, or of its forward's activations.
+        sequences: at a time.
+        budget: bytes that there are.
+    """
+
+    each: float
+    sequences: int
+    budget: float
+
+    def fits(self, size: Size) -> bool:
+        """Whether they do with such weights, and the reserve."""
+        return size.needed(self.each * self.sequences) <= self.budget
+
+    def largest(self, size: Size) -> int | None:
+        """The most sequences that fit; None: however many, as they take nothing."""
+        return largest_batch_of(size, self.each, self.budget) if self.each else None
 
 
 def sizes_of(subject: Subject) -> list[Size]:
@@ -104,8 +128,21 @@ def activation_bytes(subject: Subject, samples: int, dtype: torch.dtype = torch.
 
 
 def _forward(subject: Subject, samples: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes that live behind a forward beside what it gives, and the most that do in it."""
-    fake = FakeMode(allow_non_fake_inputs=True)
+    """Bytes that live behind a forward beside what it gives, and the most that do in it; by a run on zeros with memory
+    where that was asked for, or none without goes and the model is small."""
+    if subject.real:
+        return _run(subject, samples, dtype, real=True)
+    try:
+        return _run(subject, samples, dtype, real=False)
+    except ModelError:
+        if subject.real is None and runs_with_memory(subject.hollow, subject.rows(samples)):
+            return _run(subject, samples, dtype, real=True)
+        raise
+
+
+def _run(subject: Subject, samples: int, dtype: torch.dtype, *, real: bool) -> tuple[int, int]:
+    """See :func:`_forward`."""
+    fake = nullcontext() if real else FakeMode(allow_non_fake_inputs=True)
 
     def make(tensor: Tensor, kind: torch.dtype) -> Tensor:
         with fake:
@@ -123,9 +160,7 @@ def _forward(subject: Subject, samples: int, dtype: torch.dtype) -> tuple[int, i
         try:
             given = call(model, batch)
         except Exception as error:
-            raise ModelError(
-                f"the forward of {type(model).__name__} does not run without memory: {str(error).splitlines()[0]}"
-            ) from error
+            raise not_run(model, subject.rows(samples), error, "run") from error
         parts: Any = given if isinstance(given, (tuple, list, dict, Tensor)) else vars(given)
         outputs = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in _plain(parts)}
         kept = live.level - sum(outputs.values())

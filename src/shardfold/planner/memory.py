@@ -200,6 +200,11 @@ class MemoryPlan:
         """The same walk, with what another micro-batch of the same events holds."""
         return replace(self, trace=trace, fixed={**self.fixed, "batch": trace.batch})
 
+    @property
+    def zeros(self) -> str:
+        """Why the model ran on zeros with memory; empty: it ran without."""
+        return self.trace.zeros
+
     @cached_property
     def base(self) -> float:
         """Bytes of the device that are there all the time."""
@@ -207,8 +212,9 @@ class MemoryPlan:
 
     @property
     def rest(self) -> float:
-        """Those of them that are there between steps: all but what libraries take while they compute."""
-        return self.base - self.fixed.get("workspace", 0.0)
+        """Those of them that are at rest, between steps: states, buffers, the transport's room. A micro-batch and what
+        libraries take while they compute come on top in a step."""
+        return self.base - sum(self.fixed.get(name, 0.0) for name in ("batch", "workspace"))
 
     def total(self, point: Point) -> float:
         """Bytes of the device at a point."""

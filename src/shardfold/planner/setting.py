@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfold.errors import ConfigError, ShardfoldError
+from shardfold.errors import ConfigError, ModelError, ShardfoldError
 from shardfold.parallel.pipeline.stages import Borders
 from shardfold.plan import presets
 from shardfold.plan.axes import Axis, Mesh
@@ -100,7 +100,8 @@ class Subject:
         self.others: Sequence[Subject] = ()
         self._folded: Folded | None = None
         self._whole = False  # all blocks are traced
-        self._real = True if self.real is None and self._has_kernels_of_its_own() else self.real
+        self._own_kernels = self.real is None and self._has_kernels_of_its_own()
+        self._real = True if self._own_kernels else self.real
         self._cuts: dict[Any, tuple[Rules, list[Cut]]] = {}
         leaves = [v for v in tree_iter(self.batch) if isinstance(v, Tensor) and v.dim()]
         #: Samples in ``batch``.
@@ -127,11 +128,13 @@ class Subject:
     def resting(
         self, layout: str | Layout, precision: str | Precision, mesh: Mapping[str, int] | Sequence[Axis], moments: int
     ) -> dict[Tier, float]:
-        """Bytes at rest on one rank, by tier."""
+        """Bytes at rest on one rank, by tier: states, and the model's buffers on the device."""
         sizes = _for(presets.named(layout), mesh)
         rules, cuts = self.cuts(presets.named(layout), Precision.named(precision), sizes)
         specs = [c.spec for c in cuts if c.spec is not None]
-        return tier_bytes(resting_bytes(rules.layouts[-1], specs, sizes, num_moments=moments, padded=True))
+        found = tier_bytes(resting_bytes(rules.layouts[-1], specs, sizes, num_moments=moments, padded=True))
+        buffers = self._buffer_bytes(Precision.named(precision))
+        return {**found, Tier.DEVICE: found.get(Tier.DEVICE, 0.0) + buffers}
 
     def trace(
         self,
@@ -251,6 +254,8 @@ class Subject:
         except ShardfoldError:
             raise
         except Exception as error:
+            if samples != self.samples:
+                _ = self._all_of_stage(policy, mode, self.samples)
             raise not_run(self.model, self.rows(samples), error) from error
 
     def _run_stage(
@@ -285,10 +290,16 @@ class Subject:
 
     def _all_blocks(self, policy: Precision, mode: str, samples: int) -> Trace:
         _, cuts = self.cuts(presets.ddp, policy, self.mesh)
-        return trace_model(
-            self.hollow, cuts, self.rows(samples), precision=policy, mode=mode, compute=self.compute, real=self._real,
-            connect=self._connect if self.division.axes else None,
-        )  # fmt: skip
+        why = {"zeros": "its layers have workspaces that are seen in no other run"} if self._own_kernels else {}
+        try:
+            return trace_model(
+                self.hollow, cuts, self.rows(samples), precision=policy, mode=mode, compute=self.compute,
+                real=self._real, connect=self._connect if self.division.axes else None, **why,
+            )  # fmt: skip
+        except ModelError:
+            if samples != self.samples:  # where it does not train on the user's own either, that one is named
+                _ = self._found(policy, mode, self.samples)
+            raise
 
     def _connect(self, model: nn.Module, batch: Any, sent: list[Sends]) -> tuple[Any, Callable[[], None]]:
         return self.division.connect(model, self.mesh, batch, sent)

@@ -94,7 +94,7 @@ class StagedWalks:
         self._works: dict[tuple[int, str, int], Work] = {}
 
     def resting_too_much(self, layout: Layout, host: float) -> str:
-        """Why nothing can fit, as the states of a stage alone do not; empty: they do."""
+        """Why nothing can fit, as what rests of a stage alone does not; empty: it does."""
         budget = self._budget if self._behaviour.streams else inf
         for stage in self._stages:
             tiers: Mapping[Tier, float] = stage.resting(layout, self._precision, self._mesh.axes, self._moments)
@@ -114,12 +114,13 @@ class StagedWalks:
         counts = np.full_like(samples, EACH * self._division.pipeline)
         if batch is not None:
             counts = -(-batch // (samples * self.readers))
-        peaks, host, least, most = np.zeros(limit), 0.0, "", 0.0
+        peaks, host, least, most, zeros = np.zeros(limit), 0.0, "", 0.0, ""
         times: list[PassTimes] = []
         for stage in self._stages:
             few, more = (stage.alone(self._precision, plain.mode, n) for n in LINE)
             if few.structure != more.structure:
                 return [], "its forward does other things with 4 samples than with 2: give a micro-batch."
+            zeros = zeros or few.zeros
             for count in map(int, np.unique(counts)):
                 mine = counts == count
                 peaks[mine] = np.maximum(peaks[mine], self._peaks(stage, plain, count, samples[mine]))
@@ -144,7 +145,7 @@ class StagedWalks:
                     division=replace(self._division, stage=0, micro_batches=count),
                 ),
                 float(peaks[n - 1]), host, self._seconds(plain, times, n, count, float(step[n - 1])),
-                float(rate[n - 1]), int(totals[n - 1]),
+                float(rate[n - 1]), int(totals[n - 1]), zeros,
             )
             for n in sizes
         ], ""  # fmt: skip

@@ -33,7 +33,8 @@ class Points(NamedTuple):
         level: 1: what lives at the event counts; 0: the most before it.
         whole: bytes of the engine's.
         divided: bytes of them that the ranks divide.
-        rest: bytes at rest, with those that are there all the time: whole, and divided.
+        rest: bytes at rest: whole, and divided.
+        workspace: bytes that libraries take in a step besides.
         host: those of host memory.
     """
 
@@ -42,6 +43,7 @@ class Points(NamedTuple):
     whole: list[float]
     divided: list[float]
     rest: tuple[float, float]
+    workspace: float
     host: tuple[float, float]
 
 
@@ -88,7 +90,8 @@ class Surface:
         peak, level = (self.activity.at(which, samples, length) for which in (self.activity.peak, self.activity.level))
         event, at = np.asarray(points.event), np.asarray(points.level, dtype=bool)
         engine = np.asarray(points.whole) + np.asarray(points.divided) / ranks
-        return points.rest[0] + points.rest[1] / ranks + batch + engine + np.where(at, level[event], peak[event])
+        always = points.rest[0] + points.rest[1] / ranks + points.workspace + batch
+        return always + engine + np.where(at, level[event], peak[event])
 
 
 def activity_of(
@@ -153,7 +156,7 @@ def _points(few: MemoryPlan, more: MemoryPlan | None, trace: Trace) -> Points:
 
     other = more or few
     whole, divided = through(few.places[0], other.places[0])
-    rest = through(few.base - trace.batch, other.base - trace.batch)
+    rest = through(few.rest, other.rest)
     host = through(*(plan.tiers.get(Tier.HOST, 0.0) for plan in (few, other)))
     last = len(trace.events) - 1
     kept: dict[tuple[int, bool], list[tuple[float, float]]] = {}
@@ -166,5 +169,5 @@ def _points(few: MemoryPlan, more: MemoryPlan | None, trace: Trace) -> Points:
     rows = [(at, int(level), a, b) for (at, level), mine in sorted(kept.items()) for a, b in mine]
     return Points(
         [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows], [row[3] for row in rows],
-        (float(rest[0]), float(rest[1])), (float(host[0]), float(host[1])),
+        (float(rest[0]), float(rest[1])), few.fixed.get("workspace", 0.0), (float(host[0]), float(host[1])),
     )  # fmt: skip

@@ -112,6 +112,7 @@ class Trace:
         touched: units whose weights are read outside of their forward, and which an engine therefore holds.
         passes: of a pipeline's stage, the section of the program, the first event and the one behind the last; empty:
             one forward and one backward.
+        zeros: why the model ran on zeros with memory, whose values sizes and branches may go by; empty: it ran without.
     """
 
     events: tuple[Event, ...]
@@ -121,6 +122,7 @@ class Trace:
     tokens: float = 0
     touched: frozenset[str] = field(default_factory=frozenset[str])
     passes: tuple[tuple[str, int, int], ...] = ()
+    zeros: str = ""
 
     @property
     def forward_order(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from math import prod
 from typing import Any
@@ -92,6 +93,7 @@ def trace_model(
     compute: Compute = loss_of,
     real: bool | None = None,
     connect: Connect | None = None,
+    zeros: str = "that was asked for",
 ) -> Trace:
     """The trace of one micro-batch.
 
@@ -105,6 +107,7 @@ def trace_model(
         real: runs on zeros with memory, for a forward that asks for values; None: where it has to and the model is
             small.
         connect: see :data:`Connect`.
+        zeros: why it runs on them, where ``real`` is true.
 
     Raises:
         ConfigError: the mode is none that a trace follows.
@@ -114,21 +117,24 @@ def trace_model(
         raise ConfigError(f"activations={mode!r}: a plan follows {', '.join(MODES)}.")
     try:
         with silent():
-            return _trace(model, cuts, batch, precision, mode, compute, connect, real=bool(real))
+            found = _trace(model, cuts, batch, precision, mode, compute, connect, real=bool(real))
+            return replace(found, zeros=zeros) if real else found
     except ConfigError:
         raise
     except Exception as error:
         if real is None and runs_with_memory(model, batch):
             return trace_model(
-                model, cuts, batch, precision=precision, mode=mode, compute=compute, real=True, connect=connect
-            )
+                model, cuts, batch, precision=precision, mode=mode, compute=compute, real=True, connect=connect,
+                zeros="its forward asks for values" if _asks_for_values(error) else "it does not run without",
+            )  # fmt: skip
         if isinstance(error, ShardfoldError):
             raise
         if real or not _asks_for_values(error):
             raise not_run(model, batch, error) from error
         raise ModelError(
             f"the forward of {type(model).__name__} asks for values of tensors, which a plan has none of "
-            f"({type(error).__name__}): plan it with real=True, which takes the memory of one micro-batch."
+            f"({type(error).__name__}): plan it on zeros with real=True, or `shardfold plan --real`, which takes the "
+            "memory of one micro-batch."
         ) from error
 
 

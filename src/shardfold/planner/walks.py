@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardfold.errors import LayoutError
+from shardfold.errors import LayoutError, ModelError
 from shardfold.plan.auto_wire import PURPOSES, AutoWire, wires
 from shardfold.plan.axes import Mesh
 from shardfold.plan.layout import DATA_AXES, Layout, Precision, Tier, Wire
@@ -51,7 +51,7 @@ class Walks:
         self._works: dict[tuple[str, int], Work] = {}
 
     def resting_too_much(self, layout: Layout, host: float) -> str:
-        """Why nothing can fit, as the states alone do not; empty: they do."""
+        """Why nothing can fit, as what rests alone does not; empty: it does."""
         tiers = self._subject.resting(layout, self._precision, self._mesh.axes, self._moments)
         # where nothing has streams, gradients may take the place of those of autograd
         return too_much_at_rest(tiers, host, self._budget if self._behaviour.streams else inf)
@@ -64,7 +64,8 @@ class Walks:
     def fitting(self, plain: Candidate, limit: int, batch: int | None) -> tuple[list[Found], str]:
         """What fits of all micro-batches up to ``limit`` of a candidate that has one sample; or why none does."""
         mode = plain.mode
-        one, few, more = (self._subject.trace(self._precision, mode, n) for n in (1, *LINE))
+        few, more = (self._subject.trace(self._precision, mode, n) for n in LINE)
+        one = self._of_one(mode, limit)
         if few.structure != more.structure:
             return [], "its forward does other things with 4 samples than with 2: give a micro-batch."
         samples = np.arange(1, limit + 1)
@@ -77,14 +78,15 @@ class Walks:
             if not mine.any():
                 continue
             setting, plan, schedule = self._walk(plain, several, few)
-            if not several and plan.base > self._budget:
-                return [], f"what rests takes {human(plan.base)} of {human(self._budget)} already."
+            if not several and plan.rest > self._budget:
+                return [], f"what rests takes {human(plan.rest)} of {human(self._budget)} already."
             host = plan.tiers.get(Tier.HOST, 0.0)
             peaks[mine] = plan.line(few, more, LINE).at(samples[mine])
             if mine[0]:
-                alone = self._walk(plain, several, one)[1]
-                peaks[0] = alone.peak
-                least = f"one sample peaks at {human(alone.peak)} of {human(self._budget)}, {alone.top.where}."
+                alone = self._walk(plain, several, one or few)[1]
+                peaks[0] = inf if one is None else alone.peak
+                lot = "two samples peak" if one is None else "one sample peaks"
+                least = f"{lot} at {human(alone.peak)} of {human(self._budget)}, {alone.top.where}."
             rows = row_seconds(setting, schedule, self._where.device, self._work(mode, limit, few, more), accumulate)
             seconds[mine], parts[:, mine] = rows.step[mine], np.stack((rows.compute, rows.update))[:, mine]
         fits = np.flatnonzero(peaks <= self._budget)
@@ -99,10 +101,19 @@ class Walks:
                 replace(plain, micro_batch=n, accumulate=int(accumulate[n - 1])),
                 float(peaks[n - 1]), host,
                 self._seconds(few, more, n, int(accumulate[n - 1]), float(seconds[n - 1]), parts[:, n - 1]),
-                float(rate[n - 1]), int(totals[n - 1]),
+                float(rate[n - 1]), int(totals[n - 1]), few.zeros,
             )
             for n in sizes
         ], ""  # fmt: skip
+
+    def _of_one(self, mode: str, limit: int) -> Trace | None:
+        """The trace of one sample; None: the model does not train on so few, as under batch normalization."""
+        try:
+            return self._subject.trace(self._precision, mode, 1)
+        except ModelError:
+            if limit == 1:
+                raise
+            return None
 
     def _seconds(self, few: Trace, more: Trace, n: int, accumulate: int, step: float, parts: np.ndarray) -> Seconds:
         compute, update = map(float, parts)
@@ -138,7 +149,7 @@ class Walks:
 
 
 def too_much_at_rest(tiers: Mapping[Tier, float], host: float, budget: float) -> str:
-    """Why states of so many bytes by tier fit neither; empty: they do."""
+    """Why so many bytes at rest by tier do not fit; empty: they do."""
     if (held := tiers.get(Tier.HOST, 0.0)) > host:
         return f"states need {human(held)} of host memory for each rank, of which there are {human(host)}."
     rest = tiers.get(Tier.DEVICE, 0.0)

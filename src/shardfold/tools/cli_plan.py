@@ -82,6 +82,12 @@ Inference = Annotated[
 ]
 
 
+Real = Annotated[
+    bool,
+    typer.Option("--real", help="Run the model on zeros with memory, for a forward that asks for values (.item())."),
+]
+
+
 def plan(
     model: Model = "demo",
     gpus: Annotated[str, typer.Option(help="How many of which device, nodes first: 8xA100-40G, 4x8xH100.")] = "1xH100",
@@ -101,6 +107,7 @@ def plan(
     pipeline: Pipeline = None,
     order: Order = None,
     wire: Wire = None,
+    real: Real = False,
     inference: Inference = False,
     html: Annotated[Path | None, typer.Option(help="Write the plan here too, as one page with sliders.")] = None,
 ) -> None:
@@ -121,6 +128,8 @@ def plan(
                 accumulate=accumulate)  # fmt: skip
     else:
         _refuse("with --micro-batch, --accumulate says how many a step has", batch=batch)
+    if real and max(pipeline or [1]) > 1:
+        raise ConfigError("--real does not go with --pipeline, whose stages are run without memory: leave one out.")
     if max(pipeline or [1]) == 1:
         _refuse("an order is of stages, which --pipeline 2 or more makes", order=order)
     from shardfold.tools.planning.command import print_inference, print_plan, write_plan_page
@@ -131,18 +140,19 @@ def plan(
     )  # fmt: skip
     samples = size if isinstance(size, int) else 1
     if inference:
-        if not print_inference(model, gpus, memory=memory, length=length, sequences=samples, division=divisions[0]):
+        if not print_inference(model, gpus, memory=memory, length=length, sequences=samples, division=divisions[0],
+                               real=real or None):  # fmt: skip
             raise typer.Exit(NOTHING_FITS)
         return
     if html is not None:
         write_plan_page(
             html, model, gpus, memory=memory, precision=precision, length=length, layouts=list(tables),
-            modes=activations or list(MODES), samples=samples, divisions=divisions,
+            modes=activations or list(MODES), samples=samples, divisions=divisions, real=real or None,
         )  # fmt: skip
     fits = print_plan(
         model, gpus, memory=memory, precision=precision, micro_batch=size, accumulate=accumulate or 1, length=length,
         tables=tables, modes=activations or list(MODES), batch=batch, host=host,
-        divisions=divisions, wire=auto,
+        divisions=divisions, wire=auto, real=real or None,
     )  # fmt: skip
     if not fits:
         raise typer.Exit(NOTHING_FITS)

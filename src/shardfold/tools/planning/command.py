@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 
 from shardfold.errors import ConfigError
 from shardfold.plan.auto_wire import AutoWire
 from shardfold.plan.layout import Layout
-from shardfold.plan.sizes import parse_bytes
 from shardfold.planner.choice import options
 from shardfold.planner.division import UNDIVIDED, Division
-from shardfold.planner.hardware import cluster
-from shardfold.planner.inference import activation_bytes, cache_bytes, sizes_of
+from shardfold.planner.hardware import Cluster, cluster, host_bytes
+from shardfold.planner.inference import Served, activation_bytes, cache_bytes, sizes_of
 from shardfold.planner.memory import CPU, GPU
-from shardfold.planner.search import search, search_divisions
+from shardfold.planner.search import Search, search, search_divisions
 from shardfold.planner.setting import Subject
 from shardfold.tools.planning import show
 from shardfold.tools.planning.models import Planned, planned_model
@@ -30,42 +28,38 @@ def print_plan(
     model: str, gpus: str, *, memory: str | None, precision: str, micro_batch: int | str | None, accumulate: int,
     length: int | None, tables: Mapping[str, Layout], modes: Sequence[str], batch: int | None = None,
     host: str | None = None, divisions: Sequence[Division] = (UNDIVIDED,), wire: AutoWire | None = None,
+    real: bool | None = None,
 ) -> bool:  # fmt: skip
     """Plans and prints: what a micro-batch, or the largest of each, needs under each layout, or else the fastest way to
     train that fits; returns whether anything fits."""
-    where = cluster(gpus, memory=memory)
-    room = parse_bytes(host) if host is not None else None
-    if host is not None and room is None:
-        raise ConfigError(f"--host {host} is not a number of bytes above 0: write it as 64GiB or 64GB.")
+    where, room = cluster(gpus, memory=memory), host_bytes(host)
     if len(divisions) > 1:
-        planned = planned_model(model, length=length, samples=2)
+        planned = planned_model(model, length=length, samples=2, real=real)
         print(show.head(planned, where, precision))
         print()
         found = search_divisions(
             planned.subject, where, divisions, precision=precision, layouts=tables, modes=modes, batch=batch,
-            host=room or inf, wire=wire,
+            host=room, wire=wire,
         )  # fmt: skip
-        print(show.ranking(found, where, precision, model if model in SIZES else ""))
-        return bool(found.found)
+        return _print_found(found, where, precision, model)
     division = replace(divisions[0], streams=where.device.streams)
     mesh = division.over(where.mesh)
-    planned = planned_model(model, length=length, samples=2, division=division)
+    planned = planned_model(model, length=length, samples=2, division=division, real=real)
     print(show.head(planned, where, precision, mesh))
     print()
     if micro_batch is None:
         found = search(
-            planned.subject, where, precision=precision, layouts=tables, modes=modes, batch=batch, host=room or inf,
+            planned.subject, where, precision=precision, layouts=tables, modes=modes, batch=batch, host=room,
             wire=wire,
         )  # fmt: skip
-        print(show.ranking(found, where, precision, model if model in SIZES else ""))
-        return bool(found.found)
+        return _print_found(found, where, precision, model)
     stages = [planned.subject] + [
         replace(planned.subject, division=replace(division, stage=stage)) for stage in range(1, division.pipeline)
     ]
     each = options(
         stages, tables, modes, precision=precision, mesh=mesh.axes,
         micro_batch=micro_batch if isinstance(micro_batch, int) else None,
-        micro_batches=accumulate, budget=where.device.usable, host=room or inf,
+        micro_batches=accumulate, budget=where.device.usable, host=room,
         behaviour=GPU if where.device.streams else CPU,
     )  # fmt: skip
     if division.pipeline > 1:
@@ -78,27 +72,43 @@ def print_plan(
     print(show.detail(best))
     if not fitting:
         print(f"Nothing fits: {best.why}")
+    _print_notes(one.plan.zeros for one in each)
     return bool(fitting)
 
 
+def _print_found(found: Search, where: Cluster, precision: str, model: str) -> bool:
+    """Prints what a search found; returns whether anything fits."""
+    print(show.ranking(found, where, precision, model if model in SIZES else ""))
+    _print_notes(one.zeros for one in found.found)
+    return bool(found.found)
+
+
+def _print_notes(zeros: Iterable[str]) -> None:
+    if notes := show.notes(zeros):
+        print(f"\n{notes}")
+
+
 def print_inference(
-    model: str, gpus: str, *, memory: str | None, length: int | None, sequences: int, division: Division = UNDIVIDED
-) -> bool:
+    model: str, gpus: str, *, memory: str | None, length: int | None, sequences: int, division: Division = UNDIVIDED,
+    real: bool | None = None,
+) -> bool:  # fmt: skip
     """Prints what serving a model needs, on all devices or on each of those that share it, and training it, by
     dtype; returns whether any dtype fits."""
     where = cluster(gpus, memory=memory)
     _ = division.over(where.mesh)
-    planned = planned_model(model, length=length, samples=2, division=division)
+    planned = planned_model(model, length=length, samples=2, division=division, real=real)
     cache = cache_bytes(planned.subject, 1)
     each = cache or activation_bytes(planned.subject, 1)
+    served = Served(each, sequences, show.served_by(planned, where))
     sizes = sizes_of(planned.subject)
-    print(show.serving(planned, where, sizes, each, sequences, what="cache" if cache else "activations"))
-    return any(size.needed(each * sequences) <= show.served_by(planned, where) for size in sizes)
+    print(show.serving(planned, where, sizes, served, what="cache" if cache else "activations"))
+    return any(served.fits(size) for size in sizes)
 
 
 def write_plan_page(
     path: Path, model: str, gpus: str, *, memory: str | None, precision: str, length: int | None,
     layouts: Sequence[str], modes: Sequence[str], samples: int, divisions: Sequence[Division] = (UNDIVIDED,),
+    real: bool | None = None,
 ) -> None:  # fmt: skip
     """Writes the page of a plan.
 
@@ -112,9 +122,9 @@ def write_plan_page(
     for each in divisions:
         _ = each.over(where.mesh)
         division = replace(each, streams=where.device.streams)
-        planned = planned_model(model, length=length, samples=2, division=division)
+        planned = planned_model(model, length=length, samples=2, division=division, real=real)
         half = planned.length // 2
-        shorter = planned_model(model, length=half, samples=2, division=division).subject if half else None
+        shorter = planned_model(model, length=half, samples=2, division=division, real=real).subject if half else None
         models[str(each) or "data alone"] = planned, shorter
     text = plan_page(models, where, layouts=layouts, modes=modes, precision=precision, samples=samples)
     try:

@@ -61,10 +61,11 @@ class Planned:
 
 
 def planned_model(
-    given: str, *, length: int | None = None, samples: int = 1, division: Division | None = None
-) -> Planned:
+    given: str, *, length: int | None = None, samples: int = 1, division: Division | None = None,
+    real: bool | None = None,
+) -> Planned:  # fmt: skip
     """The model that a name, a path of a config.json, or ``module:function`` gives; the function gives a model, or a
-    model and a micro-batch. ``division``: how ranks share it.
+    model and a micro-batch. ``division``: how ranks share it; ``real``: as of a subject.
 
     Raises:
         ConfigError: it gives none, or does not divide.
@@ -91,7 +92,7 @@ def planned_model(
             raise ConfigError(f"--length is of tokens, and {given} takes images: leave it out.")
     numel = sum({id(p): p.numel() for p in model.parameters()}.values())
     name = f"{given} ({type(model).__name__})" if given.endswith(".json") else given
-    return Planned(name, Subject(model, batch, division=division or Division()), numel, length or 0)
+    return Planned(name, Subject(model, batch, real=real, division=division or Division()), numel, length or 0)
 
 
 def _tokens(*shape: int) -> torch.Tensor:

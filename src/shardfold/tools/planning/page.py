@@ -17,6 +17,7 @@ from shardfold.planner.setting import Subject
 from shardfold.planner.surface import Activity, activity_of, surface_of
 from shardfold.tools.observe.page import STYLE
 from shardfold.tools.planning.models import Planned
+from shardfold.tools.planning.show import states
 
 __all__ = ["plan_page", "plan_values"]
 
@@ -40,10 +41,10 @@ const on = (row, s, l, i) => row[0][i] + row[1][i] * s + row[2][i] * l + row[3][
 function compute(layout, mode, ranks, samples, length) {
   const points = plan.layouts[layout][ranks === 1 ? 'one' : 'many'], model = plan.modes[mode];
   const b = model.batch, batch = b[0] + b[1] * samples + b[2] * length + b[3] * samples * length;
-  const rest = points.rest[0] + points.rest[1] / ranks + batch, host = points.host[0] + points.host[1] / ranks;
+  const rest = points.rest[0] + points.rest[1] / ranks, host = points.host[0] + points.host[1] / ranks;
   const rows = points.event.map((event, n) => {
-    const engine = points.whole[n] + points.divided[n] / ranks;
-    const held = on(points.level[n] ? model.level : model.peak, samples, length, event);
+    const engine = points.workspace + points.whole[n] + points.divided[n] / ranks;
+    const held = batch + on(points.level[n] ? model.level : model.peak, samples, length, event);
     return { event: event, engine: engine, held: held, total: rest + engine + held };
   });
   let top = rows[0];
@@ -151,7 +152,11 @@ def plan_page(
         for key, name in (("peak", "peak of each device"), ("fits", "this device"), ("where", "the peak is near"),
                           ("rest", "at rest"), ("host", "in host memory"))
     )  # fmt: skip
-    kinds = (("other", "at rest"), ("train", "the engine's buffers"), ("held", "forward and backward"))
+    kinds = (
+        ("other", "at rest"),
+        ("train", "the engine's buffers, workspaces"),
+        ("held", "the micro-batch, forward, backward"),
+    )
     legend = "".join(f'<span class="key" style="background: var(--{c})"></span>{name}' for c, name in kinds)
     data = json.dumps(values, separators=(",", ":")).replace("</", "<\\/")
     return "\n".join(
@@ -160,7 +165,7 @@ def plan_page(
             '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
             f"<title>{html.escape(title)}</title><style>{STYLE}{MORE}</style></head><body>",
             f"<h1>{html.escape(title)}</h1>",
-            f'<p class="muted">{planned.parameters:,} parameters in {html.escape(precision)}, AdamW; one step of one '
+            f'<p class="muted">{html.escape(states(planned, precision))}; one step of one '
             f"micro-batch; devices with streams, as {html.escape(where.device.name)}.</p>",
             f'<div class="sliders">{"".join(sliders)}</div><div class="tiles">{tiles}</div>',
             f"<h2>Bytes of a device over a step</h2><p>{legend}</p>",

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardfold.parallel.pipeline.order import choose_order, make_order
 from shardfold.parallel.pipeline.simulate import timeline
+from shardfold.plan import presets
 from shardfold.plan.axes import Mesh
-from shardfold.plan.layout import Tier
+from shardfold.plan.layout import Precision, Tier
 from shardfold.plan.sizes import human
 from shardfold.planner.candidate import STAGES, Candidate
 from shardfold.planner.choice import Option
 from shardfold.planner.division import Division
 from shardfold.planner.hardware import Cluster
-from shardfold.planner.inference import RESERVE, Size, largest_batch_of
+from shardfold.planner.inference import RESERVE, Served, Size
 from shardfold.planner.search import Search
 from shardfold.tools.planning.models import Planned
 
-__all__ = ["advice", "detail", "head", "ranking", "served_by", "serving", "stages", "table"]
+__all__ = ["advice", "detail", "head", "notes", "ranking", "served_by", "serving", "stages", "states", "table"]
 
 
 def head(model: Planned, cluster: Cluster, precision: str, mesh: Mesh | None = None) -> str:
@@ -26,9 +27,33 @@ def head(model: Planned, cluster: Cluster, precision: str, mesh: Mesh | None = N
     length = f", {model.length:,} tokens each" if model.length else ""
     budget = human(cluster.device.usable)
     return (
-        f"{model.name}: {model.parameters:,} parameters in {precision}, AdamW; {cluster} with {budget} for training"
-        f"{length}{_divided(model, mesh)}"
+        f"{model.name}: {states(model, precision)}; {cluster} with {budget} for training{length}{_divided(model, mesh)}"
     )
+
+
+def states(model: Planned, precision: str) -> str:
+    """How many parameters, in which dtypes they are under a policy, and their optimizer."""
+    policy = Precision.named(precision)
+    rules, cuts = model.subject.cuts(presets.ddp, policy, model.subject.mesh)
+    layout, ways = rules.layouts[-1], dict[str, int]()
+    for segment in (segment for c in cuts if c.spec is not None for segment in c.spec.segments):
+        way = f"kept in {segment.dtype}"
+        if segment.trainable and "master" not in segment.table_or(layout).aliases(own=segment.own):
+            way = f"computed in {segment.dtype} with masters kept in {segment.dtype_for('master', layout)}"
+        ways[way] = ways.get(way, 0) + segment.numel
+    if len(ways) == 1:
+        return f"{model.parameters:,} parameters, {next(iter(ways))} under precision {precision}; AdamW"
+    each = ", ".join(f"{numel:,} {way}" for way, numel in sorted(ways.items(), key=lambda pair: -pair[1]))
+    return f"{model.parameters:,} parameters, {each} under precision {precision}; AdamW"
+
+
+def notes(zeros: Iterable[str]) -> str:
+    """What to know about a plan; ``zeros``: of its traces, why they ran on zeros."""
+    whys = dict.fromkeys(why for why in zeros if why)
+    return "\n".join(
+        f"Note: the model was run on zeros with memory, as {why}; where it goes by values, the plan is of zeros."
+        for why in whys
+    )  # fmt: skip
 
 
 def _divided(model: Planned, mesh: Mesh | None) -> str:
@@ -148,20 +173,18 @@ def served_by(model: Planned, where: Cluster) -> float:
     return where.device.usable * (1 if model.subject.division.axes else where.size)
 
 
-def serving(
-    model: Planned, where: Cluster, sizes: Sequence[Size], cache_of_one: float, sequences: int, what: str = "cache"
-) -> str:
+def serving(model: Planned, where: Cluster, sizes: Sequence[Size], served: Served, what: str = "cache") -> str:
     """What it takes to serve a model, one line for each dtype of its weights; and to train it on one device.
 
     ``what``: a sequence takes beside weights; of a model that keeps no keys and values it is its forward's activations.
     """
     division = model.subject.division
     alone = not division.axes
-    budget = served_by(model, where)
+    each, sequences, budget = served
     one, wide = ("sequence", 12) if what == "cache" else ("sample", 18)
     many = f"{sequences:,} {one}s" if sequences > 1 else f"1 {one}"
-    keeps = f"with {human(cache_of_one)} of keys and values in 16 bits" if what == "cache" else (
-        f"with {human(cache_of_one)} of activations in 16 bits in its forward, as the model keeps no keys and values"
+    keeps = f"with {human(each)} of keys and values in 16 bits" if what == "cache" else (
+        f"with {human(each)} of activations in 16 bits in its forward, as the model keeps no keys and values"
     )  # fmt: skip
     length = f" of {model.length:,} tokens" if model.length else ""
     room = "in all" if alone else f"each, of which {division.ranks} share the model by {division}: the part of each"
@@ -173,12 +196,10 @@ def serving(
         f"{f'most {one}s':>14}{'training, Adam':>16}",
     ]
     for size in sizes:
-        cache = cache_of_one * sequences
-        most = largest_batch_of(size, cache_of_one, budget) if cache_of_one else None
-        fits = size.needed(cache) <= budget
+        cache, most = each * sequences, served.largest(size)
         lines.append(
             f"{size.dtype:<9}{human(size.largest):>14}{human(size.weights):>11}{human(size.weights + cache):>{wide}}"
-            f"{human(size.needed(cache)):>11}  {'fits' if fits else 'too much':<9}"
+            f"{human(size.needed(cache)):>11}  {'fits' if served.fits(size) else 'too much':<9}"
             f"{'any' if most is None else most or 'none':>14}{human(size.training) if size.training else '-':>16}"
         )
     return "\n".join(lines)
