@@ -13,6 +13,7 @@ import pytest
 from shardfold.planner.hardware import cluster
 from shardfold.tools.doctor.checks import Check, checks
 from shardfold.tools.doctor.command import doctor
+from shardfold.tools.doctor.measure import at_least_zero
 
 
 def by_what() -> dict[str, Check]:
@@ -58,3 +59,15 @@ def test_a_profile_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> N
     command = [sys.executable, "-m", "shardfold", "doctor", "--measure", str(tmp_path / "no/here.json")]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2 and "is not a folder" in result.stderr
+
+
+def test_what_operations_take_is_fitted_and_never_below_nothing() -> None:
+    """Steps of two and of six units, which say what an operation, a collective and a meeting take. What noise would
+    make negative is 0, and the rest is fitted without it."""
+    counts = [[18, 3, 3], [36, 9, 3], [42, 7, 3], [84, 21, 3]]
+    took = [2e-4 * all_of + 5e-4 * sends + 1e-3 * meets for all_of, sends, meets in counts]
+    assert at_least_zero(counts, took) == pytest.approx([2e-4, 5e-4, 1e-3])
+    less = [each - 1e-3 * sends for each, (_, sends, _) in zip(took, counts, strict=True)]
+    operation, collective, meeting = at_least_zero(counts, less)
+    assert collective == 0 and operation > 0 and meeting > 0
+    assert at_least_zero(counts, [-1.0] * 4) == [0.0, 0.0, 0.0]

@@ -65,6 +65,8 @@ class Device:
         call: seconds that each product takes besides its operations, by dtype.
         others: bytes per second of operations that are no products, whose results are new; 0: ``bandwidth``.
         operation: seconds of the host for each operation of a program; of a device with streams it runs ahead.
+        collective: those of an operation that sends, besides what its link takes and ``operation``.
+        meeting: those in which ranks ask each other whether all of them go on, at the ends of passes and at a step.
         codecs: seconds of formats by name, as :class:`~shardfold.plan.auto_wire.Codec` has them: for each element
             that is encoded, decoded, decoded and added, and for a call.
     """
@@ -86,6 +88,8 @@ class Device:
     call: Mapping[str, float] = field(default_factory=dict[str, float])
     others: float = 0.0
     operation: float = 0.0
+    collective: float = 0.0
+    meeting: float = 0.0
     codecs: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
 
     def attending(self, dtype: str) -> float:

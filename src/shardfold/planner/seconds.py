@@ -25,10 +25,14 @@ from shardfold.planner.hardware import Device, Link
 from shardfold.planner.memory import MemoryPlan, Point, Setting
 from shardfold.planner.trace import Trace
 
-__all__ = ["Rows", "Schedule", "Seconds", "Way", "Work", "part_seconds", "plan_seconds", "schedule_of"]
+__all__ = ["MEETS", "Rows", "Schedule", "Seconds", "Way", "Work", "part_seconds", "plan_seconds", "schedule_of"]
 
 HOST_UPDATE = 2e9
 """Parameters that a host updates per second, where it was not measured: 16 bytes each at 32 GB/s."""
+
+
+MEETS = ("END", "STEP")
+"""Verbs at which ranks ask each other whether all of them go on."""
 
 
 class Seconds(NamedTuple):
@@ -223,7 +227,7 @@ class _Clocks:
         """An operation of the program."""
         unit = self._setting.by_name.get(op.unit)
         if not self._device.streams:
-            self._now = self._now + self._device.operation
+            self._now = self._now + self._hosting(op)
         if op.verb in ("F", "B"):
             self._wait(op.unit, "flat")
         elif op.verb == "WAIT":
@@ -238,6 +242,12 @@ class _Clocks:
             for state in ("master", "moments", "grads"):
                 self._wait(op.unit, state)
             self._now = self._now + self._update(op, unit)
+
+    def _hosting(self, op: Op) -> float:
+        """What an operation takes the host."""
+        device = self._device
+        more = device.collective if op.verb in COLLECTIVES else device.meeting if op.verb in MEETS else 0.0
+        return device.operation + more
 
     def _wait(self, unit: str, tensor: str) -> None:
         if (done := self._done.pop((unit, tensor), None)) is not None:

@@ -8,6 +8,7 @@ measured over the transport that engines have there.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -15,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,7 +36,7 @@ from shardfold.plan.auto_wire import LOSSY
 from shardfold.plan.formats import format_named
 from shardfold.plan.program import COLLECTIVES
 from shardfold.planner.hardware import Device, Link
-from shardfold.planner.seconds import Work
+from shardfold.planner.seconds import MEETS, Work
 from shardfold.planner.setting import Subject
 from shardfold.planner.tracing import loss_of
 from shardfold.tiers.limit import memory_limit
@@ -82,7 +84,7 @@ def measure(folder: Path) -> Measured:
         source="measured by shardfold doctor --measure",
         streams=accelerator.has_streams(device),
         codecs=ranks["codecs"],
-        operation=ranks["operation"],
+        **ranks["host"],
         **computes,
     )
     return Measured(profile, found)
@@ -235,7 +237,7 @@ def rank(folder: str, number: int, kind: str) -> None:
         }
         for verb, call in calls.items():
             collectives[verb][size] = _seconds(call, device)
-    found: dict[str, Any] = {"collectives": collectives, "computes": None, "link": None, "codecs": {}, "operation": 0.0}
+    found: dict[str, Any] = {"collectives": collectives, "computes": None, "link": None, "codecs": {}, "host": {}}
     if two or not accelerator.has_streams(here):
         dist.barrier()
         found["computes"] = computed(device)
@@ -246,27 +248,81 @@ def rank(folder: str, number: int, kind: str) -> None:
 
 
 def _transport() -> dict[str, Any]:
-    """Bytes per second and seconds of a collective over an engine's transport, what formats take, and each operation of
-    a program, besides what is computed: of a step of layers so small that nothing else takes time."""
-    small = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(8)))
-    engine = Engine(small, optimizer=partial(torch.optim.AdamW, lr=0.0), layout="zero3")
+    """Bytes per second and seconds of a collective over an engine's transport, what formats take, and what operations
+    of a program take the host."""
+    engine = Engine(nn.Linear(8, 8), optimizer=partial(torch.optim.AdamW, lr=0.0), layout="zero3")
     comm, axes = engine.sharded.comm, ("intra",)
     verbs = ("ALL_GATHER", "REDUCE_SCATTER")
     found = measured(comm, [(verb, axes) for verb in verbs], [format_named(name, "a wire") for name in LOSSY])
     links = [found.links[verb, axes] for verb in verbs]
     rate, latency = len(links) / sum(1 / link.rate for link in links), statistics.mean(link.latency for link in links)
-    x = torch.zeros(2, 8, device=comm.mesh.device)
-
-    def step() -> None:
-        engine.backward(engine(x).sum())
-        engine.step()
-
-    took = _seconds(step, comm.mesh.device, 3 * ROUNDS)
-    ops = [op for section in ("forward", "last", "step") for op in engine.program.section(section)]
-    waits = latency * sum(op.verb in COLLECTIVES for op in ops)
     engine.close()
     codecs = {name: list(codec) for name, codec in found.codecs.items()}
-    return {"link": [rate, latency], "codecs": codecs, "operation": max(took - waits, 0.0) / len(ops)}
+    return {"link": [rate, latency], "codecs": codecs, "host": _hosting(latency)}
+
+
+FEW_LAYERS, MANY_LAYERS = 2, 6
+
+
+def _small(layers: int) -> GPT:
+    """One that computes less than what an engine does beside it."""
+    return GPT(GPTConfig(d_model=16, layers=layers, heads=2, context=8))
+
+
+def _hosting(latency: float) -> dict[str, float]:
+    """Seconds of an operation, of what a collective takes besides ``latency``, and of a meeting: those with which steps
+    of few and of many units, that send little and much, take as long as they were seen to take."""
+    adam, sizes = partial(torch.optim.AdamW, lr=0.0), (FEW_LAYERS, MANY_LAYERS)
+    engines = [Engine(_small(size), optimizer=adam, layout=name) for size in sizes for name in ("ddp", "zero3")]
+    plain = [_small(size).to(engines[0].sharded.comm.mesh.device) for size in sizes]
+    turns: list[list[float]] = [[] for _ in (*engines, *plain)]
+    for _ in range(3 * ROUNDS):  # one behind the other: what the machine does besides meets all of them
+        for turn, one in zip(turns, (*engines, *plain), strict=True):
+            turn.append(_few_steps(one))
+    took = [statistics.median(turn) for turn in turns]
+    counts, left = list[list[int]](), list[float]()
+    for number, engine in enumerate(engines):
+        ops = [op for section in ("forward", "last", "step") for op in engine.program.section(section)]
+        sends = sum(op.verb in COLLECTIVES for op in ops)
+        counts.append([len(ops), sends, sum(op.verb in MEETS for op in ops)])
+        left.append(took[number] - took[len(engines) + number // 2] - latency * sends)
+        engine.close()
+    return dict(zip(("operation", "collective", "meeting"), at_least_zero(counts, left), strict=True))
+
+
+def _few_steps(one: Engine | GPT, steps: int = 3) -> float:
+    """Seconds of a step of an engine, or of what its model computes in one."""
+    device = one.sharded.comm.mesh.device if isinstance(one, Engine) else next(one.parameters()).device
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device=device)
+    dist.barrier()
+    began = _now(device)
+    for _ in range(steps):
+        loss = one(tokens, tokens)
+        if isinstance(one, Engine):
+            one.backward(loss)
+            one.step()
+        else:
+            loss.backward()
+    return (_now(device) - began) / steps
+
+
+def at_least_zero(counts: Sequence[Sequence[float]], sums: Sequence[float]) -> list[float]:
+    """What each of some things takes by least squares, nothing less than 0.
+
+    Args:
+        counts: of each thing in each sum.
+        sums: what they take together.
+    """
+    table, right = np.array(counts, dtype=float), np.array(sums)
+    best, least = np.zeros(table.shape[1]), float("inf")
+    for many in range(table.shape[1] + 1):
+        for which in itertools.combinations(range(table.shape[1]), many):
+            found = np.zeros(table.shape[1])
+            found[list(which)] = np.linalg.lstsq(table[:, which], right, rcond=None)[0] if which else []
+            error = float(((table @ found - right) ** 2).sum())
+            if (found >= 0).all() and error < least * (1 - 1e-9):
+                best, least = found, error
+    return [float(one) for one in best]
 
 
 if __name__ == "__main__":
